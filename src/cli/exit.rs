@@ -1,0 +1,53 @@
+//! Exit codes, documented for scripts and schedulers in the README.
+
+use std::process::ExitCode;
+
+/// How `rekindle` itself ends. Values follow sysexits.h and the shell where they have one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    /// All went well.
+    Success,
+    /// A command that checks something found it wanting (`verify`, `config check`).
+    Unsound,
+    /// Wrong usage, an unknown job or image.
+    Usage,
+    /// The job's own exit code, or 128 plus the signal that ended it.
+    Job(u8),
+    /// Something needed is missing: CRIU, rights, driver (EX_UNAVAILABLE).
+    Missing,
+    /// Stopped with a fresh image, to be queued again (EX_TEMPFAIL).
+    Requeue,
+    /// The configuration is wrong (EX_CONFIG).
+    Config,
+    /// Rekindle's own failure.
+    Internal,
+    /// The command was found but can not be executed.
+    NotExecutable,
+    /// The command was not found.
+    NotFound,
+}
+
+impl Exit {
+    /// The number the process exits with.
+    #[must_use]
+    pub fn code(self) -> u8 {
+        match self {
+            Exit::Success => 0,
+            Exit::Unsound => 1,
+            Exit::Usage => 2,
+            Exit::Job(code) => code,
+            Exit::Missing => 69,
+            Exit::Requeue => 75,
+            Exit::Config => 78,
+            Exit::Internal => 125,
+            Exit::NotExecutable => 126,
+            Exit::NotFound => 127,
+        }
+    }
+}
+
+impl From<Exit> for ExitCode {
+    fn from(exit: Exit) -> ExitCode {
+        ExitCode::from(exit.code())
+    }
+}

@@ -1,0 +1,51 @@
+//! Tables for people, JSON for programs.
+
+use std::io::{self, IsTerminal, Write};
+
+use comfy_table::{Table, TableStyle};
+use serde::Serialize;
+
+/// How a command prints its result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Format {
+    /// A table, plain where standard output is not a terminal.
+    Text,
+    /// One JSON document.
+    Json,
+}
+
+/// Prints `rows` under `header`; the same rows as JSON come from `json`.
+pub(crate) fn print_table<J: Serialize>(
+    format: Format,
+    header: &[&str],
+    rows: impl IntoIterator<Item = Vec<String>>,
+    json: &J,
+) -> io::Result<()> {
+    if format == Format::Json {
+        return print_json(json);
+    }
+    let mut table = Table::new();
+    table.load_style(TableStyle::new()).set_header(header);
+    if !io::stdout().is_terminal() {
+        // A pipe has no width: wrapping would break what reads it.
+        table.set_content_arrangement(comfy_table::ContentArrangement::Disabled);
+    }
+    for row in rows {
+        table.add_row(row);
+    }
+    // comfy-table pads the last column as well.
+    print_text(&table.to_string().lines().map(str::trim_end).collect::<Vec<_>>().join("\n"))
+}
+
+/// Prints one pretty JSON document.
+pub(crate) fn print_json<J: Serialize>(json: &J) -> io::Result<()> {
+    print_text(&serde_json::to_string_pretty(json)?)
+}
+
+/// Prints text and a line end. A reader that went away (`| head`) is not an error.
+pub(crate) fn print_text(text: &str) -> io::Result<()> {
+    match writeln!(io::stdout().lock(), "{text}") {
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other,
+    }
+}

@@ -1,0 +1,6 @@
+//! The `rekindle` command.
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    rekindle::cli::main()
+}
