@@ -24,4 +24,5 @@
 
 pub mod cli;
 pub mod launch;
+pub mod store;
 pub mod sys;

@@ -2,5 +2,6 @@
 #![allow(unsafe_code, reason = "this module is where it is allowed; every block says why it is sound")]
 
 pub mod criu;
+pub mod durable;
 pub mod process;
 pub mod spawn;
