@@ -24,3 +24,5 @@
 
 pub mod cli;
 pub mod sys;
+
+pub use sys::cuda;
