@@ -26,3 +26,5 @@ pub mod cli;
 pub mod launch;
 pub mod store;
 pub mod sys;
+
+pub use sys::cuda;

@@ -2,6 +2,8 @@
 #![allow(unsafe_code, reason = "this module is where it is allowed; every block says why it is sound")]
 
 pub mod criu;
+pub mod cuda;
 pub mod durable;
+pub mod nvml;
 pub mod process;
 pub mod spawn;

@@ -1,0 +1,152 @@
+//! What NVML and the kernel module tell about the GPUs of this machine. All of it is optional: it enriches manifests,
+//! preflight and `doctor`, and nothing may fail because it is missing.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::{Device, Nvml};
+
+use super::cuda::{self, GpuUuid};
+
+/// Whether a GPU is divided into instances, which can not be checkpointed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mig {
+    /// Divided.
+    On,
+    /// Whole, or of a kind that can not be divided.
+    Off,
+    /// Not known without NVML.
+    Unknown,
+}
+
+/// One GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gpu {
+    /// Its UUID.
+    pub uuid: GpuUuid,
+    /// The product, for example `NVIDIA H200`.
+    pub name: Option<String>,
+    /// Memory in all, bytes.
+    pub memory_total: Option<u64>,
+    /// Memory in use by anybody, bytes.
+    pub memory_used: Option<u64>,
+    /// Divided or not.
+    pub mig: Mig,
+}
+
+/// The GPUs of this machine and who uses them, at the time of the call.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct GpuInventory {
+    /// The version of the driver.
+    pub driver: Option<String>,
+    /// The GPUs that can be seen from here.
+    pub gpus: Vec<Gpu>,
+    /// Device memory of each compute process over all GPUs, bytes. None without NVML. The pids are those of the host as
+    /// the kernel module sees it; in a container they may be missing.
+    pub used_by_pid: Option<BTreeMap<u32, u64>>,
+}
+
+impl GpuInventory {
+    /// Asks NVML, and without it the kernel module, which tells names and UUIDs only. Empty without a driver.
+    #[must_use]
+    pub fn read() -> Self {
+        // Not kept: an initialised NVML holds /dev/nvidiactl open. The crate's default is libnvidia-ml.so, which only
+        // development packages install.
+        match Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init() {
+            Ok(nvml) => from_nvml(&nvml),
+            Err(_) => from_proc(Path::new("/proc/driver/nvidia/gpus")),
+        }
+    }
+
+    /// Device memory of process `pid`, bytes.
+    #[must_use]
+    pub fn used_by(&self, pid: u32) -> Option<u64> {
+        self.used_by_pid.as_ref()?.get(&pid).copied()
+    }
+}
+
+fn from_nvml(nvml: &Nvml) -> GpuInventory {
+    let devices: Vec<Device<'_>> =
+        (0..nvml.device_count().unwrap_or(0)).filter_map(|index| nvml.device_by_index(index).ok()).collect();
+    let mut used = BTreeMap::new();
+    for process in devices.iter().filter_map(|device| device.running_compute_processes().ok()).flatten() {
+        if let UsedGpuMemory::Used(bytes) = process.used_gpu_memory {
+            *used.entry(process.pid).or_insert(0) += bytes;
+        }
+    }
+    GpuInventory {
+        driver: nvml.sys_driver_version().ok().or_else(installed),
+        gpus: devices.iter().filter_map(gpu).collect(),
+        used_by_pid: Some(used),
+    }
+}
+
+fn gpu(device: &Device<'_>) -> Option<Gpu> {
+    let memory = device.memory_info().ok();
+    Some(Gpu {
+        uuid: device.uuid().ok()?.parse().ok()?,
+        name: device.name().ok(),
+        memory_total: memory.as_ref().map(|memory| memory.total),
+        memory_used: memory.as_ref().map(|memory| memory.used),
+        // A GPU that can not be divided answers NotSupported.
+        mig: if device.mig_mode().is_ok_and(|mode| mode.current == 1) { Mig::On } else { Mig::Off },
+    })
+}
+
+fn installed() -> Option<String> {
+    cuda::installed().map(|version| version.to_string())
+}
+
+/// One folder a GPU, named after its PCI address, each with a file `information`.
+fn from_proc(gpus: &Path) -> GpuInventory {
+    let mut folders: Vec<_> = fs::read_dir(gpus).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+    folders.sort();
+    let gpus =
+        folders.iter().filter_map(|folder| parse_information(&fs::read_to_string(folder.join("information")).ok()?));
+    GpuInventory { driver: installed(), gpus: gpus.collect(), used_by_pid: None }
+}
+
+fn parse_information(text: &str) -> Option<Gpu> {
+    let field = |key: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(key)?.trim_start().strip_prefix(':'));
+        line.map(str::trim).filter(|value| !value.is_empty())
+    };
+    Some(Gpu {
+        uuid: field("GPU UUID")?.parse().ok()?,
+        name: field("Model").map(str::to_owned),
+        memory_total: None,
+        memory_used: None,
+        mig: Mig::Unknown,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const INFORMATION: &str = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 261\n\
+        GPU UUID: \t GPU-00112233-4455-6677-8899-aabbccddeeff\nVideo BIOS: \t 96.00\n";
+
+    #[test]
+    fn the_kernel_module_tells_names_and_uuids() {
+        let gpus = tempfile::tempdir().unwrap();
+        for (address, text) in [("0000:01:00.0", INFORMATION), ("0000:02:00.0", "Model: broken\n")] {
+            let folder = gpus.path().join(address);
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("information"), text).unwrap();
+        }
+        let inventory = from_proc(gpus.path());
+        assert_eq!(inventory.gpus.len(), 1);
+        assert_eq!(inventory.gpus[0].name.as_deref(), Some("NVIDIA H200"));
+        assert_eq!(inventory.gpus[0].uuid.to_string(), "GPU-00112233-4455-6677-8899-aabbccddeeff");
+        assert_eq!(inventory.gpus[0].mig, Mig::Unknown);
+        assert_eq!(inventory.used_by(1), None);
+    }
+
+    #[test]
+    fn no_driver_is_an_empty_inventory() {
+        assert_eq!(from_proc(Path::new("/nowhere")).gpus, []);
+    }
+}
