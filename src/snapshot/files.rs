@@ -1,0 +1,83 @@
+//! Files as a part of the state: what size they had, and hard links for names that are gone.
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use crate::launch::output::Files;
+use crate::store::ImageId;
+use crate::store::manifest::{OpenFile, Recreate, SavedLink};
+use crate::sys::criu::image;
+use crate::sys::process::path_in;
+
+/// The regular files that the frozen job has open for writing, with their sizes of this moment. `root` is the root of
+/// the tree, as we see it: files are looked at through its mount namespace.
+pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFile>, image::Error> {
+    let mut found: Vec<OpenFile> = Vec::new();
+    for file in image::open_files(criu_dir)? {
+        if file.flags & libc::O_ACCMODE == libc::O_RDONLY {
+            continue;
+        }
+        let append = file.flags & libc::O_APPEND != 0;
+        if let Some(known) = found.iter_mut().find(|f| f.path == file.path) {
+            // Opened twice: it may be cut only if that fits both.
+            known.append &= append;
+            continue;
+        }
+        // A device, or a name that is gone: CRIU deals with those.
+        let Some(metadata) = std::fs::metadata(path_in(root, &file.path)).ok().filter(|m| m.is_file()) else { continue };
+        found.push(OpenFile { path: file.path, size: metadata.size(), append, position: file.position });
+    }
+    Ok(found)
+}
+
+/// The job's output may have been rotated since its size was taken.
+pub(super) fn record_sizes_again(files: &mut [OpenFile], root: i32, output: &Files) {
+    for file in files.iter_mut().filter(|f| f.path == output.stdout || f.path == output.stderr) {
+        if let Ok(metadata) = std::fs::metadata(path_in(root, &file.path)) {
+            file.size = metadata.size();
+        }
+    }
+}
+
+/// Keeps a hard link to each file that CRIU gave a name of its own (`link_remap.N`): CRIU removes that name when the
+/// dump is over, and needs it at a restore.
+pub(super) fn save_links(criu_dir: &Path, root: i32, id: &ImageId) -> Result<Vec<SavedLink>, Error> {
+    let mut saved = Vec::new();
+    for link in image::link_remaps(criu_dir)? {
+        let name = link.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let keep = link.with_file_name(format!("{}{id}-{name}", SavedLink::PREFIX));
+        let (from, to) = (path_in(root, &link), path_in(root, &keep));
+        if let Err(source) = std::fs::hard_link(&from, &to) {
+            drop_links(&saved, root);
+            return Err(Error::Link { path: keep, source });
+        }
+        saved.push(SavedLink { link, saved: keep });
+    }
+    Ok(saved)
+}
+
+/// Takes [`save_links`] back.
+pub(super) fn drop_links(links: &[SavedLink], root: i32) {
+    for link in links {
+        let _ = std::fs::remove_file(path_in(root, &link.saved));
+    }
+}
+
+/// Puts the reaper into the image: a restore may happen after an upgrade, or on another machine.
+pub(super) fn keep_reaper(draft: &Path, reaper: &Path) -> io::Result<Vec<Recreate>> {
+    let dir = draft.join("files");
+    std::fs::create_dir(&dir)?;
+    let part = dir.join("reaper");
+    std::fs::copy(reaper, &part)?;
+    Ok(vec![Recreate { path: PathBuf::from(reaper), mode: 0o700, part: "files/reaper".into() }])
+}
+
+/// Why files could not be recorded.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    #[error(transparent)]
+    Image(#[from] image::Error),
+    #[error("can not keep a hard link at {path}: {source}")]
+    Link { path: PathBuf, source: io::Error },
+}

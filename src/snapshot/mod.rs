@@ -1,0 +1,232 @@
+//! Freeze and capture: an ordered list of phases, each timed, each with an undo.
+//!
+//! ```text
+//!  preflight   may it be tried at all: memory, disk, what CRIU can not dump        job runs
+//!  find        the CUDA processes of the tree                                       job runs
+//!  lock        all of them, at once                     undo: unlock               ---- freeze begins (CUDA)
+//!  checkpoint  device memory to host memory             undo: restore
+//!  dump        CRIU writes the tree, lets it run on     undo: remove the draft
+//!  restore     host memory to device memory
+//!  unlock
+//!  check       every CUDA process is running again                                  ---- freeze ends
+//!  publish     hash, fsync, rename; the job runs        undo: remove the draft
+//! ```
+//!
+//! Invariants:
+//! - A phase that fails undoes all before it, in reverse order, and the job runs on. Where that is not possible (the
+//!   driver can not restore a process: there is no second try) the error says so ([`Error::job_is_lost`]), and the job
+//!   has to be brought back from an image.
+//! - Nothing is in the store under an image's name before it is whole ([`crate::store`]). When the power goes, at most a
+//!   draft is left, which the next start sweeps.
+
+mod files;
+mod gpu;
+mod phases;
+mod preflight;
+mod tcp;
+
+use std::path::Path;
+use std::time::Duration;
+
+use chrono::Utc;
+
+use crate::config::Config;
+use crate::launch::{self, Job};
+use crate::store::manifest::{self, Manifest, PidNamespace, Reason};
+use crate::store::{Image, JobFolder, PublishError, WriterLock};
+use crate::sys::criu::{self, Criu};
+use crate::sys::cuda;
+
+pub use preflight::Refusal;
+
+/// Everything a snapshot needs; nothing in it changes while the job runs.
+#[derive(Debug)]
+pub struct Subject<'a> {
+    /// The running job.
+    pub job: &'a Job,
+    /// Where its images go.
+    pub folder: &'a JobFolder,
+    /// Proof that nobody else writes there.
+    pub lock: &'a WriterLock,
+    /// The configuration.
+    pub config: &'a Config,
+    /// CRIU.
+    pub criu: &'a Criu,
+    /// How the job was launched.
+    pub launch: &'a Launch,
+    /// The job's reaper, to be kept in the image.
+    pub reaper: &'a Path,
+    /// The job's output, rotated while it stands still.
+    pub output: &'a launch::output::Files,
+}
+
+/// What a manifest says of the launch.
+#[derive(Debug, Clone)]
+pub struct Launch {
+    /// The command line.
+    pub command: Vec<String>,
+    /// The working directory.
+    pub directory: std::path::PathBuf,
+    /// The user, where it is not the supervisor's.
+    pub user: Option<String>,
+    /// The run that began from nothing.
+    pub lineage: String,
+}
+
+/// A snapshot that was published.
+#[derive(Debug)]
+pub struct Taken {
+    /// The image.
+    pub image: Image,
+    /// How long the job stood still.
+    pub freeze: Duration,
+    /// What could not be done and does not matter for the image, in words.
+    pub notes: Vec<String>,
+}
+
+/// Why there is no new image.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// It was not tried; the job never stopped.
+    #[error("not tried: {0}")]
+    Refused(#[from] Refusal),
+    /// A call of the CUDA driver failed.
+    #[error("{phase}: {source}")]
+    Cuda {
+        /// The phase.
+        phase: &'static str,
+        /// The driver's answer.
+        #[source]
+        source: cuda::Error,
+    },
+    /// The set of CUDA processes changed at every attempt to lock it.
+    #[error("lock: the job starts and ends CUDA processes too fast: after {attempts} attempts there was a new one each time")]
+    Restless {
+        /// How often it was tried.
+        attempts: u32,
+    },
+    /// CRIU could not dump the tree.
+    #[error("dump: {0}")]
+    Dump(#[from] criu::RunError),
+    /// The image CRIU wrote is not whole.
+    #[error("dump: the image is not whole: {0}")]
+    Image(#[from] criu::image::Error),
+    /// A CUDA process is not running after everything succeeded.
+    #[error("check: process {pid} is {state} after the snapshot")]
+    NotRunning {
+        /// The process.
+        pid: i32,
+        /// Its state.
+        state: cuda::State,
+    },
+    /// The store could not take it.
+    #[error("store: {0}")]
+    Store(#[from] crate::store::Error),
+    /// The image could not be published.
+    #[error("publish: {0}")]
+    Publish(#[from] PublishError),
+    /// A file of ours could not be read or written.
+    #[error("{what}")]
+    Io {
+        /// What was done.
+        what: String,
+        /// The kernel's answer.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The job ended meanwhile.
+    #[error("the job ended during the snapshot")]
+    JobEnded,
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+    /// A phase failed and so did its undo: the job does not run on.
+    #[error("{cause}; and the job could not be set going again: {undo}")]
+    Lost {
+        /// What failed first.
+        cause: Box<Error>,
+        /// What failed then.
+        undo: String,
+    },
+}
+
+impl Error {
+    /// Whether the job can not go on and has to be brought back from an image.
+    #[must_use]
+    pub fn job_is_lost(&self) -> bool {
+        matches!(self, Error::Lost { .. })
+    }
+
+    /// CRIU's log, where CRIU was what failed.
+    #[must_use]
+    pub fn criu_log(&self) -> Option<&criu::Log> {
+        match self {
+            Error::Dump(error) => error.log(),
+            Error::Lost { cause, .. } => cause.criu_log(),
+            _ => None,
+        }
+    }
+}
+
+/// Takes a snapshot. `cancelled` is asked while CRIU works; a snapshot that is cancelled is undone.
+///
+/// # Errors
+/// When a phase fails. Unless [`Error::job_is_lost`], the job runs on as if nothing had been.
+pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &dyn Fn() -> bool) -> Result<Taken, Error> {
+    let mut work = phases::Work::new(subject, cancelled);
+    work.freeze()?;
+    let freeze = work.frozen();
+    work.time("publish", |work| {
+        let manifest = describe(work, reason)?;
+        let draft = work.draft.take().ok_or(Error::Cancelled)?;
+        Ok(draft.publish(manifest)?)
+    })
+    .map(|image| Taken { image, freeze, notes: std::mem::take(&mut work.notes) })
+}
+
+/// Everything about the image but its parts, which publishing adds.
+fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> {
+    let subject = work.subject;
+    let draft = work.draft.as_ref().ok_or(Error::Cancelled)?;
+    let ids = criu::image::ids(&draft.dir().join(phases::CRIU_DIR))?;
+    let cuda = work.gpu.inner_pids();
+    let inventory = (!cuda.is_empty()).then(crate::sys::nvml::GpuInventory::read).unwrap_or_default();
+    let gpu = |gpu: &crate::sys::nvml::Gpu| manifest::Gpu {
+        uuid: gpu.uuid.to_string(),
+        name: gpu.name.clone().unwrap_or_default(),
+    };
+    Ok(Manifest {
+        id: draft.id(),
+        job: subject.folder.name().clone(),
+        lineage: subject.launch.lineage.clone(),
+        taken: work.taken.unwrap_or_else(Utc::now),
+        reason,
+        command: subject.launch.command.clone(),
+        directory: subject.launch.directory.clone(),
+        user: subject.launch.user.clone(),
+        host: crate::telemetry::host::describe(),
+        rekindle: env!("CARGO_PKG_VERSION").into(),
+        criu: subject.criu.version.to_string(),
+        driver: if cuda.is_empty() { None } else { inventory.driver },
+        gpus: inventory.gpus.iter().map(gpu).collect(),
+        tree: manifest::JobTree {
+            pid_namespace: match subject.job.world {
+                launch::world::World::Private(_) => PidNamespace::Private,
+                launch::world::World::Host => PidNamespace::Host,
+            },
+            root: ids.processes.first().copied().unwrap_or_default(),
+            job: work.job_pid,
+            processes: work.processes(&ids.processes),
+            ids: ids.all,
+            cuda,
+        },
+        open_files: work.open_files.clone(),
+        saved_links: work.saved_links.clone(),
+        recreate: work.recreate.clone(),
+        tcp: work.tcp,
+        phases: work.timings.clone(),
+        freeze_us: u64::try_from(work.frozen().as_micros()).unwrap_or(u64::MAX),
+        bytes: 0,
+        parts: Vec::new(),
+    })
+}

@@ -1,0 +1,242 @@
+//! The phases in their order, with their undo, and the work they share.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use chrono::{DateTime, Utc};
+
+use super::{Error, Subject, files, gpu, preflight, tcp};
+use crate::store::Draft;
+use crate::store::manifest::{OpenFile, Phase, Recreate, SavedLink, TreeProcess};
+use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
+use crate::sys::{process, spawn};
+
+/// CRIU's images within an image.
+pub(crate) const CRIU_DIR: &str = "criu";
+
+/// A phase of the freeze: what it does, and how it is taken back when a later one fails.
+struct Step {
+    name: &'static str,
+    run: fn(&mut Work<'_>) -> Result<(), Error>,
+    /// Tries everything; answers what could not be undone.
+    undo: fn(&mut Work<'_>) -> Result<(), String>,
+}
+
+const NOTHING: fn(&mut Work<'_>) -> Result<(), String> = |_| Ok(());
+
+/// In this order. A phase that fails is undone too, as it may have done half of its work.
+const STEPS: [Step; 8] = [
+    Step { name: "preflight", run: |w| w.preflight(), undo: NOTHING },
+    Step { name: "find", run: |w| w.find(), undo: NOTHING },
+    Step { name: "lock", run: |w| w.lock(), undo: |w| w.gpu.undo_lock() },
+    Step { name: "checkpoint", run: |w| w.gpu.checkpoint(), undo: |w| w.gpu.undo_checkpoint() },
+    Step { name: "dump", run: |w| w.dump(), undo: |w| w.undo_dump() },
+    Step { name: "restore", run: |w| w.gpu.restore(), undo: NOTHING },
+    Step { name: "unlock", run: |w| w.gpu.unlock(), undo: NOTHING },
+    Step { name: "check", run: |w| w.check(), undo: NOTHING },
+];
+
+/// What the phases share.
+pub(super) struct Work<'a> {
+    pub(super) subject: &'a Subject<'a>,
+    cancelled: &'a dyn Fn() -> bool,
+    begun: Instant,
+    pub(super) taken: Option<DateTime<Utc>>,
+    pub(super) gpu: gpu::Group,
+    pub(super) tcp: Tcp,
+    pub(super) draft: Option<Draft>,
+    /// The job's own process, as it sees itself.
+    pub(super) job_pid: i32,
+    names: BTreeMap<i32, String>,
+    pub(super) open_files: Vec<OpenFile>,
+    pub(super) saved_links: Vec<SavedLink>,
+    pub(super) recreate: Vec<Recreate>,
+    pub(super) timings: Vec<Phase>,
+    criu_frozen: Duration,
+    pub(super) notes: Vec<String>,
+}
+
+impl<'a> Work<'a> {
+    pub(super) fn new(subject: &'a Subject<'a>, cancelled: &'a dyn Fn() -> bool) -> Work<'a> {
+        Work {
+            subject,
+            cancelled,
+            begun: Instant::now(),
+            taken: None,
+            gpu: gpu::Group::default(),
+            tcp: Tcp::Close,
+            draft: None,
+            job_pid: 0,
+            names: BTreeMap::new(),
+            open_files: Vec::new(),
+            saved_links: Vec::new(),
+            recreate: Vec::new(),
+            timings: Vec::new(),
+            criu_frozen: Duration::ZERO,
+            notes: Vec::new(),
+        }
+    }
+
+    /// Runs the phases; when one fails, undoes it and all before it.
+    pub(super) fn freeze(&mut self) -> Result<(), Error> {
+        for (at, step) in STEPS.iter().enumerate() {
+            if (self.cancelled)() && at <= CANCELLABLE {
+                return Err(self.undo(at, Error::Cancelled));
+            }
+            if let Err(cause) = self.time(step.name, step.run) {
+                return Err(self.undo(at, cause));
+            }
+        }
+        Ok(())
+    }
+
+    fn undo(&mut self, failed: usize, cause: Error) -> Error {
+        let done = STEPS.iter().take(failed + 1).rev();
+        let failures: Vec<String> = done.filter_map(|step| (step.undo)(self).err()).collect();
+        // A CUDA process that is in no state to run on, a GPU that was not taken back: only an image helps.
+        let stuck = self.gpu.stuck();
+        if failures.is_empty() && stuck.is_none() {
+            return cause;
+        }
+        let undo = failures.into_iter().chain(stuck).collect::<Vec<_>>().join("; ");
+        Error::Lost { cause: Box::new(cause), undo }
+    }
+
+    /// Runs one phase and notes when it began and how long it took.
+    pub(super) fn time<T>(
+        &mut self,
+        name: &str,
+        run: impl FnOnce(&mut Self) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let started = self.begun.elapsed();
+        let result = run(self);
+        let took = self.begun.elapsed().saturating_sub(started);
+        let us = |d: Duration| u64::try_from(d.as_micros()).unwrap_or(u64::MAX);
+        self.timings.push(Phase { phase: name.into(), started_us: us(started), took_us: us(took) });
+        tracing::debug!(phase = name, took = ?took, "snapshot phase");
+        result
+    }
+
+    /// How long the job stood still: with CUDA from the lock to the last unlock, without it what CRIU measured.
+    pub(super) fn frozen(&self) -> Duration {
+        if self.gpu.is_empty() {
+            return self.criu_frozen;
+        }
+        let at = |name: &str| self.timings.iter().find(|p| p.phase == name);
+        match (at("lock"), at("unlock")) {
+            (Some(lock), Some(unlock)) => {
+                Duration::from_micros((unlock.started_us + unlock.took_us).saturating_sub(lock.started_us))
+            }
+            _ => Duration::ZERO,
+        }
+    }
+
+    pub(super) fn processes(&self, pids: &[i32]) -> Vec<TreeProcess> {
+        let name = |pid: &i32| self.names.get(pid).cloned().unwrap_or_default();
+        pids.iter().map(|pid| TreeProcess { pid: *pid, name: name(pid) }).collect()
+    }
+
+    fn root(&self) -> i32 {
+        self.subject.job.root.pid()
+    }
+
+    fn preflight(&mut self) -> Result<(), Error> {
+        let tree = process::tree(self.root());
+        for pid in &tree {
+            if let (Some(inner), Some(name)) = (process::inner_pid(*pid), process::name(*pid)) {
+                self.names.insert(inner, name);
+            }
+        }
+        self.job_pid = self.subject.job.main_pid().and_then(process::inner_pid).ok_or(Error::JobEnded)?;
+        preflight::check(&tree, self.subject)?;
+        self.tcp = tcp::choose(self.subject.config.snapshot.tcp, &tree);
+        Ok(())
+    }
+
+    fn find(&mut self) -> Result<(), Error> {
+        self.gpu = gpu::Group::find(self.root()).map_err(|source| Error::Cuda { phase: "find", source })?;
+        preflight::check_device_memory(&self.gpu.outer_pids(), self.subject)?;
+        Ok(())
+    }
+
+    fn lock(&mut self) -> Result<(), Error> {
+        let timeout = self.subject.config.snapshot.lock_timeout;
+        self.gpu.lock(self.root(), timeout)
+    }
+
+    fn dump(&mut self) -> Result<(), Error> {
+        let subject = self.subject;
+        let config = &subject.config.snapshot;
+        let draft = subject.folder.begin_image(subject.lock, Utc::now())?;
+        let dir = draft.dir().join(CRIU_DIR);
+        let id = draft.id();
+        self.draft = Some(draft);
+        let io = |what: &str| {
+            let what = format!("dump: {what}");
+            move |source| Error::Io { what, source }
+        };
+        std::fs::create_dir(&dir).map_err(io("make the image's folder"))?;
+        let scratch = subject.folder.scratch_dir().map_err(Error::Store)?;
+        let place = Place {
+            criu: subject.criu,
+            init: subject.job.world.init(),
+            images: &dir,
+            work: &scratch,
+            timeout: config.dump_timeout,
+        };
+        let options = DumpOptions {
+            root: process::inner_pid(self.root()).ok_or(Error::JobEnded)?,
+            tcp: self.tcp,
+            ghost_limit: u32::try_from(config.ghost_limit.bytes()).unwrap_or(u32::MAX),
+            freeze_timeout: config.freeze_timeout,
+        };
+        let (cancelled, root) = (self.cancelled, self.root());
+        // What is recorded here belongs to the very moment of the image: all tasks stand still.
+        let mut still = |moment| -> Result<(), String> {
+            if moment != Notify::PostDump {
+                return Ok(());
+            }
+            self.taken = Some(Utc::now());
+            self.open_files = files::open_for_writing(&dir, root).map_err(|e| e.to_string())?;
+            self.saved_links = files::save_links(&dir, root, &id).map_err(|e| e.to_string())?;
+            let log = &subject.config.log;
+            if let Err(error) = subject.output.rotate(log.max_size.bytes(), log.keep) {
+                self.notes.push(format!("the output was not rotated: {}", spawn::chain(&error)));
+            }
+            files::record_sizes_again(&mut self.open_files, root, subject.output);
+            Ok(())
+        };
+        let mut hooks = Hooks { notify: &mut still, cancelled, abandon: &|| {} };
+        let log = match criu::dump(&place, options, &mut hooks) {
+            Ok(log) => log,
+            Err(criu::RunError::Cancelled) => return Err(Error::Cancelled),
+            Err(error) => return Err(error.into()),
+        };
+        self.criu_frozen = criu::image::frozen_time(&scratch).unwrap_or_default();
+        if let Some(draft) = &self.draft {
+            std::fs::write(draft.dir().join("dump.log"), log.text()).map_err(io("keep CRIU's log"))?;
+            self.recreate = files::keep_reaper(draft.dir(), subject.reaper).map_err(io("keep the reaper"))?;
+        }
+        criu::image::check_pages(&dir)?;
+        Ok(())
+    }
+
+    fn undo_dump(&mut self) -> Result<(), String> {
+        files::drop_links(&self.saved_links, self.root());
+        self.saved_links.clear();
+        // A draft that is dropped removes its folder.
+        self.draft = None;
+        Ok(())
+    }
+
+    fn check(&mut self) -> Result<(), Error> {
+        self.gpu.check_running()?;
+        if self.subject.job.root.has_ended().unwrap_or(true) {
+            return Err(Error::JobEnded);
+        }
+        Ok(())
+    }
+}
+
+/// Up to this phase a cancellation is asked for before each; later the job is set going again in any case.
+const CANCELLABLE: usize = 3;

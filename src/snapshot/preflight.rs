@@ -1,0 +1,203 @@
+//! May a snapshot be tried: looked at while the job runs, so that a refusal costs it nothing.
+
+use std::path::PathBuf;
+
+use bytesize::ByteSize;
+
+use super::Subject;
+use crate::sys::cgroup;
+use crate::sys::nvml::GpuInventory;
+use crate::sys::process;
+
+/// Why a snapshot was not tried.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// The store's file system is too full.
+    #[error("the image needs about {need}, and {path} has {free} free, of which {keep} are to stay free (store.min-free): make room or lower store.keep-last", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
+    Disk {
+        /// Bytes the image is likely to need.
+        need: u64,
+        /// Bytes free.
+        free: u64,
+        /// Bytes that must stay free.
+        keep: u64,
+        /// The store.
+        path: PathBuf,
+    },
+    /// The free space can not be asked for.
+    #[error("can not ask how much is free in {}: {why}", path.display())]
+    Statfs {
+        /// The store.
+        path: PathBuf,
+        /// The kernel's answer.
+        why: String,
+    },
+    /// Device memory does not fit into host memory.
+    #[error("the GPU memory of the job ({need}) does not fit into the host memory that is free ({free}, of which {keep} are to stay free: snapshot.memory-reserve)", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep))]
+    Memory {
+        /// Bytes of device memory.
+        need: u64,
+        /// Bytes of host memory available.
+        free: u64,
+        /// Bytes that must stay free.
+        keep: u64,
+    },
+    /// It does not fit below the memory limit of the job's control group.
+    #[error("the GPU memory of the job ({need}) does not fit below the memory limit of its control group ({free} left): raise the limit (Slurm: --mem)", need = ByteSize::b(*need), free = ByteSize::b(*free))]
+    Cgroup {
+        /// Bytes of device memory.
+        need: u64,
+        /// Bytes below the limit.
+        free: u64,
+    },
+    /// A debugger holds a process.
+    #[error("process {pid} ({name}) is traced by process {tracer} (a debugger, strace): detach it")]
+    Traced {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+        /// Who.
+        tracer: i32,
+    },
+    /// CRIU can not dump something a process has.
+    #[error("process {pid} ({name}) has {what} open, which CRIU can not dump{hint}")]
+    Unsupported {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+        /// What.
+        what: &'static str,
+        /// What helps.
+        hint: &'static str,
+    },
+    /// A process of the job has a namespace of its own.
+    #[error("process {pid} ({name}) is in a {kind} namespace of its own (a sandbox, a container), which CRIU can not bring back here")]
+    Namespace {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+        /// Which.
+        kind: &'static str,
+    },
+}
+
+/// What is asked before every snapshot.
+pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
+    let root = subject.job.root.pid();
+    for pid in tree {
+        check_process(*pid, root)?;
+    }
+    let need = tree.iter().map(|pid| process::private_memory(*pid)).sum();
+    check_disk(need, subject)
+}
+
+fn check_disk(need: u64, subject: &Subject<'_>) -> Result<(), Refusal> {
+    let path = subject.folder.path().to_path_buf();
+    let keep = subject.config.store.min_free.bytes();
+    match free_space(&path) {
+        Ok(free) => admit_disk(need, free, keep, path),
+        Err(e) => Err(Refusal::Statfs { path, why: e.to_string() }),
+    }
+}
+
+/// Bytes that a user without special rights can still write to the file system of `path`.
+///
+/// # Errors
+/// When the file system can not be asked.
+pub(crate) fn free_space(path: &std::path::Path) -> Result<u64, nix::Error> {
+    let stat = nix::sys::statvfs::statvfs(path)?;
+    Ok(stat.blocks_available().saturating_mul(stat.fragment_size()))
+}
+
+fn admit_disk(need: u64, free: u64, keep: u64, path: PathBuf) -> Result<(), Refusal> {
+    if need.saturating_add(keep) > free { Err(Refusal::Disk { need, free, keep, path }) } else { Ok(()) }
+}
+
+/// Asked once the CUDA processes are known: their device memory will lie in host memory, and in the image.
+pub(super) fn check_device_memory(pids: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
+    if pids.is_empty() {
+        return Ok(());
+    }
+    let inventory = GpuInventory::read();
+    let used = |pid: &i32| inventory.used_by(u32::try_from(*pid).ok()?);
+    // In a container NVML may not know our pids; then all that is in use is the upper bound, if it knows that much.
+    let need = match pids.iter().map(used).sum::<Option<u64>>() {
+        Some(need) => need,
+        None => inventory.gpus.iter().filter_map(|gpu| gpu.memory_used).sum(),
+    };
+    let left = cgroup::memory_headroom(subject.job.root.pid());
+    admit_memory(need, cgroup::memory_available(), left, subject.config.snapshot.memory_reserve.bytes())?;
+    check_disk(need, subject)
+}
+
+fn admit_memory(need: u64, available: Option<u64>, left: Option<u64>, keep: u64) -> Result<(), Refusal> {
+    if let Some(free) = available.filter(|free| need.saturating_add(keep) > *free) {
+        return Err(Refusal::Memory { need, free, keep });
+    }
+    match left.filter(|left| need > *left) {
+        Some(free) => Err(Refusal::Cgroup { need, free }),
+        None => Ok(()),
+    }
+}
+
+/// Kinds of namespaces a tree must share; nested mount and network namespaces even dump, and only fail at the restore.
+const NAMESPACES: [(&str, &str); 6] =
+    [("mnt", "mount"), ("net", "network"), ("pid", "PID"), ("user", "user"), ("ipc", "IPC"), ("uts", "host name")];
+
+fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
+    // As the job sees it: that is what a user can look up in a log of the job.
+    let shown = || (process::inner_pid(pid).unwrap_or(pid), process::name(pid).unwrap_or_default());
+    if let Some(tracer @ 1..) = process::tracer(pid) {
+        let (pid, name) = shown();
+        return Err(Refusal::Traced { pid, name, tracer });
+    }
+    let link = |pid: i32, kind: &str| std::fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok();
+    for (file, kind) in NAMESPACES {
+        if let (Some(own), Some(ours)) = (link(pid, file), link(root, file))
+            && own != ours
+        {
+            let (pid, name) = shown();
+            return Err(Refusal::Namespace { pid, name, kind });
+        }
+    }
+    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return Ok(()) };
+    let mut targets = descriptors.flatten().filter_map(|fd| std::fs::read_link(fd.path()).ok());
+    if targets.any(|target| target.as_os_str() == "anon_inode:[io_uring]") {
+        let (pid, name) = shown();
+        let hint = "; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment";
+        return Err(Refusal::Unsupported { pid, name, what: "an io_uring", hint });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn device_memory_must_fit_with_the_reserve_and_below_the_limit() {
+        assert_eq!(admit_memory(10 * GIB, Some(12 * GIB), None, GIB), Ok(()));
+        let tight = admit_memory(10 * GIB, Some(10 * GIB), None, GIB).unwrap_err();
+        assert!(tight.to_string().contains("10.0 GiB"), "{tight}");
+        assert!(matches!(admit_memory(10 * GIB, Some(64 * GIB), Some(9 * GIB), GIB), Err(Refusal::Cgroup { .. })));
+        assert_eq!(admit_memory(u64::MAX, None, None, GIB), Ok(()));
+    }
+
+    #[test]
+    fn an_image_must_leave_min_free() {
+        assert_eq!(admit_disk(GIB, 3 * GIB, GIB, PathBuf::new()), Ok(()));
+        assert!(admit_disk(2 * GIB + 1, 3 * GIB, GIB, PathBuf::new()).is_err());
+        assert!(admit_disk(u64::MAX, 3 * GIB, GIB, PathBuf::new()).is_err());
+    }
+
+    #[test]
+    fn this_process_may_be_dumped_as_far_as_preflight_sees() {
+        let pid = std::process::id().cast_signed();
+        assert_eq!(check_process(pid, pid), Ok(()));
+    }
+}

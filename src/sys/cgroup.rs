@@ -1,0 +1,110 @@
+//! How much more memory a process may use before its control group kills something.
+
+use std::path::{Path, PathBuf};
+
+/// A limit at or above this is none: cgroup v1 writes "unlimited" as the largest page-aligned number.
+const UNLIMITED: u64 = 1 << 60;
+
+/// Bytes left below the tightest memory limit of the control groups that hold the process; `None` without a limit.
+#[must_use]
+pub fn memory_headroom(pid: i32) -> Option<u64> {
+    let membership = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    let mounts = std::fs::read_to_string("/proc/self/mounts").ok()?;
+    groups(&membership, &mounts).iter().filter_map(Group::headroom).min()
+}
+
+/// A control group with the names that its version gives to limit and use.
+#[derive(Debug, PartialEq, Eq)]
+struct Group {
+    mount: PathBuf,
+    path: PathBuf,
+    limit: &'static str,
+    used: &'static str,
+}
+
+impl Group {
+    /// The tightest of this group and all above it.
+    fn headroom(&self) -> Option<u64> {
+        let mut tightest = None;
+        let mut path = self.path.as_path();
+        loop {
+            let dir = self.mount.join(path);
+            let read = |name| -> Option<u64> { std::fs::read_to_string(dir.join(name)).ok()?.trim().parse().ok() };
+            if let (Some(limit), Some(used)) = (read(self.limit).filter(|l| *l < UNLIMITED), read(self.used)) {
+                let left = limit.saturating_sub(used);
+                tightest = Some(tightest.map_or(left, |t: u64| t.min(left)));
+            }
+            match path.parent() {
+                Some(parent) => path = parent,
+                None => return tightest,
+            }
+        }
+    }
+}
+
+fn groups(membership: &str, mounts: &str) -> Vec<Group> {
+    let mount = |wanted: &dyn Fn(&str, &str) -> bool| {
+        mounts.lines().find_map(|line| {
+            let mut fields = line.split(' ').skip(1);
+            let (at, kind, options) = (fields.next()?, fields.next()?, fields.next()?);
+            wanted(kind, options).then(|| PathBuf::from(at))
+        })
+    };
+    let relative = |path: &str| Path::new(path).strip_prefix("/").map(Path::to_path_buf).unwrap_or_default();
+    let mut found = Vec::new();
+    for line in membership.lines() {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
+        if controllers.is_empty() {
+            if let Some(mount) = mount(&|kind, _| kind == "cgroup2") {
+                found.push(Group { mount, path: relative(path), limit: "memory.max", used: "memory.current" });
+            }
+        } else if controllers.split(',').any(|c| c == "memory")
+            && let Some(mount) = mount(&|kind, options| kind == "cgroup" && options.split(',').any(|o| o == "memory"))
+        {
+            let (limit, used) = ("memory.limit_in_bytes", "memory.usage_in_bytes");
+            found.push(Group { mount, path: relative(path), limit, used });
+        }
+    }
+    found
+}
+
+/// `MemAvailable` of /proc/meminfo, in bytes.
+#[must_use]
+pub fn memory_available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    Some(line.split_whitespace().next()?.parse::<u64>().ok()? * 1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_tightest_limit_above_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = dir.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        };
+        write("a/memory.max", "1000\n");
+        write("a/memory.current", "400\n");
+        write("a/b/memory.max", "max\n");
+        write("a/b/memory.current", "300\n");
+        let mounts = format!("cgroup2 {} cgroup2 rw 0 0\n", dir.path().display());
+        let found = groups("0::/a/b\n", &mounts);
+        assert_eq!(found[0].headroom(), Some(600));
+        assert_eq!(groups("0::/\n", &mounts)[0].headroom(), None);
+    }
+
+    #[test]
+    fn version_one_is_found_by_its_controller() {
+        let mounts = "cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\ncgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n";
+        let found = groups("5:memory:/job\n4:cpu:/\n", mounts);
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].mount, Path::new("/sys/fs/cgroup/memory"));
+        assert_eq!(found[0].path, Path::new("job"));
+    }
+}
