@@ -23,4 +23,5 @@
 //! - [`telemetry`]: logs for people.
 
 pub mod cli;
+pub mod config;
 pub mod sys;
