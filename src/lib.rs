@@ -23,6 +23,7 @@
 //! - [`telemetry`]: logs for people.
 
 pub mod cli;
+pub mod config;
 pub mod launch;
 pub mod store;
 pub mod sys;

@@ -1,5 +1,6 @@
 //! What was typed, turned into calls of the library; tables, JSON and exit codes.
 
+pub mod config;
 pub mod exit;
 pub mod output;
 

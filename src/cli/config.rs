@@ -1,0 +1,80 @@
+//! `config show` and `config check`.
+
+use std::io;
+use std::path::Path;
+
+use super::Exit;
+use super::output::{Format, print_table, print_text};
+use crate::config::{self, Overrides};
+
+/// Why a `config` command failed.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The configuration is wrong.
+    #[error(transparent)]
+    Config(#[from] config::Error),
+    /// Standard output could not be written.
+    #[error("can not write the result")]
+    Print(#[from] io::Error),
+}
+
+impl Error {
+    /// What the process exits with.
+    #[must_use]
+    pub fn exit(&self) -> Exit {
+        match self {
+            Error::Config(_) => Exit::Config,
+            Error::Print(_) => Exit::Internal,
+        }
+    }
+}
+
+/// `config check [FILE]`: one line where `run` would accept the file together with this environment.
+///
+/// # Errors
+///
+/// Everything that is wrong, at once.
+pub fn check(file: Option<&Path>) -> Result<(), Error> {
+    let effective = config::effective(file, config::environment(), &Overrides::default())?;
+    let line = match &effective.file {
+        Some(path) => format!("{} is valid", path.display()),
+        None => format!("there is no {}: the built-in defaults hold and are valid", config::DEFAULT_FILE),
+    };
+    Ok(print_text(&line)?)
+}
+
+/// `config show`: each key with its value, as TOML, and where it comes from. Values of `job.environment` are hidden.
+///
+/// # Errors
+///
+/// Everything that is wrong with the configuration, at once.
+pub fn show(file: Option<&Path>, overrides: &Overrides, format: Format) -> Result<(), Error> {
+    let entries = config::effective(file, config::environment(), overrides)?.entries();
+    let rows = entries.iter().map(|entry| {
+        let value = entry.value.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
+        vec![entry.key.clone(), value, entry.origin.to_string()]
+    });
+    Ok(print_table(format, &["KEY", "VALUE", "ORIGIN"], rows, &entries)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_valid_file_passes_and_a_wrong_one_is_exit_78() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rekindle.toml");
+        std::fs::write(&path, "version = 1\n[job]\nenvironment = { TOKEN = \"x\" }\n").unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+        check(Some(&path)).unwrap();
+        show(Some(&path), &Overrides::default(), Format::Text).unwrap();
+
+        std::fs::write(&path, "version = 1\n[store]\nkeep-last = 0\n").unwrap();
+        for result in [check(Some(&path)), show(Some(&path), &Overrides::default(), Format::Json)] {
+            let error = result.unwrap_err();
+            assert_eq!(error.exit().code(), 78);
+            assert!(error.to_string().contains("store.keep-last = 0: must be at least 1"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! The list of keys: what each expects, which environment variable sets it, and which one a misspelt key may mean.
+
+/// The tables of the file, in its order.
+pub(super) const SECTIONS: &[&str] = &["job", "snapshot", "store", "restart", "log", "criu"];
+
+/// One key.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Key {
+    /// Section and name, "store.keep-last"; "version" stands in no section.
+    pub(super) path: &'static str,
+    /// How text from the environment becomes a value.
+    pub(super) shape: Shape,
+    /// Ends the sentence "must be ...".
+    pub(super) expects: &'static str,
+}
+
+/// How text from the environment becomes a value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Shape {
+    /// As it stands.
+    Text,
+    /// An integer.
+    Count,
+    /// `true` or `false`.
+    Flag,
+    /// Integers with commas between.
+    Codes,
+    /// NAME=VALUE with commas between; each name is an entry with its own origin.
+    Map,
+}
+
+const DURATION: &str = "a duration with a unit, such as \"90s\" or \"10m\"";
+const SIZE: &str = "a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
+const COUNT: &str = "a whole number from 0 to 4294967295";
+const CODES: &str = "a list of exit codes from 1 to 255, such as [1, 137]";
+
+const fn key(path: &'static str, shape: Shape, expects: &'static str) -> Key {
+    Key { path, shape, expects }
+}
+
+/// Every key, in the order of the file.
+pub(super) const KEYS: &[Key] = &[
+    key("version", Shape::Count, "1"),
+    key("job.name", Shape::Text, "text"),
+    key("job.directory", Shape::Text, "text with an absolute path"),
+    key("job.user", Shape::Text, "text with a user's name or number"),
+    key("job.umask", Shape::Text, "text with an octal number from 000 to 777, such as \"022\""),
+    key("job.stdin", Shape::Text, "\"null\", \"inherit\" or an absolute path"),
+    key("job.environment", Shape::Map, "text in quotes for each variable"),
+    key("job.environment-mode", Shape::Text, "\"inherit\" or \"clean\""),
+    key("job.limits", Shape::Map, "\"unlimited\", a whole number or a size such as \"64MiB\" for each limit"),
+    key("job.pid-namespace", Shape::Text, "\"private\" or \"host\""),
+    key("job.no-new-privileges", Shape::Flag, "true or false"),
+    key("snapshot.interval", Shape::Text, "\"off\" or a duration with a unit, such as \"90s\" or \"10m\""),
+    key("snapshot.grace", Shape::Text, DURATION),
+    key("snapshot.lock-timeout", Shape::Text, DURATION),
+    key("snapshot.freeze-timeout", Shape::Text, DURATION),
+    key("snapshot.dump-timeout", Shape::Text, DURATION),
+    key("snapshot.retry-after", Shape::Text, DURATION),
+    key("snapshot.retry-max", Shape::Text, DURATION),
+    key("snapshot.ghost-limit", Shape::Text, SIZE),
+    key("snapshot.tcp", Shape::Text, "\"auto\", \"keep\" or \"close\""),
+    key("snapshot.memory-reserve", Shape::Text, SIZE),
+    key("store.directory", Shape::Text, "text with an absolute path"),
+    key("store.keep-last", Shape::Count, COUNT),
+    key("store.min-free", Shape::Text, SIZE),
+    key("store.on-success", Shape::Text, "\"remove\" or \"keep\""),
+    key("restart.max-restarts", Shape::Count, COUNT),
+    key("restart.window", Shape::Text, DURATION),
+    key("restart.backoff", Shape::Text, DURATION),
+    key("restart.backoff-max", Shape::Text, DURATION),
+    key("restart.min-uptime", Shape::Text, DURATION),
+    key("restart.healthy-uptime", Shape::Text, DURATION),
+    key("restart.retry-exit-codes", Shape::Codes, CODES),
+    key("restart.never-retry-exit-codes", Shape::Codes, CODES),
+    key("restart.cold-start", Shape::Text, "\"allow\" or \"never\""),
+    key("restart.restore-timeout", Shape::Text, DURATION),
+    key("log.level", Shape::Text, "\"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
+    key("log.max-size", Shape::Text, SIZE),
+    key("log.keep", Shape::Count, COUNT),
+    key("criu.path", Shape::Text, "text with an absolute path"),
+];
+
+impl Key {
+    /// Whether its values must never be shown.
+    pub(super) fn is_secret(&self) -> bool {
+        self.path == "job.environment"
+    }
+
+    /// The environment variable that sets it, `REKINDLE_STORE_KEEP_LAST`. `version` belongs to a file and has none.
+    pub(super) fn variable(&self) -> Option<String> {
+        let variable = || format!("REKINDLE_{}", self.path.to_uppercase().replace(['.', '-'], "_"));
+        self.path.contains('.').then(variable)
+    }
+}
+
+/// The key of that path.
+pub(super) fn find(path: &str) -> Option<&'static Key> {
+    KEYS.iter().find(|key| key.path == path)
+}
+
+/// How alike two words must be, from 0 to 1, to offer one for the other.
+const ALIKE: f64 = 0.8;
+
+/// Of two likely keys, one of the section that was typed is the better guess: `store.keep` is `store.keep-last` (0.89
+/// alike) before it is `log.keep` (1.0).
+const SAME_SECTION: f64 = 0.15;
+
+/// The key that `path` may mean: a slip of the pen in its own section, or a name that stands in another section.
+pub(super) fn nearest(path: &str) -> Option<&'static str> {
+    let path = path.to_lowercase().replace('_', "-");
+    let (section, name) = split(&path);
+    best(KEYS.iter().map(|key| {
+        let (its_section, its_name) = split(key.path);
+        (key.path, strsim::jaro_winkler(name, its_name), if section == its_section { SAME_SECTION } else { 0.0 })
+    }))
+}
+
+/// The one of `words` that `word` may mean.
+pub(super) fn nearest_word<'a>(word: &str, words: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    best(words.into_iter().map(|candidate| (candidate, strsim::jaro_winkler(word, candidate), 0.0)))
+}
+
+/// Section and name; keys that stand in no section have the empty one.
+fn split(path: &str) -> (&str, &str) {
+    path.rsplit_once('.').unwrap_or(("", path))
+}
+
+/// Of (word, how alike, favour), the best of those alike enough.
+fn best<'a>(scored: impl Iterator<Item = (&'a str, f64, f64)>) -> Option<&'a str> {
+    let likely = scored.filter(|(_, alike, _)| *alike >= ALIKE);
+    likely.max_by(|a, b| (a.1 + a.2).total_cmp(&(b.1 + b.2))).map(|(word, ..)| word)
+}

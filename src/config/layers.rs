@@ -1,0 +1,226 @@
+//! The layers that settings come from, each turned into the same list: which key, what value, from where.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use serde::Deserialize;
+use toml::Value;
+use toml::de::{DeTable, DeValue, ValueDeserializer};
+
+use super::error::{Fault, Problem};
+use super::keys::{self, Key, SECTIONS, Shape};
+use super::value::HIDDEN;
+use super::{Config, Origin, Overrides};
+
+/// One value that somebody set.
+#[derive(Clone)]
+pub(super) struct Setting {
+    pub(super) key: &'static Key,
+    /// The name within a key that is a map.
+    pub(super) entry: Option<String>,
+    pub(super) value: Value,
+    pub(super) origin: Origin,
+}
+
+impl Setting {
+    /// The key as it is named in messages and tables: "job.limits.nofile".
+    pub(super) fn path(&self) -> String {
+        match &self.entry {
+            Some(entry) => format!("{}.{entry}", self.key.path),
+            None => self.key.path.to_owned(),
+        }
+    }
+
+    /// The value as TOML, hidden where it may be a secret.
+    pub(super) fn shown(&self) -> String {
+        if self.key.is_secret() { HIDDEN.to_owned() } else { self.value.to_string() }
+    }
+
+    /// Puts the value into a table with the shape of the file.
+    pub(super) fn put(&self, into: &mut toml::Table) {
+        let mut table = into;
+        let path = self.path();
+        // An entry's name may have dots of its own: at most section, key and entry.
+        let mut parts = path.splitn(3, '.').peekable();
+        while let Some(part) = parts.next() {
+            if parts.peek().is_none() {
+                table.insert(part.to_owned(), self.value.clone());
+                return;
+            }
+            let inner = table.entry(part).or_insert_with(|| Value::Table(toml::Table::new()));
+            let Value::Table(inner) = inner else { return };
+            table = inner;
+        }
+    }
+
+    /// Whether the value is of its key's type, found by the one parser there is: the configuration's own.
+    pub(super) fn check(&self) -> Result<(), Problem> {
+        let mut alone = toml::Table::new();
+        self.put(&mut alone);
+        Config::deserialize(alone).map(|_| ()).map_err(|_| self.problem(&format!("must be {}", self.key.expects)))
+    }
+
+    /// That this value breaks a rule.
+    pub(super) fn problem(&self, rule: &str) -> Problem {
+        let fault = Fault::Value { key: self.path(), value: self.shown(), rule: rule.to_owned() };
+        Problem { origin: self.origin.clone(), fault }
+    }
+}
+
+/// What the layers hold together: settings from the weakest to the strongest, and what is wrong with them.
+#[derive(Default)]
+pub(super) struct Layers {
+    pub(super) settings: Vec<Setting>,
+    pub(super) problems: Vec<Problem>,
+}
+
+impl Layers {
+    /// Adds the text of the file.
+    pub(super) fn file(&mut self, path: &Path, text: &str) {
+        let at = |offset: usize| {
+            let line = text.bytes().take(offset).filter(|byte| *byte == b'\n').count() + 1;
+            Origin::File { path: path.to_owned(), line }
+        };
+        let table = match DeTable::parse(text) {
+            Ok(table) => table.into_inner(),
+            Err(e) => {
+                // The message only: the whole text of the error quotes the line, which may hold a secret.
+                let fault = Fault::Syntax(e.message().replace('\n', ", "));
+                return self.problems.push(Problem { origin: at(e.span().map_or(0, |span| span.start)), fault });
+            }
+        };
+        if !table.contains_key("version") {
+            self.problems.push(Problem { origin: at(0), fault: Fault::NoVersion });
+        }
+        for (name, value) in table {
+            let origin = at(name.span().start);
+            match value.into_inner() {
+                DeValue::Table(section) if SECTIONS.contains(&name.get_ref().as_ref()) => {
+                    for (inner, value) in section {
+                        let path = format!("{}.{}", name.get_ref(), inner.get_ref());
+                        self.set(&path, value.into_inner(), at(inner.span().start), &at);
+                    }
+                }
+                DeValue::Table(_) if keys::find(name.get_ref()).is_none() => {
+                    let nearest = keys::nearest_word(name.get_ref(), SECTIONS.iter().copied());
+                    self.unknown(origin, "table", &format!("[{}]", name.get_ref()), nearest.map(|n| format!("[{n}]")));
+                }
+                value if SECTIONS.contains(&name.get_ref().as_ref()) => {
+                    let rule = format!("must be a table, written [{}]", name.get_ref());
+                    // Its type only: it may hold job.environment.
+                    let value = value.type_str().to_owned();
+                    let fault = Fault::Value { key: name.get_ref().to_string(), value, rule };
+                    self.problems.push(Problem { origin, fault });
+                }
+                value => self.set(name.get_ref(), value, origin, &at),
+            }
+        }
+        // The parser's tables are sorted by name, people read from the top.
+        self.settings.sort_by(|a, b| a.origin.cmp(&b.origin));
+    }
+
+    /// Adds one key of the file; `at` is the origin of what begins at that byte.
+    fn set(&mut self, path: &str, value: DeValue<'_>, origin: Origin, at: &impl Fn(usize) -> Origin) {
+        let Some(key) = keys::find(path) else {
+            return self.unknown(origin, "key", path, keys::nearest(path).map(str::to_owned));
+        };
+        if let (Shape::Map, DeValue::Table(entries)) = (key.shape, &value) {
+            for (name, value) in entries {
+                let origin = at(name.span().start);
+                self.add(key, Some(name.get_ref().to_string()), value.get_ref().clone(), origin);
+            }
+        } else {
+            self.add(key, None, value, origin);
+        }
+    }
+
+    fn add(&mut self, key: &'static Key, entry: Option<String>, value: DeValue<'_>, origin: Origin) {
+        match plain(value) {
+            Ok(value) => self.settings.push(Setting { key, entry, value, origin }),
+            Err(message) => self.problems.push(Problem { origin, fault: Fault::Syntax(message) }),
+        }
+    }
+
+    fn unknown(&mut self, origin: Origin, what: &'static str, name: &str, nearest: Option<String>) {
+        self.problems.push(Problem { origin, fault: Fault::Unknown { what, name: name.to_owned(), nearest } });
+    }
+
+    /// Adds the variables REKINDLE_SECTION_KEY; all others are somebody else's.
+    pub(super) fn environment(&mut self, variables: impl Iterator<Item = (String, String)>) {
+        let known: BTreeMap<String, &'static Key> =
+            keys::KEYS.iter().filter_map(|key| key.variable().map(|name| (name, key))).collect();
+        let of_a_section = |name: &str| {
+            SECTIONS.iter().any(|section| name.starts_with(&format!("REKINDLE_{}_", section.to_uppercase())))
+        };
+        // Sorted, because the order of the environment is chance.
+        for (name, text) in variables.collect::<BTreeMap<_, _>>() {
+            let origin = Origin::Environment { variable: name.clone() };
+            match known.get(&name) {
+                Some(key) => self.variable(key, &text, &origin),
+                None if of_a_section(&name) => {
+                    let nearest = keys::nearest_word(&name, known.keys().map(String::as_str));
+                    self.unknown(origin, "variable", &name, nearest.map(str::to_owned));
+                }
+                None => {}
+            }
+        }
+    }
+
+    fn variable(&mut self, key: &'static Key, text: &str, origin: &Origin) {
+        let integer = |text: &str| text.trim().parse().map_or_else(|_| Value::from(text.trim()), Value::Integer);
+        let items = || text.split(',').map(str::trim).filter(|item| !item.is_empty());
+        let whole = |value| Setting { key, entry: None, value, origin: origin.clone() };
+        match key.shape {
+            Shape::Text => self.settings.push(whole(Value::from(text))),
+            Shape::Count => self.settings.push(whole(integer(text))),
+            Shape::Flag => {
+                let flag = text.parse().map_or_else(|_| Value::from(text), Value::Boolean);
+                self.settings.push(whole(flag));
+            }
+            Shape::Codes => self.settings.push(whole(Value::Array(items().map(integer).collect()))),
+            Shape::Map => {
+                for item in items() {
+                    match item.split_once('=') {
+                        Some((name, value)) => self.settings.push(Setting {
+                            key,
+                            entry: Some(name.to_owned()),
+                            value: Value::from(value),
+                            origin: origin.clone(),
+                        }),
+                        None => {
+                            self.problems.push(whole(Value::from(text)).problem(
+                                "must be NAME=VALUE with commas between; values with commas belong in the file",
+                            ))
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Adds what was typed on the command line.
+    pub(super) fn flags(&mut self, overrides: &Overrides) {
+        let typed = [
+            ("job.name", "--name", overrides.name.clone()),
+            ("snapshot.interval", "--interval", overrides.interval.clone()),
+            ("store.directory", "--store", overrides.store.as_deref().map(absolute)),
+        ];
+        for (path, flag, text) in typed {
+            if let (Some(key), Some(text)) = (keys::find(path), text) {
+                let origin = Origin::Flag { flag };
+                self.settings.push(Setting { key, entry: None, value: Value::from(text), origin });
+            }
+        }
+    }
+}
+
+/// A path from the command line is meant from where it was typed. What is not UTF-8 is refused later, by its rule.
+fn absolute(path: &Path) -> String {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).to_string_lossy().into_owned()
+}
+
+/// The value without its places in the text.
+fn plain(value: DeValue<'_>) -> Result<Value, String> {
+    let spanned = toml::Spanned::new(0..0, value);
+    Value::deserialize(ValueDeserializer::from(spanned)).map_err(|e| e.message().to_owned())
+}

@@ -1,0 +1,321 @@
+//! The typed configuration and its built-in defaults. Names follow the TOML file with `_` for `-`.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::value::{ByteSize, Environment, Interval, Limit, Stdin, Umask, duration};
+
+/// The only configuration format there is so far.
+pub const VERSION: u32 = 1;
+
+/// Everything that can be configured. Deserialized on its own it is typed, not validated: use [`super::load`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Config {
+    /// Format of the file, [`VERSION`].
+    pub version: u32,
+    /// The job's world.
+    pub job: Job,
+    /// When and how to snapshot.
+    pub snapshot: Snapshot,
+    /// Where the images are kept and for how long.
+    pub store: Store,
+    /// What to do when the job dies.
+    pub restart: Restart,
+    /// The job's output and our own messages.
+    pub log: Log,
+    /// Which CRIU to use.
+    pub criu: Criu,
+}
+
+/// `[job]`: the job's world.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Job {
+    /// Name of the job and of its folder in the store; unset means that `run` derives one.
+    pub name: Option<String>,
+    /// Absolute working directory; unset means the caller's.
+    pub directory: Option<PathBuf>,
+    /// User name or number the job runs as; unset means the caller's.
+    pub user: Option<String>,
+    /// File mode creation mask; unset means the caller's.
+    pub umask: Option<Umask>,
+    /// What the job reads as standard input.
+    pub stdin: Stdin,
+    /// Added to the environment that [`Job::environment_mode`] starts from. Values are never shown.
+    pub environment: Environment,
+    /// Where the job's environment starts from.
+    pub environment_mode: EnvironmentMode,
+    /// Resource limits by their name in [`LIMITS`], soft and hard at once; limits not named stay the caller's.
+    pub limits: BTreeMap<String, Limit>,
+    /// Whether the job gets a PID namespace of its own.
+    pub pid_namespace: PidNamespace,
+    /// Whether the job and all it starts lose setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS).
+    pub no_new_privileges: bool,
+}
+
+/// Names accepted in `job.limits`: those of setrlimit(2) in lower case, without `RLIMIT_`.
+pub const LIMITS: &[&str] = &[
+    "as",
+    "core",
+    "cpu",
+    "data",
+    "fsize",
+    "locks",
+    "memlock",
+    "msgqueue",
+    "nice",
+    "nofile",
+    "nproc",
+    "rss",
+    "rtprio",
+    "rttime",
+    "sigpending",
+    "stack",
+];
+
+/// `job.environment-mode`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum EnvironmentMode {
+    /// The caller's environment.
+    #[default]
+    Inherit,
+    /// Nothing of the caller's.
+    Clean,
+}
+
+/// `job.pid-namespace`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PidNamespace {
+    /// One of its own: the pids that a restore needs are free.
+    #[default]
+    Private,
+    /// The host's: a restore fails when one of the job's pids has been taken meanwhile.
+    Host,
+}
+
+/// `[snapshot]`: when and how to snapshot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Snapshot {
+    /// Time between the end of one snapshot and the start of the next.
+    pub interval: Interval,
+    /// How long a stop may take for its last snapshot.
+    #[serde(with = "duration")]
+    pub grace: Duration,
+    /// How long the CUDA driver may wait for running kernels; at least 1 ms, because the driver takes 0 for ever.
+    #[serde(with = "duration")]
+    pub lock_timeout: Duration,
+    /// How long CRIU may try to stop all tasks; whole seconds (CRIU's RPC option `timeout`).
+    #[serde(with = "duration")]
+    pub freeze_timeout: Duration,
+    /// How long a whole CRIU dump may take.
+    #[serde(with = "duration")]
+    pub dump_timeout: Duration,
+    /// First wait after a failed snapshot; doubles with each further failure.
+    #[serde(with = "duration")]
+    pub retry_after: Duration,
+    /// Longest wait after a failed snapshot.
+    #[serde(with = "duration")]
+    pub retry_max: Duration,
+    /// Largest deleted but open file that is copied into the image; fits in 32 bits (CRIU's `ghost_limit`).
+    pub ghost_limit: ByteSize,
+    /// What happens to established TCP connections.
+    pub tcp: Tcp,
+    /// Host memory that must stay free while GPU memory is copied into it.
+    pub memory_reserve: ByteSize,
+}
+
+/// `snapshot.tcp`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tcp {
+    /// Rekindle decides by where the job's connections lead.
+    #[default]
+    Auto,
+    /// Established connections are part of the image (CRIU's `tcp_established`).
+    Keep,
+    /// They come back closed (CRIU's `tcp_close`).
+    Close,
+}
+
+/// `[store]`: where the images are kept and for how long.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Store {
+    /// Absolute folder with one folder for each job.
+    pub directory: PathBuf,
+    /// Good images kept for a job, at least 1.
+    pub keep_last: u32,
+    /// Space of the file system that a snapshot must leave free.
+    pub min_free: ByteSize,
+    /// What happens to the images when the job ends with exit code 0.
+    pub on_success: OnSuccess,
+}
+
+/// `store.on-success`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnSuccess {
+    /// Remove them.
+    Remove,
+    /// Keep them.
+    #[default]
+    Keep,
+}
+
+/// `[restart]`: what to do when the job dies.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Restart {
+    /// Restarts allowed within [`Restart::window`]; 0 means never to restart.
+    pub max_restarts: u32,
+    /// The window that restarts are counted in.
+    #[serde(with = "duration")]
+    pub window: Duration,
+    /// First wait before a restart; doubles with each further one.
+    #[serde(with = "duration")]
+    pub backoff: Duration,
+    /// Longest wait before a restart.
+    #[serde(with = "duration")]
+    pub backoff_max: Duration,
+    /// A job that dies sooner than this after a restore speaks against the image.
+    #[serde(with = "duration")]
+    pub min_uptime: Duration,
+    /// A job that lives this long resets the counters.
+    #[serde(with = "duration")]
+    pub healthy_uptime: Duration,
+    /// Exit codes that are worth a restart; empty means every code but 0.
+    pub retry_exit_codes: Vec<u8>,
+    /// Exit codes that never are.
+    pub never_retry_exit_codes: Vec<u8>,
+    /// Whether the job may be started from its beginning when no image is left.
+    pub cold_start: ColdStart,
+    /// How long a restore may take; CRIU hangs for ever on some broken images.
+    #[serde(with = "duration")]
+    pub restore_timeout: Duration,
+}
+
+/// `restart.cold-start`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ColdStart {
+    /// The job is started from its beginning.
+    #[default]
+    Allow,
+    /// Rekindle gives up.
+    Never,
+}
+
+/// `[log]`: the job's output and our own messages.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Log {
+    /// How much rekindle says.
+    pub level: Level,
+    /// Size at which a file of the job's output is rotated.
+    pub max_size: ByteSize,
+    /// Rotated files kept beside the current one.
+    pub keep: u32,
+}
+
+/// `log.level`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Level {
+    /// What failed.
+    Error,
+    /// And what may fail soon.
+    Warn,
+    /// And what was done.
+    #[default]
+    Info,
+    /// And how.
+    Debug,
+    /// And every step of it.
+    Trace,
+}
+
+/// `[criu]`: which CRIU to use.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Criu {
+    /// Absolute path of the `criu` program; unset means that it is looked for.
+    pub path: Option<PathBuf>,
+}
+
+const fn seconds(n: u64) -> Duration {
+    Duration::from_secs(n)
+}
+
+impl Default for Config {
+    fn default() -> Config {
+        Config {
+            version: VERSION,
+            job: Job::default(),
+            snapshot: Snapshot::default(),
+            store: Store::default(),
+            restart: Restart::default(),
+            log: Log::default(),
+            criu: Criu::default(),
+        }
+    }
+}
+
+impl Default for Snapshot {
+    fn default() -> Snapshot {
+        Snapshot {
+            interval: Interval::Every(seconds(600)),
+            grace: seconds(30),
+            lock_timeout: seconds(10),
+            freeze_timeout: seconds(10),
+            dump_timeout: seconds(1800),
+            retry_after: seconds(30),
+            retry_max: seconds(1800),
+            // NCCL's shared memory segments are deleted files of tens of MB each; CRIU's own 1 MiB is too small.
+            ghost_limit: ByteSize::gib(1),
+            tcp: Tcp::default(),
+            memory_reserve: ByteSize::mib(512),
+        }
+    }
+}
+
+impl Default for Store {
+    fn default() -> Store {
+        Store {
+            directory: PathBuf::from("/var/lib/rekindle"),
+            keep_last: 3,
+            min_free: ByteSize::gib(1),
+            on_success: OnSuccess::default(),
+        }
+    }
+}
+
+impl Default for Restart {
+    fn default() -> Restart {
+        Restart {
+            max_restarts: 10,
+            window: seconds(3600),
+            backoff: seconds(1),
+            backoff_max: seconds(300),
+            min_uptime: seconds(30),
+            healthy_uptime: seconds(600),
+            retry_exit_codes: Vec::new(),
+            // Wrong usage, not executable, not found: another try ends the same way.
+            never_retry_exit_codes: vec![2, 126, 127],
+            cold_start: ColdStart::default(),
+            restore_timeout: seconds(600),
+        }
+    }
+}
+
+impl Default for Log {
+    fn default() -> Log {
+        Log { level: Level::default(), max_size: ByteSize::mib(64), keep: 5 }
+    }
+}

@@ -1,0 +1,158 @@
+//! The rules that go beyond a value's type. They look at nothing but the configuration.
+
+use std::path::Path;
+use std::time::Duration;
+
+use super::keys;
+use super::model::{Config, LIMITS, VERSION};
+use super::value::{Interval, Stdin};
+
+/// A key, an entry in it included, and the rule that its value breaks.
+pub(super) type Broken = (String, String);
+
+/// Every broken rule, in the order of the file.
+pub(super) fn broken(config: &Config) -> Vec<Broken> {
+    let mut rules = Rules(Vec::new());
+    rules.that(config.version == VERSION, "version", || {
+        format!("must be {VERSION}, the only format that this version of rekindle reads")
+    });
+    job(config, &mut rules);
+    snapshot(config, &mut rules);
+    store(config, &mut rules);
+    restart(config, &mut rules);
+    rules.that(config.log.max_size.bytes() >= 4096, "log.max-size", || {
+        "must be at least 4KiB, because each rotation leaves a file".to_owned()
+    });
+    rules.path("criu.path", config.criu.path.as_deref());
+    rules.0
+}
+
+struct Rules(Vec<Broken>);
+
+/// Longer is a slip ("10M" is ten months, "10m" ten minutes), and the clock's arithmetic must not overflow.
+const LONGEST: Duration = Duration::from_secs(30 * 24 * 3600);
+
+impl Rules {
+    fn that(&mut self, holds: bool, key: &str, rule: impl FnOnce() -> String) {
+        if !holds {
+            self.0.push((key.to_owned(), rule()));
+        }
+    }
+
+    fn time(&mut self, key: &str, value: Duration, least: Duration, reason: &str) {
+        let at_least = || format!("must be at least {}{reason}", humantime::format_duration(least));
+        self.that(value >= least, key, at_least);
+        self.that(value <= LONGEST, key, || "must be at most 30days (m is a minute, M a month)".to_owned());
+    }
+
+    fn path(&mut self, key: &str, value: Option<&Path>) {
+        let Some(path) = value else { return };
+        self.that(path.is_absolute(), key, || {
+            "must be an absolute path, because the job and a restart may stand in another folder".to_owned()
+        });
+        let text = path.to_string_lossy();
+        self.that(!text.contains('\0'), key, || "must not contain a zero byte".to_owned());
+        // U+FFFD stands where a flag or variable held something else.
+        self.that(!text.contains('\u{fffd}'), key, || "must be valid UTF-8".to_owned());
+    }
+
+    fn codes(&mut self, key: &str, codes: &[u8]) {
+        self.that(!codes.contains(&0), key, || "must not contain 0, which is success and ends the job".to_owned());
+    }
+}
+
+/// Whether a name can be a folder of the store and a word in a message.
+fn is_name(name: &str) -> bool {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
+    (1..=64).contains(&name.len()) && !name.starts_with(['.', '-']) && name.chars().all(allowed)
+}
+
+/// What the supervisor tells the job about itself.
+const OURS: [&str; 3] = ["REKINDLE_JOB", "REKINDLE_RUN_ID", "REKINDLE_SOCKET"];
+
+fn job(config: &Config, rules: &mut Rules) {
+    let job = &config.job;
+    rules.that(job.name.as_deref().is_none_or(is_name), "job.name", || {
+        "must be 1 to 64 characters from A-Z a-z 0-9 . _ - and not begin with . or -".to_owned()
+    });
+    rules.path("job.directory", job.directory.as_deref());
+    let is_user =
+        |user: &str| !user.is_empty() && !user.contains(|c: char| c == ':' || c.is_whitespace() || c.is_control());
+    rules.that(job.user.as_deref().is_none_or(is_user), "job.user", || {
+        "must be a user's name or number, without blanks or colons".to_owned()
+    });
+    if let Stdin::File(path) = &job.stdin {
+        rules.path("job.stdin", Some(path));
+    }
+    for (name, value) in job.environment.iter() {
+        let key = format!("job.environment.{name}");
+        rules.that(!name.is_empty() && !name.contains(['=', '\0']), &key, || {
+            "must have a name without = or a zero byte".to_owned()
+        });
+        rules.that(!value.contains('\0'), &key, || "must not contain a zero byte".to_owned());
+        rules.that(!OURS.contains(&name), &key, || "must not be set, because rekindle sets it for the job".to_owned());
+    }
+    for name in job.limits.keys() {
+        rules.that(LIMITS.contains(&name.as_str()), &format!("job.limits.{name}"), || {
+            let nearest = keys::nearest_word(name, LIMITS.iter().copied());
+            let hint = nearest.map(|nearest| format!("; did you mean {nearest}?")).unwrap_or_default();
+            format!("must be one of the limits {}{hint}", LIMITS.join(", "))
+        });
+    }
+}
+
+fn snapshot(config: &Config, rules: &mut Rules) {
+    let snapshot = &config.snapshot;
+    let second = Duration::from_secs(1);
+    if let Interval::Every(interval) = snapshot.interval {
+        let reason = ", or \"off\", because the job stands still during each snapshot";
+        rules.time("snapshot.interval", interval, Duration::from_millis(100), reason);
+    }
+    rules.time("snapshot.grace", snapshot.grace, second, ", because a stop takes its last snapshot within it");
+    let reason = ", because the driver takes 0 for 'wait for ever'";
+    rules.time("snapshot.lock-timeout", snapshot.lock_timeout, Duration::from_millis(1), reason);
+    rules.time("snapshot.freeze-timeout", snapshot.freeze_timeout, second, ", because CRIU counts in whole seconds");
+    rules.that(snapshot.freeze_timeout.subsec_nanos() == 0, "snapshot.freeze-timeout", || {
+        "must be whole seconds, because CRIU counts in them".to_owned()
+    });
+    rules.time("snapshot.dump-timeout", snapshot.dump_timeout, second, "");
+    rules.time("snapshot.retry-after", snapshot.retry_after, Duration::from_millis(1), "");
+    rules.time("snapshot.retry-max", snapshot.retry_max, Duration::from_millis(1), "");
+    rules.that(snapshot.retry_max >= snapshot.retry_after, "snapshot.retry-max", || {
+        let least = humantime::format_duration(snapshot.retry_after);
+        format!("must be at least snapshot.retry-after, which is \"{least}\"")
+    });
+    rules.that(u32::try_from(snapshot.ghost_limit.bytes()).is_ok(), "snapshot.ghost-limit", || {
+        "must be less than 4GiB, because CRIU takes it as a 32-bit number of bytes".to_owned()
+    });
+}
+
+fn store(config: &Config, rules: &mut Rules) {
+    rules.path("store.directory", Some(&config.store.directory));
+    rules.that(config.store.keep_last >= 1, "store.keep-last", || {
+        "must be at least 1, because the newest good image is never removed".to_owned()
+    });
+}
+
+fn restart(config: &Config, rules: &mut Rules) {
+    let restart = &config.restart;
+    let second = Duration::from_secs(1);
+    rules.time("restart.window", restart.window, second, ", because restarts are counted in it");
+    rules.time("restart.backoff", restart.backoff, Duration::ZERO, "");
+    rules.time("restart.backoff-max", restart.backoff_max, Duration::ZERO, "");
+    rules.that(restart.backoff_max >= restart.backoff, "restart.backoff-max", || {
+        let least = humantime::format_duration(restart.backoff);
+        format!("must be at least restart.backoff, which is \"{least}\"")
+    });
+    rules.time("restart.min-uptime", restart.min_uptime, Duration::ZERO, "");
+    rules.time("restart.healthy-uptime", restart.healthy_uptime, Duration::ZERO, "");
+    rules.codes("restart.retry-exit-codes", &restart.retry_exit_codes);
+    rules.codes("restart.never-retry-exit-codes", &restart.never_retry_exit_codes);
+    let both = |code: &&u8| restart.never_retry_exit_codes.contains(*code);
+    if let Some(code) = restart.retry_exit_codes.iter().find(both) {
+        let rule =
+            format!("must not contain {code}, which restart.never-retry-exit-codes has; take it out of one of them");
+        rules.0.push(("restart.retry-exit-codes".to_owned(), rule));
+    }
+    rules.time("restart.restore-timeout", restart.restore_timeout, second, "");
+}

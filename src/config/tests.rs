@@ -1,0 +1,201 @@
+//! The configuration as a user meets it: text in, values or messages out.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::*;
+
+mod layering;
+mod refusals;
+mod sample;
+mod trust;
+
+/// Loads text as the file, without the environment's or any flag's help.
+fn load_text(text: &str) -> Result<Config, Error> {
+    load_layers(text, &[], &Overrides::default()).map(|effective| effective.config)
+}
+
+/// Loads text as a file of a folder that only we can write.
+fn load_layers(text: &str, env: &[(&str, &str)], overrides: &Overrides) -> Result<Effective, Error> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("rekindle.toml");
+    std::fs::write(&path, text).unwrap();
+    std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+    let env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+    effective(Some(&path), env, overrides)
+}
+
+/// The problems of `text`, each as it is printed, without the folder.
+fn problems(text: &str) -> Vec<String> {
+    told(load_layers(text, &[], &Overrides::default()))
+}
+
+fn told(result: Result<Effective, Error>) -> Vec<String> {
+    match result {
+        Ok(_) => Vec::new(),
+        Err(Error::Invalid(problems)) => problems
+            .iter()
+            .map(|problem| match &problem.origin {
+                Origin::File { line, .. } => format!("{line}: {}", problem.fault),
+                _ => problem.to_string(),
+            })
+            .collect(),
+        Err(other) => panic!("not a list of problems: {other}"),
+    }
+}
+
+/// Every key set to something that is not its default.
+const FULL: &str = r#"
+version = 1
+[job]
+name = "train-7.b_C"
+directory = "/srv"
+user = "alice"
+umask = "027"
+stdin = "/srv/in"
+environment-mode = "clean"
+pid-namespace = "host"
+no-new-privileges = true
+limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
+[snapshot]
+interval = "90s"
+grace = "1m 30s"
+lock-timeout = "1500ms"
+freeze-timeout = "20s"
+dump-timeout = "1h"
+retry-after = "5s"
+retry-max = "5s"
+ghost-limit = "4095MiB"
+tcp = "close"
+memory-reserve = "200GB"
+[store]
+directory = "/mnt/images"
+keep-last = 1
+min-free = 4096
+on-success = "remove"
+[restart]
+max-restarts = 0
+window = "2days"
+backoff = "0s"
+backoff-max = "0s"
+min-uptime = "1s"
+healthy-uptime = "2s"
+retry-exit-codes = [1, 255]
+never-retry-exit-codes = []
+cold-start = "never"
+restore-timeout = "30days"
+[log]
+level = "trace"
+max-size = "1.5MiB"
+keep = 0
+[criu]
+path = "/opt/criu"
+"#;
+
+#[test]
+fn every_key_can_be_set() {
+    let config = load_text(FULL).unwrap();
+    assert_eq!(config.job.name.as_deref(), Some("train-7.b_C"));
+    assert_eq!(config.job.umask.map(Umask::bits), Some(0o27));
+    assert_eq!(config.job.stdin, Stdin::File(PathBuf::from("/srv/in")));
+    assert_eq!(config.job.pid_namespace, PidNamespace::Host);
+    assert_eq!(config.job.limits.get("nofile"), Some(&Limit::Value(65536)));
+    assert_eq!(config.job.limits.get("memlock"), Some(&Limit::Unlimited));
+    assert_eq!(config.job.limits.get("stack"), Some(&Limit::Value(64 << 20)));
+    assert_eq!(config.snapshot.interval, Interval::Every(Duration::from_secs(90)));
+    assert_eq!(config.snapshot.grace, Duration::from_secs(90));
+    assert_eq!(config.snapshot.lock_timeout, Duration::from_millis(1500));
+    assert_eq!(config.snapshot.memory_reserve.bytes(), 200_000_000_000);
+    assert_eq!(config.store.min_free.bytes(), 4096);
+    assert_eq!(config.restart.retry_exit_codes, [1, 255]);
+    assert_eq!(config.log.max_size.bytes(), 3 << 19);
+    // Nothing was left at its default, so no key of the list is read into nowhere.
+    let (set, built_in) = (table(&config), table(&Config::default()));
+    for key in keys::KEYS.iter().filter(|key| !["version", "job.environment"].contains(&key.path)) {
+        assert_ne!(value_at(&set, key.path), None, "{}", key.path);
+        assert_ne!(value_at(&set, key.path), value_at(&built_in, key.path), "{}", key.path);
+    }
+}
+
+#[test]
+fn the_list_of_keys_is_complete() {
+    let all = table(&load_text(FULL).unwrap());
+    let mut paths = BTreeSet::new();
+    for (section, value) in &all {
+        match value {
+            toml::Value::Table(keys) => paths.extend(keys.keys().map(|key| format!("{section}.{key}"))),
+            _ => drop(paths.insert(section.clone())),
+        }
+    }
+    assert_eq!(paths, keys::KEYS.iter().map(|key| key.path.to_owned()).collect());
+}
+
+#[test]
+fn written_out_and_read_again_it_is_the_same() {
+    let config = load_text(FULL).unwrap();
+    assert_eq!(load_text(&toml::to_string(&config).unwrap()).unwrap(), config);
+    assert_eq!(load_text(&toml::to_string(&Config::default()).unwrap()).unwrap(), Config::default());
+}
+
+#[test]
+fn values_of_the_environment_are_never_shown() {
+    let text = "version = 1\n[job.environment]\nTOKEN = \"hunter2\"\n";
+    let effective = load_layers(text, &[], &Overrides::default()).unwrap();
+    assert_eq!(effective.config.job.environment.get("TOKEN"), Some("hunter2"));
+    let shown = [
+        format!("{effective:?}"),
+        format!("{:?}", effective.entries()),
+        serde_json::to_string(&effective.entries()).unwrap(),
+        toml::to_string(&effective.config).unwrap(),
+    ];
+    for shown in &shown {
+        assert!(shown.contains("TOKEN") && shown.contains(HIDDEN) && !shown.contains("hunter2"), "{shown}");
+    }
+    // Nor in what is said about a mistake with them.
+    for broken in [
+        "environment = \"TOKEN=hunter2\"",
+        "environment = { TOKEN = [\"hunter2\"] }",
+        "environment = { TOKEN = \"hunter2\\u0000\" }",
+        "environment = { REKINDLE_JOB = \"hunter2\" }",
+        "environment = { TOKEN = \"hunter2\" hunter2",
+        "environment = { TOKEN = hunter2 }",
+        "enviroment = { TOKEN = \"hunter2\" }",
+    ] {
+        let error = load_text(&format!("version = 1\n[job]\n{broken}\n")).unwrap_err();
+        assert!(!format!("{error} {error:?}").contains("hunter2"), "{error} {error:?}");
+    }
+    let error = load_text("version = 1\n[[job]]\nenvironment = { TOKEN = \"hunter2\" }\n").unwrap_err();
+    assert!(!format!("{error} {error:?}").contains("hunter2"), "{error}");
+}
+
+#[test]
+fn sizes_are_read_with_units_and_written_exactly() {
+    for (text, bytes, written) in [
+        ("64MiB", 64 << 20, "64MiB"),
+        ("200GB", 200_000_000_000, "200GB"),
+        ("200 gb", 200_000_000_000, "200GB"),
+        ("1.5GiB", 3 << 29, "1536MiB"),
+        ("0", 0, "0B"),
+        ("4097", 4097, "4097B"),
+        ("1024000", 1_024_000, "1000KiB"),
+    ] {
+        let size: ByteSize = text.parse().unwrap();
+        assert_eq!((size.bytes(), size.to_string().as_str()), (bytes, written), "{text}");
+        assert_eq!(written.parse::<ByteSize>().unwrap(), size);
+    }
+    for text in ["", "MiB", "12 parsecs", "-1", "99999999999EiB"] {
+        assert_eq!(text.parse::<ByteSize>(), Err(Malformed), "{text}");
+    }
+}
+
+#[test]
+fn without_a_file_the_defaults_hold_and_are_valid() {
+    let defaults = merge(Layers::default()).unwrap().0;
+    assert_eq!(defaults, Config::default());
+    assert_eq!(rules::broken(&defaults), []);
+    let missing = Path::new("/nonexistent/rekindle.toml");
+    assert!(matches!(file::when_present(missing), Ok(None)));
+    let error = load(Some(missing), std::iter::empty(), &Overrides::default()).unwrap_err();
+    assert_eq!(error.to_string(), "can not read the configuration /nonexistent/rekindle.toml");
+}

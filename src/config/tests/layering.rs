@@ -1,0 +1,113 @@
+//! Defaults < file < environment < flags.
+
+use super::*;
+
+const FILE: &str = "version = 1\n[snapshot]\ninterval = \"1m\"\n[store]\nkeep-last = 7\n[job.limits]\nnofile = 1\n";
+
+fn origin(effective: &Effective, key: &str) -> String {
+    let entry = effective.entries().into_iter().find(|entry| entry.key == key);
+    match entry.unwrap_or_else(|| panic!("{key} is not shown")).origin {
+        Origin::File { line, .. } => format!("line {line}"),
+        other => other.to_string(),
+    }
+}
+
+#[test]
+fn each_layer_is_stronger_than_the_one_before() {
+    let none = Overrides::default();
+    let file = load_layers(FILE, &[], &none).unwrap();
+    assert_eq!(file.config.snapshot.interval, Interval::Every(Duration::from_secs(60)));
+    assert_eq!(origin(&file, "snapshot.interval"), "line 3");
+    assert_eq!(origin(&file, "snapshot.grace"), "default");
+    assert_eq!(origin(&file, "job.name"), "default");
+
+    let env = [("REKINDLE_SNAPSHOT_INTERVAL", "2m"), ("REKINDLE_STORE_DIRECTORY", "/env")];
+    let environment = load_layers(FILE, &env, &none).unwrap();
+    assert_eq!(environment.config.snapshot.interval, Interval::Every(Duration::from_secs(120)));
+    assert_eq!(environment.config.store.keep_last, 7);
+    assert_eq!(origin(&environment, "snapshot.interval"), "REKINDLE_SNAPSHOT_INTERVAL");
+    assert_eq!(origin(&environment, "store.keep-last"), "line 5");
+
+    let overrides = Overrides {
+        name: Some("a".to_owned()),
+        interval: Some("off".to_owned()),
+        store: Some(PathBuf::from("images")),
+    };
+    let flags = load_layers(FILE, &env, &overrides).unwrap();
+    assert_eq!(flags.config.snapshot.interval, Interval::Off);
+    assert_eq!(flags.config.job.name.as_deref(), Some("a"));
+    assert_eq!(flags.config.store.directory, std::env::current_dir().unwrap().join("images"));
+    assert_eq!(origin(&flags, "snapshot.interval"), "--interval");
+    assert_eq!(origin(&flags, "store.directory"), "--store");
+}
+
+#[test]
+fn a_variable_is_read_as_the_type_of_its_key() {
+    let env = [
+        ("REKINDLE_STORE_KEEP_LAST", "5"),
+        ("REKINDLE_JOB_UMASK", "022"),
+        ("REKINDLE_JOB_NAME", "42"),
+        ("REKINDLE_JOB_NO_NEW_PRIVILEGES", "true"),
+        ("REKINDLE_RESTART_RETRY_EXIT_CODES", "1, 137"),
+        ("REKINDLE_RESTART_NEVER_RETRY_EXIT_CODES", ""),
+        ("REKINDLE_STORE_MIN_FREE", "1048576"),
+        ("REKINDLE_JOB_LIMITS", "nofile=2,core=unlimited"),
+        ("REKINDLE_JOB_ENVIRONMENT", "A=b=c, D="),
+    ];
+    let effective = load_layers(FILE, &env, &Overrides::default()).unwrap();
+    let config = &effective.config;
+    assert_eq!(config.store.keep_last, 5);
+    assert_eq!(config.job.umask.map(Umask::bits), Some(0o22));
+    assert_eq!(config.job.name.as_deref(), Some("42"));
+    assert!(config.job.no_new_privileges);
+    assert_eq!(config.restart.retry_exit_codes, [1, 137]);
+    assert_eq!(config.restart.never_retry_exit_codes, [0_u8; 0]);
+    assert_eq!(config.store.min_free.bytes(), 1 << 20);
+    assert_eq!(config.job.limits.get("nofile"), Some(&Limit::Value(2)));
+    assert_eq!(config.job.environment.iter().collect::<Vec<_>>(), [("A", "b=c"), ("D", "")]);
+    assert_eq!(origin(&effective, "job.limits.core"), "REKINDLE_JOB_LIMITS");
+}
+
+#[test]
+fn a_wrong_variable_or_flag_is_named() {
+    let env = [
+        ("REKINDLE_SNAPSHOT_INTERVAL", "soon"),
+        ("REKINDLE_STORE_KEEP_LAST", "few"),
+        ("REKINDLE_STORE_KEEPLAST", "3"),
+        ("REKINDLE_JOB_NO_NEW_PRIVILEGES", "yes"),
+        ("REKINDLE_JOB_LIMITS", "nofile"),
+        ("REKINDLE_STORE_DIRECTORY", "/x\u{fffd}"),
+    ];
+    let overrides = Overrides { interval: Some("0s".to_owned()), ..Overrides::default() };
+    let told = told(load_layers(FILE, &env, &overrides));
+    assert_eq!(
+        told,
+        [
+            "REKINDLE_JOB_LIMITS: job.limits = \"nofile\": must be NAME=VALUE with commas between; values with commas \
+             belong in the file",
+            "REKINDLE_JOB_NO_NEW_PRIVILEGES: job.no-new-privileges = \"yes\": must be true or false",
+            "REKINDLE_SNAPSHOT_INTERVAL: snapshot.interval = \"soon\": must be \"off\" or a duration with a unit, such \
+             as \"90s\" or \"10m\"",
+            "REKINDLE_STORE_DIRECTORY: store.directory = \"/x\u{fffd}\": must be valid UTF-8",
+            "REKINDLE_STORE_KEEPLAST: unknown variable REKINDLE_STORE_KEEPLAST: did you mean REKINDLE_STORE_KEEP_LAST?",
+            "REKINDLE_STORE_KEEP_LAST: store.keep-last = \"few\": must be a whole number from 0 to 4294967295",
+            "--interval: snapshot.interval = \"0s\": must be at least 100ms, or \"off\", because the job stands still \
+             during each snapshot",
+        ]
+    );
+}
+
+#[test]
+fn other_variables_are_left_alone() {
+    let env = [
+        ("REKINDLE_JOB", "x"),
+        ("REKINDLE_RUN_ID", "x"),
+        ("REKINDLE_SOCKET", "x"),
+        ("REKINDLE_CRIU", "/x"),
+        ("REKINDLE_TEST_REQUIRE", "root"),
+        ("REKINDLE_VERSION", "2"),
+        ("STORE_KEEP_LAST", "x"),
+    ];
+    let with = load_layers(FILE, &env, &Overrides::default()).unwrap();
+    assert_eq!(with.config, load_text(FILE).unwrap());
+}

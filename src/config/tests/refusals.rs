@@ -1,0 +1,221 @@
+//! What is refused, with which words, and what just passes.
+
+use super::*;
+
+/// Lines of a file with the section's line and the value's line; a fault of the value is on line 3.
+fn in_section(section: &str, line: &str) -> String {
+    format!("version = 1\n[{section}]\n{line}\n")
+}
+
+#[test]
+fn each_rule_refuses_with_key_value_and_rule() {
+    let duration = "must be a duration with a unit, such as \"90s\" or \"10m\"";
+    let path = "must be an absolute path, because the job and a restart may stand in another folder";
+    let name = "must be 1 to 64 characters from A-Z a-z 0-9 . _ - and not begin with . or -";
+    let user = "must be a user's name or number, without blanks or colons";
+    let octal = "must be text with an octal number from 000 to 777, such as \"022\"";
+    let size = "must be a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
+    let codes = "must be a list of exit codes from 1 to 255, such as [1, 137]";
+    let limit = "must be \"unlimited\", a whole number or a size such as \"64MiB\" for each limit";
+    let longest = "must be at most 30days (m is a minute, M a month)";
+    let interval = "must be \"off\" or a duration with a unit, such as \"90s\" or \"10m\"";
+    let whole = "must be a whole number from 0 to 4294967295";
+    let long = format!("\"{}\"", "n".repeat(65));
+    let refused: &[(&str, &str, &str, &str)] = &[
+        ("job", "name", "\"\"", name),
+        ("job", "name", "\".hidden\"", name),
+        ("job", "name", "\"-f\"", name),
+        ("job", "name", "\"a/b\"", name),
+        ("job", "name", "\"ä\"", name),
+        ("job", "name", &long, name),
+        ("job", "name", "7", "must be text"),
+        ("job", "directory", "\"here\"", path),
+        ("job", "user", "\"\"", user),
+        ("job", "user", "\"a:b\"", user),
+        ("job", "umask", "22", octal),
+        ("job", "umask", "\"1000\"", octal),
+        ("job", "umask", "\"+22\"", octal),
+        ("job", "umask", "\"\"", octal),
+        ("job", "umask", "\"8\"", octal),
+        ("job", "stdin", "\"tty\"", "must be \"null\", \"inherit\" or an absolute path"),
+        ("job", "environment-mode", "\"none\"", "must be \"inherit\" or \"clean\""),
+        ("job", "pid-namespace", "true", "must be \"private\" or \"host\""),
+        ("job", "no-new-privileges", "\"true\"", "must be true or false"),
+        ("job.limits", "nofile", "-1", limit),
+        ("job.limits", "stack", "\"much\"", limit),
+        (
+            "snapshot",
+            "interval",
+            "\"99ms\"",
+            "must be at least 100ms, or \"off\", because the job stands still during each snapshot",
+        ),
+        ("snapshot", "interval", "\"auto\"", interval),
+        ("snapshot", "interval", "600", interval),
+        ("snapshot", "interval", "\"600\"", interval),
+        ("snapshot", "interval", "\"10M\"", longest),
+        ("snapshot", "grace", "\"0s\"", "must be at least 1s, because a stop takes its last snapshot within it"),
+        ("snapshot", "lock-timeout", "\"0s\"", "must be at least 1ms, because the driver takes 0 for 'wait for ever'"),
+        (
+            "snapshot",
+            "lock-timeout",
+            "\"999us\"",
+            "must be at least 1ms, because the driver takes 0 for 'wait for ever'",
+        ),
+        ("snapshot", "lock-timeout", "10", duration),
+        ("snapshot", "freeze-timeout", "\"1500ms\"", "must be whole seconds, because CRIU counts in them"),
+        ("snapshot", "freeze-timeout", "\"0s\"", "must be at least 1s, because CRIU counts in whole seconds"),
+        ("snapshot", "dump-timeout", "\"0s\"", "must be at least 1s"),
+        ("snapshot", "retry-after", "\"0s\"", "must be at least 1ms"),
+        ("snapshot", "retry-max", "\"29s\"", "must be at least snapshot.retry-after, which is \"30s\""),
+        (
+            "snapshot",
+            "ghost-limit",
+            "\"4GiB\"",
+            "must be less than 4GiB, because CRIU takes it as a 32-bit number of bytes",
+        ),
+        ("snapshot", "tcp", "\"drop\"", "must be \"auto\", \"keep\" or \"close\""),
+        ("snapshot", "memory-reserve", "-1", size),
+        ("snapshot", "memory-reserve", "\"1 parsec\"", size),
+        ("store", "directory", "\"images\"", path),
+        ("store", "directory", "\"/a\\u0000b\"", "must not contain a zero byte"),
+        ("store", "keep-last", "0", "must be at least 1, because the newest good image is never removed"),
+        ("store", "keep-last", "-1", whole),
+        ("store", "keep-last", "4294967296", whole),
+        ("store", "on-success", "\"delete\"", "must be \"remove\" or \"keep\""),
+        ("restart", "max-restarts", "1.5", whole),
+        ("restart", "window", "\"0s\"", "must be at least 1s, because restarts are counted in it"),
+        ("restart", "backoff-max", "\"999ms\"", "must be at least restart.backoff, which is \"1s\""),
+        ("restart", "min-uptime", "\"31days\"", longest),
+        ("restart", "healthy-uptime", "\"soon\"", duration),
+        ("restart", "retry-exit-codes", "[1, 256]", codes),
+        ("restart", "retry-exit-codes", "1", codes),
+        ("restart", "retry-exit-codes", "[0]", "must not contain 0, which is success and ends the job"),
+        ("restart", "never-retry-exit-codes", "[0]", "must not contain 0, which is success and ends the job"),
+        (
+            "restart",
+            "retry-exit-codes",
+            "[2]",
+            "must not contain 2, which restart.never-retry-exit-codes has; take it out of one of them",
+        ),
+        ("restart", "cold-start", "false", "must be \"allow\" or \"never\""),
+        ("restart", "restore-timeout", "\"0s\"", "must be at least 1s"),
+        ("log", "level", "\"loud\"", "must be \"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
+        ("log", "max-size", "4095", "must be at least 4KiB, because each rotation leaves a file"),
+        ("log", "keep", "\"5\"", whole),
+        ("criu", "path", "\"criu\"", path),
+    ];
+    for (section, key, value, rule) in refused {
+        let told = problems(&in_section(section, &format!("{key} = {value}")));
+        assert_eq!(told, [format!("3: {section}.{key} = {value}: {rule}")]);
+    }
+}
+
+#[test]
+fn what_just_keeps_a_rule_is_accepted() {
+    let longest = format!("name = \"{}\"", "n".repeat(64));
+    for (section, line) in [
+        ("job", longest.as_str()),
+        ("job", "name = \"_.-9\""),
+        ("job", "user = \"1000\""),
+        ("job", "umask = \"0\""),
+        ("job", "umask = \"0777\""),
+        ("job", "stdin = \"inherit\""),
+        ("job", "environment = {}"),
+        ("job.environment", "\"WITH.DOT\" = \"\""),
+        ("job.limits", "as = \"18446744073709551614\""),
+        ("job.limits", "rtprio = 0"),
+        ("snapshot", "interval = \"off\""),
+        ("snapshot", "interval = \"100ms\""),
+        ("snapshot", "lock-timeout = \"1ms\""),
+        ("snapshot", "freeze-timeout = \"1s\""),
+        ("snapshot", "retry-max = \"30s\""),
+        ("snapshot", "ghost-limit = 4294967295"),
+        ("snapshot", "dump-timeout = \"30days\""),
+        ("store", "keep-last = 4294967295"),
+        ("restart", "backoff-max = \"1s\""),
+        ("restart", "retry-exit-codes = [1, 255]"),
+        ("log", "max-size = \"4KiB\""),
+    ] {
+        assert_eq!(problems(&in_section(section, line)), [""; 0], "{line}");
+    }
+}
+
+#[test]
+fn a_default_that_no_longer_fits_is_named() {
+    let told = problems("version = 1\nrestart.backoff = \"10m\"\n");
+    assert_eq!(told, ["default: restart.backoff-max = \"5m\": must be at least restart.backoff, which is \"10m\""]);
+}
+
+#[test]
+fn unknown_keys_name_the_line_and_the_nearest() {
+    for (text, expected) in [
+        ("[store]\nkeep_last = 3", "3: unknown key store.keep_last: did you mean store.keep-last?"),
+        ("[store]\nKeep-Last = 3", "3: unknown key store.Keep-Last: did you mean store.keep-last?"),
+        ("[store]\nkeep = 3", "3: unknown key store.keep: did you mean store.keep-last?"),
+        ("[snapshot]\n\nkeep-last = 3", "4: unknown key snapshot.keep-last: did you mean store.keep-last?"),
+        ("[store]\ninterval = 3", "3: unknown key store.interval: did you mean snapshot.interval?"),
+        ("interval = \"5m\"", "2: unknown key interval: did you mean snapshot.interval?"),
+        ("versoin = 1", "2: unknown key versoin: did you mean version?"),
+        ("store.keep-lats = 1", "2: unknown key store.keep-lats: did you mean store.keep-last?"),
+        ("[restart]\nzzz = 1", "3: unknown key restart.zzz"),
+        ("[snapshots]\ninterval = \"5m\"", "2: unknown table [snapshots]: did you mean [snapshot]?"),
+        ("[xyz]", "2: unknown table [xyz]"),
+        (
+            "[job.limits]\nnofiles = 1",
+            "3: job.limits.nofiles = 1: must be one of the limits as, core, cpu, data, fsize, locks, memlock, msgqueue, \
+             nice, nofile, nproc, rss, rtprio, rttime, sigpending, stack; did you mean nofile?",
+        ),
+        ("store = 3", "2: store = integer: must be a table, written [store]"),
+        ("[[store]]\nkeep-last = 3", "2: store = array: must be a table, written [store]"),
+        ("[store.keep-last]\nx = 1", "2: store.keep-last = { x = 1 }: must be a whole number from 0 to 4294967295"),
+        ("[version]", "1: version = {}: must be 1"),
+    ] {
+        let head = if text == "[version]" { "" } else { "version = 1\n" };
+        assert_eq!(problems(&format!("{head}{text}\n")), [expected], "{text}");
+    }
+}
+
+#[test]
+fn the_version_is_required_by_name() {
+    assert_eq!(problems("[store]\nkeep-last = 2\n"), ["1: version is missing; add the line: version = 1"]);
+    assert_eq!(problems(""), ["1: version is missing; add the line: version = 1"]);
+    assert_eq!(
+        problems("version = 2\n"),
+        ["1: version = 2: must be 1, the only format that this version of rekindle reads"]
+    );
+    assert_eq!(problems("version = \"1\"\n"), ["1: version = \"1\": must be 1"]);
+}
+
+#[test]
+fn everything_wrong_is_reported_at_once_from_the_top() {
+    let text =
+        "[snapshot]\nlock-timeout = \"0s\"\ntcp = \"?\"\n[store]\nkep-last = 1\nkeep-last = 0\n[log]\nkeep = -1\n";
+    let lines: Vec<String> = problems(text).iter().map(|line| line.split(" = ").next().unwrap().to_owned()).collect();
+    assert_eq!(
+        lines,
+        [
+            "1: version is missing; add the line: version",
+            "2: snapshot.lock-timeout",
+            "3: snapshot.tcp",
+            "5: unknown key store.kep-last: did you mean store.keep-last?",
+            "6: store.keep-last",
+            "8: log.keep",
+        ]
+    );
+    let all = load_text(text).unwrap_err().to_string();
+    assert_eq!(all.lines().count(), 7, "{all}");
+    assert!(all.contains("rekindle.toml:2: snapshot.lock-timeout = \"0s\": must be at least 1ms, because"), "{all}");
+}
+
+#[test]
+fn what_is_no_toml_names_the_line() {
+    for (text, line) in [
+        ("version = 1\n[store\n", "2: "),
+        ("version = 1\n[store]\nkeep-last = \n", "3: "),
+        ("version = 1\n[store]\nkeep-last = 1\nkeep-last = 2\n", "4: "),
+        ("version = 99999999999999999999\n", "1: "),
+    ] {
+        let told = problems(text);
+        assert!(told.len() == 1 && told[0].starts_with(&format!("{line}not valid TOML: ")), "{told:?}");
+    }
+}

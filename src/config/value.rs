@@ -1,0 +1,298 @@
+//! The leaf values: how each is written in TOML and in an environment variable, both ways.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize, Serializer};
+
+/// What stands in place of a value that must not be shown.
+pub const HIDDEN: &str = "<hidden>";
+
+/// Durations as text with units ("1h 30m"), for `#[serde(with = "duration")]`.
+pub(super) mod duration {
+    use std::time::Duration;
+
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(in crate::config) fn serialize<S: Serializer>(value: &Duration, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_str(&humantime::format_duration(*value))
+    }
+
+    pub(in crate::config) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+        let text = String::deserialize(from)?;
+        humantime::parse_duration(&text).map_err(serde::de::Error::custom)
+    }
+}
+
+/// A number of bytes. Read from an integer or from text such as "64MiB" or "200GB"; written in the shortest exact unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "NumberOrText", into = "String")]
+pub struct ByteSize(u64);
+
+impl ByteSize {
+    /// That many bytes.
+    #[must_use]
+    pub const fn new(bytes: u64) -> ByteSize {
+        ByteSize(bytes)
+    }
+
+    /// That many times 1024² bytes.
+    pub(super) const fn mib(n: u64) -> ByteSize {
+        ByteSize(n << 20)
+    }
+
+    /// That many times 1024³ bytes.
+    pub(super) const fn gib(n: u64) -> ByteSize {
+        ByteSize(n << 30)
+    }
+
+    /// The size in bytes.
+    #[must_use]
+    pub const fn bytes(self) -> u64 {
+        self.0
+    }
+}
+
+/// Text that is none of what the type accepts. Carries nothing: the message names the key and what it expects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not one of the accepted forms")]
+pub struct Malformed;
+
+impl FromStr for ByteSize {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<ByteSize, Malformed> {
+        let size = text.trim().parse::<bytesize::ByteSize>().map_err(|_| Malformed)?.as_u64();
+        // bytesize stops at the largest number instead of refusing what does not fit.
+        if size == u64::MAX { Err(Malformed) } else { Ok(ByteSize(size)) }
+    }
+}
+
+impl fmt::Display for ByteSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [(&str, u64); 9] = [
+            ("TiB", bytesize::TIB),
+            ("TB", bytesize::TB),
+            ("GiB", bytesize::GIB),
+            ("GB", bytesize::GB),
+            ("MiB", bytesize::MIB),
+            ("MB", bytesize::MB),
+            ("KiB", bytesize::KIB),
+            ("kB", bytesize::KB),
+            ("B", 1),
+        ];
+        let exact = UNITS.iter().filter(|(_, unit)| self.0 >= *unit && self.0.is_multiple_of(*unit));
+        match exact.min_by_key(|(_, unit)| self.0 / unit) {
+            Some((name, unit)) => write!(f, "{}{name}", self.0 / unit),
+            None => f.write_str("0B"),
+        }
+    }
+}
+
+impl From<ByteSize> for String {
+    fn from(size: ByteSize) -> String {
+        size.to_string()
+    }
+}
+
+/// Integers and text, for the values that may be either.
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum NumberOrText {
+    Number(u64),
+    Text(String),
+}
+
+impl TryFrom<NumberOrText> for ByteSize {
+    type Error = Malformed;
+
+    fn try_from(from: NumberOrText) -> Result<ByteSize, Malformed> {
+        match from {
+            NumberOrText::Number(bytes) => Ok(ByteSize(bytes)),
+            NumberOrText::Text(text) => text.parse(),
+        }
+    }
+}
+
+/// One resource limit, soft and hard, in the unit of setrlimit(2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "NumberOrText", into = "NumberOrText")]
+pub enum Limit {
+    /// RLIM_INFINITY.
+    Unlimited,
+    /// Bytes, seconds, microseconds or a count, as the limit wants it.
+    Value(u64),
+}
+
+impl TryFrom<NumberOrText> for Limit {
+    type Error = Malformed;
+
+    fn try_from(from: NumberOrText) -> Result<Limit, Malformed> {
+        match from {
+            NumberOrText::Text(text) if text == "unlimited" => Ok(Limit::Unlimited),
+            other => ByteSize::try_from(other).map(|n| Limit::Value(n.0)),
+        }
+    }
+}
+
+impl From<Limit> for NumberOrText {
+    fn from(limit: Limit) -> NumberOrText {
+        match limit {
+            Limit::Unlimited => NumberOrText::Text("unlimited".to_owned()),
+            // TOML's integers are signed.
+            Limit::Value(n) if i64::try_from(n).is_err() => NumberOrText::Text(n.to_string()),
+            Limit::Value(n) => NumberOrText::Number(n),
+        }
+    }
+}
+
+/// How often to snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Interval {
+    /// With this much time between the end of one and the start of the next.
+    Every(Duration),
+    /// Only when asked to.
+    Off,
+}
+
+impl FromStr for Interval {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<Interval, Malformed> {
+        match text {
+            "off" => Ok(Interval::Off),
+            other => humantime::parse_duration(other).map(Interval::Every).map_err(|_| Malformed),
+        }
+    }
+}
+
+impl TryFrom<String> for Interval {
+    type Error = Malformed;
+
+    fn try_from(text: String) -> Result<Interval, Malformed> {
+        text.parse()
+    }
+}
+
+impl fmt::Display for Interval {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Interval::Every(time) => humantime::format_duration(*time).fmt(f),
+            Interval::Off => f.write_str("off"),
+        }
+    }
+}
+
+impl From<Interval> for String {
+    fn from(interval: Interval) -> String {
+        interval.to_string()
+    }
+}
+
+/// A file mode creation mask, written as octal text ("022") because TOML's integer 22 would be another mask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Umask(u32);
+
+impl Umask {
+    /// The bits that new files do not get, 0 to 0o777.
+    #[must_use]
+    pub const fn bits(self) -> u32 {
+        self.0
+    }
+}
+
+impl TryFrom<String> for Umask {
+    type Error = Malformed;
+
+    fn try_from(text: String) -> Result<Umask, Malformed> {
+        // from_str_radix takes a sign.
+        if !text.bytes().all(|b| b.is_ascii_digit()) {
+            return Err(Malformed);
+        }
+        u32::from_str_radix(&text, 8).ok().filter(|bits| *bits <= 0o777).map(Umask).ok_or(Malformed)
+    }
+}
+
+impl From<Umask> for String {
+    fn from(mask: Umask) -> String {
+        format!("{:03o}", mask.0)
+    }
+}
+
+/// What the job reads as standard input.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Stdin {
+    /// Nothing: /dev/null.
+    #[default]
+    Null,
+    /// The caller's standard input.
+    Inherit,
+    /// This file, by its absolute path.
+    File(PathBuf),
+}
+
+impl TryFrom<String> for Stdin {
+    type Error = Malformed;
+
+    fn try_from(text: String) -> Result<Stdin, Malformed> {
+        match text.as_str() {
+            "null" => Ok(Stdin::Null),
+            "inherit" => Ok(Stdin::Inherit),
+            path if path.starts_with('/') => Ok(Stdin::File(PathBuf::from(path))),
+            _ => Err(Malformed),
+        }
+    }
+}
+
+impl From<Stdin> for String {
+    fn from(stdin: Stdin) -> String {
+        match stdin {
+            Stdin::Null => "null".to_owned(),
+            Stdin::Inherit => "inherit".to_owned(),
+            Stdin::File(path) => path.to_string_lossy().into_owned(),
+        }
+    }
+}
+
+/// Environment variables. `Debug` and `Serialize` write [`HIDDEN`] in place of the values: they are often secrets, and
+/// what is printed ends in logs and manifests.
+#[derive(Clone, PartialEq, Eq, Default, Deserialize)]
+#[serde(transparent)]
+pub struct Environment(BTreeMap<String, String>);
+
+impl Environment {
+    /// Names and values, sorted by name.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+
+    /// The value of a variable.
+    #[must_use]
+    pub fn get(&self, name: &str) -> Option<&str> {
+        self.0.get(name).map(String::as_str)
+    }
+}
+
+impl FromIterator<(String, String)> for Environment {
+    fn from_iter<I: IntoIterator<Item = (String, String)>>(variables: I) -> Environment {
+        Environment(variables.into_iter().collect())
+    }
+}
+
+impl fmt::Debug for Environment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.0.keys().map(|name| (name, HIDDEN))).finish()
+    }
+}
+
+impl Serialize for Environment {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_map(self.0.keys().map(|name| (name, HIDDEN)))
+    }
+}
