@@ -23,6 +23,8 @@
 //! - [`telemetry`]: logs for people.
 
 pub mod cli;
+pub mod launch;
+pub mod store;
 pub mod sys;
 
 pub use sys::cuda;

@@ -1,0 +1,223 @@
+//! The two smallest processes of a job's world, in one static binary without a libc.
+//!
+//! `init` is pid 1 of the job's PID namespace. It mounts /proc, takes the whole namespace down when the supervisor dies
+//! (its parent-death signal is SIGKILL, and a namespace ends with its pid 1), and reaps. It is never part of an image.
+//!
+//! `reap` is the parent of the job and the root of every image: leader of its own session, as CRIU demands, and child
+//! subreaper, so that daemons the job leaves behind stay in the tree that CRIU walks. It forwards signals, and ends as
+//! the job ended. Because it is in every image, it must not depend on anything that an upgrade can change: no libc, no
+//! shared object, and a file name that holds the hash of its content.
+//!
+//! Both are started by the supervisor only; arguments are trusted. When power goes nothing is lost: they own no state.
+#![no_std]
+#![no_main]
+// A freestanding binary: the compiler must not turn the loops of memset and memcpy below into calls of themselves.
+#![no_builtins]
+
+mod sys;
+
+use core::ffi::{CStr, c_char};
+
+use sys::{Errno, Process, exit};
+
+/// Sent by the supervisor, or by the kernel when the supervisor dies, where no PID namespace takes the tree down.
+/// The last but one real-time signal: hardly a program uses it, and the reaper never forwards it.
+const SIG_TEARDOWN: i32 = 63;
+
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    exit(125)
+}
+
+/// The command line as the kernel laid it on the stack.
+struct Args(*const *const c_char);
+
+impl Args {
+    fn get(&self, at: usize) -> &CStr {
+        // SAFETY: the kernel ends argv with a null pointer; callers stay below the count the supervisor passes.
+        let text = unsafe { *self.0.add(at) };
+        if text.is_null() {
+            exit(125);
+        }
+        // SAFETY: argv strings are NUL-terminated and live as long as the process.
+        unsafe { CStr::from_ptr(text) }
+    }
+
+    fn number(&self, at: usize) -> i32 {
+        parse(self.get(at).to_bytes())
+    }
+}
+
+fn parse(text: &[u8]) -> i32 {
+    let mut value: i32 = 0;
+    for digit in text {
+        if !digit.is_ascii_digit() {
+            exit(125);
+        }
+        value = value.wrapping_mul(10).wrapping_add(i32::from(digit - b'0'));
+    }
+    value
+}
+
+/// Called by `_start` with the initial stack pointer.
+#[unsafe(no_mangle)]
+extern "C" fn begin(stack: *const usize) -> ! {
+    // SAFETY: the initial stack holds argc, then argv, then a null, then envp (System V ABI, x86-64, 3.4.1).
+    let argc = unsafe { *stack };
+    // SAFETY: as above.
+    let argv = unsafe { stack.add(1) }.cast::<*const c_char>();
+    // SAFETY: as above; one past argv's null.
+    let envp = unsafe { argv.add(argc + 1) };
+    let args = Args(argv);
+    if argc < 2 {
+        exit(2);
+    }
+    match args.get(1).to_bytes() {
+        b"init" if argc == 4 => init(args.number(2), args.number(3)),
+        b"reap" if argc >= 8 => reap(&args, envp),
+        _ => exit(2),
+    }
+}
+
+/// `init LAST_PID READY_FD`: prepares the namespace, writes `ok` to the descriptor, then reaps until it is killed.
+fn init(last_pid: i32, ready: i32) -> ! {
+    let mut mask = sys::block_all();
+    let prepared = sys::die_with_parent(sys::SIGKILL)
+        .map_err(|e| (b'd', e))
+        // Slave: mounts made on the host later (automounts, a volume) show up here, ours never show up there.
+        .and_then(|()| sys::mount(c"none", c"/", c"", sys::MS_REC | sys::MS_SLAVE).map_err(|e| (b's', e)))
+        .and_then(|()| {
+            sys::mount(c"proc", c"/proc", c"proc", sys::MS_NOSUID | sys::MS_NODEV | sys::MS_NOEXEC)
+                .map_err(|e| (b'p', e))
+        })
+        // The job's pids begin above this one, so that CRIU, run in this namespace, finds low ones free.
+        .and_then(|()| sys::write_number(c"/proc/sys/kernel/ns_last_pid", last_pid).map_err(|e| (b'l', e)));
+    let report: [u8; 2] = match prepared {
+        Ok(()) => *b"ok",
+        Err((step, errno)) => [step, u8::try_from(errno.0).unwrap_or(u8::MAX)],
+    };
+    // The supervisor reads this; when it is gone already, nobody would ever end us.
+    if sys::write(ready, &report).is_err() || prepared.is_err() {
+        exit(125);
+    }
+    let _ = sys::close_all();
+    loop {
+        while let Ok(Some(_)) = sys::wait_any(sys::WNOHANG) {}
+        let _ = sys::next_signal(&mut mask);
+    }
+}
+
+/// `reap PARENT UID GID GROUPS FLAGS PROGRAM -- ARGV...`
+///
+/// PARENT is the supervisor's pid where its death must be watched (no PID namespace), else 0. UID is `-` to stay who we
+/// are. GROUPS is a comma list. FLAGS: `n` sets no-new-privileges.
+fn reap(args: &Args, envp: *const *const c_char) -> ! {
+    let parent = args.number(2);
+    let mut all = sys::block_all();
+    if sys::become_subreaper().is_err() {
+        exit(125);
+    }
+    if parent != 0 && (sys::die_with_parent(SIG_TEARDOWN).is_err() || sys::parent() != parent) {
+        exit(125);
+    }
+    let job = match sys::fork() {
+        Ok(Process::Child) => become_job(args, envp),
+        Ok(Process::Parent(job)) => job,
+        Err(_) => exit(125),
+    };
+    let _ = sys::close_all();
+    // What is left of our rights is what forwarding needs; the job could not use us for more.
+    let _ = sys::keep_only_kill_capability();
+    loop {
+        match sys::next_signal(&mut all) {
+            Ok(sys::SIGCHLD) => {
+                while let Ok(Some((pid, status))) = sys::wait_any(sys::WNOHANG) {
+                    if pid == job {
+                        end_like(status, parent != 0);
+                    }
+                }
+            }
+            Ok(SIG_TEARDOWN) => {
+                kill_descendants();
+                exit(137);
+            }
+            Ok(signal) => {
+                let _ = sys::kill(job, signal);
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+/// The forked child: takes its own session and identity, and becomes the job's program.
+fn become_job(args: &Args, envp: *const *const c_char) -> ! {
+    let program = args.get(7);
+    let failed = |what: &[u8], errno: Errno, code: i32| -> ! {
+        let _ = sys::write(2, b"rekindle: can not ");
+        let _ = sys::write(2, what);
+        let _ = sys::write(2, b" ");
+        let _ = sys::write(2, program.to_bytes());
+        let _ = sys::write(2, b": errno ");
+        let mut digits = [0u8; 10];
+        let _ = sys::write(2, sys::decimal(errno.0.unsigned_abs(), &mut digits));
+        let _ = sys::write(2, b"\n");
+        exit(code)
+    };
+    if let Err(e) = sys::new_session() {
+        failed(b"start a session for", e, 125);
+    }
+    if args.get(3).to_bytes() != b"-" {
+        let mut groups = [0u32; 256];
+        let mut count = 0;
+        for group in args.get(5).to_bytes().split(|b| *b == b',').filter(|g| !g.is_empty()) {
+            if count < groups.len() {
+                groups[count] = parse(group).unsigned_abs();
+                count += 1;
+            }
+        }
+        let switched = sys::set_groups(&groups[..count])
+            .and_then(|()| sys::set_gid(args.number(4)))
+            .and_then(|()| sys::set_uid(args.number(3)));
+        if let Err(e) = switched {
+            failed(b"switch user for", e, 125);
+        }
+    }
+    if args.get(6).to_bytes().contains(&b'n') {
+        if let Err(e) = sys::no_new_privileges() {
+            failed(b"set no-new-privileges for", e, 125);
+        }
+    }
+    sys::unblock_all();
+    // SAFETY: argument 8 is the `--`; the job's argv follows it and ends with argv's own null.
+    let argv = unsafe { args.0.add(9) };
+    let errno = sys::exec(program, argv, envp);
+    failed(b"execute", errno, if errno == sys::ENOENT { 127 } else { 126 })
+}
+
+/// Ends as the job did: the same exit code, or the same signal.
+fn end_like(status: i32, alone: bool) -> ! {
+    if alone {
+        kill_descendants();
+    }
+    let signal = status & 0x7f;
+    if signal == 0 {
+        exit((status >> 8) & 0xff);
+    }
+    // The job's core, if there is one, was written by the job.
+    sys::forbid_core();
+    sys::raise(signal);
+    exit(128 + signal)
+}
+
+/// Kills children until none is left; the children of a killed child become ours, as we are the subreaper.
+fn kill_descendants() {
+    loop {
+        sys::for_each_child(|pid| {
+            let _ = sys::kill(pid, sys::SIGKILL);
+        });
+        match sys::wait_any(0) {
+            Ok(Some(_)) => {}
+            _ => return,
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! The system calls of the reaper, x86-64, without a libc. Each wrapper is as thin as its call.
+
+use core::arch::{asm, global_asm};
+use core::ffi::{CStr, c_char};
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+compile_error!("rekindle runs on Linux, x86-64: the CUDA driver offers process checkpoints nowhere else");
+
+// The kernel enters with the stack 16-byte aligned and no return address.
+global_asm!(".globl _start", "_start:", "mov rdi, rsp", "and rsp, -16", "call begin", "ud2");
+
+/// A positive error number.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Errno(pub(crate) i32);
+
+pub(crate) const ENOENT: Errno = Errno(2);
+const EINTR: Errno = Errno(4);
+
+pub(crate) const SIGKILL: i32 = 9;
+pub(crate) const SIGCHLD: i32 = 17;
+pub(crate) const WNOHANG: usize = 1;
+pub(crate) const MS_NOSUID: usize = 2;
+pub(crate) const MS_NODEV: usize = 4;
+pub(crate) const MS_NOEXEC: usize = 8;
+pub(crate) const MS_REC: usize = 0x4000;
+pub(crate) const MS_SLAVE: usize = 1 << 19;
+
+/// Which side of a fork this is.
+pub(crate) enum Process {
+    Child,
+    Parent(i32),
+}
+
+/// A kernel signal set: 64 bits on x86-64.
+pub(crate) type SignalSet = u64;
+
+fn call(number: usize, args: [usize; 5]) -> Result<usize, Errno> {
+    let result: isize;
+    // SAFETY: the kernel checks the arguments; callers pass pointers that outlive the call. rcx and r11 are what the
+    // instruction itself overwrites.
+    unsafe {
+        asm!("syscall", inlateout("rax") number => result,
+            in("rdi") args[0], in("rsi") args[1], in("rdx") args[2], in("r10") args[3], in("r8") args[4],
+            lateout("rcx") _, lateout("r11") _, options(nostack));
+    }
+    if result < 0 { Err(Errno(i32::try_from(-result).unwrap_or(i32::MAX))) } else { Ok(result.unsigned_abs()) }
+}
+
+fn as_pid(value: usize) -> i32 {
+    i32::try_from(value).unwrap_or(0)
+}
+
+/// Sign-extends as the kernel's ABI wants it.
+fn arg(value: i32) -> usize {
+    isize::try_from(value).unwrap_or(0).cast_unsigned()
+}
+
+pub(crate) fn exit(code: i32) -> ! {
+    loop {
+        let _ = call(231, [arg(code), 0, 0, 0, 0]); // exit_group
+    }
+}
+
+pub(crate) fn write(fd: i32, bytes: &[u8]) -> Result<usize, Errno> {
+    call(1, [arg(fd), bytes.as_ptr().addr(), bytes.len(), 0, 0])
+}
+
+fn open(path: &CStr, flags: usize) -> Result<i32, Errno> {
+    call(2, [path.as_ptr().addr(), flags, 0, 0, 0]).map(as_pid)
+}
+
+fn close(fd: i32) {
+    let _ = call(3, [arg(fd), 0, 0, 0, 0]);
+}
+
+/// Closes every descriptor, the standard ones too: the reaper needs none, and would hold up whoever waits for their end.
+pub(crate) fn close_all() -> Result<(), Errno> {
+    call(436, [0, u32::MAX as usize, 0, 0, 0]).map(drop) // close_range
+}
+
+pub(crate) fn write_number(path: &CStr, number: i32) -> Result<(), Errno> {
+    let fd = open(path, 1)?; // O_WRONLY
+    let mut digits = [0u8; 10];
+    let written = write(fd, decimal(number.unsigned_abs(), &mut digits));
+    close(fd);
+    written.map(drop)
+}
+
+pub(crate) fn decimal(mut number: u32, digits: &mut [u8; 10]) -> &[u8] {
+    let mut at = digits.len();
+    loop {
+        at -= 1;
+        digits[at] = b'0' + (number % 10) as u8;
+        number /= 10;
+        if number == 0 || at == 0 {
+            return &digits[at..];
+        }
+    }
+}
+
+pub(crate) fn mount(source: &CStr, target: &CStr, kind: &CStr, flags: usize) -> Result<(), Errno> {
+    call(165, [source.as_ptr().addr(), target.as_ptr().addr(), kind.as_ptr().addr(), flags, 0]).map(drop)
+}
+
+pub(crate) fn fork() -> Result<Process, Errno> {
+    Ok(match call(57, [0; 5])? {
+        0 => Process::Child,
+        pid => Process::Parent(as_pid(pid)),
+    })
+}
+
+pub(crate) fn exec(path: &CStr, argv: *const *const c_char, envp: *const *const c_char) -> Errno {
+    match call(59, [path.as_ptr().addr(), argv.addr(), envp.addr(), 0, 0]) {
+        Err(errno) => errno,
+        Ok(_) => Errno(0),
+    }
+}
+
+/// The pid and wait status of a child that ended, or `None` when none has (WNOHANG). An error when there is no child.
+pub(crate) fn wait_any(options: usize) -> Result<Option<(i32, i32)>, Errno> {
+    let mut status: i32 = 0;
+    loop {
+        match call(61, [usize::MAX, (&raw mut status).addr(), options, 0, 0]) {
+            Err(EINTR) => {}
+            Err(errno) => return Err(errno),
+            Ok(0) => return Ok(None),
+            Ok(pid) => return Ok(Some((as_pid(pid), status))),
+        }
+    }
+}
+
+pub(crate) fn kill(pid: i32, signal: i32) -> Result<(), Errno> {
+    call(62, [arg(pid), arg(signal), 0, 0, 0]).map(drop)
+}
+
+pub(crate) fn parent() -> i32 {
+    call(110, [0; 5]).map_or(0, as_pid)
+}
+
+fn own_pid() -> i32 {
+    call(39, [0; 5]).map_or(0, as_pid)
+}
+
+pub(crate) fn new_session() -> Result<(), Errno> {
+    call(112, [0; 5]).map(drop)
+}
+
+pub(crate) fn set_groups(groups: &[u32]) -> Result<(), Errno> {
+    call(116, [groups.len(), groups.as_ptr().addr(), 0, 0, 0]).map(drop)
+}
+
+pub(crate) fn set_gid(gid: i32) -> Result<(), Errno> {
+    call(119, [arg(gid), arg(gid), arg(gid), 0, 0]).map(drop)
+}
+
+pub(crate) fn set_uid(uid: i32) -> Result<(), Errno> {
+    call(117, [arg(uid), arg(uid), arg(uid), 0, 0]).map(drop)
+}
+
+fn prctl(option: usize, value: usize) -> Result<(), Errno> {
+    call(157, [option, value, 0, 0, 0]).map(drop)
+}
+
+pub(crate) fn die_with_parent(signal: i32) -> Result<(), Errno> {
+    prctl(1, arg(signal)) // PR_SET_PDEATHSIG
+}
+
+pub(crate) fn become_subreaper() -> Result<(), Errno> {
+    prctl(36, 1) // PR_SET_CHILD_SUBREAPER
+}
+
+pub(crate) fn no_new_privileges() -> Result<(), Errno> {
+    prctl(38, 1) // PR_SET_NO_NEW_PRIVS
+}
+
+/// Gives up every capability but CAP_KILL, which forwards signals to a job of another user.
+pub(crate) fn keep_only_kill_capability() -> Result<(), Errno> {
+    let header: [u32; 2] = [0x2008_0522, 0]; // _LINUX_CAPABILITY_VERSION_3, this thread
+    let kill = 1 << 5;
+    let data: [u32; 6] = [kill, kill, 0, 0, 0, 0]; // effective, permitted, inheritable; low word, then high word
+    call(126, [header.as_ptr().addr(), data.as_ptr().addr(), 0, 0, 0]).map(drop)
+}
+
+pub(crate) fn forbid_core() {
+    let none: [u64; 2] = [0, 0];
+    let _ = call(160, [4, none.as_ptr().addr(), 0, 0, 0]); // setrlimit RLIMIT_CORE
+}
+
+fn set_mask(set: &SignalSet) {
+    let _ = call(14, [2, core::ptr::from_ref(set).addr(), 0, size_of::<SignalSet>(), 0]); // SIG_SETMASK
+}
+
+/// Blocks every signal and returns the set of all, for [`next_signal`].
+pub(crate) fn block_all() -> SignalSet {
+    let all = SignalSet::MAX;
+    set_mask(&all);
+    all
+}
+
+pub(crate) fn unblock_all() {
+    set_mask(&0);
+}
+
+/// Waits for a signal of `set` and returns its number.
+pub(crate) fn next_signal(set: &mut SignalSet) -> Result<i32, Errno> {
+    call(128, [core::ptr::from_mut(set).addr(), 0, 0, size_of::<SignalSet>(), 0]).map(as_pid) // rt_sigtimedwait
+}
+
+/// Ends this process by `signal`, with its default action.
+pub(crate) fn raise(signal: i32) {
+    unblock_all();
+    let _ = kill(own_pid(), signal);
+}
+
+/// Calls `act` with the pid of each child, from /proc/self/task/PID/children.
+pub(crate) fn for_each_child(mut act: impl FnMut(i32)) {
+    // The reaper has one thread, so thread-self is all of it.
+    let Ok(fd) = open(c"/proc/thread-self/children", 0) else { return };
+    let mut buffer = [0u8; 256];
+    let mut pid: i32 = 0;
+    while let Ok(length) = call(0, [arg(fd), buffer.as_mut_ptr().addr(), buffer.len(), 0, 0]) {
+        if length == 0 {
+            break;
+        }
+        for byte in &buffer[..length] {
+            if byte.is_ascii_digit() {
+                pid = pid.wrapping_mul(10).wrapping_add(i32::from(byte - b'0'));
+            } else if pid != 0 {
+                act(pid);
+                pid = 0;
+            }
+        }
+    }
+    close(fd);
+}
+
+/// The compiler may call these for arrays; there is no libc to have them.
+#[unsafe(no_mangle)]
+unsafe extern "C" fn memset(to: *mut u8, byte: i32, count: usize) -> *mut u8 {
+    let value = byte as u8;
+    for at in 0..count {
+        // SAFETY: the caller owns `count` bytes at `to`.
+        unsafe { to.add(at).write_volatile(value) };
+    }
+    to
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, count: usize) -> *mut u8 {
+    for at in 0..count {
+        // SAFETY: the caller owns `count` bytes at both, and they do not overlap.
+        unsafe { to.add(at).write_volatile(*from.add(at)) };
+    }
+    to
+}
+
+#[unsafe(no_mangle)]
+unsafe extern "C" fn strlen(text: *const u8) -> usize {
+    let mut length = 0;
+    // SAFETY: the caller's text is NUL-terminated.
+    while unsafe { text.add(length).read_volatile() } != 0 {
+        length += 1;
+    }
+    length
+}
+
+/// Named by the unwind tables of the precompiled core library; nothing here unwinds.
+#[unsafe(no_mangle)]
+extern "C" fn rust_eh_personality() {}

@@ -1,0 +1,185 @@
+//! The job's world and its start.
+//!
+//! Owns: the namespaces, the reaper, who the job runs as and what it is given. Invariants: every descriptor the job gets
+//! is opened inside its mount namespace; it gets standard input, output and error and nothing else of ours. When the
+//! power goes, nothing here needs mending: a job is started anew or restored from an image.
+
+pub mod identity;
+pub mod output;
+pub mod reaper;
+pub mod world;
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use crate::sys::spawn::{self, Child, Open, Spawn};
+use identity::Identity;
+use world::World;
+
+/// What to run, and as what.
+#[derive(Debug, Clone)]
+pub struct JobSpec {
+    /// The program and its arguments, as typed.
+    pub command: Vec<OsString>,
+    /// The program's file, found by [`find_program`].
+    pub program: PathBuf,
+    /// Working directory.
+    pub directory: PathBuf,
+    /// The whole environment.
+    pub environment: BTreeMap<OsString, OsString>,
+    /// Who it runs as; `None` to stay who the supervisor is.
+    pub identity: Option<Identity>,
+    /// The file mode mask; `None` keeps the supervisor's.
+    pub umask: Option<u32>,
+    /// Resource limits, soft and hard alike: resource number of setrlimit(2) and value.
+    pub limits: Vec<(u32, u64)>,
+    /// The file for standard input.
+    pub stdin: PathBuf,
+    /// Whether programs the job executes can gain rights.
+    pub privileges: Privileges,
+}
+
+/// The no-new-privileges flag of prctl(2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Privileges {
+    /// Set-user-ID programs work.
+    MayGrow,
+    /// They do not.
+    Fixed,
+}
+
+/// Why the command can not be run.
+#[derive(Debug, thiserror::Error)]
+pub enum ProgramError {
+    /// There is no such program.
+    #[error("command not found: {0}")]
+    NotFound(String),
+    /// It is there, but is no executable file.
+    #[error("can not execute {path}: {why}")]
+    NotExecutable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+}
+
+/// Finds a program as execvp(3) does: a name with a slash is a path below `directory`, others are looked up in `path`.
+///
+/// # Errors
+/// When it is not there, or is not executable.
+pub fn find_program(name: &OsStr, directory: &Path, path: Option<&OsStr>) -> Result<PathBuf, ProgramError> {
+    let shown = || name.to_string_lossy().into_owned();
+    if name.as_encoded_bytes().contains(&b'/') {
+        let file = directory.join(name);
+        return match executable(&file) {
+            Ok(()) => Ok(file),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(ProgramError::NotFound(shown())),
+            Err(e) => Err(ProgramError::NotExecutable { path: file, why: e.to_string() }),
+        };
+    }
+    let mut refused = None;
+    for dir in std::env::split_paths(path.unwrap_or_else(|| OsStr::new("/usr/local/bin:/usr/bin:/bin"))) {
+        let file = directory.join(dir).join(name);
+        match executable(&file) {
+            Ok(()) if !name.is_empty() => return Ok(file),
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+                refused = refused.or(Some(ProgramError::NotExecutable { path: file, why: e.to_string() }));
+            }
+            _ => {}
+        }
+    }
+    Err(refused.unwrap_or_else(|| ProgramError::NotFound(shown())))
+}
+
+fn executable(file: &Path) -> io::Result<()> {
+    let metadata = std::fs::metadata(file)?;
+    if !metadata.is_file() {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "not a regular file"));
+    }
+    if metadata.permissions().mode() & 0o111 == 0 {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it has no execute permission"));
+    }
+    Ok(())
+}
+
+/// Why a job did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The world's init is gone.
+    #[error("can not enter the job's namespaces")]
+    World(#[source] io::Error),
+    /// The reaper did not start.
+    #[error("can not start the job")]
+    Spawn(#[from] spawn::Error),
+}
+
+/// Starts the job in its world. The child returned is the reaper, which ends as the job ends.
+///
+/// # Errors
+/// When the reaper can not be started; that the program itself can not be executed shows as exit code 126 or 127.
+pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) -> Result<Child, Error> {
+    let parent = match world {
+        World::Private(_) => 0,
+        World::Host => std::process::id().cast_signed(),
+    };
+    let (uid, gid, groups) = match &spec.identity {
+        Some(identity) => (
+            identity.uid.to_string(),
+            identity.gid.to_string(),
+            identity.groups.iter().map(u32::to_string).collect::<Vec<_>>().join(","),
+        ),
+        None => ("-".to_string(), String::new(), String::new()),
+    };
+    let flags = match spec.privileges {
+        Privileges::MayGrow => "-",
+        Privileges::Fixed => "n",
+    };
+    let mut args: Vec<OsString> = ["reap".into(), parent.to_string(), uid, gid, groups, flags.to_string()]
+        .into_iter()
+        .map(OsString::from)
+        .collect();
+    args.push(spec.program.clone().into());
+    args.push("--".into());
+    args.extend(spec.command.iter().cloned());
+
+    let append = libc::O_WRONLY | libc::O_APPEND | libc::O_CREAT;
+    let file = |fd, path: &Path, flags| -> Result<Open, spawn::Error> {
+        Ok(Open { fd, path: spawn::c_string(path)?, flags })
+    };
+    let mut spawn = Spawn::new(reaper, args)?
+        .environment(&spec.environment)?
+        .world(world.entrance().map_err(Error::World)?)
+        .session()
+        .directory(&spec.directory)?
+        .open(file(0, &spec.stdin, libc::O_RDONLY)?)
+        .open(file(1, &log.stdout, append)?)
+        .open(file(2, &log.stderr, append)?);
+    if let Some(mask) = spec.umask {
+        spawn = spawn.umask(mask);
+    }
+    for (resource, value) in &spec.limits {
+        spawn = spawn.limit(*resource, libc::rlimit { rlim_cur: *value, rlim_max: *value });
+    }
+    Ok(spawn.start()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_found_as_a_shell_does() {
+        let path = Some(OsStr::new("/nowhere:/bin:/usr/bin"));
+        let find = |name: &str| find_program(OsStr::new(name), Path::new("/etc"), path);
+        assert!(find("true").unwrap().ends_with("bin/true"));
+        assert!(matches!(find("no-such-program"), Err(ProgramError::NotFound(_))));
+        assert!(matches!(find(""), Err(ProgramError::NotFound(_))));
+        assert!(matches!(find("./no-such-program"), Err(ProgramError::NotFound(_))));
+        assert!(matches!(find("./passwd"), Err(ProgramError::NotExecutable { .. })));
+        assert!(matches!(find("/etc"), Err(ProgramError::NotExecutable { .. })));
+    }
+}

@@ -1,0 +1,206 @@
+//! The job's output: files it writes itself, followed to our terminal, rotated while it stands still.
+//!
+//! The job holds the files open with O_APPEND. So it survives our death, a restored job writes on in the same file (CRIU
+//! checks neither size nor offset of such a descriptor), and a file that is cut is written on from its new end.
+//! Rotation copies the file away and empties it. Lines written between the two would be lost; that is why it happens in a
+//! snapshot, while the job is frozen ([`Files::rotate`]).
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+
+/// The two files of a job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Files {
+    /// Standard output.
+    pub stdout: PathBuf,
+    /// Standard error.
+    pub stderr: PathBuf,
+}
+
+/// An output file can not be used.
+#[derive(Debug, thiserror::Error)]
+#[error("can not {verb} the output file {path}")]
+pub struct Error {
+    verb: &'static str,
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+fn error(verb: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    let path = path.into();
+    move |source| Error { verb, path, source }
+}
+
+impl Files {
+    /// The files in a job's log folder, created when they are not there.
+    ///
+    /// # Errors
+    /// When they can not be created.
+    pub fn create(dir: &Path) -> Result<Files, Error> {
+        let files = Files { stdout: dir.join("stdout.log"), stderr: dir.join("stderr.log") };
+        for path in [&files.stdout, &files.stderr] {
+            OpenOptions::new().append(true).create(true).mode(0o600).open(path).map_err(error("create", path))?;
+        }
+        Ok(files)
+    }
+
+    /// Moves what is longer than `limit` bytes to NAME.1, and NAME.1 to NAME.2, up to `keep` of them. Only for a job that
+    /// stands still: nothing may be written between the copy and the cut.
+    ///
+    /// # Errors
+    /// When a file can not be copied; it is not cut then.
+    pub fn rotate(&self, limit: u64, keep: u32) -> Result<(), Error> {
+        for path in [&self.stdout, &self.stderr] {
+            let length = std::fs::metadata(path).map_err(error("look at", path))?.len();
+            if length > limit {
+                rotate(path, keep).map_err(error("rotate", path))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn numbered(path: &Path, n: u32) -> PathBuf {
+    let mut name = path.as_os_str().to_os_string();
+    name.push(format!(".{n}"));
+    name.into()
+}
+
+fn rotate(path: &Path, keep: u32) -> io::Result<()> {
+    if keep > 0 {
+        for n in (1..keep).rev() {
+            match std::fs::rename(numbered(path, n), numbered(path, n + 1)) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+                _ => {}
+            }
+        }
+        // A log is not worth an fsync within a freeze: the image does not need it.
+        std::fs::copy(path, numbered(path, 1))?;
+    }
+    OpenOptions::new().write(true).open(path)?.set_len(0)
+}
+
+/// Copies what the job writes to our own standard output and error.
+#[derive(Debug)]
+pub struct Follower {
+    thread: Option<JoinHandle<()>>,
+    stop: Arc<EventFd>,
+}
+
+impl Follower {
+    /// Follows from the files' present end.
+    ///
+    /// # Errors
+    /// When they can not be watched.
+    pub fn start(files: &Files) -> io::Result<Follower> {
+        let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+        let mut tails = [
+            Tail::new(&files.stdout, Box::new(io::stdout()), &watch)?,
+            Tail::new(&files.stderr, Box::new(io::stderr()), &watch)?,
+        ];
+        let stop = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
+        let stopped = Arc::clone(&stop);
+        let run = move || {
+            loop {
+                tails.iter_mut().for_each(Tail::copy);
+                let mut fds = [
+                    PollFd::new(watch.as_fd(), PollFlags::POLLIN),
+                    PollFd::new(stopped.as_fd(), PollFlags::POLLIN),
+                ];
+                // No time limit: an idle job costs nothing.
+                let _ = poll(&mut fds, PollTimeout::NONE);
+                let ending = fds[1].any().unwrap_or(false);
+                let _ = watch.read_events();
+                if ending {
+                    return tails.iter_mut().for_each(Tail::copy);
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("follow".into()).spawn(run)?;
+        Ok(Follower { thread: Some(thread), stop })
+    }
+}
+
+impl Drop for Follower {
+    /// Copies what is left, then ends.
+    fn drop(&mut self) {
+        let _ = self.stop.write(1);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+struct Tail {
+    file: File,
+    at: u64,
+    to: Box<dyn Write + Send>,
+}
+
+impl Tail {
+    fn new(path: &Path, to: Box<dyn Write + Send>, watch: &Inotify) -> io::Result<Tail> {
+        let file = File::open(path)?;
+        watch.add_watch(path, AddWatchFlags::IN_MODIFY)?;
+        Ok(Tail { at: file.metadata()?.len(), file, to })
+    }
+
+    fn copy(&mut self) {
+        let length = self.file.metadata().map(|m| m.len()).unwrap_or(0);
+        if length < self.at {
+            // Cut: rotated, or put back to the length it had at a snapshot.
+            self.at = length;
+        }
+        let mut buffer = [0u8; 16 << 10];
+        if self.file.seek(SeekFrom::Start(self.at)).is_err() {
+            return;
+        }
+        while let Ok(count @ 1..) = self.file.read(&mut buffer) {
+            // A terminal that went away must not end the job: what can not be shown is still in the file.
+            let _ = self.to.write_all(buffer.get(..count).unwrap_or_default());
+            self.at += count as u64;
+        }
+        let _ = self.to.flush();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rotation_keeps_every_byte_up_to_the_number_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = Files::create(dir.path()).unwrap();
+        let mut writer = OpenOptions::new().append(true).open(&files.stdout).unwrap();
+        for round in 1..=4 {
+            write!(writer, "round {round}").unwrap();
+            files.rotate(3, 2).unwrap();
+        }
+        write!(writer, "on").unwrap();
+        files.rotate(3, 2).unwrap();
+        let read = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
+        assert_eq!(read("stdout.log"), "on");
+        assert_eq!((read("stdout.log.1"), read("stdout.log.2")), ("round 4".into(), "round 3".into()));
+        assert!(!dir.path().join("stdout.log.3").exists());
+    }
+
+    #[test]
+    fn a_file_that_can_not_be_copied_is_not_cut() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = Files::create(dir.path()).unwrap();
+        std::fs::write(&files.stdout, "precious").unwrap();
+        std::fs::create_dir(dir.path().join("stdout.log.1")).unwrap();
+        assert!(files.rotate(3, 1).is_err());
+        assert_eq!(std::fs::read_to_string(&files.stdout).unwrap(), "precious");
+    }
+}

@@ -1,0 +1,195 @@
+//! The world a job lives in: a PID and a mount namespace under an init of ours, or the host's own.
+//!
+//! Layout. The supervisor is outside; `init` is pid 1 of the namespaces and in no image; the `reaper` (pid 1000) is a
+//! child of the supervisor that was born into them, root of every image; the job (pid 1001) is its child. CRIU runs in
+//! the same namespaces as pid 2, started by the supervisor too. So
+//! - neither the PID nor the mount namespace is part of an image: a restore needs no mount that has come or gone since,
+//!   on this machine or another (the other way, with init dumped from outside, was tried: it takes the whole mount table
+//!   into the image and makes it again);
+//! - when the supervisor dies, at any moment, a half-done restore included, the kernel kills init and with it every
+//!   process of the namespace: the job, CRIU, half-restored tasks. Nothing runs on unsupervised;
+//! - daemons that the job leaves behind become children of the reaper and stay in the image;
+//! - the job's end is the supervisor's to wait for, at first start and after a restore alike.
+//!
+//! In the host's namespaces the reaper watches over the supervisor itself, and pids of an image may be taken.
+
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use nix::fcntl::OFlag;
+
+use crate::sys::process;
+use crate::sys::spawn::{self, Child, Ended, Spawn};
+
+/// The reaper's pid in a new world. CRIU and its helpers need numbers of their own at a restore; the kernel never goes
+/// below 300 again once it has counted past that (`RESERVED_PIDS`), so what lies below stays free.
+pub const FIRST_PID: i32 = 1000;
+/// Takes the tree down where no namespace does; the reaper knows it by the same name.
+const SIG_TEARDOWN: i32 = 63;
+
+/// Where a job lives.
+#[derive(Debug)]
+pub enum World {
+    /// Namespaces of its own, held by their init.
+    Private(Child),
+    /// The namespaces of the supervisor.
+    Host,
+}
+
+/// Why a world could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Init did not start.
+    #[error("can not make the job's namespaces; as root in the initial user namespace it works, elsewhere try pid-namespace = \"host\"")]
+    Start(#[from] spawn::Error),
+    /// Init could not prepare the namespaces.
+    #[error("can not prepare the job's namespaces: {step} failed")]
+    Prepare {
+        /// What failed.
+        step: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The pipe to init failed.
+    #[error("can not talk to the job's init")]
+    Talk(#[source] io::Error),
+}
+
+impl World {
+    /// Makes new namespaces in which the next pid is above `last_pid`.
+    ///
+    /// # Errors
+    /// When the kernel does not allow namespaces, or /proc can not be mounted.
+    pub fn private(reaper: &Path, last_pid: i32) -> Result<World, Error> {
+        let (ready, ready_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Talk(e.into()))?;
+        let args = ["init".to_string(), last_pid.to_string(), READY_FD.to_string()];
+        let spawn = Spawn::new(reaper, args)?.environment::<&str, &str>([])?;
+        let init = spawn.world(spawn::World::New).session().directory(Path::new("/"))?.fd(ready_end, READY_FD).start()?;
+        let mut report = [0u8; 2];
+        let read = io::Read::read_exact(&mut std::fs::File::from(ready), &mut report);
+        let world = World::Private(init);
+        let failed = match (read, report) {
+            (Ok(()), [b'o', b'k']) => return Ok(world),
+            (Ok(()), [step, errno]) => {
+                let step = match step {
+                    b'd' => "the parent-death signal",
+                    b's' => "setting mount propagation",
+                    b'p' => "mounting /proc",
+                    _ => "setting the next pid",
+                };
+                Error::Prepare { step, source: io::Error::from_raw_os_error(i32::from(errno)) }
+            }
+            (Err(source), _) => Error::Talk(source),
+        };
+        world.end(None);
+        Err(failed)
+    }
+
+    /// Init of a private world.
+    #[must_use]
+    pub fn init(&self) -> Option<&Child> {
+        match self {
+            World::Private(init) => Some(init),
+            World::Host => None,
+        }
+    }
+
+    /// How a child is born into this world.
+    ///
+    /// # Errors
+    /// When descriptors run out.
+    pub fn entrance(&self) -> io::Result<spawn::World> {
+        Ok(match self {
+            World::Private(init) => spawn::World::Join(init.pidfd()?),
+            World::Host => spawn::World::Host,
+        })
+    }
+
+    /// Kills everything in this world, and waits until it is gone. Safe to call while a restore is failing.
+    pub fn kill(&self, root: Option<&Child>) {
+        match (self, root) {
+            (World::Private(init), _) => drop(init.signal(libc::SIGKILL)),
+            (World::Host, Some(root)) => drop(root.signal(SIG_TEARDOWN)),
+            // A restore in the host's namespaces that failed: its dead and half-restored are children we do not know.
+            (World::Host, None) => {
+                for child in process::children(std::process::id().cast_signed()) {
+                    if !spawn::is_known(child) {
+                        kill_tree(child);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Kills and reaps everything, the root first: a dying init waits for the zombies that have their parent outside of
+    /// the namespace (`zap_pid_ns_processes`). Returns how the root ended.
+    pub fn end(self, root: Option<Child>) -> Option<Ended> {
+        self.kill(root.as_ref());
+        let mut ended = None;
+        if let Some(root) = root {
+            // What was frozen by a tracer that died is left stopped; SIGKILL ends it in any state. In the host's
+            // namespaces the reaper may take a moment to end the others first.
+            if matches!(self, World::Host) && !ends_within(&root, Duration::from_secs(5)) {
+                kill_tree(root.pid());
+            }
+            ended = root.wait().ok();
+        }
+        spawn::reap_strays();
+        if let World::Private(init) = self {
+            // The namespace is empty once this returns.
+            let _ = init.wait();
+        }
+        ended
+    }
+}
+
+/// Where init finds its end of the ready pipe.
+const READY_FD: i32 = 3;
+
+fn kill_tree(root: i32) {
+    for pid in process::tree(root) {
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+    }
+}
+
+fn ends_within(child: &Child, limit: Duration) -> bool {
+    let deadline = std::time::Instant::now() + limit;
+    while std::time::Instant::now() < deadline {
+        if child.has_ended().unwrap_or(true) {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    false
+}
+
+/// The number after which the kernel shall go on counting pids in a world that restores these: the start of the largest
+/// gap, so that neither CRIU's helpers nor the job's next children meet a pid of the image.
+#[must_use]
+pub fn last_pid_for(taken: &[i32]) -> i32 {
+    let limit = std::fs::read_to_string("/proc/sys/kernel/pid_max").ok().and_then(|t| t.trim().parse().ok());
+    largest_gap(taken, limit.unwrap_or(32768))
+}
+
+fn largest_gap(taken: &[i32], limit: i32) -> i32 {
+    let mut sorted: Vec<i32> = taken.iter().copied().filter(|pid| *pid >= FIRST_PID).collect();
+    sorted.sort_unstable();
+    let starts = [FIRST_PID - 1].into_iter().chain(sorted.iter().copied());
+    let ends = sorted.iter().copied().chain([limit]);
+    starts.zip(ends).max_by_key(|(start, end)| end - start).map_or(FIRST_PID - 1, |(start, _)| start)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_next_pid_is_in_the_largest_gap() {
+        assert_eq!(largest_gap(&[], 32768), 999);
+        assert_eq!(largest_gap(&[1000, 1001, 1500], 32768), 1500);
+        assert_eq!(largest_gap(&[1000, 32000, 32700], 32768), 1000);
+        assert_eq!(largest_gap(&[2, 30000, 1000], 32768), 1000);
+    }
+}

@@ -1,0 +1,178 @@
+//! An image while it is made, and how it becomes one.
+//!
+//! Publishing is this protocol; a step begins when the one before is done:
+//!
+//! 1. every file of the draft is hashed and fsynced, several at a time;
+//! 2. every folder of the draft is fsynced;
+//! 3. the manifest is written durably into the draft (temporary name, fsync, rename, fsync of the folder);
+//! 4. the draft gets its lasting name, `.tmp-ID` to `ID`, without replacing anything;
+//! 5. `images/` is fsynced.
+//!
+//! When the power goes before 4, there is a `.tmp-ID`, which is no image; after 5 there is the image; between the two
+//! the file system decides, and both are whole. On every open do: sweep `.tmp-*` and `.del-*`
+//! ([`super::JobFolder::sweep_leftovers`]).
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use thiserror::Error;
+
+use super::files::{self, Kind};
+use super::id::{ImageId, JobName};
+use super::image::Image;
+use super::manifest::{self, Manifest, ManifestError};
+use crate::sys::durable;
+
+/// Why a draft did not become an image. Unless it says otherwise there is no image, and the job's older ones are as
+/// they were.
+#[derive(Debug, Error)]
+pub enum PublishError {
+    /// The draft can not be listed.
+    #[error("can not list {}", .path.display())]
+    List {
+        /// What.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Something that is neither file nor folder, or a name that is not UTF-8.
+    #[error("{} does not belong into an image: only files and folders with names in UTF-8 do", .0.display())]
+    Foreign(PathBuf),
+    /// A file can not be hashed.
+    #[error("can not read {}", .path.display())]
+    Read {
+        /// What.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// A file or folder can not be brought to the disk.
+    #[error("can not bring {} to the disk", .path.display())]
+    Sync {
+        /// What.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The manifest contradicts the files.
+    #[error("image {id} can not be described")]
+    Describe {
+        /// Which.
+        id: ImageId,
+        /// Why.
+        source: ManifestError,
+    },
+    /// The manifest can not be written.
+    #[error("can not write {}", .path.display())]
+    Write {
+        /// What.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The draft can not get its name, or `images/` can not be synced: then the image is there, but a power cut may
+    /// take it away.
+    #[error("can not publish {}", .path.display())]
+    Publish {
+        /// The lasting name.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+impl PublishError {
+    /// Whether room is what was missing.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        let (PublishError::List { source, .. }
+        | PublishError::Read { source, .. }
+        | PublishError::Sync { source, .. }
+        | PublishError::Write { source, .. }
+        | PublishError::Publish { source, .. }) = self
+        else {
+            return false;
+        };
+        matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+    }
+}
+
+/// An image while it is made. Dropped unpublished, it removes what it has.
+#[derive(Debug)]
+pub struct Draft {
+    id: ImageId,
+    job: JobName,
+    dir: PathBuf,
+    lasting: PathBuf,
+}
+
+impl Draft {
+    /// `dir` exists and is empty; `lasting` is in the same folder and does not exist.
+    pub(super) fn new(id: ImageId, job: JobName, dir: PathBuf, lasting: PathBuf) -> Draft {
+        Draft { id, job, dir, lasting }
+    }
+
+    /// The name that the image will have.
+    #[must_use]
+    pub fn id(&self) -> ImageId {
+        self.id
+    }
+
+    /// The folder to fill, with files and folders of any depth. Only root or the user of the supervisor can enter it.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Makes it an image, by the protocol above. Sets `id`, `job`, `bytes` and `parts` of the manifest.
+    ///
+    /// # Errors
+    /// One for each step; the draft is gone then.
+    pub fn publish(self, mut manifest: Manifest) -> Result<Image, PublishError> {
+        let entries = files::walk(&self.dir).map_err(|(path, source)| PublishError::List { path, source })?;
+        let (mut paths, mut folders) = (Vec::new(), vec![self.dir.clone()]);
+        for entry in entries {
+            match (entry.kind, entry.relative.to_str()) {
+                (Kind::File { size }, Some(path)) => paths.push((path.to_owned(), size)),
+                (Kind::Folder, Some(_)) => folders.push(self.dir.join(&entry.relative)),
+                _ => return Err(PublishError::Foreign(self.dir.join(&entry.relative))),
+            }
+        }
+        manifest.parts = hash_and_sync(&self.dir, paths)?;
+        for path in folders {
+            durable::sync_dir(&path).map_err(|source| PublishError::Sync { path, source })?;
+        }
+        manifest.id = self.id;
+        manifest.job = self.job.clone();
+        manifest.bytes = manifest.parts.iter().map(|part| part.size).sum();
+        let bytes = manifest.to_bytes().map_err(|source| PublishError::Describe { id: self.id, source })?;
+        let path = self.dir.join(manifest::FILE_NAME);
+        durable::write_file(&path, &bytes, 0o600).map_err(|source| PublishError::Write { path, source })?;
+        durable::publish_dir(&self.dir, &self.lasting)
+            .map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
+        Ok(Image::load(&self.lasting, self.id))
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        // After publishing there is no folder of this name any more. What can not be removed, the next sweep takes.
+        let _ = fs::remove_dir_all(&self.dir);
+    }
+}
+
+fn hash_and_sync(dir: &Path, paths: Vec<(String, u64)>) -> Result<Vec<manifest::Part>, PublishError> {
+    let mut parts = files::in_parallel(paths, |(path, _)| {
+        let full = dir.join(path);
+        let read = |source| PublishError::Read { path: full.clone(), source };
+        let file = durable::open_for_reading(&full).map_err(read)?;
+        let (size, blake3) = files::hash(&file).map_err(read)?;
+        file.sync_all().map_err(|source| PublishError::Sync { path: full.clone(), source })?;
+        Ok(manifest::Part { path: path.clone(), size, blake3 })
+    })
+    .into_iter()
+    .collect::<Result<Vec<_>, _>>()?;
+    parts.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(parts)
+}

@@ -1,0 +1,169 @@
+//! What can go wrong in the store.
+
+use std::io;
+use std::path::PathBuf;
+
+use thiserror::Error;
+
+use super::id::{ImageId, JobName};
+use super::lock::Holder;
+
+/// The result of most calls on the store.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a call on the store failed. Nothing was deleted then, unless it was [`Error::Remove`].
+#[derive(Debug, Error)]
+pub enum Error {
+    /// Opened for reading, and not there.
+    #[error("there is no store at {}; `rekindle run` makes one, --store names another", .0.display())]
+    NoStore(PathBuf),
+    /// A file in place of the store or of one of its folders.
+    #[error("{} is not a folder; move it away, or name another store with --store", .0.display())]
+    NotAFolder(PathBuf),
+    /// We are root and others can write the folder: they could make us restore what they like.
+    #[error("{} can be written by others, and what is in it is run as root; run `chmod 0700 '{}'` after checking what is in it", .0.display(), .0.display())]
+    OthersCanWrite(PathBuf),
+    /// We are root and the folder belongs to somebody else.
+    #[error("{} belongs to user {owner}, and what is in it is run as root; run `chown root '{}' && chmod 0700 '{}'` after checking what is in it, or name another store with --store", .path.display(), .path.display(), .path.display())]
+    OtherOwner {
+        /// The folder.
+        path: PathBuf,
+        /// Its owner.
+        owner: u32,
+    },
+    /// No job of that name.
+    #[error("there is no job \"{name}\" in {}; {}", .store.display(), naming("jobs", .known))]
+    UnknownJob {
+        /// The name that was asked for.
+        name: JobName,
+        /// Where.
+        store: PathBuf,
+        /// Those that are there.
+        known: Vec<JobName>,
+    },
+    /// No image of that name.
+    #[error("job \"{job}\" has no image \"{wanted}\"; {}", naming("images", .known))]
+    UnknownImage {
+        /// The job.
+        job: JobName,
+        /// The text that was asked for.
+        wanted: String,
+        /// Those that are there, newest first.
+        known: Vec<ImageId>,
+    },
+    /// A prefix of several.
+    #[error("\"{wanted}\" could be several images of job \"{job}\"; {}", naming("they", .matching))]
+    AmbiguousImage {
+        /// The job.
+        job: JobName,
+        /// The text that was asked for.
+        wanted: String,
+        /// Those that it could be, newest first.
+        matching: Vec<ImageId>,
+    },
+    /// `latest` of a job without a good image.
+    #[error("job \"{job}\" has no good image; {}", naming("images", .known))]
+    NoGoodImage {
+        /// The job.
+        job: JobName,
+        /// Those that are there, newest first.
+        known: Vec<ImageId>,
+    },
+    /// Another process is the job's supervisor.
+    #[error("job \"{job}\" is supervised by {}; stop that one first, or choose another --name", supervisor(.holder.as_ref()))]
+    Supervised {
+        /// The job.
+        job: JobName,
+        /// Who it is, if it said so.
+        holder: Option<Holder>,
+    },
+    /// A writer's call with the lock of another job.
+    #[error("the lock is not that of job \"{0}\"")]
+    WrongLock(JobName),
+    /// 4,294,967,295 images.
+    #[error("job \"{0}\" has used up all image numbers; go on under another --name")]
+    NumbersUsedUp(JobName),
+    /// Reading failed.
+    #[error("can not read {}", .path.display())]
+    Read {
+        /// What.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Creating a folder failed.
+    #[error("can not create {}", .path.display())]
+    Create {
+        /// What.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Writing failed.
+    #[error("can not write {}", .path.display())]
+    Write {
+        /// What.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Locking failed, not because of another holder.
+    #[error("can not lock {}; the file system must support flock", .path.display())]
+    Lock {
+        /// What.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Removing failed; what is left is removed at the next start.
+    #[error("can not remove {}", .path.display())]
+    Remove {
+        /// What.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The record of a job is damaged.
+    #[error("{} is damaged; the images are not affected: remove the file to begin without it", .path.display())]
+    ParseRecord {
+        /// The file.
+        path: PathBuf,
+        /// Where and how.
+        source: serde_json::Error,
+    },
+    /// The record of a job was written by a newer rekindle.
+    #[error("{} has version {version}, which this rekindle can not read; use the rekindle that wrote it, or a newer one", .path.display())]
+    NewerRecord {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        version: u32,
+    },
+    /// The record can not be expressed in JSON (a path that is not UTF-8).
+    #[error("can not express {} as JSON", .path.display())]
+    FormatRecord {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: serde_json::Error,
+    },
+}
+
+/// Enough to recognise one, not so many that the message is lost.
+const LISTED: usize = 12;
+
+fn naming<T: ToString>(what: &str, all: &[T]) -> String {
+    if all.is_empty() {
+        return format!("there are no {what}");
+    }
+    let listed = all.iter().take(LISTED).map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let rest = match all.len().saturating_sub(LISTED) {
+        0 => String::new(),
+        n => format!(" and {n} more"),
+    };
+    format!("{what} are {listed}{rest}")
+}
+
+fn supervisor(holder: Option<&Holder>) -> String {
+    holder.map_or_else(|| "another process".to_owned(), ToString::to_string)
+}

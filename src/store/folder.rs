@@ -1,0 +1,192 @@
+//! A job's folder: `lock`, `job.json`, `log/`, `bin/`, `images/`.
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+use chrono::{DateTime, Utc};
+
+use super::draft::Draft;
+use super::error::{Error, Result};
+use super::id::{ImageId, JobName};
+use super::image::Image;
+use super::lock::{self, Holder, WriterLock};
+use super::record::{self, JobRecord};
+use super::{DELETED_PREFIX, remove, rights, select};
+use crate::sys::durable::{self, TEMP_PREFIX};
+
+/// The folder of one job. Reading needs no lock; what changes `images/` takes the [`WriterLock`] as a witness.
+#[derive(Debug, Clone)]
+pub struct JobFolder {
+    name: JobName,
+    path: PathBuf,
+}
+
+impl JobFolder {
+    /// A folder that is there.
+    pub(super) fn existing(name: JobName, path: PathBuf) -> Result<JobFolder> {
+        rights::check(&path)?;
+        Ok(JobFolder { name, path })
+    }
+
+    /// Makes what is missing of the folder.
+    pub(super) fn create(name: JobName, path: PathBuf) -> Result<JobFolder> {
+        make_folder(&path)?;
+        let folder = JobFolder::existing(name, path)?;
+        for path in [folder.images_dir(), folder.log_dir(), folder.bin_dir()] {
+            make_folder(&path)?;
+        }
+        Ok(folder)
+    }
+
+    /// The job.
+    #[must_use]
+    pub fn name(&self) -> &JobName {
+        &self.name
+    }
+
+    /// The folder itself.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where the output of the job goes.
+    #[must_use]
+    pub fn log_dir(&self) -> PathBuf {
+        self.path.join("log")
+    }
+
+    /// Where files of ours that the job runs or maps are unpacked.
+    #[must_use]
+    pub fn bin_dir(&self) -> PathBuf {
+        self.path.join("bin")
+    }
+
+    /// Where the images are.
+    #[must_use]
+    pub fn images_dir(&self) -> PathBuf {
+        self.path.join("images")
+    }
+
+    /// Where the supervisor publishes what it is doing.
+    #[must_use]
+    pub fn state_file(&self) -> PathBuf {
+        self.path.join("state.json")
+    }
+
+    /// Becomes the one writer.
+    ///
+    /// # Errors
+    /// [`Error::Supervised`] where another process is; [`Error::Lock`] where the file system can not lock.
+    pub fn lock(&self) -> Result<WriterLock> {
+        lock::acquire(&self.path, &self.name)
+    }
+
+    /// The one writer, if there is one just now.
+    ///
+    /// # Errors
+    /// [`Error::Read`], [`Error::Lock`].
+    pub fn holder(&self) -> Result<Option<Holder>> {
+        lock::holder(&self.path)
+    }
+
+    /// What is known of the last run; None before the first.
+    ///
+    /// # Errors
+    /// [`Error::Read`], [`Error::ParseRecord`], [`Error::NewerRecord`].
+    pub fn record(&self) -> Result<Option<JobRecord>> {
+        record::read(&self.path.join(record::FILE_NAME))
+    }
+
+    /// Replaces what is known of the last run, durably.
+    ///
+    /// # Errors
+    /// [`Error::WrongLock`], [`Error::Write`], [`Error::FormatRecord`].
+    pub fn write_record(&self, lock: &WriterLock, record: &JobRecord) -> Result<()> {
+        self.check_lock(lock)?;
+        record::write(&self.path.join(record::FILE_NAME), record)
+    }
+
+    /// All images, newest first. An image that is damaged is among them and says so.
+    ///
+    /// # Errors
+    /// [`Error::Read`]: a folder that can not be listed is never an empty one.
+    pub fn images(&self) -> Result<Vec<Image>> {
+        let dir = self.images_dir();
+        let mut ids: Vec<ImageId> = list(&dir)?.iter().filter_map(|name| name.parse().ok()).collect();
+        ids.sort_by(|a, b| b.cmp(a));
+        Ok(ids.into_iter().map(|id| Image::load(&dir.join(id.to_string()), id)).collect())
+    }
+
+    /// The image that a user means: `latest` (the newest good one), an id, the begin of one, or a number.
+    ///
+    /// # Errors
+    /// [`Error::UnknownImage`], [`Error::AmbiguousImage`], [`Error::NoGoodImage`], [`Error::Read`].
+    pub fn find(&self, selector: &str) -> Result<Image> {
+        select::select(&self.name, self.images()?, selector)
+    }
+
+    /// Begins an image: makes `.tmp-ID` with the next number, higher than any that can be seen in the folder.
+    ///
+    /// # Errors
+    /// [`Error::WrongLock`], [`Error::Read`], [`Error::Create`], [`Error::NumbersUsedUp`].
+    pub fn begin_image(&self, lock: &WriterLock, now: DateTime<Utc>) -> Result<Draft> {
+        self.check_lock(lock)?;
+        let dir = self.images_dir();
+        let names = list(&dir)?;
+        let seen = names.iter().filter_map(|name| {
+            let id = name.strip_prefix(TEMP_PREFIX).or_else(|| name.strip_prefix(DELETED_PREFIX)).unwrap_or(name);
+            id.parse::<ImageId>().ok()
+        });
+        let last = seen.map(|id| id.sequence()).max().unwrap_or(0);
+        let next = last.checked_add(1).ok_or_else(|| Error::NumbersUsedUp(self.name.clone()))?;
+        let id = ImageId::new(next, now);
+        let path = dir.join(format!("{TEMP_PREFIX}{id}"));
+        let made = DirBuilder::new().mode(0o700).create(&path);
+        made.map_err(|source| Error::Create { path: path.clone(), source })?;
+        Ok(Draft::new(id, self.name.clone(), path, dir.join(id.to_string())))
+    }
+
+    /// Removes what crashes have left: `.tmp-ID` and `.del-ID` in `images/`, and files `.tmp-*` beside `job.json`, in
+    /// `bin/` and in images. Never anything else. Answers what it removed.
+    ///
+    /// # Errors
+    /// [`Error::WrongLock`], [`Error::Read`] (then nothing was removed), [`Error::Remove`].
+    pub fn sweep_leftovers(&self, lock: &WriterLock) -> Result<Vec<PathBuf>> {
+        self.check_lock(lock)?;
+        remove::sweep(self)
+    }
+
+    /// Removes an image, and the hard links that it kept beside the user's files. When the power goes in the middle,
+    /// it is either still there or a `.del-ID`.
+    ///
+    /// # Errors
+    /// [`Error::WrongLock`], [`Error::UnknownImage`], [`Error::Read`], [`Error::Remove`].
+    pub fn remove(&self, lock: &WriterLock, id: &ImageId) -> Result<()> {
+        self.check_lock(lock)?;
+        remove::image(self, *id)
+    }
+
+    fn check_lock(&self, lock: &WriterLock) -> Result<()> {
+        if lock.guards(&self.path) { Ok(()) } else { Err(Error::WrongLock(self.name.clone())) }
+    }
+}
+
+/// The names in a folder. Those that are not UTF-8 are none of ours.
+pub(super) fn list(dir: &Path) -> Result<Vec<String>> {
+    let failed = |source| Error::Read { path: dir.to_owned(), source };
+    let entries = fs::read_dir(dir).map_err(failed)?.collect::<io::Result<Vec<_>>>().map_err(failed)?;
+    Ok(entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok()).collect())
+}
+
+fn make_folder(path: &Path) -> Result<()> {
+    let failed = |source| Error::Create { path: path.to_owned(), source };
+    match DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => durable::sync_dir(path.parent().unwrap_or(path)).map_err(failed),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.is_dir() => Ok(()),
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Err(Error::NotAFolder(path.to_owned())),
+        Err(source) => Err(failed(source)),
+    }
+}

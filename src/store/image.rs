@@ -1,0 +1,142 @@
+//! An image as it is found: its name, its folder, and whether it can be used.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use super::error::{Error, Result};
+use super::id::ImageId;
+use super::manifest::{Manifest, ManifestError};
+use super::mark::{self, BadMark};
+use crate::sys::durable;
+
+/// An image in the store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Image {
+    /// Its name.
+    pub id: ImageId,
+    /// Its folder. Nothing may be written there: give CRIU another work directory.
+    pub dir: PathBuf,
+    /// Whether it can be used.
+    pub state: State,
+}
+
+/// Whether an image can be used, as far as its manifest tells; [`Image::verify`] reads the rest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    /// It was published whole and nothing was found against it.
+    Good(Box<Manifest>),
+    /// Something was found against it.
+    Bad {
+        /// Its manifest.
+        manifest: Box<Manifest>,
+        /// What was found.
+        mark: BadMark,
+    },
+    /// Its manifest can not be used.
+    Damaged {
+        /// Why.
+        why: Damage,
+    },
+}
+
+/// Why a manifest can not be used, without the cause as a value: this is kept and compared.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Damage {
+    /// What that means for the image.
+    pub kind: DamageKind,
+    /// In words.
+    pub detail: String,
+}
+
+/// What is known of an image whose manifest can not be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DamageKind {
+    /// The manifest was read and is not what was written.
+    Broken,
+    /// A newer rekindle wrote it: fine, but not for us.
+    Newer,
+    /// The manifest could not be read: nothing is known.
+    Unreadable,
+}
+
+impl std::fmt::Display for Damage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(&self.detail)
+    }
+}
+
+impl From<ManifestError> for Damage {
+    fn from(error: ManifestError) -> Damage {
+        let kind = match &error {
+            ManifestError::Newer(_) => DamageKind::Newer,
+            ManifestError::Read(_) => DamageKind::Unreadable,
+            _ => DamageKind::Broken,
+        };
+        Damage { kind, detail: error.to_string() }
+    }
+}
+
+impl Image {
+    /// Looks at the image in `dir`. Damage is part of the answer, never an error.
+    #[must_use]
+    pub fn load(dir: &Path, id: ImageId) -> Image {
+        let found = Manifest::read(dir).and_then(|manifest| {
+            if manifest.id == id { Ok(Box::new(manifest)) } else { Err(ManifestError::OtherImage(manifest.id)) }
+        });
+        let state = match found {
+            Ok(manifest) => match mark::read(dir, manifest.taken) {
+                None => State::Good(manifest),
+                Some(mark) => State::Bad { manifest, mark },
+            },
+            Err(error) => State::Damaged { why: error.into() },
+        };
+        Image { id, dir: dir.to_owned(), state }
+    }
+
+    /// Whether a restart may use it.
+    #[must_use]
+    pub fn is_good(&self) -> bool {
+        matches!(self.state, State::Good(_))
+    }
+
+    /// Its manifest, if that can be read.
+    #[must_use]
+    pub fn manifest(&self) -> Option<&Manifest> {
+        match &self.state {
+            State::Good(manifest) | State::Bad { manifest, .. } => Some(manifest),
+            State::Damaged { .. } => None,
+        }
+    }
+
+    /// Notes durably that restarts must pass it over. An earlier mark is replaced.
+    ///
+    /// # Errors
+    /// [`Error::Write`].
+    pub fn mark_bad(&mut self, mark: BadMark) -> Result<()> {
+        let path = self.dir.join(mark::FILE_NAME);
+        let failed = |source| Error::Write { path: path.clone(), source };
+        let bytes = serde_json::to_vec_pretty(&mark).map_err(io::Error::from).map_err(failed)?;
+        durable::write_file(&path, &bytes, 0o600).map_err(failed)?;
+        *self = Image::load(&self.dir, self.id);
+        Ok(())
+    }
+
+    /// Takes the mark back, durably. Nothing happens where there is none.
+    ///
+    /// # Errors
+    /// [`Error::Remove`], [`Error::Write`].
+    pub fn clear_bad(&mut self) -> Result<()> {
+        let path = self.dir.join(mark::FILE_NAME);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(source) => return Err(Error::Remove { path, source }),
+            Ok(()) => durable::sync_dir(&self.dir).map_err(|source| Error::Write { path: self.dir.clone(), source })?,
+        }
+        *self = Image::load(&self.dir, self.id);
+        Ok(())
+    }
+}

@@ -1,0 +1,187 @@
+//! What an image says of itself: `manifest.json`.
+//!
+//! The file is one JSON object: `format`, `version`, `blake3` and `manifest`; the hash covers the exact bytes of the
+//! value of `manifest`, so that a flipped bit in a number is found as well. Reading checks, in this order: the size
+//! (before anything is parsed), the format, the version, the hash, the fields, and what the fields say of each other.
+//! A reader takes unknown fields for additions of a later version 1.
+
+mod fields;
+mod paths;
+
+use std::collections::HashSet;
+use std::io::{self, Read};
+use std::path::{Component, Path};
+
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use thiserror::Error;
+
+pub use fields::{
+    Gpu, Host, JobTree, Manifest, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, Tcp, TreeProcess,
+};
+
+use super::id::ImageId;
+use crate::sys::durable;
+
+/// What `format` says: the magic of the file.
+pub const FORMAT: &str = "rekindle-image";
+/// The newest version that this code reads, and the one that it writes.
+pub const VERSION: u32 = 1;
+/// A larger manifest is not parsed. 64 MiB are some 300,000 parts or open files.
+pub const MAX_BYTES: u64 = 64 << 20;
+/// Its name in the folder of the image.
+pub const FILE_NAME: &str = "manifest.json";
+
+/// Why a manifest can not be used.
+#[derive(Debug, Error)]
+pub enum ManifestError {
+    /// There is none: not an image that was published whole.
+    #[error("it has no {FILE_NAME}")]
+    Missing,
+    /// It can not be opened or read; nothing is known of the image.
+    #[error("its {FILE_NAME} can not be read: {0}")]
+    Read(#[source] io::Error),
+    /// Larger than [`MAX_BYTES`].
+    #[error("its {FILE_NAME} is larger than {MAX_BYTES} bytes")]
+    TooLarge,
+    /// Not JSON, or fields that are missing or of the wrong type.
+    #[error("its {FILE_NAME} is damaged: {0}")]
+    Parse(#[source] serde_json::Error),
+    /// Another program's file.
+    #[error("its {FILE_NAME} has the format \"{0}\", not \"{FORMAT}\"")]
+    Format(String),
+    /// Written by a newer rekindle.
+    #[error(
+        "its manifest has version {0}, this rekindle reads version {VERSION}; use the rekindle that wrote it, or a newer one"
+    )]
+    Newer(u32),
+    /// Version 0 was never written.
+    #[error("its manifest has the impossible version 0")]
+    VersionZero,
+    /// The content is not what was written.
+    #[error("its {FILE_NAME} is damaged: the checksum does not match")]
+    Checksum,
+    /// The folder was renamed or copied over.
+    #[error("its manifest belongs to image {0}")]
+    OtherImage(ImageId),
+    /// A path that leads out of the image or is reserved.
+    #[error("its manifest names the part \"{0}\", which is no path inside an image")]
+    PartPath(String),
+    /// Two parts with one path.
+    #[error("its manifest names the part \"{0}\" twice")]
+    PartTwice(String),
+    /// A file to be recreated has no part.
+    #[error("its manifest wants a file recreated from \"{0}\", which is not among the parts")]
+    NoSuchPart(String),
+}
+
+/// The outer object; the inner one stays text until its hash was checked.
+#[derive(Serialize, Deserialize)]
+struct Envelope<'a> {
+    format: String,
+    version: u32,
+    #[serde(with = "fields::hex")]
+    blake3: blake3::Hash,
+    #[serde(borrow)]
+    manifest: &'a RawValue,
+}
+
+/// The part of the outer object that every version has.
+#[derive(Deserialize)]
+struct Header {
+    format: String,
+    version: u32,
+}
+
+impl Manifest {
+    /// The bytes of `manifest.json`.
+    ///
+    /// # Errors
+    /// What [`Manifest::parse`] would refuse.
+    pub fn to_bytes(&self) -> Result<Vec<u8>, ManifestError> {
+        self.validate()?;
+        let body = serde_json::to_string_pretty(self).map_err(ManifestError::Parse)?;
+        let envelope = Envelope {
+            format: FORMAT.to_owned(),
+            version: VERSION,
+            blake3: blake3::hash(body.as_bytes()),
+            manifest: &RawValue::from_string(body).map_err(ManifestError::Parse)?,
+        };
+        // No line end after the last brace: a file that lost its last byte is not whole.
+        let bytes = serde_json::to_vec_pretty(&envelope).map_err(ManifestError::Parse)?;
+        if u64::try_from(bytes.len()).is_ok_and(|len| len <= MAX_BYTES) {
+            Ok(bytes)
+        } else {
+            Err(ManifestError::TooLarge)
+        }
+    }
+
+    /// Reads what [`Manifest::to_bytes`] wrote.
+    ///
+    /// # Errors
+    /// Every kind of damage has its own; a newer version is refused by name.
+    pub fn parse(bytes: &[u8]) -> Result<Manifest, ManifestError> {
+        if u64::try_from(bytes.len()).is_ok_and(|len| len > MAX_BYTES) {
+            return Err(ManifestError::TooLarge);
+        }
+        let header: Header = serde_json::from_slice(bytes).map_err(ManifestError::Parse)?;
+        match header {
+            Header { format, .. } if format != FORMAT => return Err(ManifestError::Format(format)),
+            Header { version: 0, .. } => return Err(ManifestError::VersionZero),
+            Header { version, .. } if version > VERSION => return Err(ManifestError::Newer(version)),
+            Header { .. } => {}
+        }
+        let envelope: Envelope<'_> = serde_json::from_slice(bytes).map_err(ManifestError::Parse)?;
+        if blake3::hash(envelope.manifest.get().as_bytes()) != envelope.blake3 {
+            return Err(ManifestError::Checksum);
+        }
+        let manifest: Manifest = serde_json::from_str(envelope.manifest.get()).map_err(ManifestError::Parse)?;
+        manifest.validate()?;
+        Ok(manifest)
+    }
+
+    /// Reads the manifest of the image in `dir`.
+    ///
+    /// # Errors
+    /// As [`Manifest::parse`], and [`ManifestError::Missing`], [`ManifestError::Read`].
+    pub fn read(dir: &Path) -> Result<Manifest, ManifestError> {
+        let file = durable::open_for_reading(&dir.join(FILE_NAME)).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => ManifestError::Missing,
+            _ => ManifestError::Read(error),
+        })?;
+        let mut bytes = Vec::new();
+        file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(ManifestError::Read)?;
+        Manifest::parse(&bytes)
+    }
+
+    fn validate(&self) -> Result<(), ManifestError> {
+        let mut seen = HashSet::new();
+        for Part { path, .. } in &self.parts {
+            if !is_part_path(path) {
+                return Err(ManifestError::PartPath(path.clone()));
+            }
+            if !seen.insert(path.as_str()) {
+                return Err(ManifestError::PartTwice(path.clone()));
+            }
+        }
+        match self.recreate.iter().find(|file| !seen.contains(file.part.as_str())) {
+            Some(file) => Err(ManifestError::NoSuchPart(file.part.clone())),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Whether the text is the one way to write a relative path that stays inside, and no name that the store uses itself.
+fn is_part_path(text: &str) -> bool {
+    let plain = |c: Component<'_>| matches!(c, Component::Normal(_));
+    let path = Path::new(text);
+    !text.is_empty()
+        && !text.contains('\0')
+        && path.components().all(plain)
+        && path.components().map(|c| c.as_os_str().to_string_lossy()).collect::<Vec<_>>().join("/") == text
+        && text != FILE_NAME
+        && text != super::mark::FILE_NAME
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,224 @@
+//! The fields of a manifest.
+
+use std::path::PathBuf;
+
+use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
+
+use super::paths;
+use crate::store::id::{ImageId, JobName};
+
+/// All that is known of an image. It holds no environment variable, neither name nor value; like the memory in the
+/// image, the command may be private, which is why the store is 0700.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// Which image. Set by [`crate::store::Draft::publish`].
+    pub id: ImageId,
+    /// Whose image. Set by [`crate::store::Draft::publish`].
+    pub job: JobName,
+    /// The id of the run that began from nothing. `run --fresh` begins a new lineage and restarts only from its own.
+    pub lineage: String,
+    /// When the job was frozen.
+    pub taken: DateTime<Utc>,
+    /// What asked for the snapshot.
+    pub reason: Reason,
+    /// The command line that launched the job; bytes that are not UTF-8 are replaced.
+    pub command: Vec<String>,
+    /// The working directory that the job was launched in.
+    #[serde(with = "paths")]
+    pub directory: PathBuf,
+    /// The user that the job was launched as, where that is not the supervisor's.
+    pub user: Option<String>,
+    /// The machine that the image was taken on.
+    pub host: Host,
+    /// The version of rekindle that took it.
+    pub rekindle: String,
+    /// The version of CRIU that dumped it, as `criu --version` says it: an older CRIU may not read it.
+    pub criu: String,
+    /// The version of the NVIDIA driver, where the job uses a GPU.
+    pub driver: Option<String>,
+    /// The GPUs that the job could see.
+    pub gpus: Vec<Gpu>,
+    /// The processes.
+    pub tree: JobTree,
+    /// Regular files that were open for writing.
+    pub open_files: Vec<OpenFile>,
+    /// Hard links made so that files that had lost their name have one at restore.
+    pub saved_links: Vec<SavedLink>,
+    /// Files of ours that the job has mapped, and that must be put back before a restore.
+    pub recreate: Vec<Recreate>,
+    /// What happens to established TCP connections.
+    pub tcp: Tcp,
+    /// The phases of the snapshot, in order.
+    pub phases: Vec<Phase>,
+    /// How long the job stood still, in microseconds.
+    pub freeze_us: u64,
+    /// Sum of the sizes of the parts, in bytes. Set by [`crate::store::Draft::publish`].
+    pub bytes: u64,
+    /// Every file of the image but this one, by path. Set by [`crate::store::Draft::publish`].
+    pub parts: Vec<Part>,
+}
+
+/// What asked for a snapshot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Reason {
+    /// The interval was over.
+    Interval,
+    /// SIGUSR1 or SIGUSR2.
+    Signal,
+    /// The last one before the supervisor stops the job.
+    Final,
+    /// A command of the user.
+    Request,
+}
+
+/// The machine that an image was taken on: what a restore elsewhere is compared with.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Host {
+    /// Its name, as uname(2) says it.
+    pub name: String,
+    /// `/proc/sys/kernel/random/boot_id`: another value means another boot.
+    pub boot_id: String,
+    /// The release of the kernel, as uname(2) says it.
+    pub kernel: String,
+    /// The architecture, as uname(2) says it.
+    pub arch: String,
+    /// `model name` of `/proc/cpuinfo`.
+    pub cpu_model: String,
+    /// `flags` of `/proc/cpuinfo`: code in the image may use any of them.
+    pub cpu_flags: Vec<String>,
+}
+
+/// A GPU that the job could see.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gpu {
+    /// `GPU-...`, as nvidia-smi prints it.
+    pub uuid: String,
+    /// The product's name.
+    pub name: String,
+}
+
+/// The processes in an image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobTree {
+    /// Where the pids below are counted.
+    pub pid_namespace: PidNamespace,
+    /// The root of the dumped tree: 1, our init, in a namespace of the job's own.
+    pub root: i32,
+    /// The process that runs the command.
+    pub job: i32,
+    /// Every process.
+    pub processes: Vec<TreeProcess>,
+    /// All pids, thread ids, process groups and sessions in use, from CRIU's `pstree.img`: a restore needs each free.
+    pub ids: Vec<i32>,
+    /// The processes that had a CUDA context and were taken through the driver's checkpoint.
+    pub cuda: Vec<i32>,
+}
+
+/// In which PID namespace a job lives.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PidNamespace {
+    /// One of its own: the pids of the image are always free.
+    Private,
+    /// The supervisor's: a restore fails while another process has one of the pids.
+    Host,
+}
+
+/// A process in an image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TreeProcess {
+    /// As the job sees it.
+    pub pid: i32,
+    /// `/proc/PID/comm`.
+    pub name: String,
+}
+
+/// A regular file that was open for writing: at restore it is put back to this size.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OpenFile {
+    /// As the job sees it.
+    #[serde(with = "paths")]
+    pub path: PathBuf,
+    /// Its size while the tasks were frozen, in bytes.
+    pub size: u64,
+    /// Whether it was opened with O_APPEND.
+    pub append: bool,
+    /// The file offset, in bytes.
+    pub position: u64,
+}
+
+/// A hard link beside a file of the user that keeps a deleted file alive for the restore.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedLink {
+    /// The name that CRIU expects.
+    #[serde(with = "paths")]
+    pub link: PathBuf,
+    /// The name that we keep; its last part starts with [`SavedLink::PREFIX`]. It goes when the image goes.
+    #[serde(with = "paths")]
+    pub saved: PathBuf,
+}
+
+impl SavedLink {
+    /// How the name of a saved link starts. A file with another name is never removed.
+    pub const PREFIX: &str = ".rekindle-link-";
+}
+
+/// A file of ours that the job has mapped. CRIU compares mapped files at restore, so it must be this very content.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Recreate {
+    /// Where it has to be.
+    #[serde(with = "paths")]
+    pub path: PathBuf,
+    /// Its permission bits.
+    pub mode: u32,
+    /// The part of this image that holds its content.
+    pub part: String,
+}
+
+/// What happens to established TCP connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tcp {
+    /// Dumped and repaired at restore (CRIU's `tcp-established`).
+    Keep,
+    /// Closed at restore (CRIU's `tcp-close`).
+    Close,
+}
+
+/// How long a phase of the snapshot took.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Phase {
+    /// Its name.
+    pub phase: String,
+    /// When it began, in microseconds from the begin of the snapshot.
+    pub started_us: u64,
+    /// How long it took, in microseconds.
+    pub took_us: u64,
+}
+
+/// A file of the image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    /// Relative to the folder of the image.
+    pub path: String,
+    /// In bytes.
+    pub size: u64,
+    /// BLAKE3 of its content; hexadecimal in the file.
+    #[serde(with = "hex")]
+    pub blake3: blake3::Hash,
+}
+
+pub(super) mod hex {
+    //! A hash as hexadecimal text.
+    use serde::{Deserialize, Deserializer, Serializer, de};
+
+    pub(in crate::store::manifest) fn serialize<S: Serializer>(hash: &blake3::Hash, s: S) -> Result<S::Ok, S::Error> {
+        s.serialize_str(&hash.to_hex())
+    }
+
+    pub(in crate::store::manifest) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<blake3::Hash, D::Error> {
+        blake3::Hash::from_hex(String::deserialize(d)?).map_err(de::Error::custom)
+    }
+}

@@ -1,0 +1,144 @@
+//! The images of all jobs: one folder a job, one image a snapshot.
+//!
+//! ```text
+//! STORE/  0700
+//!   JOB/  0700
+//!     lock  job.json  state.json  log/  bin/
+//!     images/
+//!       000042-20261120T132105Z/       an image: manifest.json, bad.json where it is marked, parts at any depth
+//!       .tmp-000043-20261120T132205Z/  a draft
+//!       .del-000039-20261120T131805Z/  on its way out
+//! ```
+//!
+//! It owns all below `STORE` but the content of `log/`, `bin/` and `state.json`. Invariants:
+//!
+//! - A folder with the name of an image was published whole ([`draft`] has the protocol); its files never change after
+//!   that, only `bad.json` comes and goes.
+//! - One writer a job, by lock; readers at any time, without one.
+//! - What can not be read is an error or says so. It is never taken for empty, and nothing is deleted because of it.
+//! - The newest good image is never removed by a plan ([`retention`]).
+//!
+//! When the power goes there are whole images and, perhaps, leftovers with a dot in front, which the next start sweeps.
+
+mod draft;
+mod error;
+mod files;
+mod folder;
+mod id;
+mod image;
+mod lock;
+pub mod manifest;
+mod mark;
+mod record;
+mod remove;
+pub mod retention;
+mod rights;
+mod select;
+mod verify;
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+
+pub use draft::{Draft, PublishError};
+pub use error::{Error, Result};
+pub use folder::JobFolder;
+pub use id::{ImageId, JobName, NameError};
+pub use image::{Damage, DamageKind, Image, State};
+pub use lock::{Holder, WriterLock};
+pub use manifest::Manifest;
+pub use mark::{BadMark, BadWhy};
+pub use record::{JobRecord, Outcome};
+pub use select::LATEST;
+pub use verify::{Finding, PartReport, Report};
+
+use crate::sys::durable;
+
+/// How the name of an image starts while it is removed.
+const DELETED_PREFIX: &str = ".del-";
+
+/// What a store is opened for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// To look: a store that is not there is an error.
+    Read,
+    /// To run a job: a store that is not there is made.
+    Write,
+}
+
+/// A folder with jobs in it.
+#[derive(Debug, Clone)]
+pub struct Store {
+    path: PathBuf,
+}
+
+impl Store {
+    /// Opens a store.
+    ///
+    /// # Errors
+    /// [`Error::NoStore`], [`Error::NotAFolder`], [`Error::Read`], [`Error::Create`]; as root also
+    /// [`Error::OthersCanWrite`] and [`Error::OtherOwner`].
+    pub fn open(path: &Path, access: Access) -> Result<Store> {
+        match fs::metadata(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound && access == Access::Write => {
+                let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
+                let made = made.and_then(|()| durable::sync_dir(path));
+                made.map_err(|source| Error::Create { path: path.to_owned(), source })?;
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(Error::NoStore(path.to_owned())),
+            Err(source) => return Err(Error::Read { path: path.to_owned(), source }),
+            Ok(_) => {}
+        }
+        rights::check(path)?;
+        // A job changes its directory; the store's paths must mean the same afterwards.
+        let path = fs::canonicalize(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
+        Ok(Store { path })
+    }
+
+    /// The folder, without symbolic links.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The jobs, by name.
+    ///
+    /// # Errors
+    /// [`Error::Read`].
+    pub fn jobs(&self) -> Result<Vec<JobName>> {
+        let mut jobs: Vec<JobName> = folder::list(&self.path)?.iter().filter_map(|name| name.parse().ok()).collect();
+        jobs.retain(|name| self.folder(name).is_dir());
+        jobs.sort();
+        Ok(jobs)
+    }
+
+    /// The folder of a job.
+    ///
+    /// # Errors
+    /// [`Error::UnknownJob`], [`Error::Read`]; as root also [`Error::OthersCanWrite`] and [`Error::OtherOwner`].
+    pub fn job(&self, name: &JobName) -> Result<JobFolder> {
+        let path = self.folder(name);
+        match fs::metadata(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                Err(Error::UnknownJob { name: name.clone(), store: self.path.clone(), known: self.jobs()? })
+            }
+            _ => JobFolder::existing(name.clone(), path),
+        }
+    }
+
+    /// The folder of a job, made where it is missing.
+    ///
+    /// # Errors
+    /// [`Error::Create`], [`Error::NotAFolder`]; as root also [`Error::OthersCanWrite`] and [`Error::OtherOwner`].
+    pub fn create_job(&self, name: &JobName) -> Result<JobFolder> {
+        JobFolder::create(name.clone(), self.folder(name))
+    }
+
+    fn folder(&self, name: &JobName) -> PathBuf {
+        self.path.join(name.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests;

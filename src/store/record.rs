@@ -1,0 +1,84 @@
+//! `job.json`: what a later `run` of the same name has to know of the last one.
+
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
+
+use super::error::{Error, Result};
+use crate::sys::durable;
+
+pub(super) const FILE_NAME: &str = "job.json";
+const VERSION: u32 = 1;
+/// A command line is at most 2 MiB (`MAX_ARG_STRLEN` times few), JSON escapes it to at most six times that.
+const MAX_BYTES: u64 = 16 << 20;
+
+/// The last run of a job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobRecord {
+    /// The command line; bytes that are not UTF-8 are replaced.
+    pub command: Vec<String>,
+    /// The working directory.
+    pub directory: PathBuf,
+    /// The configuration in effect, as TOML.
+    pub config: Option<String>,
+    /// See [`super::Manifest::lineage`].
+    pub lineage: String,
+    /// When the run began.
+    pub created: DateTime<Utc>,
+    /// How it ended, if it did.
+    pub outcome: Outcome,
+    /// What the job exited with, if it did.
+    pub exit_code: Option<i32>,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// It did not, or the supervisor was killed before it could say so.
+    Running,
+    /// The job exited with 0.
+    Completed,
+    /// Given up.
+    Failed {
+        /// In words.
+        why: String,
+    },
+    /// Stopped by a signal or a command, to be continued.
+    Stopped,
+}
+
+#[derive(Serialize, Deserialize)]
+struct OnDisk<R> {
+    version: u32,
+    #[serde(flatten)]
+    record: R,
+}
+
+#[derive(Deserialize)]
+struct Header {
+    version: u32,
+}
+
+pub(super) fn read(path: &Path) -> Result<Option<JobRecord>> {
+    let file = match durable::open_for_reading(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(Error::Read { path: path.to_owned(), source }),
+    };
+    let mut bytes = Vec::new();
+    file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(|source| Error::Read { path: path.to_owned(), source })?;
+    let parse = |source| Error::ParseRecord { path: path.to_owned(), source };
+    match serde_json::from_slice(&bytes).map_err(parse)? {
+        Header { version } if version > VERSION => Err(Error::NewerRecord { path: path.to_owned(), version }),
+        Header { .. } => serde_json::from_slice::<OnDisk<JobRecord>>(&bytes).map(|it| Some(it.record)).map_err(parse),
+    }
+}
+
+pub(super) fn write(path: &Path, record: &JobRecord) -> Result<()> {
+    let bytes = serde_json::to_vec_pretty(&OnDisk { version: VERSION, record })
+        .map_err(|source| Error::FormatRecord { path: path.to_owned(), source })?;
+    durable::write_file(path, &bytes, 0o600).map_err(|source| Error::Write { path: path.to_owned(), source })
+}

@@ -1,0 +1,110 @@
+//! How images go, in an order that a crash can interrupt:
+//!
+//! 1. `ID` becomes `.del-ID`, `images/` is fsynced: from here on it is no image;
+//! 2. the hard links that it kept beside the user's files are removed, unless another image needs the same one;
+//! 3. its manifest, which names those links, and all else is removed.
+//!
+//! The next sweep begins again at 2. Nothing is removed while `images/` or a manifest that may need a link can not be
+//! read.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::DELETED_PREFIX;
+use super::error::{Error, Result};
+use super::folder::{JobFolder, list};
+use super::id::ImageId;
+use super::image::{DamageKind, Image, State};
+use super::manifest::{Manifest, SavedLink};
+use crate::sys::durable::{self, TEMP_PREFIX};
+
+pub(super) fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
+    let images = folder.images()?;
+    if !images.iter().any(|image| image.id == id) {
+        let known = images.iter().map(|image| image.id).collect();
+        return Err(Error::UnknownImage { job: folder.name().clone(), wanted: id.to_string(), known });
+    }
+    let path = folder.images_dir().join(id.to_string());
+    let doomed = folder.images_dir().join(format!("{DELETED_PREFIX}{id}"));
+    durable::publish_dir(&path, &doomed).map_err(|source| Error::Remove { path, source })?;
+    let others: Vec<Image> = images.into_iter().filter(|image| image.id != id).collect();
+    finish(&doomed, &others)
+}
+
+pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
+    // All that must be read is read before the first thing goes.
+    let images = folder.images()?;
+    let leftover = |name: &String, prefix| name.strip_prefix(prefix).is_some_and(|id| id.parse::<ImageId>().is_ok());
+    let in_images = |name: String| folder.images_dir().join(name);
+    let names = list(&folder.images_dir())?;
+    let (doomed, rest): (Vec<_>, Vec<_>) = names.into_iter().partition(|name| leftover(name, DELETED_PREFIX));
+    let drafts: Vec<_> = rest.into_iter().filter(|name| leftover(name, TEMP_PREFIX)).map(in_images).collect();
+    let mut files = Vec::new();
+    for dir in [folder.path(), &folder.bin_dir()].into_iter().chain(images.iter().map(|it| it.dir.as_path())) {
+        files.extend(temporary_files(dir)?);
+    }
+    let mut removed = Vec::new();
+    for path in doomed.into_iter().map(in_images) {
+        finish(&path, &images)?;
+        removed.push(path);
+    }
+    for path in drafts {
+        remove_all(&path)?;
+        removed.push(path);
+    }
+    for path in files {
+        fs::remove_file(&path).map_err(|source| Error::Remove { path: path.clone(), source })?;
+        removed.push(path);
+    }
+    Ok(removed)
+}
+
+/// Steps 2 and 3.
+fn finish(doomed: &Path, others: &[Image]) -> Result<()> {
+    if let Ok(manifest) = Manifest::read(doomed) {
+        remove_links(&manifest, others);
+    }
+    remove_all(doomed)
+}
+
+/// Best effort: a link that stays costs space beside the user's files, and the image must go all the same.
+fn remove_links(manifest: &Manifest, others: &[Image]) {
+    let unknown = |image: &Image| matches!(&image.state, State::Damaged { why } if why.kind != DamageKind::Broken);
+    if manifest.saved_links.is_empty() || others.iter().any(unknown) {
+        return;
+    }
+    let links = others.iter().filter_map(Image::manifest).flat_map(|manifest| &manifest.saved_links);
+    let needed: HashSet<&Path> = links.map(|link| link.saved.as_path()).collect();
+    for SavedLink { saved, .. } in &manifest.saved_links {
+        let ours = saved.file_name().and_then(|name| name.to_str()).is_some_and(|n| n.starts_with(SavedLink::PREFIX));
+        if ours && saved.is_absolute() && !needed.contains(saved.as_path()) {
+            let _ = fs::remove_file(saved);
+        }
+    }
+}
+
+fn temporary_files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let names = match list(dir) {
+        Ok(names) => names,
+        // An image that is a file, or `bin/` that was never made: no place for leftovers.
+        Err(Error::Read { source, .. })
+            if matches!(source.kind(), io::ErrorKind::NotADirectory | io::ErrorKind::NotFound) =>
+        {
+            return Ok(Vec::new());
+        }
+        Err(error) => return Err(error),
+    };
+    let paths = names.into_iter().filter(|name| name.starts_with(TEMP_PREFIX)).map(|name| dir.join(name));
+    Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|meta| meta.is_file())).collect())
+}
+
+fn remove_all(path: &Path) -> Result<()> {
+    let removed = match fs::symlink_metadata(path) {
+        Ok(meta) if meta.is_dir() => fs::remove_dir_all(path),
+        Ok(_) => fs::remove_file(path),
+        Err(error) => Err(error),
+    };
+    removed.map_err(|source| Error::Remove { path: path.to_owned(), source })
+}

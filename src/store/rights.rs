@@ -1,0 +1,32 @@
+//! Whose folder is it? What is in an image is run with the rights of whoever restores it.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use super::error::{Error, Result};
+
+/// Write permission of group and others.
+const OTHERS_WRITE: u32 = 0o022;
+
+/// Refuses what is no folder, and, as root, one that somebody else could write.
+pub(super) fn check(path: &Path) -> Result<()> {
+    let meta = fs::metadata(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
+    if !meta.is_dir() {
+        return Err(Error::NotAFolder(path.to_owned()));
+    }
+    judge(path, meta.uid(), meta.mode(), nix::unistd::geteuid().as_raw())
+}
+
+fn judge(path: &Path, owner: u32, mode: u32, we: u32) -> Result<()> {
+    if we != 0 {
+        return Ok(());
+    }
+    if owner != 0 {
+        return Err(Error::OtherOwner { path: path.to_owned(), owner });
+    }
+    if mode & OTHERS_WRITE != 0 {
+        return Err(Error::OthersCanWrite(path.to_owned()));
+    }
+    Ok(())
+}

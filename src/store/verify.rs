@@ -1,0 +1,146 @@
+//! Is an image still what was published? Reads every byte of it.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use super::files::{self, Kind};
+use super::id::ImageId;
+use super::image::{Damage, Image, State};
+use super::manifest::{self, Part};
+use super::mark;
+use crate::sys::durable;
+
+/// What [`Image::verify`] found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// Which image.
+    pub image: ImageId,
+    /// What is wrong with the manifest; the parts are unknown then.
+    pub manifest: Option<Damage>,
+    /// Every part, and every file that is none, by path.
+    pub parts: Vec<PartReport>,
+}
+
+impl Report {
+    /// Whether the image is exactly what was published.
+    #[must_use]
+    pub fn is_sound(&self) -> bool {
+        self.manifest.is_none() && self.problems().next().is_none()
+    }
+
+    /// The parts that are not as they should be.
+    pub fn problems(&self) -> impl Iterator<Item = &PartReport> {
+        self.parts.iter().filter(|part| part.finding != Finding::Ok)
+    }
+}
+
+/// What was found of one file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PartReport {
+    /// Relative to the folder of the image.
+    pub path: PathBuf,
+    /// What was found.
+    pub finding: Finding,
+}
+
+/// What was found of one file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Finding {
+    /// Size and hash are those of the manifest.
+    Ok,
+    /// It is not there.
+    Missing,
+    /// It was cut or has grown.
+    WrongSize {
+        /// In the manifest, in bytes.
+        expected: u64,
+        /// On the disk, in bytes.
+        found: u64,
+    },
+    /// Its content is not what was written.
+    WrongHash,
+    /// It can not be read; nothing is known of its content.
+    Unreadable {
+        /// In words.
+        why: String,
+    },
+    /// It is not in the manifest.
+    Extra,
+}
+
+impl std::fmt::Display for Finding {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Finding::Ok => f.pad("ok"),
+            Finding::Missing => f.pad("missing"),
+            Finding::WrongSize { expected, found } => write!(f, "wrong size: {found} bytes instead of {expected}"),
+            Finding::WrongHash => f.pad("wrong hash"),
+            Finding::Unreadable { why } => write!(f, "unreadable: {why}"),
+            Finding::Extra => f.pad("not in the manifest"),
+        }
+    }
+}
+
+impl Image {
+    /// Reads the manifest anew and every file, on several threads. Damage is part of the answer, never an error.
+    #[must_use]
+    pub fn verify(&self) -> Report {
+        let now = Image::load(&self.dir, self.id);
+        let manifest = match now.state {
+            State::Good(manifest) | State::Bad { manifest, .. } => manifest,
+            State::Damaged { why } => return Report { image: self.id, manifest: Some(why), parts: Vec::new() },
+        };
+        let (mut there, mut parts) = match files::walk(&self.dir) {
+            Ok(entries) => (entries.into_iter().map(|e| (e.relative, e.kind)).collect::<HashMap<_, _>>(), Vec::new()),
+            Err((path, source)) => {
+                // The parts are still looked at, one by one; what is below that folder is unreadable or missing.
+                let path = path.strip_prefix(&self.dir).unwrap_or(&path).to_owned();
+                (HashMap::new(), vec![PartReport { path, finding: Finding::Unreadable { why: source.to_string() } }])
+            }
+        };
+        for part in &manifest.parts {
+            there.remove(Path::new(&part.path));
+        }
+        let extra = there.into_iter().filter(|(path, kind)| *kind != Kind::Folder && !is_ours(path));
+        parts.extend(extra.map(|(path, _)| PartReport { path, finding: Finding::Extra }));
+        let sized = manifest.parts.iter().map(|part| (part, part.size)).collect();
+        parts.extend(files::in_parallel(sized, |(part, _)| PartReport {
+            path: PathBuf::from(&part.path),
+            finding: check(&self.dir, part),
+        }));
+        parts.sort_by(|a, b| a.path.cmp(&b.path));
+        Report { image: self.id, manifest: None, parts }
+    }
+}
+
+/// The manifest, a mark, and what a crash left of writing a mark.
+fn is_ours(path: &Path) -> bool {
+    let mark_in_work = format!("{}{}-", durable::TEMP_PREFIX, mark::FILE_NAME);
+    path == Path::new(manifest::FILE_NAME)
+        || path == Path::new(mark::FILE_NAME)
+        || path.to_str().is_some_and(|text| text.starts_with(&mark_in_work))
+}
+
+fn check(dir: &Path, part: &Part) -> Finding {
+    let unreadable = |error: std::io::Error| Finding::Unreadable { why: error.to_string() };
+    let file = match durable::open_for_reading(&dir.join(&part.path)) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Finding::Missing,
+        Err(error) => return unreadable(error),
+    };
+    match file.metadata() {
+        Err(error) => return unreadable(error),
+        Ok(meta) if meta.len() != part.size => {
+            return Finding::WrongSize { expected: part.size, found: meta.len() };
+        }
+        Ok(_) => {}
+    }
+    match files::hash(&file) {
+        Err(error) => unreadable(error),
+        Ok((_, hash)) if hash != part.blake3 => Finding::WrongHash,
+        Ok(_) => Finding::Ok,
+    }
+}

@@ -1,0 +1,292 @@
+//! Reading CRIU's image files: magics, then records of a little-endian length and a protobuf message (CRIU `image.c`).
+//!
+//! Everything read here may be damaged: lengths are checked against the file before anything is allocated.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use prost::Message;
+
+use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};
+
+/// `IMG_COMMON_MAGIC` and `IMG_SERVICE_MAGIC`, followed by the type's own magic.
+const COMMON: u32 = 0x5456_4319;
+const SERVICE: u32 = 0x5510_5940;
+const PSTREE: u32 = 0x5027_3030;
+const FILES: u32 = 0x5630_3138;
+const PAGEMAP: u32 = 0x5608_4025;
+const REMAP: u32 = 0x5913_3954;
+const STATS: u32 = 0x5709_3306;
+
+/// CRIU on x86-64 maps pages of this size.
+const PAGE: u64 = 4096;
+/// `PE_PRESENT`: the page is in the pages file.
+const PRESENT: u32 = 4;
+const MAX_RECORD: usize = 16 << 20;
+
+/// Why an image file can not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file can not be read.
+    #[error("can not read {path}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The file is not what its name says, or cut.
+    #[error("{path} is damaged: {what}")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+}
+
+fn damaged(path: &Path, what: impl Into<String>) -> Error {
+    Error::Damaged { path: path.into(), what: what.into() }
+}
+
+/// The records of an image file.
+struct Records {
+    path: PathBuf,
+    bytes: Vec<u8>,
+    at: usize,
+}
+
+impl Records {
+    fn open(path: PathBuf, magic: u32) -> Result<Records, Error> {
+        let bytes = std::fs::read(&path).map_err(|source| Error::Read { path: path.clone(), source })?;
+        let mut records = Records { path, bytes, at: 0 };
+        let first = records.word();
+        if !matches!(first, Some(COMMON | SERVICE)) || records.word() != Some(magic) {
+            return Err(damaged(&records.path, "not the magic number CRIU writes"));
+        }
+        Ok(records)
+    }
+
+    fn word(&mut self) -> Option<u32> {
+        let bytes = self.bytes.get(self.at..self.at + 4)?.try_into().ok()?;
+        self.at += 4;
+        Some(u32::from_le_bytes(bytes))
+    }
+
+    fn next<M: Message + Default>(&mut self) -> Result<Option<M>, Error> {
+        if self.at == self.bytes.len() {
+            return Ok(None);
+        }
+        let length = self.word().and_then(|n| usize::try_from(n).ok()).filter(|n| *n <= MAX_RECORD);
+        let record = length.and_then(|n| self.bytes.get(self.at..self.at + n));
+        let Some(record) = record else {
+            return Err(damaged(&self.path, format!("a record is cut at byte {}", self.at)));
+        };
+        let message = M::decode(record).map_err(|e| damaged(&self.path, e.to_string()))?;
+        self.at += record.len();
+        Ok(Some(message))
+    }
+
+    fn all<M: Message + Default>(mut self) -> Result<Vec<M>, Error> {
+        let mut all = Vec::new();
+        while let Some(message) = self.next()? {
+            all.push(message);
+        }
+        Ok(all)
+    }
+}
+
+/// The process ids an image will ask for at restore.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Ids {
+    /// The processes, parents first.
+    pub processes: Vec<i32>,
+    /// Every number in use as a process, thread, group or session id; sorted.
+    pub all: Vec<i32>,
+}
+
+/// Reads pstree.img.
+///
+/// # Errors
+/// When it is missing or damaged.
+pub fn ids(dir: &Path) -> Result<Ids, Error> {
+    let path = dir.join("pstree.img");
+    let entries: Vec<PstreeEntry> = Records::open(path.clone(), PSTREE)?.all()?;
+    let signed = |id: u32| i32::try_from(id).map_err(|_| damaged(&path, "a pid is out of range"));
+    let mut ids = Ids::default();
+    for entry in entries {
+        ids.processes.push(signed(entry.pid)?);
+        for id in entry.threads.iter().chain([&entry.pid, &entry.pgid, &entry.sid]) {
+            ids.all.push(signed(*id)?);
+        }
+    }
+    ids.all.sort_unstable();
+    ids.all.dedup();
+    Ok(ids)
+}
+
+/// A regular file that a task of the image has open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OpenFile {
+    /// Absolute path in the job's mount namespace.
+    pub path: PathBuf,
+    /// Flags of open(2).
+    pub flags: i32,
+    /// The offset.
+    pub position: u64,
+}
+
+/// The regular files of files.img that still have their name.
+///
+/// # Errors
+/// When an image file is damaged.
+pub fn open_files(dir: &Path) -> Result<Vec<OpenFile>, Error> {
+    let gone: Vec<u32> = remaps(dir)?.iter().map(|remap| remap.orig_id).collect();
+    let path = dir.join("files.img");
+    let entries: Vec<FileEntry> = Records::open(path, FILES)?.all()?;
+    let regular = entries.into_iter().filter(|e| !gone.contains(&e.id)).filter_map(|e| e.reg);
+    Ok(regular
+        .map(|reg| OpenFile {
+            path: Path::new("/").join(reg.name.trim_start_matches('/')),
+            flags: reg.flags.cast_signed(),
+            position: reg.pos,
+        })
+        .collect())
+}
+
+fn remaps(dir: &Path) -> Result<Vec<RemapEntry>, Error> {
+    let path = dir.join("remap-fpath.img");
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    Records::open(path, REMAP)?.all()
+}
+
+/// The names CRIU gave to files that lost theirs but have another hard link (`link_remap.N`). CRIU removes them again
+/// after a dump that leaves the tasks running, and wants them back at restore.
+///
+/// # Errors
+/// When an image file is damaged.
+pub fn link_remaps(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+    const LINKED: u32 = 0;
+    let links: Vec<u32> =
+        remaps(dir)?.iter().filter(|r| r.remap_type.unwrap_or(LINKED) == LINKED).map(|r| r.remap_id).collect();
+    if links.is_empty() {
+        return Ok(Vec::new());
+    }
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    let linked = entries.into_iter().filter(|e| links.contains(&e.id)).filter_map(|e| e.reg);
+    Ok(linked.map(|reg| Path::new("/").join(reg.name.trim_start_matches('/'))).collect())
+}
+
+/// Compares every page map with the size of its pages file: CRIU reads past the end of a short one and then waits for
+/// ever, so this comes before each restore. Returns the bytes of all pages files.
+///
+/// # Errors
+/// When a file is missing, damaged, or of another size than its map says.
+pub fn check_pages(dir: &Path) -> Result<u64, Error> {
+    let read = |source| Error::Read { path: dir.into(), source };
+    let mut total = 0;
+    for entry in std::fs::read_dir(dir).map_err(read)? {
+        let path = entry.map_err(read)?.path();
+        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        if name.starts_with("pagemap-") && name.ends_with(".img") {
+            total += check_pagemap(dir, path)?;
+        }
+    }
+    Ok(total)
+}
+
+fn check_pagemap(dir: &Path, path: PathBuf) -> Result<u64, Error> {
+    let mut records = Records::open(path.clone(), PAGEMAP)?;
+    let head: PagemapHead = records.next()?.ok_or_else(|| damaged(&path, "no head"))?;
+    let entries: Vec<PagemapEntry> = records.all()?;
+    let mut pages: u64 = 0;
+    for entry in entries {
+        // Before flags there was only in_parent.
+        let present = entry.flags.map_or_else(|| entry.in_parent != Some(true), |flags| flags & PRESENT != 0);
+        if present {
+            let count = entry.nr_pages.unwrap_or_else(|| u64::from(entry.compat_nr_pages.unwrap_or(0)));
+            pages = pages.checked_add(count).ok_or_else(|| damaged(&path, "page counts overflow"))?;
+        }
+    }
+    let want = pages.checked_mul(PAGE).ok_or_else(|| damaged(&path, "page counts overflow"))?;
+    let file = dir.join(format!("pages-{}.img", head.pages_id));
+    let have = match std::fs::metadata(&file) {
+        Ok(metadata) => metadata.len(),
+        Err(e) if e.kind() == io::ErrorKind::NotFound && want == 0 => 0,
+        Err(source) => return Err(Error::Read { path: file, source }),
+    };
+    if have != want {
+        return Err(damaged(&file, format!("{have} bytes, its page map says {want}")));
+    }
+    Ok(have)
+}
+
+/// How long the tasks stood still for CRIU, from stats-dump, which CRIU writes after a dump that succeeded.
+///
+/// # Errors
+/// When the file is missing or damaged.
+pub fn frozen_time(dir: &Path) -> Result<std::time::Duration, Error> {
+    let path = dir.join("stats-dump");
+    let stats: Option<StatsEntry> = Records::open(path.clone(), STATS)?.next()?;
+    let dump = stats.and_then(|s| s.dump).ok_or_else(|| damaged(&path, "no dump statistics"))?;
+    Ok(std::time::Duration::from_micros(u64::from(dump.frozen_time)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn write(path: &Path, magic: u32, records: &[Vec<u8>]) {
+        let mut bytes = [COMMON.to_le_bytes(), magic.to_le_bytes()].concat();
+        for record in records {
+            bytes.extend(u32::try_from(record.len()).unwrap().to_le_bytes());
+            bytes.extend(record);
+        }
+        std::fs::write(path, bytes).unwrap();
+    }
+
+    fn pagemap(dir: &Path, entries: &[PagemapEntry]) {
+        let mut records = vec![PagemapHead { pages_id: 7 }.encode_to_vec()];
+        records.extend(entries.iter().map(Message::encode_to_vec));
+        write(&dir.join("pagemap-12.img"), PAGEMAP, &records);
+    }
+
+    #[test]
+    fn a_short_pages_file_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let new = PagemapEntry { flags: Some(PRESENT), nr_pages: Some(2), ..PagemapEntry::default() };
+        let old = PagemapEntry { compat_nr_pages: Some(1), ..PagemapEntry::default() };
+        let lazy = PagemapEntry { flags: Some(2), nr_pages: Some(9), ..PagemapEntry::default() };
+        pagemap(dir.path(), &[new, old, lazy]);
+        std::fs::write(dir.path().join("pages-7.img"), vec![0; 3 * 4096]).unwrap();
+        assert_eq!(check_pages(dir.path()).unwrap(), 3 * 4096);
+        std::fs::write(dir.path().join("pages-7.img"), vec![0; 3 * 4096 - 1]).unwrap();
+        assert!(check_pages(dir.path()).unwrap_err().to_string().contains("its page map says 12288"));
+        std::fs::remove_file(dir.path().join("pages-7.img")).unwrap();
+        assert!(matches!(check_pages(dir.path()), Err(Error::Read { .. })));
+    }
+
+    #[test]
+    fn cut_records_and_foreign_files_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("pstree.img");
+        let entry = PstreeEntry { pid: 1000, ppid: 0, pgid: 1000, sid: 1000, threads: vec![1000, 1007] };
+        write(&path, PSTREE, &[entry.encode_to_vec()]);
+        let found = ids(dir.path()).unwrap();
+        assert_eq!((found.processes, found.all), (vec![1000], vec![1000, 1007]));
+        let whole = std::fs::read(&path).unwrap();
+        for length in [0, 3, 7, 9, whole.len() - 1] {
+            std::fs::write(&path, &whole[..length]).unwrap();
+            assert!(ids(dir.path()).is_err(), "cut to {length}");
+        }
+        let mut huge = whole.clone();
+        huge[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
+        std::fs::write(&path, huge).unwrap();
+        assert!(ids(dir.path()).is_err());
+        std::fs::write(&path, [FILES.to_le_bytes(), PSTREE.to_le_bytes()].concat()).unwrap();
+        assert!(ids(dir.path()).unwrap_err().to_string().contains("magic"));
+    }
+}

@@ -1,0 +1,181 @@
+//! CRIU through its RPC: `criu swrk` on a SEQPACKET socket, protobuf messages, notifications answered.
+//!
+//! One CRIU process does one request and exits. Its `success` is all that is to be trusted; the reason of a failure is
+//! taken from its log, which it writes to a pipe of ours, bounded. It runs in the job's namespaces, as pid 2 there.
+
+pub mod image;
+mod log;
+pub(crate) mod proto;
+mod rpc;
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+pub use log::Log;
+pub use rpc::{Notify, Place, RunError, dump, restore};
+pub use rpc::{DumpOptions, Hooks, Restored, Tcp};
+
+/// The oldest CRIU that reads and writes the images we make (page counts moved in the 4.2 page map).
+pub const MINIMUM: Version = Version(4, 0, 0);
+
+/// A CRIU that can be run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Criu {
+    /// The executable.
+    pub path: PathBuf,
+    /// What it says it is.
+    pub version: Version,
+}
+
+/// Major, minor and patch level.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Version(pub u32, pub u32, pub u32);
+
+impl std::fmt::Display for Version {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}.{}.{}", self.0, self.1, self.2)
+    }
+}
+
+impl Version {
+    /// Reads `4.2.1`, `4.2` or `4.2-dirty`.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Version> {
+        let digits = |part: &str| part.chars().take_while(char::is_ascii_digit).collect::<String>().parse::<u32>().ok();
+        let mut parts = text.trim().split('.');
+        let major = digits(parts.next()?)?;
+        let minor = parts.next().and_then(digits)?;
+        Some(Version(major, minor, parts.next().and_then(digits).unwrap_or(0)))
+    }
+}
+
+/// Why there is no usable CRIU.
+#[derive(Debug, thiserror::Error)]
+pub enum FindError {
+    /// None was found.
+    #[error("no criu found (looked at {looked}): install CRIU 4.2 or newer, or name it with criu.path or REKINDLE_CRIU")]
+    None {
+        /// Where it was looked for.
+        looked: String,
+    },
+    /// The one that was named can not be run.
+    #[error("can not run {path}: install CRIU 4.2 or newer, or name another with criu.path or REKINDLE_CRIU")]
+    Run {
+        /// The executable.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// It does not say its version.
+    #[error("{path} --version says {said:?}, not a version: is it CRIU?")]
+    Answer {
+        /// The executable.
+        path: PathBuf,
+        /// What it said.
+        said: String,
+    },
+    /// It is too old for us or for the kernel.
+    #[error("{path} is CRIU {found}, but {reason}: install CRIU {wanted} or newer")]
+    Old {
+        /// The executable.
+        path: PathBuf,
+        /// Its version.
+        found: Version,
+        /// The one that is needed.
+        wanted: Version,
+        /// Why.
+        reason: String,
+    },
+}
+
+impl Criu {
+    /// Finds CRIU: the one that is named, else `criu` in PATH, else the bundle beside our own executable.
+    ///
+    /// # Errors
+    /// When there is none, or it is too old for us or for this kernel.
+    pub fn find(named: Option<&Path>) -> Result<Criu, FindError> {
+        let candidates = match named {
+            Some(path) => vec![path.to_path_buf()],
+            None => candidates(),
+        };
+        let path = candidates.iter().find(|p| p.is_file()).ok_or_else(|| FindError::None {
+            looked: candidates.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", "),
+        })?;
+        let criu = Criu::ask(path)?;
+        let kernel = kernel_release();
+        match required(&kernel) {
+            (wanted, reason) if criu.version < wanted => {
+                Err(FindError::Old { path: criu.path, found: criu.version, wanted, reason })
+            }
+            _ => Ok(criu),
+        }
+    }
+
+    fn ask(path: &Path) -> Result<Criu, FindError> {
+        let run = |source| FindError::Run { path: path.into(), source };
+        let output = Command::new(path).arg("--version").output().map_err(run)?;
+        let said = String::from_utf8_lossy(&output.stdout).trim().to_string();
+        let version = said.lines().find_map(|line| Version::parse(line.strip_prefix("Version:")?));
+        match version {
+            Some(version) => {
+                let path = std::path::absolute(path).map_err(run)?;
+                Ok(Criu { path, version })
+            }
+            None => Err(FindError::Answer { path: path.into(), said }),
+        }
+    }
+}
+
+fn candidates() -> Vec<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let mut all: Vec<PathBuf> = std::env::split_paths(&path).map(|dir| dir.join("criu")).collect();
+    // A daemon's or a user's PATH often has no sbin, where distributions put it.
+    all.extend(["/usr/local/sbin/criu", "/usr/sbin/criu"].map(PathBuf::from));
+    if let Some(home) = std::env::current_exe().ok().as_deref().and_then(Path::parent) {
+        all.extend(["criu/criu", "../lib/rekindle/criu/criu"].map(|p| home.join(p)));
+    }
+    all.dedup();
+    // The first that is there wins.
+    all
+}
+
+/// `uname -r`.
+#[must_use]
+pub fn kernel_release() -> String {
+    nix::sys::utsname::uname().map(|u| u.release().to_string_lossy().into_owned()).unwrap_or_default()
+}
+
+/// The version of CRIU that a kernel needs, and why.
+#[must_use]
+pub fn required(kernel: &str) -> (Version, String) {
+    let release = Version::parse(kernel).unwrap_or(Version(0, 0, 0));
+    if release >= Version(6, 16, 0) {
+        (Version(4, 2, 0), format!("kernel {kernel} needs 4.2 for sockets"))
+    } else if release >= Version(6, 13, 0) {
+        (Version(4, 1, 0), format!("kernel {kernel} needs 4.1 for its vDSO"))
+    } else {
+        (MINIMUM, "older ones lack what rekindle uses".into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read_and_compared() {
+        assert_eq!(Version::parse("4.2.1"), Some(Version(4, 2, 1)));
+        assert_eq!(Version::parse(" 4.2-34-gabc"), Some(Version(4, 2, 0)));
+        assert_eq!(Version::parse("criu"), None);
+        assert!(required("6.18.44-fc").0 == Version(4, 2, 0) && required("6.14.0").0 == Version(4, 1, 0));
+        assert!(required("5.15.0-generic").0 == MINIMUM);
+    }
+
+    #[test]
+    fn a_missing_one_is_named() {
+        let error = Criu::find(Some(Path::new("/nowhere/criu"))).unwrap_err().to_string();
+        assert!(error.contains("/nowhere/criu") && error.contains("criu.path"), "{error}");
+    }
+}

@@ -1,0 +1,206 @@
+//! CRIU's messages, as far as we speak them: rpc.proto and the image records we read (CRIU 4.2, `images/*.proto`).
+//! Field numbers are CRIU's; names are CRIU's where a reader of its documentation would look for them.
+
+use prost::Message;
+
+/// `criu_req_type`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, prost::Enumeration)]
+#[repr(i32)]
+pub(crate) enum Kind {
+    Empty = 0,
+    Dump = 1,
+    Restore = 2,
+    Notify = 6,
+    FeatureCheck = 9,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct Request {
+    #[prost(enumeration = "Kind", required, tag = "1")]
+    pub kind: i32,
+    #[prost(message, optional, tag = "2")]
+    pub options: Option<Options>,
+    #[prost(bool, optional, tag = "3")]
+    pub notify_success: Option<bool>,
+    #[prost(message, optional, tag = "5")]
+    pub features: Option<Features>,
+}
+
+/// `criu_opts`.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct Options {
+    /// -1: `images_dir` names it instead. CRIU would look the descriptor up in our /proc, which a CRIU in another PID
+    /// namespace can not.
+    #[prost(int32, required, tag = "1", default = "-1")]
+    pub images_dir_fd: i32,
+    #[prost(int32, optional, tag = "2")]
+    pub pid: Option<i32>,
+    #[prost(bool, optional, tag = "3")]
+    pub leave_running: Option<bool>,
+    #[prost(bool, optional, tag = "4")]
+    pub ext_unix_sk: Option<bool>,
+    #[prost(bool, optional, tag = "5")]
+    pub tcp_established: Option<bool>,
+    #[prost(bool, optional, tag = "8")]
+    pub file_locks: Option<bool>,
+    #[prost(int32, optional, tag = "9")]
+    pub log_level: Option<i32>,
+    #[prost(bool, optional, tag = "12")]
+    pub notify_scripts: Option<bool>,
+    #[prost(bool, optional, tag = "18")]
+    pub link_remap: Option<bool>,
+    #[prost(bool, optional, tag = "26")]
+    pub rst_sibling: Option<bool>,
+    /// `CriuCgMode`; 0 is IGNORE.
+    #[prost(int32, optional, tag = "34")]
+    pub manage_cgroups_mode: Option<i32>,
+    #[prost(uint32, optional, tag = "35")]
+    pub ghost_limit: Option<u32>,
+    /// Seconds, for freezing only.
+    #[prost(uint32, optional, tag = "45")]
+    pub timeout: Option<u32>,
+    #[prost(bool, optional, tag = "52")]
+    pub tcp_close: Option<bool>,
+    /// 3 is SKIP: the tasks are frozen anyway, and the other ways need iptables or nftables.
+    #[prost(int32, optional, tag = "64")]
+    pub network_lock: Option<i32>,
+    #[prost(string, optional, tag = "68")]
+    pub images_dir: Option<String>,
+    #[prost(bool, optional, tag = "71")]
+    pub log_to_stderr: Option<bool>,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct Features {
+    #[prost(bool, optional, tag = "1")]
+    pub mem_track: Option<bool>,
+    #[prost(bool, optional, tag = "2")]
+    pub lazy_pages: Option<bool>,
+    #[prost(bool, optional, tag = "3")]
+    pub pidfd_store: Option<bool>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct Response {
+    #[prost(enumeration = "Kind", required, tag = "1")]
+    pub kind: i32,
+    #[prost(bool, required, tag = "2")]
+    pub success: bool,
+    #[prost(message, optional, tag = "4")]
+    pub restore: Option<RestoreResponse>,
+    #[prost(message, optional, tag = "5")]
+    pub notify: Option<Notify>,
+    #[prost(int32, optional, tag = "7")]
+    pub cr_errno: Option<i32>,
+    #[prost(message, optional, tag = "8")]
+    pub features: Option<Features>,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct RestoreResponse {
+    /// The root, as CRIU's PID namespace sees it.
+    #[prost(int32, required, tag = "1")]
+    pub pid: i32,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct Notify {
+    #[prost(string, optional, tag = "1")]
+    pub script: Option<String>,
+    #[prost(int32, optional, tag = "2")]
+    pub pid: Option<i32>,
+}
+
+/// `pstree_entry`, one for each process.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct PstreeEntry {
+    #[prost(uint32, required, tag = "1")]
+    pub pid: u32,
+    #[prost(uint32, required, tag = "2")]
+    pub ppid: u32,
+    #[prost(uint32, required, tag = "3")]
+    pub pgid: u32,
+    #[prost(uint32, required, tag = "4")]
+    pub sid: u32,
+    #[prost(uint32, repeated, packed = "false", tag = "5")]
+    pub threads: Vec<u32>,
+}
+
+/// `pagemap_head`, the first record of a page map.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct PagemapHead {
+    #[prost(uint32, required, tag = "1")]
+    pub pages_id: u32,
+}
+
+/// `pagemap_entry`.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct PagemapEntry {
+    /// The number of pages up to CRIU 4.1.
+    #[prost(uint32, optional, tag = "2")]
+    pub compat_nr_pages: Option<u32>,
+    #[prost(bool, optional, tag = "3")]
+    pub in_parent: Option<bool>,
+    /// 1 parent, 2 lazy, 4 present.
+    #[prost(uint32, optional, tag = "4")]
+    pub flags: Option<u32>,
+    /// The number of pages since CRIU 4.2.
+    #[prost(uint64, optional, tag = "5")]
+    pub nr_pages: Option<u64>,
+}
+
+/// `file_entry` of files.img; only regular files are read.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct FileEntry {
+    #[prost(uint32, required, tag = "2")]
+    pub id: u32,
+    #[prost(message, optional, tag = "3")]
+    pub reg: Option<RegFileEntry>,
+}
+
+/// `reg_file_entry`.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct RegFileEntry {
+    #[prost(uint32, required, tag = "1")]
+    pub id: u32,
+    /// Flags of open(2).
+    #[prost(uint32, required, tag = "2")]
+    pub flags: u32,
+    #[prost(uint64, required, tag = "3")]
+    pub pos: u64,
+    /// Without the leading slash where it is in the task's root.
+    #[prost(string, required, tag = "6")]
+    pub name: String,
+}
+
+/// `remap_file_path_entry`: a file whose name was gone at the dump.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct RemapEntry {
+    #[prost(uint32, required, tag = "1")]
+    pub orig_id: u32,
+    #[prost(uint32, required, tag = "2")]
+    pub remap_id: u32,
+    /// 0 linked, 1 ghost, 2 a dead process's /proc entry.
+    #[prost(uint32, optional, tag = "3")]
+    pub remap_type: Option<u32>,
+}
+
+/// `stats_entry`.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct StatsEntry {
+    #[prost(message, optional, tag = "1")]
+    pub dump: Option<DumpStats>,
+}
+
+/// `dump_stats_entry`; times in microseconds.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct DumpStats {
+    #[prost(uint32, required, tag = "1")]
+    pub freezing_time: u32,
+    #[prost(uint32, required, tag = "2")]
+    pub frozen_time: u32,
+    #[prost(uint32, required, tag = "3")]
+    pub memdump_time: u32,
+    #[prost(uint32, required, tag = "4")]
+    pub memwrite_time: u32,
+}

@@ -1,0 +1,399 @@
+//! One request to one `criu swrk`: start it in the job's namespaces, talk, collect its log, reap it.
+//!
+//! Invariants:
+//! - Whatever happens, no CRIU of ours is left: each path out of here kills and reaps it.
+//! - A restore that fails takes the half-restored tasks with it (the caller's `abandon` kills their world), before the
+//!   log is waited for, because they hold its pipe.
+
+use std::ffi::CString;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::OFlag;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
+use prost::Message;
+
+use super::log::{Log, Reader};
+use super::proto::{Kind, Options, Request, Response};
+use super::{Criu, image};
+use crate::sys::spawn::{self, Child, Ended, Open, Spawn, World};
+
+/// Where a CRIU process runs and what it works on.
+#[derive(Debug)]
+pub struct Place<'a> {
+    /// The executable.
+    pub criu: &'a Criu,
+    /// pid 1 of the namespaces to run in; `None` for the host's.
+    pub init: Option<&'a Child>,
+    /// The folder of CRIU's images.
+    pub images: &'a Path,
+    /// A folder for what CRIU writes beside its images; a restore must not touch those.
+    pub work: &'a Path,
+    /// The bound on the whole request.
+    pub timeout: Duration,
+}
+
+/// What happens to TCP connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tcp {
+    /// They are in the image and live again after a restore.
+    Keep,
+    /// They stay open in the running job and are reset in a restored one.
+    Close,
+}
+
+/// What a dump needs to know.
+#[derive(Debug, Clone, Copy)]
+pub struct DumpOptions {
+    /// The root of the tree, as its innermost PID namespace sees it. It must lead its session.
+    pub root: i32,
+    /// TCP connections.
+    pub tcp: Tcp,
+    /// The largest deleted file that is put into the image, in bytes.
+    pub ghost_limit: u32,
+    /// The bound on stopping all tasks; CRIU counts in seconds.
+    pub freeze_timeout: Duration,
+}
+
+/// The moments at which CRIU waits for us.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Notify {
+    /// Before the tasks are stopped.
+    PreDump,
+    /// All images are written, the tasks stand still.
+    PostDump,
+    /// The tasks exist, none runs yet; the root's pid in its namespace.
+    PostRestore(i32),
+}
+
+/// Called when CRIU waits; an error makes it give up, and is the error of the request. `stop` is asked while waiting.
+pub struct Hooks<'a> {
+    /// Answers a moment.
+    pub notify: &'a mut dyn FnMut(Notify) -> Result<(), String>,
+    /// Whether the request is not wanted any more.
+    pub cancelled: &'a dyn Fn() -> bool,
+    /// Ends everything that a failed restore may have left.
+    pub abandon: &'a dyn Fn(),
+}
+
+impl std::fmt::Debug for Hooks<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Hooks")
+    }
+}
+
+/// Why a request failed.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// CRIU did not start.
+    #[error("can not start CRIU")]
+    Start(#[source] spawn::Error),
+    /// The socket, the pipe or a wait failed.
+    #[error("can not talk to CRIU: {what}")]
+    Talk {
+        /// The call.
+        what: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// CRIU said no.
+    #[error("CRIU refused: {}", reason(log))]
+    Refused {
+        /// Its log.
+        log: Log,
+    },
+    /// CRIU went away without an answer.
+    #[error("CRIU ended without an answer ({ended}): {}", reason(log))]
+    Gone {
+        /// How.
+        ended: Ended,
+        /// Its log.
+        log: Log,
+    },
+    /// It took too long.
+    #[error("CRIU did not finish within {}: {}", humantime::format_duration(*limit), reason(log))]
+    Timeout {
+        /// The bound.
+        limit: Duration,
+        /// Its log.
+        log: Log,
+    },
+    /// One of our own steps in the middle failed.
+    #[error("{what}")]
+    Hook {
+        /// What failed.
+        what: String,
+    },
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+    /// The restored process can not be found among our children.
+    #[error("CRIU reports success, but the restored process {pid} is not there")]
+    Lost {
+        /// Its pid in the namespace.
+        pid: i32,
+    },
+    /// The image is not whole; CRIU was not started.
+    #[error(transparent)]
+    Image(#[from] image::Error),
+}
+
+fn reason(log: &Log) -> String {
+    let errors = log.errors();
+    let mut text =
+        if errors.is_empty() { "it gave no reason in its log".to_string() } else { errors.join("; ") };
+    if let Some(hint) = log.hint() {
+        text.push_str(". Hint: ");
+        text.push_str(hint);
+    }
+    text
+}
+
+impl RunError {
+    /// CRIU's log, where it got as far as writing one.
+    #[must_use]
+    pub fn log(&self) -> Option<&Log> {
+        match self {
+            RunError::Refused { log } | RunError::Gone { log, .. } | RunError::Timeout { log, .. } => Some(log),
+            _ => None,
+        }
+    }
+}
+
+/// A restored tree.
+#[derive(Debug)]
+pub struct Restored {
+    /// Its root, a child of this process.
+    pub root: Child,
+    /// CRIU's log.
+    pub log: Log,
+}
+
+/// Options that hold for every request.
+fn common(place: &Place<'_>, tcp: Tcp) -> Options {
+    Options {
+        images_dir_fd: -1,
+        images_dir: Some(place.images.to_string_lossy().into_owned()),
+        log_level: Some(2),
+        log_to_stderr: Some(true),
+        notify_scripts: Some(true),
+        ext_unix_sk: Some(true),
+        file_locks: Some(true),
+        link_remap: Some(true),
+        manage_cgroups_mode: Some(0),
+        network_lock: Some(3),
+        tcp_established: Some(tcp == Tcp::Keep),
+        tcp_close: Some(tcp == Tcp::Close),
+        ..Options::default()
+    }
+}
+
+/// Dumps the tree below `options.root` and lets it run on.
+///
+/// # Errors
+/// When CRIU does not start, refuses, is cancelled or takes too long. The job runs on in each case.
+pub fn dump(place: &Place<'_>, options: DumpOptions, hooks: &mut Hooks<'_>) -> Result<Log, RunError> {
+    let seconds = u32::try_from(options.freeze_timeout.as_secs()).unwrap_or(u32::MAX);
+    let wanted = Options {
+        pid: Some(options.root),
+        leave_running: Some(true),
+        ghost_limit: Some(options.ghost_limit),
+        timeout: Some(seconds.max(1)),
+        ..common(place, options.tcp)
+    };
+    let mut run = Run::start(place)?;
+    let outcome = run.converse(Kind::Dump, wanted, place.timeout, hooks);
+    run.end(outcome, place.timeout).map(|(_, log)| log)
+}
+
+/// Restores an image; its root becomes a child of this process.
+///
+/// # Errors
+/// When CRIU does not start, refuses, is cancelled or takes too long. Nothing of the tree is left then.
+pub fn restore(place: &Place<'_>, tcp: Tcp, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
+    image::check_pages(place.images)?;
+    let wanted = Options { rst_sibling: Some(true), ..common(place, tcp) };
+    let mut run = Run::start(place)?;
+    let outcome = run.converse(Kind::Restore, wanted, place.timeout, hooks);
+    if outcome.is_err() {
+        (hooks.abandon)();
+    }
+    let result = run.end(outcome, place.timeout).and_then(|(response, log)| {
+        let pid = response.restore.map_or(0, |r| r.pid);
+        let root = find_restored(pid).ok_or(RunError::Lost { pid })?;
+        Ok(Restored { root, log })
+    });
+    if result.is_err() {
+        (hooks.abandon)();
+        spawn::reap_strays();
+    }
+    result
+}
+
+/// The child of ours that is `pid` in its own namespace and that we did not start.
+fn find_restored(pid: i32) -> Option<Child> {
+    let children = crate::sys::process::children(std::process::id().cast_signed());
+    let found = children.into_iter().filter(|c| !spawn::is_known(*c));
+    let root = found.into_iter().find(|c| crate::sys::process::inner_pid(*c) == Some(pid))?;
+    Child::adopt(root).ok()
+}
+
+/// How a conversation can end short of an answer.
+enum Stop {
+    Closed,
+    TimedOut,
+    Cancelled,
+    Hook(String),
+    Failed(&'static str, io::Error),
+}
+
+struct Run {
+    child: Child,
+    socket: OwnedFd,
+    log: Reader,
+}
+
+impl Run {
+    fn start(place: &Place<'_>) -> Result<Run, RunError> {
+        let talk = |what| move |e: nix::Error| RunError::Talk { what, source: e.into() };
+        let (socket, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
+            .map_err(talk("socketpair"))?;
+        let (log, log_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(talk("pipe"))?;
+        let log = Reader::start(log).map_err(|source| RunError::Talk { what: "log thread", source })?;
+        let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags };
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let work: PathBuf = place.work.into();
+        let args: [&std::ffi::OsStr; 5] =
+            ["--no-default-config".as_ref(), "-W".as_ref(), work.as_os_str(), "swrk".as_ref(), "3".as_ref()];
+        let child = Spawn::new(&place.criu.path, args)
+            // CRIU takes options from its environment too: it gets none.
+            .and_then(|s| s.environment([("PATH", path.as_os_str())]))
+            .and_then(|spawn| {
+                let spawn = spawn.open(null(0, libc::O_RDONLY)).open(null(1, libc::O_WRONLY));
+                let spawn = spawn.fd(log_end, 2).fd(theirs, 3);
+                match place.init {
+                    // Job pids begin far above.
+                    Some(init) => {
+                        let pidfd = init.pidfd().map_err(|source| spawn::Error::Fork { program: "criu".into(), source })?;
+                        spawn.world(World::Join(pidfd)).pid(CRIU_PID).start()
+                    }
+                    None => spawn.start(),
+                }
+            })
+            .map_err(RunError::Start)?;
+        Ok(Run { child, socket, log })
+    }
+
+    fn converse(
+        &mut self,
+        kind: Kind,
+        options: Options,
+        timeout: Duration,
+        hooks: &mut Hooks<'_>,
+    ) -> Result<Response, Stop> {
+        let deadline = Instant::now() + timeout;
+        self.send(&Request { kind: kind.into(), options: Some(options), ..Request::default() })?;
+        loop {
+            let response = self.receive(deadline, hooks.cancelled)?;
+            let Some(notify) = response.notify.clone().filter(|_| response.kind == i32::from(Kind::Notify)) else {
+                return Ok(response);
+            };
+            let moment = match (notify.script.as_deref(), notify.pid) {
+                (Some("pre-dump"), _) => Some(Notify::PreDump),
+                (Some("post-dump"), _) => Some(Notify::PostDump),
+                (Some("post-restore"), Some(pid)) => Some(Notify::PostRestore(pid)),
+                _ => None,
+            };
+            let answer = moment.map_or(Ok(()), &mut *hooks.notify);
+            let success = answer.is_ok();
+            let reply = Request { kind: Kind::Notify.into(), notify_success: Some(success), ..Request::default() };
+            self.send(&reply)?;
+            if let Err(what) = answer {
+                // CRIU undoes its work and says so; what counts is why.
+                let _ = self.receive(deadline, &|| false);
+                return Err(Stop::Hook(what));
+            }
+        }
+    }
+
+    fn send(&self, request: &Request) -> Result<(), Stop> {
+        let bytes = request.encode_to_vec();
+        match send(self.socket.as_raw_fd(), &bytes, MsgFlags::MSG_NOSIGNAL) {
+            Ok(_) => Ok(()),
+            Err(nix::Error::EPIPE | nix::Error::ECONNRESET) => Err(Stop::Closed),
+            Err(e) => Err(Stop::Failed("send", e.into())),
+        }
+    }
+
+    fn receive(&self, deadline: Instant, cancelled: &dyn Fn() -> bool) -> Result<Response, Stop> {
+        // Answers are small; the largest seen is under 200 bytes.
+        let mut buffer = vec![0u8; 64 << 10];
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Stop::TimedOut);
+            }
+            if cancelled() {
+                return Err(Stop::Cancelled);
+            }
+            // Short, so that a cancellation is seen soon.
+            let wait = PollTimeout::try_from(left.min(Duration::from_millis(50))).unwrap_or(PollTimeout::ZERO);
+            let mut fds = [PollFd::new(std::os::fd::AsFd::as_fd(&self.socket), PollFlags::POLLIN)];
+            match poll(&mut fds, wait) {
+                Ok(0) | Err(nix::Error::EINTR) => continue,
+                Ok(_) => {}
+                Err(e) => return Err(Stop::Failed("poll", e.into())),
+            }
+            let length = match recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
+                Ok(0) | Err(nix::Error::ECONNRESET) => return Err(Stop::Closed),
+                Ok(length) => length,
+                Err(e) => return Err(Stop::Failed("recv", e.into())),
+            };
+            let bytes = buffer.get(..length).unwrap_or_default();
+            return Response::decode(bytes).map_err(|e| Stop::Failed("decode", io::Error::other(e)));
+        }
+    }
+
+    /// Makes sure that CRIU is gone, and joins its answer with its log.
+    fn end(self, outcome: Result<Response, Stop>, limit: Duration) -> Result<(Response, Log), RunError> {
+        let talk = |what| move |source| RunError::Talk { what, source };
+        // It waits for its peer to go, then exits; a CRIU that hangs is killed.
+        drop(self.socket);
+        if outcome.is_err() && !matches!(outcome, Err(Stop::Closed | Stop::Hook(_))) {
+            self.child.signal(libc::SIGKILL).map_err(talk("kill"))?;
+        }
+        let ended = wait_bounded(&self.child, Duration::from_secs(10)).map_err(talk("wait"))?;
+        let log = self.log.finish(Duration::from_secs(2));
+        match outcome {
+            Ok(response) if response.success => Ok((response, log)),
+            Ok(_) => Err(RunError::Refused { log }),
+            Err(Stop::Closed) => Err(RunError::Gone { ended, log }),
+            Err(Stop::TimedOut) => Err(RunError::Timeout { limit, log }),
+            Err(Stop::Cancelled) => Err(RunError::Cancelled),
+            Err(Stop::Hook(what)) => Err(RunError::Hook { what }),
+            Err(Stop::Failed(what, source)) => Err(RunError::Talk { what, source }),
+        }
+    }
+}
+
+/// The pid CRIU gets in the job's namespace, below every pid that a job can have.
+const CRIU_PID: i32 = 2;
+
+/// Waits, then kills.
+fn wait_bounded(child: &Child, limit: Duration) -> io::Result<Ended> {
+    let deadline = Instant::now() + limit;
+    while Instant::now() < deadline {
+        if let Some(ended) = child.try_wait()? {
+            return Ok(ended);
+        }
+        // CRIU exits within a millisecond of its answer.
+        std::thread::sleep(Duration::from_micros(500));
+    }
+    child.signal(libc::SIGKILL)?;
+    child.wait()
+}

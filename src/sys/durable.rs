@@ -1,0 +1,166 @@
+//! Durable writes: the one place that renames.
+//!
+//! After a power cut a reader finds either what was there before or all of what replaced it, never a mixture, and once
+//! a function here has returned, the new state is the one that it finds. That takes four steps, in this order: write
+//! under a temporary name in the same directory, fsync the file, rename it, fsync the directory. A temporary name
+//! starts with [`TEMP_PREFIX`]; what a crash leaves under such a name is rubbish.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::io::{self, Write};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nix::errno::Errno;
+use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+
+/// How the name of a file or folder starts while it is not whole.
+pub const TEMP_PREFIX: &str = ".tmp-";
+
+/// Makes two writers of one process, and two processes, use different temporary names.
+static COUNTER: AtomicU64 = AtomicU64::new(0);
+
+/// Replaces `path` by a file that holds `bytes` and has exactly the permission bits `mode` (the umask does not count).
+///
+/// # Errors
+/// The first step that failed. The old file is then still there, unless it was the last step (fsync of the directory):
+/// then the new one is, but a power cut may bring the old one back.
+pub fn write_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let temp = temp_name(path)?;
+    let written = write_new(&temp, bytes, mode).and_then(|()| fs::rename(&temp, path));
+    if let Err(error) = written {
+        // The cause is what the caller must hear of, not that the rubbish is still there.
+        let _ = fs::remove_file(&temp);
+        return Err(error);
+    }
+    sync_dir(parent(path))
+}
+
+/// Waits until the content of the file is on the disk.
+///
+/// # Errors
+/// Opening it (a symbolic link is refused) or fsync; ENOSPC shows up here on file systems that allocate late.
+pub fn sync_file(path: &Path) -> io::Result<()> {
+    open_for_reading(path)?.sync_all()
+}
+
+/// Waits until the names in the directory are on the disk.
+///
+/// # Errors
+/// Opening it or fsync.
+pub fn sync_dir(path: &Path) -> io::Result<()> {
+    OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY).open(path)?.sync_all()
+}
+
+/// Gives the folder `tmp` its lasting name `to`, in one step and without replacing anything, and makes that durable.
+/// What is in the folder must have been synced before.
+///
+/// # Errors
+/// `AlreadyExists` where `to` exists; else the step that failed. When fsync of the parent failed, the folder has its
+/// new name already.
+pub fn publish_dir(tmp: &Path, to: &Path) -> io::Result<()> {
+    match renameat2(AT_FDCWD, tmp, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE) {
+        Ok(()) => {}
+        // NFS and some FUSE file systems know no flags (EINVAL). A folder can not replace a file or a folder with
+        // something in it (rename(2): ENOTDIR, ENOTEMPTY), so the plain call destroys nothing either.
+        Err(Errno::EINVAL | Errno::ENOSYS) if fs::symlink_metadata(to).is_err() => fs::rename(tmp, to)?,
+        Err(Errno::EINVAL | Errno::ENOSYS) => return Err(io::ErrorKind::AlreadyExists.into()),
+        Err(error) => return Err(error.into()),
+    }
+    sync_dir(parent(to))
+}
+
+/// Opens a regular file for reading. Refuses a symbolic link, and does not hang on a FIFO in place of a file.
+///
+/// # Errors
+/// That of open(2); `InvalidInput` where it is no regular file.
+pub fn open_for_reading(path: &Path) -> io::Result<File> {
+    let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file"));
+    }
+    Ok(file)
+}
+
+fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    file.write_all(bytes)?;
+    file.set_permissions(Permissions::from_mode(mode))?;
+    file.sync_all()
+}
+
+fn temp_name(path: &Path) -> io::Result<PathBuf> {
+    let name = path.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the path names no file"))?;
+    let mut temp = OsString::from(TEMP_PREFIX);
+    temp.push(name);
+    temp.push(format!("-{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed)));
+    Ok(path.with_file_name(temp))
+}
+
+fn parent(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(dir: &Path) -> Vec<String> {
+        let mut names: Vec<_> =
+            fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    #[test]
+    fn write_file_replaces_and_sets_the_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.json");
+        write_file(&path, b"one", 0o600).unwrap();
+        write_file(&path, b"two", 0o755).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"two");
+        assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o7777, 0o755);
+        assert_eq!(names(dir.path()), ["a.json"]);
+    }
+
+    #[test]
+    fn a_failed_write_leaves_the_old_and_no_rubbish() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("taken");
+        fs::create_dir(&path).unwrap();
+        fs::write(path.join("inside"), b"x").unwrap();
+        assert!(write_file(&path, b"new", 0o600).is_err());
+        assert_eq!(names(dir.path()), ["taken"]);
+        assert_eq!(names(&path), ["inside"]);
+    }
+
+    #[test]
+    fn publish_dir_never_replaces() {
+        let dir = tempfile::tempdir().unwrap();
+        let (tmp, to) = (dir.path().join(".tmp-a"), dir.path().join("a"));
+        fs::create_dir(&tmp).unwrap();
+        fs::create_dir(&to).unwrap();
+        assert_eq!(publish_dir(&tmp, &to).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(names(dir.path()), [".tmp-a", "a"]);
+        fs::remove_dir(&to).unwrap();
+        publish_dir(&tmp, &to).unwrap();
+        assert_eq!(names(dir.path()), ["a"]);
+    }
+
+    #[test]
+    fn what_is_no_regular_file_is_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, link, fifo) = (dir.path().join("f"), dir.path().join("l"), dir.path().join("p"));
+        fs::write(&file, b"x").unwrap();
+        std::os::unix::fs::symlink(&file, &link).unwrap();
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        sync_file(&file).unwrap();
+        for path in [&link, &fifo, &dir.path().to_path_buf()] {
+            assert!(open_for_reading(path).is_err(), "{}", path.display());
+        }
+    }
+}

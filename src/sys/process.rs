@@ -1,0 +1,114 @@
+//! Looking at processes through /proc: the tree, pids inside a namespace, memory.
+//!
+//! A process may end between two looks; functions that list skip what has gone.
+
+use std::io;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+/// Opens a pidfd.
+///
+/// # Errors
+/// When there is no such process.
+pub fn open_pidfd(pid: i32) -> io::Result<OwnedFd> {
+    // SAFETY: a system call on numbers.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let fd = i32::try_from(fd).map_err(io::Error::other)?;
+    // SAFETY: the kernel returned a new descriptor, which nobody else owns.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// The children of a process, of all its threads (kernel option CONFIG_PROC_CHILDREN, which CRIU needs too).
+#[must_use]
+pub fn children(pid: i32) -> Vec<i32> {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    let texts = threads.flatten().filter_map(|thread| std::fs::read_to_string(thread.path().join("children")).ok());
+    texts.flat_map(|text| text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()).collect()
+}
+
+/// The process and all below it, parents first.
+#[must_use]
+pub fn tree(root: i32) -> Vec<i32> {
+    let mut all = vec![root];
+    let mut at = 0;
+    while let Some(pid) = all.get(at).copied() {
+        for child in children(pid) {
+            // A child that moves to the subreaper during the walk can be seen twice.
+            if !all.contains(&child) {
+                all.push(child);
+            }
+        }
+        at += 1;
+    }
+    all
+}
+
+/// A field of /proc/PID/status.
+fn status(pid: i32, field: &str) -> Option<String> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).map(|value| value.trim().to_string())
+}
+
+/// The pid in the innermost namespace of the process.
+#[must_use]
+pub fn inner_pid(pid: i32) -> Option<i32> {
+    status(pid, "NSpid")?.split_whitespace().last()?.parse().ok()
+}
+
+/// The command name, at most 15 bytes.
+#[must_use]
+pub fn name(pid: i32) -> Option<String> {
+    Some(std::fs::read_to_string(format!("/proc/{pid}/comm")).ok()?.trim_end().to_string())
+}
+
+/// The single-letter state ('R', 'S', 't' for stopped by a tracer, 'Z' for dead and not reaped).
+#[must_use]
+pub fn state(pid: i32) -> Option<char> {
+    status(pid, "State")?.chars().next()
+}
+
+/// The pid of the tracer, 0 without one.
+#[must_use]
+pub fn tracer(pid: i32) -> Option<i32> {
+    status(pid, "TracerPid")?.parse().ok()
+}
+
+/// Bytes of memory that an image of this process must hold: anonymous and shared pages, not file caches.
+#[must_use]
+pub fn private_memory(pid: i32) -> u64 {
+    let kib = |field| status(pid, field).and_then(|v| v.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0);
+    (kib("RssAnon") + kib("RssShmem")) * 1024
+}
+
+/// The executable, or `None` for a process that has ended.
+#[must_use]
+pub fn executable(pid: i32) -> Option<PathBuf> {
+    std::fs::read_link(format!("/proc/{pid}/exe")).ok()
+}
+
+/// Start time in clock ticks since boot: with the pid it names a process for the life of the machine.
+#[must_use]
+pub fn start_time(pid: i32) -> Option<u64> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name in parentheses may hold spaces; field 22 is the 20th after it.
+    text.get(text.rfind(')')? + 1..)?.split_whitespace().nth(19)?.parse().ok()
+}
+
+/// Changes of this id tell reboots.
+///
+/// # Errors
+/// When /proc is not there.
+pub fn boot_id() -> io::Result<String> {
+    Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?.trim().to_string())
+}
+
+/// A path as the process sees it, reached from here.
+#[must_use]
+pub fn path_in(pid: i32, path: &Path) -> PathBuf {
+    let mut full = PathBuf::from(format!("/proc/{pid}/root"));
+    full.push(path.strip_prefix("/").unwrap_or(path));
+    full
+}

@@ -1,0 +1,599 @@
+//! Starting children where an ordinary spawn can not: in a new or an existing PID and mount namespace, with a chosen
+//! pid, with files opened inside.
+//!
+//! Invariants:
+//! - A child that asks for a parent-death signal is forked by one thread that lives as long as the process, because the
+//!   kernel sends that signal when the forking *thread* ends (prctl(2), PR_SET_PDEATHSIG).
+//! - Every child is in a register until it is reaped, so that children we did not start (CRIU leaves the dead of a
+//!   failed restore to us, as siblings of its own process) can be told apart and reaped by [`reap_strays`].
+//! - Between clone and exec only system calls are made: the process has other threads, whose locks are held for ever.
+
+use std::collections::BTreeSet;
+use std::ffi::{CString, OsStr};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
+
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::unistd::Pid;
+
+/// A file for the child, opened by the child itself after it entered its mount namespace: CRIU refuses descriptors that
+/// were opened in another one ("Can't lookup mount").
+#[derive(Debug, Clone)]
+pub struct Open {
+    /// The descriptor number in the child.
+    pub fd: RawFd,
+    /// The file.
+    pub path: CString,
+    /// Flags of open(2).
+    pub flags: i32,
+}
+
+/// What to start, and where.
+#[derive(Debug)]
+pub struct Spawn {
+    program: CString,
+    args: Vec<CString>,
+    env: Vec<CString>,
+    world: World,
+    chosen_pid: Option<i32>,
+    opens: Vec<Open>,
+    fds: Vec<(OwnedFd, RawFd)>,
+    directory: Option<CString>,
+    umask: Option<libc::mode_t>,
+    limits: Vec<(u32, libc::rlimit)>,
+    session: bool,
+}
+
+/// The namespaces a child is born into.
+#[derive(Debug)]
+pub enum World {
+    /// The ones of this process.
+    Host,
+    /// A PID and a mount namespace of its own; the child is pid 1.
+    New,
+    /// Those of the process behind this pidfd, which is pid 1 there.
+    Join(OwnedFd),
+}
+
+/// Why a child did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// An argument holds a NUL byte.
+    #[error("can not pass an argument with a NUL byte")]
+    Nul(#[from] std::ffi::NulError),
+    /// The fork itself failed.
+    #[error("can not fork {program}")]
+    Fork {
+        /// What was to be started.
+        program: String,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The child could not set itself up.
+    #[error("can not start {program}: {step} failed")]
+    Child {
+        /// What was to be started.
+        program: String,
+        /// The call that failed.
+        step: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A child of this process, by pidfd, so that its pid can not be mistaken for another's.
+#[derive(Debug)]
+pub struct Child {
+    pid: i32,
+    pidfd: OwnedFd,
+}
+
+/// How a child ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Ended {
+    /// It exited with this code.
+    Exit(i32),
+    /// This signal ended it.
+    Signal(i32),
+}
+
+impl std::fmt::Display for Ended {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Ended::Exit(code) => write!(f, "exit code {code}"),
+            Ended::Signal(n) => match nix::sys::signal::Signal::try_from(*n) {
+                Ok(signal) => write!(f, "signal {signal}"),
+                Err(_) => write!(f, "signal {n}"),
+            },
+        }
+    }
+}
+
+/// The steps of the child, by the number it reports when one fails.
+const STEPS: [&str; 9] = [
+    "entering the mount namespace",
+    "starting a session",
+    "changing to the working directory",
+    "opening standard input or output",
+    "placing a descriptor",
+    "setting a resource limit",
+    "closing other descriptors",
+    "resetting signals",
+    "execve",
+];
+
+fn register() -> std::sync::MutexGuard<'static, BTreeSet<i32>> {
+    static CHILDREN: Mutex<BTreeSet<i32>> = Mutex::new(BTreeSet::new());
+    CHILDREN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A path or text for execve(2).
+///
+/// # Errors
+/// When it holds a NUL byte.
+pub fn c_string(text: impl AsRef<OsStr>) -> Result<CString, std::ffi::NulError> {
+    CString::new(text.as_ref().as_bytes())
+}
+
+impl Spawn {
+    /// A child that executes `program` with this process's environment, in its namespaces.
+    ///
+    /// # Errors
+    /// When a text holds a NUL byte.
+    pub fn new<A: AsRef<OsStr>>(program: &Path, args: impl IntoIterator<Item = A>) -> Result<Spawn, Error> {
+        let program = c_string(program)?;
+        let mut all = vec![program.clone()];
+        for arg in args {
+            all.push(c_string(arg)?);
+        }
+        Ok(Spawn {
+            program,
+            args: all,
+            env: Vec::new(),
+            world: World::Host,
+            chosen_pid: None,
+            opens: Vec::new(),
+            fds: Vec::new(),
+            directory: None,
+            umask: None,
+            limits: Vec::new(),
+            session: false,
+        }
+        .inherit_environment())
+    }
+
+    fn inherit_environment(mut self) -> Spawn {
+        // A variable of this process can not hold a NUL.
+        self.env = std::env::vars_os().filter_map(|(k, v)| c_string(join(&k, &v)).ok()).collect();
+        self
+    }
+
+    /// Replaces the environment.
+    ///
+    /// # Errors
+    /// When a text holds a NUL byte.
+    pub fn environment<K: AsRef<OsStr>, V: AsRef<OsStr>>(
+        mut self,
+        variables: impl IntoIterator<Item = (K, V)>,
+    ) -> Result<Spawn, Error> {
+        self.env.clear();
+        for (key, value) in variables {
+            self.env.push(c_string(join(key.as_ref(), value.as_ref()))?);
+        }
+        Ok(self)
+    }
+
+    /// The namespaces to be born into.
+    #[must_use]
+    pub fn world(mut self, world: World) -> Spawn {
+        self.world = world;
+        self
+    }
+
+    /// The pid the child gets in its innermost namespace (clone3's `set_tid`); it must be free there.
+    #[must_use]
+    pub fn pid(mut self, pid: i32) -> Spawn {
+        self.chosen_pid = Some(pid);
+        self
+    }
+
+    /// Opens a file in the child.
+    #[must_use]
+    pub fn open(mut self, open: Open) -> Spawn {
+        self.opens.push(open);
+        self
+    }
+
+    /// Gives a descriptor to the child under the number `fd`. Descriptors that are not given are closed.
+    #[must_use]
+    pub fn fd(mut self, from: OwnedFd, fd: RawFd) -> Spawn {
+        self.fds.push((from, fd));
+        self
+    }
+
+    /// The working directory, looked up in the child's mount namespace.
+    ///
+    /// # Errors
+    /// When the path holds a NUL byte.
+    pub fn directory(mut self, directory: &Path) -> Result<Spawn, Error> {
+        self.directory = Some(c_string(directory)?);
+        Ok(self)
+    }
+
+    /// The file mode mask.
+    #[must_use]
+    pub fn umask(mut self, mask: libc::mode_t) -> Spawn {
+        self.umask = Some(mask);
+        self
+    }
+
+    /// A resource limit, soft and hard.
+    #[must_use]
+    pub fn limit(mut self, resource: u32, limit: libc::rlimit) -> Spawn {
+        self.limits.push((resource, limit));
+        self
+    }
+
+    /// A session of its own.
+    #[must_use]
+    pub fn session(mut self) -> Spawn {
+        self.session = true;
+        self
+    }
+
+    /// Starts the child and waits until it has executed its program or failed to.
+    ///
+    /// # Errors
+    /// When the fork fails, or a step of the child before its program runs; the error names the step.
+    pub fn start(self) -> Result<Child, Error> {
+        match self.world {
+            // pid_for_children is a property of the thread and can not be left again: a thread of its own enters.
+            World::Join(_) => std::thread::scope(|scope| {
+                let spawn = &self;
+                scope.spawn(move || spawn.start_here()).join().unwrap_or_else(|_| Err(self.lost()))
+            }),
+            World::Host | World::New => {
+                let lost = self.lost();
+                let (answer, result) = mpsc::sync_channel(1);
+                let task: Task = Box::new(move || drop(answer.send(self.start_here())));
+                match forker().send(task) {
+                    Ok(()) => result.recv().unwrap_or(Err(lost)),
+                    Err(_) => Err(lost),
+                }
+            }
+        }
+    }
+
+    fn lost(&self) -> Error {
+        self.fork_error(io::Error::other("the forking thread is gone"))
+    }
+
+    fn fork_error(&self, source: io::Error) -> Error {
+        Error::Fork { program: self.program.to_string_lossy().into_owned(), source }
+    }
+
+    fn start_here(&self) -> Result<Child, Error> {
+        if let World::Join(pidfd) = &self.world {
+            nix::sched::setns(pidfd, nix::sched::CloneFlags::CLONE_NEWPID).map_err(|e| self.fork_error(e.into()))?;
+        }
+        let (report, report_end) =
+            nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|e| self.fork_error(e.into()))?;
+        let plan = ChildPlan::new(self, report_end.as_raw_fd());
+        // The register is held over the fork, so that a stray can not be one we are just starting.
+        let mut children = register();
+        let (pid, pidfd) = self.clone_process(&plan).map_err(|e| self.fork_error(e))?;
+        children.insert(pid);
+        drop(children);
+        drop(report_end);
+        let child = Child { pid, pidfd };
+        let mut failure = [0u8; 5];
+        match io::Read::read_exact(&mut std::fs::File::from(report), &mut failure) {
+            // The pipe was closed by exec: the program runs.
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(child),
+            Err(e) => Err(self.fork_error(e)),
+            Ok(()) => {
+                let _ = child.wait();
+                let [step, errno @ ..] = failure;
+                Err(Error::Child {
+                    program: self.program.to_string_lossy().into_owned(),
+                    step: STEPS.get(usize::from(step)).copied().unwrap_or("set-up"),
+                    source: io::Error::from_raw_os_error(i32::from_ne_bytes(errno)),
+                })
+            }
+        }
+    }
+
+    fn clone_process(&self, plan: &ChildPlan<'_>) -> io::Result<(i32, OwnedFd)> {
+        let mut pidfd: RawFd = -1;
+        let set_tid = self.chosen_pid.map(|pid| [pid]);
+        let mut flags = u64::from(libc::CLONE_PIDFD.cast_unsigned());
+        if matches!(self.world, World::New) {
+            flags |= u64::from((libc::CLONE_NEWPID | libc::CLONE_NEWNS).cast_unsigned());
+        }
+        // SAFETY: clone_args is plain numbers, for which all zeroes is valid.
+        let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
+        args.flags = flags;
+        args.pidfd = (&raw mut pidfd).addr() as u64;
+        args.exit_signal = u64::from(libc::SIGCHLD.cast_unsigned());
+        if let Some(pids) = &set_tid {
+            args.set_tid = pids.as_ptr().addr() as u64;
+            args.set_tid_size = 1;
+        }
+        // SAFETY: the arguments live over the call. Without CLONE_VM this is a fork; the child runs only `ChildPlan::run`,
+        // which makes system calls on memory prepared before and never returns.
+        let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw mut args, size_of::<libc::clone_args>()) };
+        match pid {
+            -1 => Err(io::Error::last_os_error()),
+            0 => plan.run(),
+            pid => {
+                // SAFETY: the kernel stored a new descriptor there, which nobody else owns.
+                let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+                Ok((i32::try_from(pid).map_err(io::Error::other)?, pidfd))
+            }
+        }
+    }
+}
+
+fn join(key: &OsStr, value: &OsStr) -> std::ffi::OsString {
+    let mut text = key.to_os_string();
+    text.push("=");
+    text.push(value);
+    text
+}
+
+type Task = Box<dyn FnOnce() + Send>;
+
+/// The thread that forks children with a parent-death signal; it ends with the process.
+fn forker() -> &'static mpsc::Sender<Task> {
+    static FORKER: OnceLock<mpsc::Sender<Task>> = OnceLock::new();
+    FORKER.get_or_init(|| {
+        let (sender, tasks) = mpsc::channel::<Task>();
+        // A thread that does not start leaves a closed channel, which the caller reports.
+        let _ = std::thread::Builder::new().name("fork".into()).spawn(move || tasks.iter().for_each(|task| task()));
+        sender
+    })
+}
+
+/// Everything the child needs, in memory laid out before the fork.
+struct ChildPlan<'a> {
+    spawn: &'a Spawn,
+    argv: Vec<*const libc::c_char>,
+    envp: Vec<*const libc::c_char>,
+    moves: Vec<(RawFd, RawFd)>,
+    report: RawFd,
+}
+
+/// Descriptors are first lifted above this, so that placing one never covers another that is still to be placed.
+const LIFTED: RawFd = 100;
+
+impl<'a> ChildPlan<'a> {
+    fn new(spawn: &'a Spawn, report: RawFd) -> ChildPlan<'a> {
+        let pointers =
+            |texts: &[CString]| texts.iter().map(|t| t.as_ptr()).chain([std::ptr::null()]).collect::<Vec<_>>();
+        let moves = spawn.fds.iter().map(|(from, to)| (from.as_raw_fd(), *to)).collect();
+        ChildPlan { spawn, argv: pointers(&spawn.args), envp: pointers(&spawn.env), moves, report }
+    }
+
+    fn fail(&self, step: u8) -> ! {
+        let errno = io::Error::last_os_error().raw_os_error().unwrap_or(0).to_ne_bytes();
+        let message = [step, errno[0], errno[1], errno[2], errno[3]];
+        // SAFETY: `message` is valid for its length.
+        unsafe { libc::write(self.report, message.as_ptr().cast(), message.len()) };
+        // SAFETY: ends the child at once, without the parent's exit handlers.
+        unsafe { libc::_exit(125) }
+    }
+
+    fn check(&self, step: u8, result: libc::c_int) -> libc::c_int {
+        if result < 0 {
+            self.fail(step);
+        }
+        result
+    }
+
+    /// The child. Nothing here may allocate or lock.
+    fn run(&self) -> ! {
+        let spawn = self.spawn;
+        if let World::Join(pidfd) = &spawn.world {
+            // SAFETY: a system call on an open descriptor.
+            self.check(0, unsafe { libc::setns(pidfd.as_raw_fd(), libc::CLONE_NEWNS) });
+        }
+        if spawn.session {
+            // SAFETY: no memory is involved.
+            self.check(1, unsafe { libc::setsid() });
+        }
+        if let Some(directory) = &spawn.directory {
+            // SAFETY: the text is NUL-terminated.
+            self.check(2, unsafe { libc::chdir(directory.as_ptr()) });
+        }
+        let mut top: RawFd = 2;
+        // The report pipe and all given descriptors go up first, out of the way of the final numbers.
+        let mut lifted = [(0 as RawFd, 0 as RawFd); 8];
+        let count = self.moves.len().min(lifted.len());
+        for (slot, (from, to)) in lifted.iter_mut().zip(&self.moves) {
+            *slot = (self.check(4, self.lift(*from)), *to);
+        }
+        let report = self.check(4, self.lift(self.report));
+        for open in &spawn.opens {
+            self.open(open, &mut top);
+        }
+        for (from, to) in &lifted[..count] {
+            // SAFETY: a system call on numbers.
+            self.check(4, unsafe { libc::dup2(*from, *to) });
+            top = top.max(*to);
+        }
+        if let Some(mask) = spawn.umask {
+            // SAFETY: a system call on a number.
+            unsafe { libc::umask(mask) };
+        }
+        for (resource, limit) in &spawn.limits {
+            // SAFETY: `limit` is valid.
+            self.check(5, unsafe { libc::setrlimit(*resource, limit) });
+        }
+        self.close_above(top, report);
+        self.reset_signals();
+        // SAFETY: argv and envp are null-terminated arrays of NUL-terminated texts that live in the copied memory.
+        unsafe { libc::execve(spawn.program.as_ptr(), self.argv.as_ptr(), self.envp.as_ptr()) };
+        ChildPlan { report, ..self.again() }.fail(8)
+    }
+
+    fn again(&self) -> ChildPlan<'a> {
+        // Empty vectors do not allocate.
+        ChildPlan { spawn: self.spawn, argv: Vec::new(), envp: Vec::new(), moves: Vec::new(), report: self.report }
+    }
+
+    fn lift(&self, fd: RawFd) -> libc::c_int {
+        // SAFETY: a system call on numbers.
+        unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, LIFTED) }
+    }
+
+    fn open(&self, open: &Open, top: &mut RawFd) {
+        // SAFETY: the text is NUL-terminated.
+        let fd = self.check(3, unsafe { libc::open(open.path.as_ptr(), open.flags | libc::O_CLOEXEC, 0o600) });
+        if fd == open.fd {
+            // SAFETY: a system call on numbers: takes back close-on-exec.
+            self.check(4, unsafe { libc::fcntl(fd, libc::F_SETFD, 0) });
+        } else {
+            // SAFETY: a system call on numbers.
+            self.check(4, unsafe { libc::dup2(fd, open.fd) });
+        }
+        *top = (*top).max(open.fd);
+    }
+
+    fn close_above(&self, top: RawFd, report: RawFd) {
+        let first = (top + 1).cast_unsigned();
+        let report = report.cast_unsigned();
+        if report > first {
+            // SAFETY: a system call on numbers.
+            self.check(6, unsafe { libc::close_range(first, report - 1, 0) });
+        }
+        // SAFETY: a system call on numbers. The report pipe itself closes with exec.
+        self.check(6, unsafe { libc::close_range(report + 1, u32::MAX, 0) });
+    }
+
+    /// As std::process does: the mask empty, SIGPIPE (which Rust's runtime ignores) back to its default. What the caller
+    /// of rekindle ignored (nohup) stays ignored.
+    fn reset_signals(&self) {
+        // SAFETY: an all-zero sigset_t is the empty set on Linux.
+        let empty: libc::sigset_t = unsafe { std::mem::zeroed() };
+        // SAFETY: the set is valid, the old one is not wanted.
+        self.check(7, unsafe { libc::sigprocmask(libc::SIG_SETMASK, &empty, std::ptr::null_mut()) });
+        // SAFETY: sets the default action.
+        if unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) } == libc::SIG_ERR {
+            self.fail(7);
+        }
+    }
+}
+
+impl Child {
+    /// Takes charge of a child that CRIU restored as ours.
+    ///
+    /// # Errors
+    /// When there is no such process.
+    pub fn adopt(pid: i32) -> io::Result<Child> {
+        let pidfd = super::process::open_pidfd(pid)?;
+        register().insert(pid);
+        Ok(Child { pid, pidfd })
+    }
+
+    /// The pid as this process sees it.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Another descriptor for the same process.
+    ///
+    /// # Errors
+    /// When descriptors run out.
+    pub fn pidfd(&self) -> io::Result<OwnedFd> {
+        self.pidfd.try_clone()
+    }
+
+    /// Sends a signal; a child that has ended already is not an error.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn signal(&self, signal: i32) -> io::Result<()> {
+        // SAFETY: a system call on an open descriptor; a null siginfo means the default one.
+        let result = unsafe {
+            libc::syscall(
+                libc::SYS_pidfd_send_signal,
+                self.pidfd.as_raw_fd(),
+                signal,
+                std::ptr::null::<libc::siginfo_t>(),
+                0,
+            )
+        };
+        match io::Error::last_os_error() {
+            _ if result == 0 => Ok(()),
+            e if e.raw_os_error() == Some(libc::ESRCH) => Ok(()),
+            e => Err(e),
+        }
+    }
+
+    /// Waits for the end and reaps.
+    ///
+    /// # Errors
+    /// When it was reaped before.
+    pub fn wait(&self) -> io::Result<Ended> {
+        loop {
+            match self.wait_with(WaitPidFlag::WEXITED) {
+                Ok(Some(ended)) => return Ok(ended),
+                Ok(None) => {}
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+    }
+
+    /// Reaps if it has ended.
+    ///
+    /// # Errors
+    /// When it was reaped before.
+    pub fn try_wait(&self) -> io::Result<Option<Ended>> {
+        self.wait_with(WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG)
+    }
+
+    /// Whether it has ended; leaves it to be reaped.
+    ///
+    /// # Errors
+    /// When it was reaped before.
+    pub fn has_ended(&self) -> io::Result<bool> {
+        let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        Ok(!matches!(waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&self.pidfd)), flags)?, WaitStatus::StillAlive))
+    }
+
+    fn wait_with(&self, flags: WaitPidFlag) -> io::Result<Option<Ended>> {
+        let status = waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&self.pidfd)), flags)?;
+        let ended = match status {
+            WaitStatus::Exited(_, code) => Ended::Exit(code),
+            WaitStatus::Signaled(_, signal, _) => Ended::Signal(signal as i32),
+            _ => return Ok(None),
+        };
+        register().remove(&self.pid);
+        Ok(Some(ended))
+    }
+}
+
+/// Whether this child was started or adopted here and not reaped yet.
+#[must_use]
+pub fn is_known(pid: i32) -> bool {
+    register().contains(&pid)
+}
+
+/// Reaps children that ended and were not started here. Returns how many.
+pub fn reap_strays() -> usize {
+    let known = register();
+    let strays = super::process::children(std::process::id().cast_signed());
+    let reaped = strays.into_iter().filter(|pid| !known.contains(pid)).filter(|pid| {
+        let flags = Some(WaitPidFlag::WNOHANG);
+        matches!(nix::sys::wait::waitpid(Pid::from_raw(*pid), flags), Ok(status) if status != WaitStatus::StillAlive)
+    });
+    reaped.count()
+}
