@@ -1,1 +1,243 @@
-//! A stand-in for libcuda.so.1, for tests without a GPU.
+//! A stand-in for libcuda.so.1, so that the CUDA path can be tested without a GPU. It keeps the state machine and the
+//! error codes of the driver, across processes and across CRIU. A test installs it as `libcuda.so.1` in a folder of its
+//! own and puts that folder on `LD_LIBRARY_PATH`; it is no part of the product.
+//!
+//! ```text
+//!  supervisor, or any caller                                job
+//!  cuCheckpointProcessLock(outer pid)                       cuCtxCreate_v2: opens a descriptor that CRIU refuses,
+//!     /proc/PID/maps names the control file                 maps $STANDIN_CUDA_DIR/<its own pid>.ctl, starts a thread
+//!     flock it, write the request  --- control file --->    the thread answers requests, and holds the truth about
+//!     wait for the reply           <--------------------    the state in the job's private memory
+//! ```
+//!
+//! - The truth about the state is in the job's private memory: a process that CRIU restored is in the state of its
+//!   image, whatever the control file said when the last life of it ended. The file holds requests and replies only,
+//!   and a request whose caller is gone (it no longer holds the lock) is not carried out.
+//! - `cuInit` does nothing, and so a caller never becomes a CUDA process of its own. `cuCtxCreate_v2` and
+//!   `cuDevicePrimaryCtxRetain` make one, and fail with `NO_DEVICE` where `STANDIN_CUDA_DIR` is not set.
+//! - "Device memory" is memory that only the functions here may touch. A checkpoint takes the shape that the real
+//!   driver's has: one `mmap(NULL, total, RW, PRIVATE|ANONYMOUS|POPULATE)` through libc's symbol, then one `memcpy` of
+//!   libc for each 2 MiB out of a staging buffer, on the driver's thread, while the device side goes away.
+//! - A lock makes CUDA calls of the job block; it waits for those under way and gives up with `NOT_READY`.
+//! - One folder serves one job: two PID namespaces number their processes alike.
+//!
+//! # Faults
+//! Files in `$STANDIN_CUDA_DIR`, looked at by the job for each request; OP is `state`, `tid`, `lock`, `checkpoint`,
+//! `restore` or `unlock`:
+//! - `fail-OP`: `CODE [times=N] [delay=MS] [pid=P]`. Waits, then answers with CODE; with code 0 it only waits. Without
+//!   `times` it stays, with it the file goes away after N times. `pid` is the job's own number of itself.
+//! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
+//!
+//! A failed restore leaves the process FAILED; other failures leave the state as it was.
+//!
+//! # Environment
+//! `STANDIN_CUDA_DIR` (the job's folder for control files and faults), `STANDIN_CUDA_VERSION` (what
+//! `cuDriverGetVersion` says, 13000 by default).
+#![allow(unsafe_code, reason = "a C interface: every block says why it is sound")]
+#![allow(clippy::missing_safety_doc, reason = "the contract of each function is that of cuda.h")]
+#![allow(non_snake_case, reason = "the names are those of cuda.h")]
+
+mod caller;
+mod control;
+mod fault;
+mod gate;
+mod job;
+mod memory;
+
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+
+use control::{Op, code};
+
+/// What a caller gets for `result`.
+fn answer(result: Result<(), i32>) -> c_int {
+    result.err().unwrap_or(code::SUCCESS)
+}
+
+/// Does nothing: the caller of checkpoint functions is no CUDA process.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuInit(flags: c_uint) -> c_int {
+    if flags == 0 { code::SUCCESS } else { code::INVALID_VALUE }
+}
+
+/// `STANDIN_CUDA_VERSION`, or 13000.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDriverGetVersion(version: *mut c_int) -> c_int {
+    let value = std::env::var("STANDIN_CUDA_VERSION").ok().and_then(|text| text.parse().ok()).unwrap_or(13_000);
+    // SAFETY: the caller passes null or room for an int.
+    match unsafe { version.as_mut() } {
+        Some(version) => *version = value,
+        None => return code::INVALID_VALUE,
+    }
+    code::SUCCESS
+}
+
+/// Names of the codes that the stand-in uses.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetErrorName(error: c_int, text: *mut *const c_char) -> c_int {
+    let name: &CStr = match error {
+        code::SUCCESS => c"CUDA_SUCCESS",
+        code::INVALID_VALUE => c"CUDA_ERROR_INVALID_VALUE",
+        code::OUT_OF_MEMORY => c"CUDA_ERROR_OUT_OF_MEMORY",
+        code::NOT_INITIALIZED => c"CUDA_ERROR_NOT_INITIALIZED",
+        code::NO_DEVICE => c"CUDA_ERROR_NO_DEVICE",
+        code::OPERATING_SYSTEM => c"CUDA_ERROR_OPERATING_SYSTEM",
+        code::ILLEGAL_STATE => c"CUDA_ERROR_ILLEGAL_STATE",
+        code::NOT_READY => c"CUDA_ERROR_NOT_READY",
+        code::NOT_SUPPORTED => c"CUDA_ERROR_NOT_SUPPORTED",
+        _ => return code::INVALID_VALUE,
+    };
+    // SAFETY: the caller passes null or room for a pointer.
+    match unsafe { text.as_mut() } {
+        Some(text) => *text = name.as_ptr(),
+        None => return code::INVALID_VALUE,
+    }
+    code::SUCCESS
+}
+
+/// Makes this process a CUDA process. There is one context; `context` is set to a value that means nothing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCtxCreate_v2(context: *mut *mut c_void, _flags: c_uint, device: c_int) -> c_int {
+    if device != 0 {
+        return code::INVALID_VALUE;
+    }
+    // SAFETY: the caller passes null or room for a pointer.
+    if let Some(context) = unsafe { context.as_mut() } {
+        *context = std::ptr::dangling_mut();
+    }
+    answer(job::start())
+}
+
+/// As `cuCtxCreate_v2`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDevicePrimaryCtxRetain(context: *mut *mut c_void, device: c_int) -> c_int {
+    // SAFETY: the same contract.
+    unsafe { cuCtxCreate_v2(context, 0, device) }
+}
+
+/// The UUID of the GPU that this process is on; it changes when a restore maps it to the other.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuDeviceGetUuid_v2(uuid: *mut [u8; 16], device: c_int) -> c_int {
+    // SAFETY: the caller passes null or room for 16 bytes.
+    match unsafe { uuid.as_mut() } {
+        Some(uuid) if device == 0 => *uuid = job::gpu(),
+        _ => return code::INVALID_VALUE,
+    }
+    code::SUCCESS
+}
+
+/// Allocates device memory, in whole pieces of 2 MiB.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAlloc_v2(pointer: *mut usize, bytes: usize) -> c_int {
+    // SAFETY: the caller passes null or room for a pointer.
+    let Some(pointer) = (unsafe { pointer.as_mut() }) else { return code::INVALID_VALUE };
+    answer(job::call(|| memory::allocate(bytes).map(|address| *pointer = address)))
+}
+
+/// Frees device memory.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemFree_v2(pointer: usize) -> c_int {
+    answer(job::call(|| memory::free(pointer)))
+}
+
+/// Copies to device memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyHtoD_v2(device: usize, host: *const u8, bytes: usize) -> c_int {
+    // SAFETY: the caller passes `bytes` readable bytes at `host`; device memory is checked.
+    answer(job::call(|| unsafe { memory::write(device, host, bytes) }))
+}
+
+/// Copies from device memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemcpyDtoH_v2(host: *mut u8, device: usize, bytes: usize) -> c_int {
+    // SAFETY: the caller passes `bytes` writable bytes at `host`; device memory is checked.
+    answer(job::call(|| unsafe { memory::read(host, device, bytes) }))
+}
+
+/// A "kernel": adds one to the 64-bit number at this device address.
+#[unsafe(no_mangle)]
+pub extern "C" fn standin_increment(device: usize) -> c_int {
+    answer(job::call(|| memory::increment(device)))
+}
+
+/// A "kernel" that runs this long. A lock waits for it.
+#[unsafe(no_mangle)]
+pub extern "C" fn standin_busy(milliseconds: c_uint) -> c_int {
+    answer(job::call(|| {
+        std::thread::sleep(std::time::Duration::from_millis(milliseconds.into()));
+        Ok(())
+    }))
+}
+
+/// State of a process.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCheckpointProcessGetState(pid: c_int, state: *mut c_int) -> c_int {
+    // SAFETY: the caller passes null or room for an int.
+    let Some(state) = (unsafe { state.as_mut() }) else { return code::INVALID_VALUE };
+    answer(caller::request(pid, Op::State, 0, &[]).map(|value| *state = value))
+}
+
+/// Restore thread of a process, as the caller's PID namespace numbers it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCheckpointProcessGetRestoreThreadId(pid: c_int, tid: *mut c_int) -> c_int {
+    // SAFETY: the caller passes null or room for an int.
+    let Some(tid) = (unsafe { tid.as_mut() }) else { return code::INVALID_VALUE };
+    let inner = caller::request(pid, Op::Tid, 0, &[]);
+    answer(inner.and_then(|inner| caller::outer_tid(pid, inner)).map(|value| *tid = value))
+}
+
+/// Locks. `args` is null or 64 bytes: a timeout in milliseconds (0 waits for ever), then zeros.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCheckpointProcessLock(pid: c_int, args: *const [u32; 16]) -> c_int {
+    // SAFETY: the caller passes null or 64 bytes.
+    let timeout = match unsafe { args.as_ref() } {
+        None => 0,
+        Some(args) if args[1..].iter().any(|&word| word != 0) => return code::INVALID_VALUE,
+        Some(args) => args[0],
+    };
+    answer(caller::request(pid, Op::Lock, timeout, &[]).map(drop))
+}
+
+/// Checkpoints. `args` is null or 64 zero bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCheckpointProcessCheckpoint(pid: c_int, args: *const [u64; 8]) -> c_int {
+    // SAFETY: the caller passes null or 64 bytes.
+    if unsafe { args.as_ref() }.is_some_and(|args| *args != [0; 8]) {
+        return code::INVALID_VALUE;
+    }
+    answer(caller::request(pid, Op::Checkpoint, 0, &[]).map(drop))
+}
+
+/// `CUcheckpointRestoreArgs`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct RestoreArgs {
+    pairs: *const control::Pair,
+    count: c_uint,
+    reserved: [u8; 44],
+    reserved1: u64,
+}
+
+/// Restores. `args` is null or 64 bytes: pairs of GPUs, their number, then zeros.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCheckpointProcessRestore(pid: c_int, args: *const RestoreArgs) -> c_int {
+    // SAFETY: the caller passes null or 64 bytes.
+    let pairs: &[control::Pair] = match unsafe { args.as_ref() } {
+        None => &[],
+        Some(args) if args.reserved != [0; 44] || args.reserved1 != 0 => return code::INVALID_VALUE,
+        Some(args) if args.count == 0 => &[],
+        Some(args) if args.pairs.is_null() => return code::INVALID_VALUE,
+        // SAFETY: the caller passes as many pairs as it says.
+        Some(args) => unsafe { std::slice::from_raw_parts(args.pairs, args.count as usize) },
+    };
+    answer(caller::request(pid, Op::Restore, 0, pairs).map(drop))
+}
+
+/// Unlocks. `args` is null or 64 zero bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuCheckpointProcessUnlock(pid: c_int, args: *const [u64; 8]) -> c_int {
+    // SAFETY: the caller passes null or 64 bytes.
+    if unsafe { args.as_ref() }.is_some_and(|args| *args != [0; 8]) {
+        return code::INVALID_VALUE;
+    }
+    answer(caller::request(pid, Op::Unlock, 0, &[]).map(drop))
+}

@@ -1,0 +1,285 @@
+//! `rekindle::cuda` against the stand-in libcuda, in real processes.
+
+#[path = "support/standin.rs"]
+mod standin;
+
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rekindle::cuda::{self, Driver, Error, Function, GpuMapping, GpuUuid, Process, State};
+use standin::{Standin, wait_for};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn gpu(byte: u8) -> GpuUuid {
+    GpuUuid::from_bytes([byte; 16])
+}
+
+#[test]
+fn a_process_goes_round_and_its_memory_survives() {
+    let standin = Standin::new();
+    let mut job = standin.start(&["--mib", "8"]);
+    let process = job.process(&standin.driver());
+    assert!(cuda::is_candidate(job.pid()).unwrap());
+    for _ in 0..3 {
+        assert_eq!(process.state().unwrap(), State::Running);
+        process.lock(10 * SECOND).unwrap();
+        assert_eq!(process.state().unwrap(), State::Locked);
+        process.checkpoint().unwrap();
+        assert_eq!(process.state().unwrap(), State::Checkpointed);
+        job.assert_stands();
+        process.restore(&[]).unwrap();
+        assert_eq!(process.state().unwrap(), State::Locked);
+        job.assert_stands();
+        process.unlock().unwrap();
+        assert_eq!(process.state().unwrap(), State::Running);
+        // The job checks counter and pattern itself, and ends when they differ.
+        job.assert_counts();
+    }
+}
+
+#[test]
+fn calls_in_the_wrong_state_are_refused_and_change_nothing() {
+    let standin = Standin::new();
+    let mut job = standin.start(&[]);
+    let process = job.process(&standin.driver());
+    let refused = |result: cuda::Result<()>, words: &str| {
+        let error = result.unwrap_err();
+        assert_eq!(error.code(), Some(401), "{error}");
+        assert!(error.to_string().contains(words), "{error}");
+    };
+    refused(process.checkpoint(), "only a locked process");
+    refused(process.restore(&[]), "only a checkpointed process");
+    refused(process.unlock(), "only a locked process");
+    process.lock(SECOND).unwrap();
+    refused(process.lock(SECOND), "only a running process");
+    refused(process.restore(&[]), "only a checkpointed process");
+    process.checkpoint().unwrap();
+    refused(process.checkpoint(), "only a locked process");
+    refused(process.unlock(), "restore it first");
+    assert_eq!(process.state().unwrap(), State::Checkpointed);
+    process.restore(&[]).unwrap();
+    process.unlock().unwrap();
+    job.assert_counts();
+}
+
+#[test]
+fn a_process_without_cuda_is_told_apart() {
+    let standin = Standin::new();
+    let mut sleep = Command::new("sleep").arg("60").spawn().unwrap();
+    let pid = i32::try_from(sleep.id()).unwrap();
+    let process = Process::with_driver(pid, standin.driver()).unwrap();
+    let error = process.state().unwrap_err();
+    assert!(error.is_not_cuda() && error.code() == Some(3), "{error}");
+    assert!(process.lock(SECOND).unwrap_err().is_not_cuda());
+    assert!(!cuda::is_candidate(pid).unwrap());
+    sleep.kill().unwrap();
+    sleep.wait().unwrap();
+}
+
+#[test]
+fn a_process_that_only_loads_the_library_is_a_candidate_but_no_cuda_process() {
+    let standin = Standin::new();
+    let load = "import ctypes,sys,time; ctypes.CDLL('libcuda.so.1'); print('loaded', flush=True); time.sleep(60)";
+    let mut command = Command::new("python3");
+    let mut python = standin.install(command.args(["-c", load])).stdout(Stdio::piped()).spawn().unwrap();
+    let mut line = String::new();
+    std::io::BufRead::read_line(&mut std::io::BufReader::new(python.stdout.take().unwrap()), &mut line).unwrap();
+    assert_eq!(line, "loaded\n");
+    let pid = i32::try_from(python.id()).unwrap();
+    assert!(cuda::is_candidate(pid).unwrap());
+    let error = Process::with_driver(pid, standin.driver()).unwrap().state().unwrap_err();
+    assert!(error.is_not_cuda(), "{error}");
+    python.kill().unwrap();
+    python.wait().unwrap();
+}
+
+#[test]
+fn a_forked_child_is_no_cuda_process() {
+    let standin = Standin::new();
+    let mut job = standin.start(&["--fork"]);
+    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", job.pid())).unwrap();
+    let child: i32 = children.trim().parse().unwrap();
+    let error = Process::with_driver(child, standin.driver()).unwrap().state().unwrap_err();
+    job.assert_counts();
+    // SIGKILL to the child that this test's job forked.
+    Command::new("kill").args(["-9", &child.to_string()]).status().unwrap();
+    assert!(error.is_not_cuda(), "{error}");
+}
+
+#[test]
+fn a_lock_that_waits_too_long_leaves_the_process_running() {
+    let standin = Standin::new();
+    let mut job = standin.start(&["--busy-ms", "400"]);
+    let process = job.process(&standin.driver());
+    // A kernel takes 400 ms and the pause between two only 10 ms: one of a few attempts meets a kernel.
+    let error = (0..10).find_map(|_| {
+        let start = Instant::now();
+        match process.lock(Duration::from_millis(50)) {
+            Ok(()) => {
+                process.unlock().unwrap();
+                None
+            }
+            Err(error) => Some((error, start.elapsed())),
+        }
+    });
+    let (error, took) = error.expect("no lock timed out");
+    assert!(error.is_not_ready(), "{error}");
+    assert!(took >= Duration::from_millis(50) && took < Duration::from_millis(350), "{took:?}");
+    assert_eq!(process.state().unwrap(), State::Running);
+    job.assert_counts();
+    process.lock(10 * SECOND).unwrap();
+    process.unlock().unwrap();
+}
+
+#[test]
+fn two_processes_are_locked_at_once() {
+    let standins = [Standin::new(), Standin::new()];
+    let mut jobs = [standins[0].start(&[]), standins[1].start(&[])];
+    // Each lock waits 400 ms before it is taken.
+    standins.iter().for_each(|standin| standin.fault("fail-lock", "0 delay=400"));
+    let driver = standins[0].driver();
+    let processes = [jobs[0].process(&driver), jobs[1].process(&driver)];
+    let start = Instant::now();
+    thread::scope(|scope| {
+        for process in &processes {
+            scope.spawn(|| process.lock(10 * SECOND).unwrap());
+        }
+    });
+    let took = start.elapsed();
+    assert!(took >= Duration::from_millis(400) && took < Duration::from_millis(790), "{took:?}");
+    for process in &processes {
+        assert_eq!(process.state().unwrap(), State::Locked);
+        process.unlock().unwrap();
+    }
+    jobs.iter_mut().for_each(standin::Job::assert_counts);
+}
+
+#[test]
+fn a_dead_process_is_an_operating_system_error() {
+    let standin = Standin::new();
+    let mut job = standin.start(&[]);
+    let process = job.process(&standin.driver());
+    process.lock(SECOND).unwrap();
+    job.kill();
+    for error in [process.state().unwrap_err(), process.checkpoint().unwrap_err(), process.unlock().unwrap_err()] {
+        assert_eq!(error.code(), Some(304), "{error}");
+        assert!(error.to_string().contains("gone"), "{error}");
+        assert!(!error.is_not_cuda());
+    }
+    assert!(matches!(Process::with_driver(job.pid(), standin.driver()), Err(Error::NoProcess(_))));
+}
+
+#[test]
+fn a_process_that_dies_at_the_checkpoint_does_not_hang_the_caller() {
+    let standin = Standin::new();
+    let mut job = standin.start(&[]);
+    let process = job.process(&standin.driver());
+    process.lock(SECOND).unwrap();
+    standin.fault("die-at-checkpoint", "delay=50");
+    let start = Instant::now();
+    let error = process.checkpoint().unwrap_err();
+    assert_eq!(error.code(), Some(304), "{error}");
+    assert!(start.elapsed() < 5 * SECOND);
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&job.wait()), Some(9));
+    assert!(!standin.path().join("die-at-checkpoint").exists(), "the next life would die of it");
+}
+
+#[test]
+fn injected_faults_fail_as_the_driver_does() {
+    let standin = Standin::new();
+    let mut job = standin.start(&[]);
+    let process = job.process(&standin.driver());
+    standin.fault("fail-lock", "600 times=2");
+    assert!(process.lock(SECOND).unwrap_err().is_not_ready());
+    assert!(process.lock(SECOND).unwrap_err().is_not_ready());
+    process.lock(SECOND).unwrap();
+    standin.fault("fail-checkpoint", "801 times=1");
+    let error = process.checkpoint().unwrap_err();
+    assert!(error.code() == Some(801) && error.to_string().contains("managed memory"), "{error}");
+    assert_eq!(process.state().unwrap(), State::Locked);
+    standin.fault("fail-unlock", &format!("304 times=1 pid={}", job.pid() + 1));
+    process.unlock().unwrap();
+    job.assert_counts();
+    process.lock(SECOND).unwrap();
+    process.checkpoint().unwrap();
+    standin.fault("fail-restore", "801");
+    let error = process.restore(&[]).unwrap_err();
+    assert!(error.to_string().contains("NCCL_P2P_DISABLE=1"), "{error}");
+    assert_eq!(process.state().unwrap(), State::Failed);
+    assert_eq!(process.restore(&[]).unwrap_err().code(), Some(401));
+}
+
+#[test]
+fn the_restore_thread_is_a_thread_of_the_process() {
+    let standin = Standin::new();
+    let job = standin.start(&[]);
+    let tid = job.process(&standin.driver()).restore_thread_id().unwrap();
+    assert_ne!(tid, job.pid());
+    let name = std::fs::read_to_string(format!("/proc/{}/task/{tid}/comm", job.pid())).unwrap();
+    assert_eq!(name, "standin-cuda\n");
+    let error = Process::with_driver(tid, standin.driver()).unwrap_err();
+    assert!(matches!(error, Error::ThreadId { pid, .. } if pid == job.pid()), "{error}");
+}
+
+#[test]
+fn a_restore_maps_to_another_gpu() {
+    let standin = Standin::new();
+    let mut job = standin.start(&[]);
+    let process = job.process(&standin.driver());
+    process.lock(SECOND).unwrap();
+    process.checkpoint().unwrap();
+    let error = process.restore(&[GpuMapping { old: gpu(0xb0), new: gpu(0xa0) }]).unwrap_err();
+    assert!(error.code() == Some(1) && error.to_string().contains("every GPU"), "{error}");
+    process.restore(&[GpuMapping { old: gpu(0xa0), new: gpu(0xb0) }]).unwrap();
+    process.checkpoint().unwrap();
+    // Now it is on the other one.
+    assert_eq!(process.restore(&[GpuMapping { old: gpu(0xa0), new: gpu(0xb0) }]).unwrap_err().code(), Some(1));
+    process.restore(&[GpuMapping { old: gpu(0xb0), new: gpu(0xa0) }]).unwrap();
+    process.unlock().unwrap();
+    job.assert_counts();
+}
+
+#[test]
+fn the_request_of_a_killed_caller_is_not_carried_out() {
+    let standin = Standin::new();
+    let mut job = standin.start(&[]);
+    let process = job.process(&standin.driver());
+    let pid = job.pid().to_string();
+    let control = standin.path().join(format!("{pid}.ctl"));
+    let before = std::fs::read(&control).unwrap();
+    let kill = |signal: &str| assert!(Command::new("kill").args([signal, &pid]).status().unwrap().success());
+    kill("-STOP");
+    let ask = "import ctypes,sys; a=(ctypes.c_uint32*16)(20000); \
+               ctypes.CDLL('libcuda.so.1').cuCheckpointProcessLock(int(sys.argv[1]), a)";
+    let mut command = Command::new("python3");
+    let mut caller = standin.install(command.args(["-c", ask, &pid])).spawn().unwrap();
+    wait_for("the request is written", || std::fs::read(&control).unwrap() != before);
+    thread::sleep(Duration::from_millis(20));
+    caller.kill().unwrap();
+    caller.wait().unwrap();
+    kill("-CONT");
+    job.assert_counts();
+    assert_eq!(process.state().unwrap(), State::Running);
+}
+
+#[test]
+fn a_caller_does_not_become_a_cuda_process() {
+    let standin = Standin::new();
+    let job = standin.start(&[]);
+    let driver = standin.driver();
+    assert!(Function::ALL.iter().all(|f| driver.supports(*f) == (*f != Function::OperationComplete)));
+    assert_eq!(driver.cuda_version(), Some(13_000));
+    job.process(&driver).state().unwrap();
+    let controls = std::fs::read_dir(standin.path()).unwrap().flatten();
+    let controls = controls.filter(|entry| entry.path().extension().is_some_and(|extension| extension == "ctl"));
+    assert_eq!(controls.count(), 1);
+}
+
+#[test]
+fn no_driver_is_told_in_words() {
+    let error = Driver::open("/nowhere/libcuda.so.1").unwrap_err();
+    assert!(error.is_missing());
+    assert!(error.to_string().starts_with("needs NVIDIA driver 570 or newer"), "{error}");
+}

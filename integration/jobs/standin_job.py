@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""A job for the stand-in libcuda: counts in device memory and checks a pattern there.
+
+    standin_job.py OUT [--mib N] [--until N] [--busy-ms N] [--sleep-ms N] [--fork]
+
+Each round adds one to the counter in device memory, checks the counter and the pattern, and appends the counter to the
+file OUT. Ends with 0 at --until, with 3 when the pattern differs, with 4 when the counter differs from the one that it
+keeps in host memory, with 5 when a CUDA call fails. --busy-ms runs a "kernel" of that length each round, so that a
+shorter lock times out. --fork leaves a child behind that holds the device descriptor but does not use CUDA.
+"""
+
+import argparse
+import ctypes
+import os
+import sys
+import time
+import zlib
+
+PIECE = 2 << 20
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--mib", type=int, default=4)
+    parser.add_argument("--until", type=int, default=0)
+    parser.add_argument("--busy-ms", type=int, default=0)
+    parser.add_argument("--sleep-ms", type=int, default=10)
+    parser.add_argument("--fork", action="store_true")
+    args = parser.parse_args()
+
+    cuda = ctypes.CDLL("libcuda.so.1")
+
+    def check(code, what):
+        if code != 0:
+            print(f"{what} failed with {code}", file=sys.stderr)
+            sys.exit(5)
+
+    check(cuda.cuInit(0), "cuInit")
+    context = ctypes.c_void_p()
+    check(cuda.cuCtxCreate_v2(ctypes.byref(context), 0, 0), "cuCtxCreate")
+
+    def allocate(size):
+        pointer = ctypes.c_size_t()
+        check(cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)), "cuMemAlloc")
+        return pointer
+
+    size = args.mib << 20
+    host = ctypes.create_string_buffer(os.urandom(PIECE) * max(size // PIECE, 1), max(size, PIECE))
+    size = len(host)
+    digest = zlib.crc32(host.raw)
+    pattern = allocate(size)
+    check(cuda.cuMemcpyHtoD_v2(pattern, host, ctypes.c_size_t(size)), "cuMemcpyHtoD")
+    counter = allocate(8)
+    number = ctypes.c_uint64(0)
+    check(cuda.cuMemcpyHtoD_v2(counter, ctypes.byref(number), ctypes.c_size_t(8)), "cuMemcpyHtoD")
+
+    if args.fork and os.fork() == 0:
+        while True:
+            time.sleep(1)
+
+    rounds = 0
+    with open(args.out, "a", buffering=1) as out:
+        while args.until == 0 or rounds < args.until:
+            rounds += 1
+            check(cuda.standin_increment(counter), "standin_increment")
+            if args.busy_ms:
+                check(cuda.standin_busy(args.busy_ms), "standin_busy")
+            check(cuda.cuMemcpyDtoH_v2(ctypes.byref(number), counter, ctypes.c_size_t(8)), "cuMemcpyDtoH")
+            if number.value != rounds:
+                print(f"counter is {number.value}, not {rounds}", file=sys.stderr)
+                sys.exit(4)
+            ctypes.memset(host, 0, size)
+            check(cuda.cuMemcpyDtoH_v2(host, pattern, ctypes.c_size_t(size)), "cuMemcpyDtoH")
+            if zlib.crc32(host.raw) != digest:
+                print("the pattern in device memory differs", file=sys.stderr)
+                sys.exit(3)
+            out.write(f"{number.value}\n")
+            time.sleep(args.sleep_ms / 1000)
+
+
+main()

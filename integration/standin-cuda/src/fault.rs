@@ -1,0 +1,65 @@
+//! Faults that a test asks for with files beside the control file.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::control::Op;
+
+/// What a fault file says.
+#[derive(Debug, Default)]
+struct Fault {
+    code: i32,
+    times: Option<u32>,
+    delay: Duration,
+    pid: Option<i32>,
+}
+
+fn parse(text: &str) -> Option<Fault> {
+    let mut fault = Fault::default();
+    for word in text.split_whitespace() {
+        match word.split_once('=') {
+            None => fault.code = word.parse().ok()?,
+            Some(("times", value)) => fault.times = Some(value.parse().ok()?),
+            Some(("delay", value)) => fault.delay = Duration::from_millis(value.parse().ok()?),
+            Some(("pid", value)) => fault.pid = Some(value.parse().ok()?),
+            Some(_) => return None,
+        }
+    }
+    Some(fault)
+}
+
+/// Carries out the faults for `op` of job `pid`. The code to fail with, if any; a file that can not be understood fails
+/// with -1, so that the test notices.
+pub(crate) fn inject(folder: &Path, op: Op, pid: i32) -> Result<(), i32> {
+    if let Some(fault) = read(&folder.join(format!("die-at-{}", op.name())), pid)? {
+        std::thread::sleep(fault.delay);
+        // Gone before the death: the next life of the job must not die of it.
+        let _ = fs::remove_file(folder.join(format!("die-at-{}", op.name())));
+        // SAFETY: a signal to this process only.
+        unsafe { libc::kill(pid, libc::SIGKILL) };
+    }
+    let path = folder.join(format!("fail-{}", op.name()));
+    let Some(fault) = read(&path, pid)? else { return Ok(()) };
+    match fault.times {
+        Some(0 | 1) => {
+            let _ = fs::remove_file(&path);
+        }
+        Some(times) => {
+            let pid = fault.pid.map_or_else(String::new, |pid| format!(" pid={pid}"));
+            let rest = format!("{} times={} delay={}{pid}", fault.code, times - 1, fault.delay.as_millis());
+            // Not truncated first: another job may be reading.
+            let _ = fs::write(path.with_extension("new"), rest);
+            let _ = fs::rename(path.with_extension("new"), &path);
+        }
+        None => {}
+    }
+    std::thread::sleep(fault.delay);
+    if fault.code == 0 { Ok(()) } else { Err(fault.code) }
+}
+
+fn read(path: &Path, pid: i32) -> Result<Option<Fault>, i32> {
+    let Ok(text) = fs::read_to_string(path) else { return Ok(None) };
+    let fault = parse(&text).ok_or(-1)?;
+    Ok(fault.pid.is_none_or(|wanted| wanted == pid).then_some(fault))
+}

@@ -1,0 +1,220 @@
+//! The job's side: the state, and the thread that answers requests.
+
+use std::fs::{self, File, OpenOptions, Permissions};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use crate::control::{Control, MAGIC, Mapping, Op, Pair, SIZE, code};
+use crate::{fault, gate, memory};
+
+/// `CUprocessState`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Running,
+    Locked,
+    Checkpointed,
+    Failed,
+}
+
+/// The two GPUs of this machine.
+const GPUS: [[u8; 16]; 2] = [[0xa0; 16], [0xb0; 16]];
+
+/// What a checkpoint must bring back: it lives in private memory only.
+#[derive(Debug)]
+struct Job {
+    state: State,
+    gpu: [u8; 16],
+    /// Stands for the descriptors of /dev/nvidia*: CRIU refuses it as it refuses those.
+    device: Option<OwnedFd>,
+}
+
+static JOB: Mutex<Job> = Mutex::new(Job { state: State::Running, gpu: GPUS[0], device: None });
+/// The process that started, by its own number: a forked child is no CUDA process, as with the real driver.
+static STARTED: AtomicI32 = AtomicI32::new(0);
+
+fn job() -> MutexGuard<'static, Job> {
+    JOB.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn own_pid() -> i32 {
+    // SAFETY: no precondition.
+    unsafe { libc::getpid() }
+}
+
+/// The GPU that this process is on.
+pub(crate) fn gpu() -> [u8; 16] {
+    job().gpu
+}
+
+/// Makes this process a CUDA process; once it is one, does nothing.
+pub(crate) fn start() -> Result<(), i32> {
+    let mut job = job();
+    let pid = own_pid();
+    match STARTED.load(Ordering::Relaxed) {
+        0 => {}
+        started if started == pid => return Ok(()),
+        _ => return Err(code::NOT_INITIALIZED),
+    }
+    let folder = std::env::var_os("STANDIN_CUDA_DIR").ok_or(code::NO_DEVICE)?;
+    // As /proc/PID/maps will show it.
+    let folder = fs::canonicalize(folder).map_err(|_| code::NO_DEVICE)?;
+    let path = folder.join(format!("{pid}.ctl"));
+    let control = create(&path, pid).map_err(|_| code::OPERATING_SYSTEM)?;
+    job.device = Some(open_device()?);
+    // Its memory is never freed: the thread outlives everything.
+    let thread = thread::Builder::new().name("standin-cuda".to_owned());
+    thread.spawn(move || serve(&control, &folder, &path)).map_err(|_| code::OPERATING_SYSTEM)?;
+    STARTED.store(pid, Ordering::Relaxed);
+    Ok(())
+}
+
+/// A CUDA call of the job: waits while the process is locked.
+pub(crate) fn call(work: impl FnOnce() -> Result<(), i32>) -> Result<(), i32> {
+    if STARTED.load(Ordering::Relaxed) != own_pid() {
+        return Err(code::NOT_INITIALIZED);
+    }
+    let _inside = gate::enter();
+    work()
+}
+
+fn create(path: &Path, pid: i32) -> std::io::Result<Mapping> {
+    // Of an earlier process of this number.
+    let _ = fs::remove_file(path);
+    let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path)?;
+    // CRIU compares mode and size at a restore; the mode must not depend on the umask.
+    file.set_permissions(Permissions::from_mode(0o600))?;
+    file.set_len(SIZE as u64)?;
+    let control = Mapping::new(&file)?;
+    control.not_in_children();
+    control.pid.store(pid, Ordering::Relaxed);
+    control.magic.store(MAGIC, Ordering::Release);
+    Ok(control)
+}
+
+/// A userfaultfd: CRIU says "Can't dump file N of that type [600] (anon anon_inode:[userfaultfd])". For user-mode faults
+/// only it needs no privilege.
+fn open_device() -> Result<OwnedFd, i32> {
+    const UFFD_USER_MODE_ONLY: i32 = 1;
+    // SAFETY: the call only makes a descriptor.
+    let fd = unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC | UFFD_USER_MODE_ONLY) };
+    match i32::try_from(fd) {
+        // SAFETY: a descriptor that was just made and that nobody else owns.
+        Ok(fd) if fd >= 0 => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+        _ => Err(code::OPERATING_SYSTEM),
+    }
+}
+
+/// The thread: looks for a request each millisecond.
+fn serve(control: &Control, folder: &PathBuf, path: &Path) {
+    // SAFETY: no precondition.
+    let tid = unsafe { libc::gettid() };
+    let mut last = 0;
+    loop {
+        let request = control.request.load(Ordering::Acquire);
+        if request != 0 && request != last {
+            last = request;
+            if is_asked(path) {
+                let (code, value) = match handle(control, folder, tid) {
+                    Ok(value) => (code::SUCCESS, value),
+                    Err(code) => (code, 0),
+                };
+                control.code.store(code, Ordering::Relaxed);
+                control.value.store(value, Ordering::Relaxed);
+                control.reply.store(request, Ordering::Release);
+            }
+        }
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Whether the caller of the request still waits: it holds the lock of the file. One that was killed left its request
+/// behind, maybe for an earlier life of this process.
+fn is_asked(path: &Path) -> bool {
+    let Ok(file) = File::open(path) else { return false };
+    // SAFETY: the descriptor is open.
+    unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) != 0 }
+}
+
+fn handle(control: &Control, folder: &Path, tid: i32) -> Result<i32, i32> {
+    let op = Op::from_raw(control.op.load(Ordering::Relaxed)).ok_or(code::INVALID_VALUE)?;
+    let wanted = match op {
+        Op::State | Op::Tid => None,
+        Op::Lock => Some(State::Running),
+        Op::Checkpoint | Op::Unlock => Some(State::Locked),
+        Op::Restore => Some(State::Checkpointed),
+    };
+    if wanted.is_some_and(|wanted| wanted != job().state) {
+        return Err(code::ILLEGAL_STATE);
+    }
+    if let Err(code) = fault::inject(folder, op, own_pid()) {
+        if op == Op::Restore {
+            job().state = State::Failed;
+        }
+        return Err(code);
+    }
+    match op {
+        Op::State => return Ok(job().state as i32),
+        Op::Tid => return Ok(tid),
+        Op::Lock => lock(control.timeout_ms.load(Ordering::Relaxed))?,
+        Op::Checkpoint => checkpoint()?,
+        Op::Restore => restore(&pairs(control)?)?,
+        Op::Unlock => {
+            job().state = State::Running;
+            gate::open();
+        }
+    }
+    Ok(0)
+}
+
+fn lock(timeout_ms: u32) -> Result<(), i32> {
+    let timeout = (timeout_ms > 0).then(|| Duration::from_millis(timeout_ms.into()));
+    if !gate::close(timeout) {
+        return Err(code::NOT_READY);
+    }
+    job().state = State::Locked;
+    Ok(())
+}
+
+fn checkpoint() -> Result<(), i32> {
+    let mut job = job();
+    memory::checkpoint()?;
+    job.device = None;
+    job.state = State::Checkpointed;
+    Ok(())
+}
+
+fn restore(pairs: &[Pair]) -> Result<(), i32> {
+    let mut job = job();
+    let mut gpu = job.gpu;
+    if !pairs.is_empty() {
+        gpu = pairs.iter().find(|pair| pair[0] == gpu).ok_or(code::INVALID_VALUE)?[1];
+        if !GPUS.contains(&gpu) {
+            return Err(code::INVALID_VALUE);
+        }
+    }
+    let done = open_device().and_then(|device| {
+        job.device = Some(device);
+        memory::restore()
+    });
+    job.state = if done.is_ok() { State::Locked } else { State::Failed };
+    job.gpu = gpu;
+    done
+}
+
+fn pairs(control: &Control) -> Result<Vec<Pair>, i32> {
+    let count = control.pair_count.load(Ordering::Relaxed) as usize;
+    let words = control.pairs.get(..count * 4).ok_or(code::INVALID_VALUE)?;
+    let words: Vec<[u8; 8]> = words.iter().map(|word| word.load(Ordering::Relaxed).to_ne_bytes()).collect();
+    let uuid = |two: &[[u8; 8]]| {
+        let mut uuid = [0; 16];
+        uuid[..8].copy_from_slice(&two[0]);
+        uuid[8..].copy_from_slice(&two[1]);
+        uuid
+    };
+    Ok(words.chunks_exact(4).map(|pair| [uuid(&pair[..2]), uuid(&pair[2..])]).collect())
+}

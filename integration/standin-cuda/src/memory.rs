@@ -1,0 +1,184 @@
+//! "Device memory": pages that the job must not touch itself, and that go to host memory at a checkpoint.
+
+use std::ffi::c_void;
+use std::ptr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::control::code;
+
+/// The driver's granule: allocations are whole ones, and copies go by one.
+const PIECE: usize = 2 << 20;
+
+#[derive(Debug)]
+struct Memory {
+    /// Address and length of each allocation.
+    device: Vec<(usize, usize)>,
+    /// The region that holds all of it in host memory while checkpointed.
+    host: Option<(usize, usize)>,
+}
+
+static MEMORY: Mutex<Memory> = Mutex::new(Memory { device: Vec::new(), host: None });
+
+fn memory() -> MutexGuard<'static, Memory> {
+    MEMORY.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Maps anonymous memory past libc's `mmap`: an interposer must see the one call of the checkpoint only. With an
+/// address it replaces what is there.
+fn map(address: usize, length: usize, prot: i32) -> Result<usize, i32> {
+    let fixed = if address == 0 { 0 } else { libc::MAP_FIXED };
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;
+    // SAFETY: a new mapping, or one in place of device memory that nobody borrows from.
+    let mapped = unsafe { libc::syscall(libc::SYS_mmap, address, length, prot, flags, -1, 0_usize) };
+    usize::try_from(mapped).map_err(|_| code::OUT_OF_MEMORY)
+}
+
+fn unmap(address: usize, length: usize) {
+    // SAFETY: one of our mappings that nobody borrows from.
+    unsafe { libc::syscall(libc::SYS_munmap, address, length) };
+}
+
+const RW: i32 = libc::PROT_READ | libc::PROT_WRITE;
+
+/// Copies as a GPU does, without libc's `memcpy`, so that an interposer of it sees host copies only.
+///
+/// # Safety
+/// `length` readable bytes at `from` and writable ones at `to`, which do not overlap.
+unsafe fn dma(to: usize, from: usize, length: usize) {
+    // SAFETY: copies exactly `length` bytes; the direction flag is clear by the ABI.
+    unsafe {
+        std::arch::asm!("rep movsb", inout("rcx") length => _, inout("rdi") to => _, inout("rsi") from => _,
+            options(nostack, preserves_flags));
+    }
+}
+
+pub(crate) fn allocate(bytes: usize) -> Result<usize, i32> {
+    if bytes == 0 {
+        return Err(code::INVALID_VALUE);
+    }
+    let length = bytes.checked_next_multiple_of(PIECE).ok_or(code::OUT_OF_MEMORY)?;
+    let mut memory = memory();
+    let address = map(0, length, RW)?;
+    memory.device.push((address, length));
+    Ok(address)
+}
+
+pub(crate) fn free(address: usize) -> Result<(), i32> {
+    let mut memory = memory();
+    let at = memory.device.iter().position(|&(start, _)| start == address).ok_or(code::INVALID_VALUE)?;
+    let (address, length) = memory.device.swap_remove(at);
+    unmap(address, length);
+    Ok(())
+}
+
+/// Holds the memory while a range of it is used.
+fn check(device: usize, bytes: usize) -> Result<MutexGuard<'static, Memory>, i32> {
+    let memory = memory();
+    let end = device.checked_add(bytes).ok_or(code::INVALID_VALUE)?;
+    let inside = memory.device.iter().any(|&(start, length)| start <= device && end <= start + length);
+    if inside { Ok(memory) } else { Err(code::INVALID_VALUE) }
+}
+
+/// # Safety
+/// `bytes` readable bytes at `host`.
+pub(crate) unsafe fn write(device: usize, host: *const u8, bytes: usize) -> Result<(), i32> {
+    let _memory = check(device, bytes)?;
+    // SAFETY: the device range was checked, the host range is the caller's promise.
+    unsafe { dma(device, host.addr(), bytes) };
+    Ok(())
+}
+
+/// # Safety
+/// `bytes` writable bytes at `host`.
+pub(crate) unsafe fn read(host: *mut u8, device: usize, bytes: usize) -> Result<(), i32> {
+    let _memory = check(device, bytes)?;
+    // SAFETY: as above.
+    unsafe { dma(host.addr(), device, bytes) };
+    Ok(())
+}
+
+pub(crate) fn increment(device: usize) -> Result<(), i32> {
+    let _memory = check(device, 8)?;
+    let number: *mut u64 = ptr::with_exposed_provenance_mut(device);
+    // SAFETY: eight bytes of device memory, held; alignment is not asked of the caller.
+    let value = unsafe { number.read_unaligned() };
+    // SAFETY: as above.
+    unsafe { number.write_unaligned(value.wrapping_add(1)) };
+    Ok(())
+}
+
+/// One piece, through libc's `memcpy` as the driver does it.
+///
+/// # Safety
+/// As for [`dma`].
+unsafe fn copy_host(to: usize, from: usize, length: usize) {
+    let (to, from): (*mut c_void, *const c_void) =
+        (ptr::with_exposed_provenance_mut(to), ptr::with_exposed_provenance(from));
+    // SAFETY: the caller's promise.
+    unsafe { libc::memcpy(to, from, length) };
+}
+
+/// Device to host memory. On failure nothing has changed.
+pub(crate) fn checkpoint() -> Result<(), i32> {
+    let mut memory = memory();
+    let total: usize = memory.device.iter().map(|&(_, length)| length).sum();
+    if total == 0 {
+        return Ok(());
+    }
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;
+    // SAFETY: a new mapping.
+    let host = unsafe { libc::mmap(ptr::null_mut(), total, RW, flags, -1, 0) };
+    if host == libc::MAP_FAILED {
+        return Err(code::OUT_OF_MEMORY);
+    }
+    let host = host.expose_provenance();
+    let Ok(staging) = map(0, PIECE, RW) else {
+        release(host, total);
+        return Err(code::OUT_OF_MEMORY);
+    };
+    let mut at = host;
+    for &(start, length) in &memory.device {
+        for piece in (start..start + length).step_by(PIECE) {
+            // SAFETY: a piece of an allocation, and the staging buffer.
+            unsafe { dma(staging, piece, PIECE) };
+            // SAFETY: the host region has room for every piece.
+            unsafe { copy_host(at, staging, PIECE) };
+            at += PIECE;
+        }
+    }
+    unmap(staging, PIECE);
+    for &(start, length) in &memory.device {
+        // The addresses stay taken, as the driver keeps them; a touch is now a fault. It can not fail: it replaces.
+        map(start, length, libc::PROT_NONE)?;
+    }
+    memory.host = Some((host, total));
+    Ok(())
+}
+
+/// Host to device memory.
+pub(crate) fn restore() -> Result<(), i32> {
+    let mut memory = memory();
+    let Some((host, total)) = memory.host else { return Ok(()) };
+    let staging = map(0, PIECE, RW)?;
+    let mut at = host;
+    for &(start, length) in &memory.device {
+        map(start, length, RW)?;
+        for piece in (start..start + length).step_by(PIECE) {
+            // SAFETY: the checkpoint filled as many pieces as there are.
+            unsafe { copy_host(staging, at, PIECE) };
+            // SAFETY: the allocation was mapped again.
+            unsafe { dma(piece, staging, PIECE) };
+            at += PIECE;
+        }
+    }
+    unmap(staging, PIECE);
+    release(host, total);
+    memory.host = None;
+    Ok(())
+}
+
+/// Unmaps the host region through libc's symbol, where an interposer may wait for it.
+fn release(host: usize, total: usize) {
+    // SAFETY: our own region, of which nothing is borrowed.
+    unsafe { libc::munmap(ptr::with_exposed_provenance_mut(host), total) };
+}

@@ -1,0 +1,155 @@
+//! The stand-in libcuda, built once and installed for one job, and the job that uses it.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use rekindle::cuda::{Driver, Process};
+
+/// The repository.
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// The built stand-in, `libstandin_cuda.so`. Cargo builds no cdylib for a test of another package, so this asks it.
+pub(crate) fn library() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        // target/debug/deps/cuda-0123456789abcdef
+        let test = std::env::current_exe().unwrap();
+        let target = test.ancestors().nth(3).unwrap();
+        let built = Command::new(env!("CARGO"))
+            .args(["build", "--quiet", "--package", "standin-cuda", "--target-dir"])
+            .arg(target)
+            .current_dir(root())
+            .status()
+            .unwrap();
+        assert!(built.success(), "the stand-in libcuda does not build");
+        target.join("debug/libstandin_cuda.so")
+    })
+}
+
+/// A folder with a `libcuda.so.1` and the control files and faults of one job.
+#[derive(Debug)]
+pub(crate) struct Standin {
+    folder: tempfile::TempDir,
+}
+
+impl Standin {
+    pub(crate) fn new() -> Self {
+        let folder = tempfile::Builder::new().prefix("standin-cuda-").tempdir().unwrap();
+        fs::copy(library(), folder.path().join("libcuda.so.1")).unwrap();
+        Self { folder }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// The file that the job writes its counter to.
+    pub(crate) fn output(&self) -> PathBuf {
+        self.path().join("out.txt")
+    }
+
+    /// The stand-in as a driver.
+    pub(crate) fn driver(&self) -> Driver {
+        Driver::open(self.path().join("libcuda.so.1")).unwrap()
+    }
+
+    /// Asks for a fault; the stand-in's documentation lists them.
+    pub(crate) fn fault(&self, name: &str, text: &str) {
+        fs::write(self.path().join(name), text).unwrap();
+    }
+
+    /// Lets `command` find the stand-in as its libcuda.
+    pub(crate) fn install<'a>(&self, command: &'a mut Command) -> &'a mut Command {
+        command.env("LD_LIBRARY_PATH", self.path()).env("STANDIN_CUDA_DIR", self.path())
+    }
+
+    /// The command line of the job.
+    pub(crate) fn command(&self, args: &[&str]) -> Command {
+        let mut command = Command::new("python3");
+        command.arg(root().join("integration/jobs/standin_job.py")).arg(self.output()).args(args);
+        self.install(&mut command);
+        command
+    }
+
+    /// Starts the job and waits until it counts.
+    pub(crate) fn start(&self, args: &[&str]) -> Job {
+        let child = self.command(args).stdin(Stdio::null()).spawn().unwrap();
+        let mut job = Job { child, output: self.output() };
+        let before = job.count();
+        wait_for("the job counts", || {
+            assert_eq!(job.child.try_wait().unwrap(), None, "the job ended at once");
+            job.count() > before
+        });
+        job
+    }
+}
+
+/// A running job; killed when dropped.
+#[derive(Debug)]
+pub(crate) struct Job {
+    child: Child,
+    output: PathBuf,
+}
+
+impl Job {
+    pub(crate) fn pid(&self) -> i32 {
+        i32::try_from(self.child.id()).unwrap()
+    }
+
+    pub(crate) fn process(&self, driver: &Driver) -> Process {
+        Process::with_driver(self.pid(), driver.clone()).unwrap()
+    }
+
+    /// The last whole line of its output; 0 before the first.
+    pub(crate) fn count(&self) -> u64 {
+        let text = fs::read_to_string(&self.output).unwrap_or_default();
+        let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+        whole.lines().last().map_or(0, |line| line.parse().unwrap())
+    }
+
+    /// Fails unless the counter moves on.
+    pub(crate) fn assert_counts(&mut self) {
+        let before = self.count();
+        wait_for("the counter moves", || {
+            assert_eq!(self.child.try_wait().unwrap(), None, "the job ended");
+            self.count() > before + 1
+        });
+    }
+
+    /// Fails if the counter moves. A round may be under way: it ends within the grace.
+    pub(crate) fn assert_stands(&self) {
+        std::thread::sleep(Duration::from_millis(50));
+        let before = self.count();
+        std::thread::sleep(Duration::from_millis(150));
+        assert_eq!(self.count(), before, "the job goes on");
+    }
+
+    pub(crate) fn kill(&mut self) -> ExitStatus {
+        let _ = self.child.kill();
+        self.child.wait().unwrap()
+    }
+
+    pub(crate) fn wait(&mut self) -> ExitStatus {
+        self.child.wait().unwrap()
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// Waits at most 20 s.
+pub(crate) fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !done() {
+        assert!(Instant::now() < deadline, "waited in vain until {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
