@@ -25,7 +25,10 @@
 pub mod cli;
 pub mod config;
 pub mod launch;
+pub mod restart;
+pub mod snapshot;
 pub mod store;
 pub mod sys;
+pub mod telemetry;
 
 pub use sys::cuda;

@@ -15,6 +15,7 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use crate::sys::process;
 use crate::sys::spawn::{self, Child, Open, Spawn};
 use identity::Identity;
 use world::World;
@@ -104,6 +105,43 @@ fn executable(file: &Path) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it has no execute permission"));
     }
     Ok(())
+}
+
+/// A running job: its world, and the reaper that is the root of its tree.
+#[derive(Debug)]
+pub struct Job {
+    /// Where it lives.
+    pub world: World,
+    /// The reaper; it ends as the job ends.
+    pub root: Child,
+}
+
+impl Job {
+    /// A job that was started or restored.
+    #[must_use]
+    pub fn new(world: World, root: Child) -> Job {
+        Job { world, root }
+    }
+
+    /// The process that runs the command, as we see it: the reaper's oldest child. Daemons come later.
+    #[must_use]
+    pub fn main_pid(&self) -> Option<i32> {
+        let children = process::children(self.root.pid());
+        children.into_iter().min_by_key(|pid| process::start_time(*pid).unwrap_or(u64::MAX))
+    }
+
+    /// Sends a signal to the command's process, through the reaper.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn signal(&self, signal: i32) -> io::Result<()> {
+        self.root.signal(signal)
+    }
+
+    /// Kills whatever is left of it, and reaps. Returns how the reaper ended, and so the job.
+    pub fn end(&self) -> Option<spawn::Ended> {
+        self.world.end(Some(&self.root))
+    }
 }
 
 /// Why a job did not start.

@@ -125,13 +125,13 @@ impl World {
 
     /// Kills and reaps everything, the root first: a dying init waits for the zombies that have their parent outside of
     /// the namespace (`zap_pid_ns_processes`). Returns how the root ended.
-    pub fn end(self, root: Option<Child>) -> Option<Ended> {
-        self.kill(root.as_ref());
+    pub fn end(&self, root: Option<&Child>) -> Option<Ended> {
+        self.kill(root);
         let mut ended = None;
         if let Some(root) = root {
             // What was frozen by a tracer that died is left stopped; SIGKILL ends it in any state. In the host's
             // namespaces the reaper may take a moment to end the others first.
-            if matches!(self, World::Host) && !ends_within(&root, Duration::from_secs(5)) {
+            if matches!(self, World::Host) && !ends_within(root, Duration::from_secs(5)) {
                 kill_tree(root.pid());
             }
             ended = root.wait().ok();

@@ -4,10 +4,12 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use crate::launch::identity::Identity;
 use crate::launch::output::Files;
 use crate::store::ImageId;
 use crate::store::manifest::{OpenFile, Recreate, SavedLink};
 use crate::sys::criu::image;
+use crate::sys::identity;
 use crate::sys::process::path_in;
 
 /// The regular files that the frozen job has open for writing, with their sizes of this moment. `root` is the root of
@@ -26,9 +28,36 @@ pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
         }
         // A device, or a name that is gone: CRIU deals with those.
         let Some(metadata) = std::fs::metadata(path_in(root, &file.path)).ok().filter(|m| m.is_file()) else { continue };
-        found.push(OpenFile { path: file.path, size: metadata.size(), append, position: file.position });
+        found.push(OpenFile { path: file.path, size: metadata.size(), append, position: file.position, part: None });
     }
     Ok(found)
+}
+
+/// A file up to this size that may be rewritten in place is copied into the image. Larger ones are not: the job stands
+/// still meanwhile, and what is large is appended to, or is written anew under another name, as a rule.
+const COPY_UP_TO: u64 = 4 << 20;
+
+/// Copies the content of small files that are open for writing, but not for appending, into the draft. With the rights
+/// of the job's user, who could put a link to somebody else's file in its place. What can not be copied is left out: then
+/// the size alone is put back.
+pub(super) fn copy_small(files: &mut [OpenFile], root: i32, draft: &Path, user: Option<&Identity>) -> io::Result<()> {
+    let small = files.iter_mut().filter(|f| !f.append && f.size <= COPY_UP_TO);
+    for (n, file) in small.enumerate() {
+        let path = path_in(root, &file.path);
+        let read = || std::fs::read(&path);
+        let content = match user {
+            Some(user) => identity::with_file_rights(user.uid, user.gid, &user.groups, read)?,
+            None => read(),
+        };
+        let Ok(content) = content else { continue };
+        let part = format!("files/open-{n}");
+        let target = draft.join(&part);
+        std::fs::create_dir_all(target.parent().unwrap_or(draft))?;
+        file.size = u64::try_from(content.len()).unwrap_or(file.size);
+        std::fs::write(target, content)?;
+        file.part = Some(part);
+    }
+    Ok(())
 }
 
 /// The job's output may have been rotated since its size was taken.
@@ -67,7 +96,7 @@ pub(super) fn drop_links(links: &[SavedLink], root: i32) {
 /// Puts the reaper into the image: a restore may happen after an upgrade, or on another machine.
 pub(super) fn keep_reaper(draft: &Path, reaper: &Path) -> io::Result<Vec<Recreate>> {
     let dir = draft.join("files");
-    std::fs::create_dir(&dir)?;
+    std::fs::create_dir_all(&dir)?;
     let part = dir.join("reaper");
     std::fs::copy(reaper, &part)?;
     Ok(vec![Recreate { path: PathBuf::from(reaper), mode: 0o700, part: "files/reaper".into() }])

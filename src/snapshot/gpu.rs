@@ -78,7 +78,9 @@ impl Group {
         let error = |source| Error::Cuda { phase: "lock", source };
         for attempt in 1..=ATTEMPTS {
             if let Err(failure) = self.lock_once(timeout) {
-                self.undo_lock().map_err(|undo| Error::Lost { cause: Box::new(error(failure.clone())), undo })?;
+                if let Err(undo) = self.undo_lock() {
+                    return Err(Error::Lost { cause: Box::new(error(failure)), undo });
+                }
                 if !failure.is_not_ready() || attempt == ATTEMPTS || self.members.len() < 2 {
                     return Err(error(failure));
                 }
@@ -103,7 +105,7 @@ impl Group {
             [one] => vec![one.process.lock(timeout)],
             many => std::thread::scope(|scope| {
                 let threads: Vec<_> = many.iter().map(|m| scope.spawn(|| m.process.lock(timeout))).collect();
-                threads.into_iter().map(|t| t.join().unwrap_or(Err(cuda::Error::Interrupted))).collect()
+                threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
             }),
         };
         let mut first = Ok(());

@@ -69,6 +69,8 @@ pub struct Launch {
     pub directory: std::path::PathBuf,
     /// The user, where it is not the supervisor's.
     pub user: Option<String>,
+    /// Who it runs as, where that is not the supervisor.
+    pub identity: Option<launch::identity::Identity>,
     /// The run that began from nothing.
     pub lineage: String,
 }

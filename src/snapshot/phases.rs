@@ -9,7 +9,8 @@ use super::{Error, Subject, files, gpu, preflight, tcp};
 use crate::store::Draft;
 use crate::store::manifest::{OpenFile, Phase, Recreate, SavedLink, TreeProcess};
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
-use crate::sys::{process, spawn};
+use crate::sys::process;
+use crate::telemetry::log::chain;
 
 /// CRIU's images within an image.
 pub(crate) const CRIU_DIR: &str = "criu";
@@ -169,7 +170,7 @@ impl<'a> Work<'a> {
         let config = &subject.config.snapshot;
         let draft = subject.folder.begin_image(subject.lock, Utc::now())?;
         let dir = draft.dir().join(CRIU_DIR);
-        let id = draft.id();
+        let (id, draft_dir) = (draft.id(), draft.dir().to_path_buf());
         self.draft = Some(draft);
         let io = |what: &str| {
             let what = format!("dump: {what}");
@@ -198,10 +199,12 @@ impl<'a> Work<'a> {
             }
             self.taken = Some(Utc::now());
             self.open_files = files::open_for_writing(&dir, root).map_err(|e| e.to_string())?;
+            files::copy_small(&mut self.open_files, root, &draft_dir, subject.launch.identity.as_ref())
+                .map_err(|e| format!("can not copy the job's open files: {e}"))?;
             self.saved_links = files::save_links(&dir, root, &id).map_err(|e| e.to_string())?;
             let log = &subject.config.log;
             if let Err(error) = subject.output.rotate(log.max_size.bytes(), log.keep) {
-                self.notes.push(format!("the output was not rotated: {}", spawn::chain(&error)));
+                self.notes.push(format!("the output was not rotated: {}", chain(&error)));
             }
             files::record_sizes_again(&mut self.open_files, root, subject.output);
             Ok(())

@@ -64,6 +64,16 @@ impl JobFolder {
         self.path.join("bin")
     }
 
+    /// A folder for what a run of CRIU leaves beside its images; nothing in it is worth keeping.
+    ///
+    /// # Errors
+    /// [`Error::Create`], [`Error::NotAFolder`].
+    pub fn scratch_dir(&self) -> Result<PathBuf> {
+        let path = self.path.join("scratch");
+        make_folder(&path)?;
+        Ok(path)
+    }
+
     /// Where the images are.
     #[must_use]
     pub fn images_dir(&self) -> PathBuf {

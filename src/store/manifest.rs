@@ -17,10 +17,11 @@ use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use fields::{
-    Gpu, Host, JobTree, Manifest, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, Tcp, TreeProcess,
+    Gpu, Host, JobTree, Manifest, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
 };
 
 use super::id::ImageId;
+pub use crate::sys::criu::Tcp;
 use crate::sys::durable;
 
 /// What `format` says: the magic of the file.

@@ -1,9 +1,11 @@
 //! The only code with `unsafe`: what the kernel, the CUDA driver and CRIU offer, behind safe doors.
 #![allow(unsafe_code, reason = "this module is where it is allowed; every block says why it is sound")]
 
+pub mod cgroup;
 pub mod criu;
 pub mod cuda;
 pub mod durable;
+pub mod identity;
 pub mod nvml;
 pub mod process;
 pub mod spawn;

@@ -552,6 +552,20 @@ impl Child {
         }
     }
 
+    /// Waits for the end; leaves it to be reaped.
+    ///
+    /// # Errors
+    /// When it was reaped before.
+    pub fn wait_for_end(&self) -> io::Result<()> {
+        let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT;
+        loop {
+            match waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&self.pidfd)), flags) {
+                Err(nix::Error::EINTR) => {}
+                other => return Ok(other.map(drop)?),
+            }
+        }
+    }
+
     /// Reaps if it has ended.
     ///
     /// # Errors

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::paths;
 use crate::store::id::{ImageId, JobName};
+use crate::sys::criu::Tcp;
 
 /// All that is known of an image. It holds no environment variable, neither name nor value; like the memory in the
 /// image, the command may be private, which is why the store is 0700.
@@ -47,7 +48,7 @@ pub struct Manifest {
     pub saved_links: Vec<SavedLink>,
     /// Files of ours that the job has mapped, and that must be put back before a restore.
     pub recreate: Vec<Recreate>,
-    /// What happens to established TCP connections.
+    /// What happens to established TCP connections at a restore.
     pub tcp: Tcp,
     /// The phases of the snapshot, in order.
     pub phases: Vec<Phase>,
@@ -104,7 +105,7 @@ pub struct Gpu {
 pub struct JobTree {
     /// Where the pids below are counted.
     pub pid_namespace: PidNamespace,
-    /// The root of the dumped tree: 1, our init, in a namespace of the job's own.
+    /// The root of the dumped tree: the reaper.
     pub root: i32,
     /// The process that runs the command.
     pub job: i32,
@@ -147,6 +148,9 @@ pub struct OpenFile {
     pub append: bool,
     /// The file offset, in bytes.
     pub position: u64,
+    /// The part with its content, where it is small and may be rewritten in place.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub part: Option<String>,
 }
 
 /// A hard link beside a file of the user that keeps a deleted file alive for the restore.
@@ -175,16 +179,6 @@ pub struct Recreate {
     pub mode: u32,
     /// The part of this image that holds its content.
     pub part: String,
-}
-
-/// What happens to established TCP connections.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Tcp {
-    /// Dumped and repaired at restore (CRIU's `tcp-established`).
-    Keep,
-    /// Closed at restore (CRIU's `tcp-close`).
-    Close,
 }
 
 /// How long a phase of the snapshot took.

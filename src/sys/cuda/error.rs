@@ -78,6 +78,14 @@ pub enum Error {
         /// `CUprocessState`.
         value: i32,
     },
+    /// Somebody else's lock or checkpoint is on it.
+    #[error("process {pid} is {state}, not running; if no other tool is at work on it, set it going with `rekindle cuda restore` and `rekindle cuda unlock --pid {pid}`")]
+    Busy {
+        /// The process.
+        pid: i32,
+        /// Its state.
+        state: super::State,
+    },
     /// A call of the driver failed.
     #[error("{}({pid}) failed with {name} ({code}){}", function.symbol(), hint(*function, *pid, *code))]
     Call {

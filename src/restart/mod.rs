@@ -1,0 +1,296 @@
+//! Why did it end, is it worth another try, from which image; put the files back, restore, check that it lives.
+//!
+//! [`policy`] decides and touches nothing; [`restore`] carries out. Invariants: an image is read and verified, never
+//! written to or used up; when a restore fails nothing of the half-restored job is left; files of the user are cut only
+//! after what is cut was copied beside them. When the power goes in the middle, the next run begins again with the same
+//! image, and finds files that were put back already as they should be.
+
+pub mod policy;
+mod rollback;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use crate::launch::identity::Identity;
+use crate::launch::world::{self, World};
+use crate::launch::{Job, reaper};
+use crate::store::manifest::PidNamespace;
+use crate::store::{Image, JobFolder, Manifest};
+use crate::sys::criu::{self, Criu, Hooks, Place};
+use crate::sys::cuda;
+use crate::sys::process;
+
+pub use rollback::{RolledBack, RollbackError};
+
+/// What a restore needs.
+#[derive(Debug)]
+pub struct Request<'a> {
+    /// The image.
+    pub image: &'a Image,
+    /// The job's folder.
+    pub folder: &'a JobFolder,
+    /// CRIU.
+    pub criu: &'a Criu,
+    /// This version's reaper, for the init of the new world.
+    pub reaper: &'a std::path::Path,
+    /// Who the job runs as.
+    pub identity: Option<&'a Identity>,
+    /// The bound on CRIU's part.
+    pub timeout: Duration,
+}
+
+/// A job that is back.
+#[derive(Debug)]
+pub struct Restored {
+    /// The running job.
+    pub job: Job,
+    /// Files that were put back to their size or content of then.
+    pub rolled_back: Vec<RolledBack>,
+    /// How long each part took, in order.
+    pub timings: Vec<(&'static str, Duration)>,
+}
+
+/// Why an image was not restored.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The image has no readable manifest.
+    #[error("image {0} can not be used: its manifest is damaged")]
+    NoManifest(crate::store::ImageId),
+    /// Files of the image are not what was written.
+    #[error("image {id} is damaged: {what}")]
+    Damaged {
+        /// The image.
+        id: crate::store::ImageId,
+        /// The parts.
+        what: String,
+    },
+    /// The image was made by a newer CRIU, which writes what an older one can not read.
+    #[error("image {id} was made by CRIU {made}, and this is CRIU {here}: install CRIU {made} or newer")]
+    OlderCriu {
+        /// The image.
+        id: crate::store::ImageId,
+        /// The image's.
+        made: criu::Version,
+        /// Ours.
+        here: criu::Version,
+    },
+    /// A file of ours that the job runs could not be put in place.
+    #[error("can not put {} back", path.display())]
+    Recreate {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A file of the job could not be put back.
+    #[error(transparent)]
+    Rollback(#[from] RollbackError),
+    /// The world could not be made.
+    #[error(transparent)]
+    World(#[from] world::Error),
+    /// CRIU could not restore the tree.
+    #[error("{0}")]
+    Criu(#[from] criu::RunError),
+    /// The job's folder can not be used.
+    #[error(transparent)]
+    Store(#[from] crate::store::Error),
+    /// A process of the image that used CUDA is not there after the restore.
+    #[error("process {0}, which used CUDA, is not there after the restore")]
+    NoProcess(i32),
+    /// The CUDA driver could not bring a process back.
+    #[error("the CUDA state of process {pid} did not come back: {source}")]
+    Cuda {
+        /// As the job sees it.
+        pid: i32,
+        /// The driver's answer.
+        #[source]
+        source: cuda::Error,
+    },
+    /// It ended as soon as it was restored.
+    #[error("the job ended as soon as it was restored")]
+    Ended,
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+}
+
+/// Who is to blame, which decides whether the image is passed over from now on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Blame {
+    /// Its files are not what was written.
+    Damaged,
+    /// It does not come back here.
+    Image,
+    /// The machine: another image would not do better, and this one is as good as it was.
+    Machine,
+    /// Nobody: it was called off.
+    Nobody,
+}
+
+impl Error {
+    /// Who is to blame.
+    #[must_use]
+    pub fn blame(&self) -> Blame {
+        match self {
+            Error::NoManifest(_) | Error::Damaged { .. } => Blame::Damaged,
+            Error::Criu(criu::RunError::Image(_)) => Blame::Damaged,
+            Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
+            Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
+            Error::World(_) | Error::Store(_) | Error::OlderCriu { .. } | Error::Recreate { .. } => Blame::Machine,
+            // No driver, no right, a GPU that is full or gone: nothing in the image can change that.
+            Error::Cuda { .. } => Blame::Machine,
+            Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended => Blame::Image,
+        }
+    }
+
+    /// CRIU's log, where CRIU was what failed.
+    #[must_use]
+    pub fn criu_log(&self) -> Option<&criu::Log> {
+        match self {
+            Error::Criu(error) => error.log(),
+            _ => None,
+        }
+    }
+}
+
+/// Brings a job back from an image.
+///
+/// # Errors
+/// When the image is damaged or can not be restored here. Nothing of the job is left running then.
+pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Restored, Error> {
+    let image = request.image;
+    let manifest = image.manifest().ok_or(Error::NoManifest(image.id))?;
+    let mut timings = Vec::new();
+    let mut timed = Timer(&mut timings);
+
+    timed.run("verify", || verify(image, manifest, request.criu))?;
+    let rolled_back = timed.run("files", || -> Result<_, Error> {
+        recreate(image, manifest)?;
+        Ok(rollback::put_back(image, manifest, request.folder, request.identity)?)
+    })?;
+    if cancelled() {
+        return Err(Error::Cancelled);
+    }
+    let world = timed.run("world", || match manifest.tree.pid_namespace {
+        PidNamespace::Private => World::private(request.reaper, world::last_pid_for(&manifest.tree.ids)),
+        PidNamespace::Host => Ok(World::Host),
+    })?;
+    let root = match timed.run("criu", || run_criu(request, manifest, &world, cancelled)) {
+        Ok(root) => root,
+        Err(error) => {
+            world.end(None);
+            return Err(match error {
+                Error::Criu(criu::RunError::Cancelled) => Error::Cancelled,
+                other => other,
+            });
+        }
+    };
+    let job = Job::new(world, root);
+    let alive = timed.run("cuda", || bring_back_cuda(&job, manifest)).and_then(|()| check_lives(&job));
+    match alive {
+        Ok(()) => Ok(Restored { job, rolled_back, timings }),
+        Err(error) => {
+            // A CUDA restore that failed has no second try on the same process.
+            job.end();
+            Err(error)
+        }
+    }
+}
+
+struct Timer<'a>(&'a mut Vec<(&'static str, Duration)>);
+
+impl Timer<'_> {
+    fn run<T>(&mut self, name: &'static str, work: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let result = work();
+        let took = began.elapsed();
+        tracing::debug!(part = name, ?took, "restore");
+        self.0.push((name, took));
+        result
+    }
+}
+
+/// Every byte is read before anything is started: nothing wrong may be restored silently.
+fn verify(image: &Image, manifest: &Manifest, criu: &Criu) -> Result<(), Error> {
+    if let Some(made) = criu::Version::parse(&manifest.criu).filter(|made| *made > criu.version) {
+        return Err(Error::OlderCriu { id: image.id, made, here: criu.version });
+    }
+    let report = image.verify();
+    if report.is_sound() {
+        return Ok(());
+    }
+    let what = report.problems().take(5).map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    Err(Error::Damaged { id: image.id, what })
+}
+
+/// Puts back the files of ours that the job has mapped, whatever version of rekindle is installed by now.
+fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
+    for file in &manifest.recreate {
+        let put = || -> std::io::Result<()> {
+            let content = std::fs::read(image.dir.join(&file.part))?;
+            if let Some(dir) = file.path.parent() {
+                std::fs::create_dir_all(dir)?;
+            }
+            reaper::put(&file.path, &content)
+        };
+        put().map_err(|source| Error::Recreate { path: file.path.clone(), source })?;
+    }
+    Ok(())
+}
+
+fn run_criu(
+    request: &Request<'_>,
+    manifest: &Manifest,
+    world: &World,
+    cancelled: &dyn Fn() -> bool,
+) -> Result<crate::sys::spawn::Child, Error> {
+    let images = request.image.dir.join("criu");
+    let scratch = request.folder.scratch_dir()?;
+    let place =
+        Place { criu: request.criu, init: world.init(), images: &images, work: &scratch, timeout: request.timeout };
+    let abandon = || world.kill(None);
+    let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled, abandon: &abandon };
+    rollback::put_links_back(manifest)?;
+    let restored = criu::restore(&place, manifest.tcp, &mut hooks);
+    // CRIU removes them when it could use them; after a failure they would lie beside the user's files.
+    rollback::drop_links(manifest);
+    Ok(restored?.root)
+}
+
+/// Gives the GPUs back to the processes that had them.
+fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
+    if manifest.tree.cuda.is_empty() {
+        return Ok(());
+    }
+    let tree: Vec<(i32, i32)> =
+        process::tree(job.root.pid()).into_iter().filter_map(|pid| Some((process::inner_pid(pid)?, pid))).collect();
+    let mut processes = Vec::new();
+    for inner in &manifest.tree.cuda {
+        let outer = tree.iter().find(|(i, _)| i == inner).map(|(_, outer)| *outer).ok_or(Error::NoProcess(*inner))?;
+        let error = |source| Error::Cuda { pid: *inner, source };
+        processes.push((*inner, cuda::Process::new(outer).map_err(error)?));
+    }
+    for (pid, process) in &processes {
+        process.restore(&[]).map_err(|source| Error::Cuda { pid: *pid, source })?;
+    }
+    for (pid, process) in &processes {
+        process.unlock().map_err(|source| Error::Cuda { pid: *pid, source })?;
+    }
+    for (pid, process) in &processes {
+        let error = |source| Error::Cuda { pid: *pid, source };
+        match process.state() {
+            Ok(cuda::State::Running) => {}
+            Ok(state) => return Err(error(cuda::Error::Busy { pid: *pid, state })),
+            Err(source) => return Err(error(source)),
+        }
+    }
+    Ok(())
+}
+
+fn check_lives(job: &Job) -> Result<(), Error> {
+    match job.root.has_ended() {
+        Ok(false) => Ok(()),
+        _ => Err(Error::Ended),
+    }
+}

@@ -1,0 +1,46 @@
+//! Our own log: lines on standard error, for people.
+
+use std::error::Error;
+use std::io::IsTerminal;
+
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::time::ChronoLocal;
+
+use crate::config::Level;
+
+/// Starts logging. RUST_LOG, where it is set, decides in place of the configuration.
+pub fn start(level: Level) {
+    let default = match level {
+        Level::Error => "error",
+        Level::Warn => "warn",
+        Level::Info => "info",
+        Level::Debug => "rekindle=debug,info",
+        Level::Trace => "rekindle=trace,info",
+    };
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
+    let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
+    let logger = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(colours)
+        .with_target(false)
+        .with_timer(ChronoLocal::new("%Y-%m-%d %H:%M:%S%.3f".into()));
+    // A second start in one process (tests) keeps the first.
+    let _ = logger.try_init();
+}
+
+/// An error with all its causes on one line; a cause that its parent quotes already is left out.
+#[must_use]
+pub fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text.push_str(": ");
+            text.push_str(&cause_text);
+        }
+        next = cause.source();
+    }
+    text
+}
