@@ -2,6 +2,7 @@
 
 mod damage;
 mod full;
+mod killed;
 mod leftovers;
 mod publish;
 mod unreadable;
@@ -119,6 +120,17 @@ fn snapshot(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     };
     let all = files::walk(dir).unwrap().into_iter().map(|entry| entry.relative);
     all.map(|relative| (relative.clone(), content(&dir.join(relative)))).collect()
+}
+
+/// Asks again until there is an answer, for some seconds.
+fn eventually<T>(mut ask: impl FnMut() -> Option<T>) -> T {
+    for _ in 0..500 {
+        if let Some(answer) = ask() {
+            return answer;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    panic!("not within five seconds")
 }
 
 /// Whether a gate is met; SKIP and the reason where it is not, a failure where it must be.
