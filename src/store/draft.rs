@@ -163,16 +163,14 @@ impl Drop for Draft {
 }
 
 fn hash_and_sync(dir: &Path, paths: Vec<(String, u64)>) -> Result<Vec<manifest::Part>, PublishError> {
-    let mut parts = files::in_parallel(paths, |(path, _)| {
-        let full = dir.join(path);
+    let mut parts = files::in_parallel(paths, |path| {
+        let full = dir.join(&path);
         let read = |source| PublishError::Read { path: full.clone(), source };
         let file = durable::open_for_reading(&full).map_err(read)?;
         let (size, blake3) = files::hash(&file).map_err(read)?;
         file.sync_all().map_err(|source| PublishError::Sync { path: full.clone(), source })?;
-        Ok(manifest::Part { path: path.clone(), size, blake3 })
-    })
-    .into_iter()
-    .collect::<Result<Vec<_>, _>>()?;
+        Ok(manifest::Part { path, size, blake3 })
+    })?;
     parts.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(parts)
 }

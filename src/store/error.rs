@@ -139,14 +139,6 @@ pub enum Error {
         /// Its version.
         version: u32,
     },
-    /// The record can not be expressed in JSON (a path that is not UTF-8).
-    #[error("can not express {} as JSON", .path.display())]
-    FormatRecord {
-        /// The file.
-        path: PathBuf,
-        /// Why.
-        source: serde_json::Error,
-    },
 }
 
 /// Enough to recognise one, not so many that the message is lost.

@@ -10,8 +10,8 @@ use chrono::{DateTime, Utc};
 use super::draft::Draft;
 use super::error::{Error, Result};
 use super::id::{ImageId, JobName};
-use super::image::Image;
-use super::lock::{self, Holder, WriterLock};
+use super::image::{Image, State};
+use super::lock::{self, Writer, WriterLock};
 use super::record::{self, JobRecord};
 use super::{DELETED_PREFIX, remove, rights, select};
 use crate::sys::durable::{self, TEMP_PREFIX};
@@ -94,12 +94,12 @@ impl JobFolder {
         lock::acquire(&self.path, &self.name)
     }
 
-    /// The one writer, if there is one just now.
+    /// Who is the one writer just now.
     ///
     /// # Errors
     /// [`Error::Read`], [`Error::Lock`].
-    pub fn holder(&self) -> Result<Option<Holder>> {
-        lock::holder(&self.path)
+    pub fn writer(&self) -> Result<Writer> {
+        lock::writer(&self.path)
     }
 
     /// What is known of the last run; None before the first.
@@ -113,7 +113,7 @@ impl JobFolder {
     /// Replaces what is known of the last run, durably.
     ///
     /// # Errors
-    /// [`Error::WrongLock`], [`Error::Write`], [`Error::FormatRecord`].
+    /// [`Error::WrongLock`], [`Error::Write`].
     pub fn write_record(&self, lock: &WriterLock, record: &JobRecord) -> Result<()> {
         self.check_lock(lock)?;
         record::write(&self.path.join(record::FILE_NAME), record)
@@ -127,7 +127,10 @@ impl JobFolder {
         let dir = self.images_dir();
         let mut ids: Vec<ImageId> = list(&dir)?.iter().filter_map(|name| name.parse().ok()).collect();
         ids.sort_by(|a, b| b.cmp(a));
-        Ok(ids.into_iter().map(|id| Image::load(&dir.join(id.to_string()), id)).collect())
+        let mut images: Vec<_> = ids.into_iter().map(|id| Image::load(&dir.join(id.to_string()), id)).collect();
+        // A writer may have removed one since it was listed: that is no damage.
+        images.retain(|image| !matches!(image.state, State::Damaged { .. }) || is_there(&image.dir));
+        Ok(images)
     }
 
     /// The image that a user means: `latest` (the newest good one), an id, the begin of one, or a number.
@@ -189,6 +192,11 @@ pub(super) fn list(dir: &Path) -> Result<Vec<String>> {
     let failed = |source| Error::Read { path: dir.to_owned(), source };
     let entries = fs::read_dir(dir).map_err(failed)?.collect::<io::Result<Vec<_>>>().map_err(failed)?;
     Ok(entries.into_iter().filter_map(|entry| entry.file_name().into_string().ok()).collect())
+}
+
+/// Only a clear no counts as one.
+fn is_there(path: &Path) -> bool {
+    !fs::symlink_metadata(path).is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
 }
 
 fn make_folder(path: &Path) -> Result<()> {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use chrono::{DateTime, Datelike, NaiveDateTime, SubsecRound, Utc};
+use chrono::{DateTime, Datelike, NaiveDateTime, Utc};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use thiserror::Error;
 
@@ -31,10 +31,11 @@ pub struct ImageId {
 }
 
 impl ImageId {
-    /// Fractions of a second are cut off; a time outside of 1970 to 9999 (a broken clock) becomes 1970.
+    /// Fractions of a second, and leap ones, are cut off; a time outside of 1970 to 9999 (a broken clock) becomes 1970.
     #[must_use]
     pub fn new(sequence: u32, taken: DateTime<Utc>) -> ImageId {
-        let taken = if (1970..=9999).contains(&taken.year()) { taken.trunc_subsecs(0) } else { DateTime::UNIX_EPOCH };
+        let whole = DateTime::from_timestamp(taken.timestamp(), 0);
+        let taken = whole.filter(|it| (1970..=9999).contains(&it.year())).unwrap_or(DateTime::UNIX_EPOCH);
         ImageId { sequence, taken }
     }
 

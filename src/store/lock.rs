@@ -19,7 +19,7 @@ use super::error::{Error, Result};
 use super::id::JobName;
 
 pub(super) const FILE_NAME: &str = "lock";
-/// [`holder`] takes the lock for some microseconds; a writer that comes just then must not be turned away.
+/// [`writer`] takes the lock for some microseconds; a writer that comes just then must not be turned away.
 const TRIES: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(20);
 /// A holder is some hundred bytes.
@@ -50,6 +50,17 @@ pub struct Holder {
     pub boot_id: String,
     /// When it took the lock.
     pub since: DateTime<Utc>,
+}
+
+/// Who may change a job's folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Writer {
+    /// The job has no supervisor.
+    Nobody,
+    /// It has one.
+    Known(Holder),
+    /// It has one that has not written its name yet, or could not.
+    Unnamed,
 }
 
 impl Holder {
@@ -90,22 +101,17 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
     Ok(WriterLock { folder: folder.to_owned(), _file: file })
 }
 
-/// Who holds the lock just now.
-pub(super) fn holder(folder: &Path) -> Result<Option<Holder>> {
+/// Who holds the lock just now. Takes it shared for a moment, so it can be asked by anyone who may read the file.
+pub(super) fn writer(folder: &Path) -> Result<Writer> {
     let path = folder.join(FILE_NAME);
     let mut file = match open(&path, Create::No) {
         Ok(file) => file,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Writer::Nobody),
         Err(source) => return Err(Error::Read { path, source }),
     };
     match file.try_lock_shared() {
-        Ok(()) => Ok(None),
-        Err(TryLockError::WouldBlock) => Ok(Some(read_holder(&mut file).unwrap_or_else(|| Holder {
-            pid: 0,
-            host: "unknown".to_owned(),
-            boot_id: "unknown".to_owned(),
-            since: DateTime::UNIX_EPOCH,
-        }))),
+        Ok(()) => Ok(Writer::Nobody),
+        Err(TryLockError::WouldBlock) => Ok(read_holder(&mut file).map_or(Writer::Unnamed, Writer::Known)),
         Err(TryLockError::Error(source)) => Err(Error::Lock { path, source }),
     }
 }

@@ -6,7 +6,6 @@
 //! A reader takes unknown fields for additions of a later version 1.
 
 mod fields;
-mod paths;
 
 use std::collections::HashSet;
 use std::io::{self, Read};
@@ -150,6 +149,9 @@ impl Manifest {
             io::ErrorKind::NotFound => ManifestError::Missing,
             _ => ManifestError::Read(error),
         })?;
+        if file.metadata().map_err(ManifestError::Read)?.len() > MAX_BYTES {
+            return Err(ManifestError::TooLarge);
+        }
         let mut bytes = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(ManifestError::Read)?;
         Manifest::parse(&bytes)

@@ -12,7 +12,7 @@
 //!
 //! It owns all below `STORE` but the content of `log/`, `bin/` and `state.json`. Invariants:
 //!
-//! - A folder with the name of an image was published whole ([`draft`] has the protocol); its files never change after
+//! - A folder with the name of an image was published whole (draft.rs has the protocol); its files never change after
 //!   that, only `bad.json` comes and goes.
 //! - One writer a job, by lock; readers at any time, without one.
 //! - What can not be read is an error or says so. It is never taken for empty, and nothing is deleted because of it.
@@ -29,6 +29,7 @@ mod image;
 mod lock;
 pub mod manifest;
 mod mark;
+mod paths;
 mod record;
 mod remove;
 pub mod retention;
@@ -46,7 +47,7 @@ pub use error::{Error, Result};
 pub use folder::JobFolder;
 pub use id::{ImageId, JobName, NameError};
 pub use image::{Damage, DamageKind, Image, State};
-pub use lock::{Holder, WriterLock};
+pub use lock::{Holder, Writer, WriterLock};
 pub use manifest::Manifest;
 pub use mark::{BadMark, BadWhy};
 pub use record::{JobRecord, Outcome};
@@ -82,9 +83,7 @@ impl Store {
     pub fn open(path: &Path, access: Access) -> Result<Store> {
         match fs::metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound && access == Access::Write => {
-                let made = DirBuilder::new().recursive(true).mode(0o700).create(path);
-                let made = made.and_then(|()| durable::sync_dir(path));
-                made.map_err(|source| Error::Create { path: path.to_owned(), source })?;
+                make_all(path).map_err(|source| Error::Create { path: path.to_owned(), source })?;
             }
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(Error::NoStore(path.to_owned())),
             Err(source) => return Err(Error::Read { path: path.to_owned(), source }),
@@ -138,6 +137,14 @@ impl Store {
     fn folder(&self, name: &JobName) -> PathBuf {
         self.path.join(name.as_str())
     }
+}
+
+/// Makes a folder and its missing parents, durably.
+fn make_all(path: &Path) -> io::Result<()> {
+    let path = std::path::absolute(path)?;
+    let missing: Vec<_> = path.ancestors().take_while(|it| !it.exists()).filter_map(Path::parent).collect();
+    DirBuilder::new().recursive(true).mode(0o700).create(&path)?;
+    missing.into_iter().try_for_each(durable::sync_dir)
 }
 
 #[cfg(test)]

@@ -7,12 +7,14 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use super::error::{Error, Result};
+use super::paths;
 use crate::sys::durable;
 
 pub(super) const FILE_NAME: &str = "job.json";
 const VERSION: u32 = 1;
-/// A command line is at most 2 MiB (`MAX_ARG_STRLEN` times few), JSON escapes it to at most six times that.
-const MAX_BYTES: u64 = 16 << 20;
+/// execve(2) takes at most 6 MiB of arguments (three quarters of `_STK_LIM`, fs/exec.c); JSON makes at most six bytes
+/// of one.
+const MAX_BYTES: u64 = 64 << 20;
 
 /// The last run of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -20,6 +22,7 @@ pub struct JobRecord {
     /// The command line; bytes that are not UTF-8 are replaced.
     pub command: Vec<String>,
     /// The working directory.
+    #[serde(with = "paths")]
     pub directory: PathBuf,
     /// The configuration in effect, as TOML.
     pub config: Option<String>,
@@ -78,7 +81,7 @@ pub(super) fn read(path: &Path) -> Result<Option<JobRecord>> {
 }
 
 pub(super) fn write(path: &Path, record: &JobRecord) -> Result<()> {
-    let bytes = serde_json::to_vec_pretty(&OnDisk { version: VERSION, record })
-        .map_err(|source| Error::FormatRecord { path: path.to_owned(), source })?;
-    durable::write_file(path, &bytes, 0o600).map_err(|source| Error::Write { path: path.to_owned(), source })
+    let failed = |source| Error::Write { path: path.to_owned(), source };
+    let bytes = serde_json::to_vec_pretty(&OnDisk { version: VERSION, record }).map_err(io::Error::from);
+    durable::write_file(path, &bytes.map_err(failed)?, 0o600).map_err(failed)
 }

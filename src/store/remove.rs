@@ -9,7 +9,6 @@
 
 use std::collections::HashSet;
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 
 use super::DELETED_PREFIX;
@@ -41,10 +40,10 @@ pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     let names = list(&folder.images_dir())?;
     let (doomed, rest): (Vec<_>, Vec<_>) = names.into_iter().partition(|name| leftover(name, DELETED_PREFIX));
     let drafts: Vec<_> = rest.into_iter().filter(|name| leftover(name, TEMP_PREFIX)).map(in_images).collect();
-    let mut files = Vec::new();
-    for dir in [folder.path(), &folder.bin_dir()].into_iter().chain(images.iter().map(|it| it.dir.as_path())) {
-        files.extend(temporary_files(dir)?);
-    }
+    let mut files = temporary_files(folder.path())?;
+    files.extend(temporary_files(&folder.bin_dir())?);
+    // An image whose folder can not be listed says so itself; it must not keep a job from starting.
+    files.extend(images.iter().filter_map(|image| temporary_files(&image.dir).ok()).flatten());
     let mut removed = Vec::new();
     for path in doomed.into_iter().map(in_images) {
         finish(&path, &images)?;
@@ -86,17 +85,7 @@ fn remove_links(manifest: &Manifest, others: &[Image]) {
 }
 
 fn temporary_files(dir: &Path) -> Result<Vec<PathBuf>> {
-    let names = match list(dir) {
-        Ok(names) => names,
-        // An image that is a file, or `bin/` that was never made: no place for leftovers.
-        Err(Error::Read { source, .. })
-            if matches!(source.kind(), io::ErrorKind::NotADirectory | io::ErrorKind::NotFound) =>
-        {
-            return Ok(Vec::new());
-        }
-        Err(error) => return Err(error),
-    };
-    let paths = names.into_iter().filter(|name| name.starts_with(TEMP_PREFIX)).map(|name| dir.join(name));
+    let paths = list(dir)?.into_iter().filter(|name| name.starts_with(TEMP_PREFIX)).map(|name| dir.join(name));
     Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|meta| meta.is_file())).collect())
 }
 

@@ -4,6 +4,7 @@
 //! read counts as good; one of which nothing is known is neither counted nor removed. Bad images stay for a while,
 //! not counted, so that a wrong mark loses nothing at once.
 
+use std::cmp::Reverse;
 use std::fmt;
 
 use super::id::ImageId;
@@ -126,7 +127,7 @@ impl fmt::Display for Verdict {
 pub fn plan(facts: &[Facts], policy: &Policy) -> Plan {
     let keep = policy.keep_last.max(1);
     let mut facts = facts.to_vec();
-    facts.sort_by(|a, b| b.id.cmp(&a.id));
+    facts.sort_by_key(|it| Reverse(it.id));
     let any_good = facts.iter().any(|it| it.kind == FactKind::Good);
     let (mut good, mut bad) = (0_u32, 0_u32);
     let mut decide = |kind| match kind {

@@ -30,3 +30,22 @@ fn judge(path: &Path, owner: u32, mode: u32, we: u32) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn root_is_careful_and_others_know_what_they_do() {
+        let path = Path::new("/store");
+        let owned = judge(path, 0, 0o040_755, 0);
+        assert!(owned.is_ok());
+        for mode in [0o040_720, 0o040_702, 0o041_777] {
+            let error = judge(path, 0, mode, 0).unwrap_err().to_string();
+            assert!(error.contains("chmod 0700 '/store'"), "{error}");
+            assert!(judge(path, 1000, mode, 1000).is_ok());
+        }
+        let error = judge(path, 1000, 0o040_700, 0).unwrap_err().to_string();
+        assert!(error.contains("user 1000") && error.contains("chown root '/store'"), "{error}");
+    }
+}

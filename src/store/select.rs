@@ -43,3 +43,58 @@ fn matches(ids: &[ImageId], wanted: &str) -> Vec<ImageId> {
     }
     ids.iter().copied().filter(|id| id.to_string().starts_with(wanted)).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::image::{Damage, DamageKind, State};
+
+    fn images(ids: &[&str]) -> Vec<Image> {
+        let why = Damage { kind: DamageKind::Broken, detail: String::new() };
+        let state = State::Damaged { why };
+        ids.iter().map(|id| Image { id: id.parse().unwrap(), dir: "/".into(), state: state.clone() }).collect()
+    }
+
+    const IDS: [&str; 4] =
+        ["1000042-20261122T000000Z", "000142-20261121T000000Z", "000042-20261120T132105Z", "000004-20261120T132000Z"];
+
+    fn found(wanted: &str) -> Result<String> {
+        select(&"train".parse().unwrap(), images(&IDS), wanted).map(|image| image.id.to_string())
+    }
+
+    #[test]
+    fn numbers_ids_and_prefixes() {
+        assert_eq!(found("42").unwrap(), IDS[2]);
+        assert_eq!(found("142").unwrap(), IDS[1]);
+        assert_eq!(found("4").unwrap(), IDS[3]);
+        assert_eq!(found("1000042").unwrap(), IDS[0]);
+        assert_eq!(found("1000").unwrap(), IDS[0]);
+        assert_eq!(
+            found("00004-").unwrap_err().to_string().split(';').next(),
+            Some("job \"train\" has no image \"00004-\"")
+        );
+        assert_eq!(found("000042").unwrap(), IDS[2]);
+        assert_eq!(found(IDS[3]).unwrap(), IDS[3]);
+    }
+
+    #[test]
+    fn what_fits_several_names_them() {
+        let error = found("0000").unwrap_err();
+        let Error::AmbiguousImage { matching, .. } = &error else { panic!("{error}") };
+        assert_eq!(matching.iter().map(ToString::to_string).collect::<Vec<_>>(), IDS[2..]);
+        assert!(error.to_string().ends_with(&format!("they are {}, {}", IDS[2], IDS[3])), "{error}");
+    }
+
+    #[test]
+    fn what_fits_none_names_all() {
+        for wanted in ["", "7", "x", "../x", "latest2"] {
+            let error = found(wanted).unwrap_err();
+            assert!(matches!(&error, Error::UnknownImage { known, .. } if known.len() == 4), "{wanted}: {error}");
+        }
+    }
+
+    #[test]
+    fn latest_is_a_good_one() {
+        assert!(matches!(found("latest"), Err(Error::NoGoodImage { known, .. }) if known.len() == 4));
+    }
+}

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
-use super::paths;
 use crate::store::id::{ImageId, JobName};
+use crate::store::paths;
 use crate::sys::criu::Tcp;
 
 /// All that is known of an image. It holds no environment variable, neither name nor value; like the memory in the
@@ -213,6 +213,9 @@ pub(super) mod hex {
     }
 
     pub(in crate::store::manifest) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<blake3::Hash, D::Error> {
-        blake3::Hash::from_hex(String::deserialize(d)?).map_err(de::Error::custom)
+        let text = String::deserialize(d)?;
+        let hash = blake3::Hash::from_hex(&text).map_err(de::Error::custom)?;
+        // from_hex takes upper case as well; a flipped bit makes one of the other.
+        if hash.to_hex().as_str() == text { Ok(hash) } else { Err(de::Error::custom("not in lower case")) }
     }
 }

@@ -1,0 +1,99 @@
+//! A disk that is full at different moments, or does not let go: the old images stay, and there is no half one.
+
+use super::*;
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+
+struct SmallDisk(PathBuf);
+
+impl SmallDisk {
+    const BYTES: u64 = 8 << 20;
+
+    fn mount(at: &Path) -> Option<SmallDisk> {
+        let options = format!("size={},mode=0700", SmallDisk::BYTES);
+        let mounted = mount(Some("rekindle-test"), at, Some("tmpfs"), MsFlags::empty(), Some(options.as_str()));
+        let why = mounted.err().map_or_else(String::new, |error| format!("can not mount a small tmpfs: {error}"));
+        require("root", mounted.is_ok(), &why).then(|| SmallDisk(at.to_owned()))
+    }
+
+    /// Leaves about this many bytes free.
+    fn fill(&self, free: u64) -> PathBuf {
+        let filler = self.0.join("filler");
+        // A child that another test has forked, and that has not yet called exec, may hold a removed file open.
+        let room = eventually(|| {
+            let stat = nix::sys::statvfs::statvfs(&self.0).unwrap();
+            (stat.blocks_available() * stat.fragment_size()).checked_sub(free)
+        });
+        fs::write(&filler, vec![1; usize::try_from(room).unwrap()]).unwrap();
+        filler
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        if let Err(error) = umount2(&self.0, MntFlags::MNT_DETACH) {
+            eprintln!("can not unmount {}: {error}", self.0.display());
+        }
+    }
+}
+
+#[test]
+fn a_full_disk_leaves_the_old_images_and_no_half_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(disk) = SmallDisk::mount(dir.path()) else { return };
+    let home = Home::below(tempfile::tempdir_in(dir.path()).unwrap());
+    let old = home.publish(0);
+    let (mut failed, mut done) = (0, 0);
+    for free in (0..6).map(|pages| pages * 4096) {
+        let draft = home.folder.begin_image(&home.lock, at(1)).unwrap();
+        fs::write(draft.dir().join("part"), vec![3; 4096]).unwrap();
+        let filler = disk.fill(free);
+        match draft.publish(manifest()) {
+            Ok(image) => {
+                done += 1;
+                assert!(image.verify().is_sound());
+                fs::remove_file(filler).unwrap();
+                home.folder.remove(&home.lock, &image.id).unwrap();
+            }
+            Err(error) => {
+                failed += 1;
+                assert!(error.is_full(), "{error}: {:?}", std::error::Error::source(&error));
+                fs::remove_file(filler).unwrap();
+            }
+        }
+        assert_eq!(home.folder.images().unwrap(), std::slice::from_ref(&old));
+        assert_eq!(fs::read_dir(home.folder.images_dir()).unwrap().count(), 1);
+        assert!(old.verify().is_sound());
+    }
+    assert!(failed > 0 && done > 0, "{failed} failed, {done} done");
+}
+
+#[test]
+fn a_full_disk_keeps_the_old_record_and_no_mark() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(disk) = SmallDisk::mount(dir.path()) else { return };
+    let home = Home::below(tempfile::tempdir_in(dir.path()).unwrap());
+    let mut image = home.publish(0);
+    disk.fill(0);
+    let mark = BadMark { why: BadWhy::Damaged, detail: String::new(), when: at(0) };
+    assert!(matches!(image.mark_bad(mark), Err(Error::Write { .. })));
+    assert!(image.is_good() && image.verify().is_sound());
+    assert_eq!(home.folder.images().unwrap(), [image]);
+}
+
+#[test]
+fn an_image_that_can_not_be_removed_is_no_image_all_the_same() {
+    let home = Home::new();
+    let (doomed, kept) = (home.publish(0), home.publish(1));
+    // A mount point can be renamed with its parent, but not removed.
+    let busy = doomed.dir.join("criu/busy");
+    fs::create_dir(&busy).unwrap();
+    let Some(mut disk) = SmallDisk::mount(&busy) else { return };
+    assert!(matches!(home.folder.remove(&home.lock, &doomed.id), Err(Error::Remove { .. })));
+    let left = home.image_path(&format!(".del-{}", doomed.id));
+    disk.0 = left.join("criu/busy");
+    assert!(left.exists());
+    assert_eq!(home.folder.images().unwrap(), std::slice::from_ref(&kept));
+    drop(disk);
+    assert_eq!(home.folder.sweep_leftovers(&home.lock).unwrap(), [left]);
+    assert_eq!(home.folder.images().unwrap(), [kept]);
+}
