@@ -1,0 +1,94 @@
+//! What others see of a running job: `state.json` in its folder, replaced at each change.
+//!
+//! It is a courtesy for `rekindle list` and scripts, not a part of the state: it may be old when the supervisor was
+//! killed, which the job's lock tells.
+
+use std::io;
+use std::path::Path;
+
+use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
+
+use super::state::State;
+use crate::launch::Job;
+use crate::snapshot::Taken;
+use crate::store::ImageId;
+use crate::sys::durable;
+
+/// The content of `state.json`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Published {
+    /// Version of this format.
+    pub version: u32,
+    /// starting, restoring, running, snapshotting, waiting, stopping, done.
+    pub state: String,
+    /// Since when.
+    pub since: DateTime<Utc>,
+    /// When this supervisor began.
+    pub begun: DateTime<Utc>,
+    /// The supervisor's pid.
+    pub supervisor: u32,
+    /// The run that began from nothing.
+    pub lineage: String,
+    /// The pid of the command's process, as the host sees it.
+    pub pid: Option<i32>,
+    /// Restarts since the supervisor began.
+    pub restarts: u32,
+    /// The newest image.
+    pub last_image: Option<ImageId>,
+    /// How long the job stood still for it, in microseconds.
+    pub last_freeze_us: Option<u64>,
+    /// Why the last snapshot failed, if it did.
+    pub last_failure: Option<String>,
+}
+
+impl Published {
+    pub(super) fn new(lineage: &str) -> Published {
+        let now = Utc::now();
+        Published {
+            version: 1,
+            state: "starting".into(),
+            since: now,
+            begun: now,
+            supervisor: std::process::id(),
+            lineage: lineage.into(),
+            pid: None,
+            restarts: 0,
+            last_image: None,
+            last_freeze_us: None,
+            last_failure: None,
+        }
+    }
+
+    pub(super) fn update(&mut self, state: &State, job: Option<&Job>) {
+        if self.state != state.name() {
+            self.state = state.name().into();
+            self.since = Utc::now();
+        }
+        // A job that is being set up has no process yet; it is looked for again at the next change.
+        self.pid = job.and_then(Job::main_pid);
+    }
+
+    pub(super) fn taken(&mut self, taken: &Taken) {
+        self.last_image = Some(taken.image.id);
+        self.last_freeze_us = u64::try_from(taken.freeze.as_micros()).ok();
+        self.last_failure = None;
+    }
+
+    pub(super) fn snapshot_failed(&mut self, why: String) {
+        self.last_failure = Some(why);
+    }
+
+    pub(super) fn write(&self, path: &Path) -> io::Result<()> {
+        let bytes = serde_json::to_vec_pretty(self)?;
+        durable::replace_file(path, &bytes, 0o600)
+    }
+
+    /// Reads what a supervisor published.
+    ///
+    /// # Errors
+    /// When there is nothing, or it can not be understood.
+    pub fn read(path: &Path) -> io::Result<Published> {
+        Ok(serde_json::from_slice(&std::fs::read(path)?)?)
+    }
+}
