@@ -156,7 +156,9 @@ came_back() {
   [ "${back:-0}" -gt 0 ] || die 'the job began at its beginning'
   [ "$back" -le "$killed_at" ] || die "the job is at epoch $back, further than when it was killed: its files were not put back"
   wait_for 60 'the job to go on' moved_on
-  say "  came back at epoch $back from image $newest, after $(($(date +%s) - killed_when)) s; it goes on"
+  # One start in the log: a job that began anew is equal in the end as well.
+  [ "$(grep -c '"start"' "$out/metrics.jsonl")" -eq 1 ] || die 'the job was started from its beginning, not from an image'
+  say "  came back at epoch $back, newest image $newest, after $(($(date +%s) - killed_when)) s; it goes on"
 }
 
 # kill_job: kills the job as soon as an image was published that is not among `known`.

@@ -93,8 +93,8 @@ if [ -z "$python" ]; then
 else
   # The demonstration compares runs: that is worth something only if two undisturbed ones are equal.
   for run in 1 2; do
-    step "example: training, run $run" "$python" examples/digits/train.py --out "$work/train$run" --seconds 0 --epochs 20
-  done >"$work/training.out" || { cat "$work/training.out"; exit 1; }
+    step "example: training, run $run" "$python" examples/digits/train.py --out "$work/train$run" --seconds 0 --epochs 10
+  done
   step 'example: training, equal bits' diff -r "$work/train1" "$work/train2"
 fi
 if [ "$(id -u)" -eq 0 ] && [ -n "${REKINDLE_CRIU:-}" ]; then

@@ -72,8 +72,11 @@ target=$(awk -F'|' -v release="${VERSION_CODENAME:-}" '($2 == release || $2 == "
 [ -n "$target" ] || die "apt has no source for '${VERSION_CODENAME:-this release} main': add the release's usual one under /etc/apt, then run this again"
 mirror=${target%%|*}
 signed_by=${target##*|}
-# Not every apt knows SIGNED_BY. Without it apt checks against all the keys of trusted.gpg.d.
-[ "${signed_by#/}" != "$signed_by" ] || signed_by=/usr/share/keyrings/debian-archive-keyring.gpg
+# Not every apt knows SIGNED_BY, and it may be a fingerprint. Without a file apt checks against all keys of trusted.gpg.d.
+for keyring in /usr/share/keyrings/debian-archive-keyring.pgp /usr/share/keyrings/debian-archive-keyring.gpg; do
+  [ "${signed_by#/}" = "$signed_by" ] || break
+  [ ! -r "$keyring" ] || signed_by=$keyring
+done
 source_line="deb $mirror $suite main"
 [ ! -r "$signed_by" ] || source_line="deb [signed-by=$signed_by] $mirror $suite main"
 
@@ -100,7 +103,7 @@ NO_PUBKEY above: update the package debian-archive-keyring; else check the netwo
   || die 'cannot download criu and its libraries: see the lines above, check the network and the space in /tmp'
 for deb in "$work"/debs/*.deb; do dpkg -x "$deb" "$work/root"; done
 
-binary=$(find "$work/root" -path '*/sbin/criu' -type f -print -quit)
+binary=$(find "$work/root" -path '*bin/criu' -type f -print -quit)
 loader=$(find "$work/root" -name 'ld-linux-*.so.*' -type f -print -quit)
 if [ -z "$binary" ] || [ -z "$loader" ]; then die "Debian's package of criu has changed its layout: $manual"; fi
 mkdir -p "$new/criu.lib"
