@@ -1,0 +1,109 @@
+#!/usr/bin/env bash
+# run.sh: gets what the tests need (scripts/deps.sh), then checks and tests everything that needs no GPU.
+#
+#   integration/run.sh
+#
+# REKINDLE_TEST_REQUIRE=root,criu  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
+#
+# Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+root=$PWD
+
+# A hung test must not hang whoever runs this. Far above what a step takes on a small machine with nothing built.
+limit=2400
+skipped=()
+
+# step NAME COMMAND...
+step() {
+  local name=$1 began=$SECONDS status=0
+  shift
+  printf '\n=== %s\n' "$name"
+  timeout -k 10 "$limit" "$@" || status=$?
+  if [ "$status" -ne 0 ]; then
+    [ "$status" -ne 124 ] || echo "it was stopped after $limit s"
+    printf '=== %s: FAILED after %d s\n' "$name" $((SECONDS - began))
+    exit 1
+  fi
+  printf '=== %s: ok, %d s\n' "$name" $((SECONDS - began))
+}
+# skip NAME WHY: says so, and again at the end.
+skip() {
+  printf '\n=== %s: SKIP, %s\n' "$1" "$2"
+  skipped+=("$1: $2")
+}
+required() { [[ ",${REKINDLE_TEST_REQUIRE:-}," == *",$1,"* ]]; }
+have() { command -v "$1" >/dev/null; }
+
+if [ "$(id -u)" -ne 0 ]; then
+  ! required root || { echo 'run.sh: REKINDLE_TEST_REQUIRE names root, and this is not root' >&2; exit 1; }
+  skip 'tests that need root' 'not root: those of CRIU, namespaces and users say SKIP one by one'
+fi
+
+step 'dependencies: build' scripts/deps.sh build
+python=$root/.deps/venv/bin/python
+if [ "$(id -u)" -eq 0 ]; then
+  step 'dependencies: python' scripts/deps.sh python
+elif ! scripts/deps.sh python; then
+  python=''
+fi
+if [ -z "${REKINDLE_CRIU:-}" ]; then
+  if required criu; then
+    step 'dependencies: criu' scripts/deps.sh criu
+    export REKINDLE_CRIU=$root/.deps/criu/criu
+  elif scripts/deps.sh criu; then
+    export REKINDLE_CRIU=$root/.deps/criu/criu
+  else
+    skip 'tests with CRIU' 'it could not be had, the reason is above'
+  fi
+fi
+
+step 'format' cargo fmt --all --check
+step 'format of the reaper' cargo fmt --manifest-path reaper/Cargo.toml --check
+step 'clippy' cargo clippy --quiet --workspace --all-targets --locked -- -D warnings
+step 'clippy of the reaper' cargo clippy --quiet --manifest-path reaper/Cargo.toml -- -D warnings
+step 'build' cargo build --quiet --workspace --locked
+step 'tests' cargo test --quiet --workspace --locked
+step 'documentation' env RUSTDOCFLAGS='-D warnings' cargo doc --quiet --workspace --no-deps --locked
+if have cargo-deny; then
+  step 'licences and sources' cargo deny --offline --log-level error check bans licenses sources
+else
+  skip 'licences and sources' 'cargo-deny is not installed (cargo install --locked cargo-deny)'
+fi
+if have shellcheck; then
+  step 'shell scripts' shellcheck .ci/run scripts/*.sh examples/*.sh integration/*.sh
+else
+  skip 'shell scripts' 'shellcheck is not installed (apt-get install shellcheck)'
+fi
+
+rekindle=${CARGO_TARGET_DIR:-$root/target}/debug/rekindle
+work=$(mktemp -d)
+trap 'rm -rf -- "$work"' EXIT
+if have systemd-analyze; then
+  # It wants the command to exist, and takes the name from the file.
+  sed "s#/usr/local/bin/rekindle#$rekindle#" config/rekindle.service >"$work/rekindle.service"
+  step 'systemd unit' systemd-analyze verify "$work/rekindle.service"
+else
+  skip 'systemd unit' 'there is no systemd-analyze'
+fi
+
+if [ -z "$python" ]; then
+  skip 'example: training' 'no Python with numpy and scikit-learn, the reason is above'
+else
+  # The demonstration compares runs: that is worth something only if two undisturbed ones are equal.
+  for run in 1 2; do
+    step "example: training, run $run" "$python" examples/digits/train.py --out "$work/train$run" --seconds 0 --epochs 10
+  done
+  step 'example: training, equal bits' diff -r "$work/train1" "$work/train2"
+fi
+if [ "$(id -u)" -eq 0 ] && [ -n "${REKINDLE_CRIU:-}" ]; then
+  step 'example: crash loop' examples/crash-loop.sh --rekindle "$rekindle"
+  step 'example: demonstration' examples/demo.sh --only cpu --rekindle "$rekindle"
+else
+  skip 'examples under rekindle' 'they need root and CRIU'
+fi
+
+echo
+for line in "${skipped[@]+"${skipped[@]}"}"; do echo "SKIP  $line"; done
+echo "PASS  all that was run, in $SECONDS s"

@@ -1,0 +1,62 @@
+#!/usr/bin/env bash
+# deps.sh [build] [python] [criu]: gets what the demo and the tests need on Debian or Ubuntu; without arguments all of it.
+#   build   a C compiler as linker for cargo (and a look whether cargo is there)
+#   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
+#   criu    .deps/criu/criu, at least 4.2 (scripts/install-criu.sh)
+# Installs only what is missing, and says nothing and takes no time when nothing is. Delete .deps to start anew.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+deps=$root/.deps
+
+say() { printf 'deps: %s\n' "$*" >&2; }
+die() { say "$@"; exit 1; }
+
+# packages NAME...: installs those that are not.
+packages() {
+  local missing=() name
+  command -v dpkg-query >/dev/null || die "this is not Debian or Ubuntu: install what corresponds to $* yourself"
+  for name; do
+    [ "$(dpkg-query -W -f='${db:Status-Status}' "$name" 2>/dev/null)" = installed ] || missing+=("$name")
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
+  [ "$(id -u)" -eq 0 ] || die "missing packages: run 'sudo apt-get install ${missing[*]}', then this again"
+  say "installing ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  local apt=(timeout 600 apt-get -qq -oDPkg::Lock::Timeout=120)
+  # The lists may be absent (a fresh container) or older than the mirror's files: then fetch them and try once more.
+  "${apt[@]}" install -y --no-install-recommends "${missing[@]}" >/dev/null 2>&1 && return 0
+  "${apt[@]}" update || die 'apt-get update failed: see the lines above, check the network and the sources in /etc/apt'
+  "${apt[@]}" install -y --no-install-recommends "${missing[@]}" >/dev/null \
+    || die "apt-get install ${missing[*]} failed: see the lines above"
+}
+
+build() {
+  command -v cargo >/dev/null || die "no Rust toolchain: install one with rustup (rustup.rs), of at least the version in Cargo.toml's rust-version"
+  command -v cc >/dev/null || packages gcc libc6-dev
+}
+
+python() {
+  local venv=$deps/venv stamp=$deps/venv/requirements.done wanted=$root/scripts/requirements.txt
+  # The distribution's Python, not the first in PATH: a version manager's shim is a shell script and belongs to one user.
+  if [ -x "$venv/bin/python" ] && cmp -s "$wanted" "$stamp" && "$venv/bin/python" -S -c '' 2>/dev/null; then return 0; fi
+  packages python3 python3-venv
+  say 'making .deps/venv with numpy and scikit-learn'
+  rm -rf -- "$venv"
+  /usr/bin/python3 -m venv "$venv" || die "python3 -m venv failed: see the lines above"
+  timeout 600 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --only-binary :all: -r "$wanted" \
+    || die "pip could not install scripts/requirements.txt: see the lines above, check the network (pip's own settings, such as PIP_INDEX_URL, are honoured)"
+  # Last: a venv without it is an interrupted one.
+  cp -- "$wanted" "$stamp"
+}
+
+criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
+
+[ $# -gt 0 ] || set -- build python criu
+for what; do
+  case $what in
+    build | python | criu) "$what" ;;
+    -h | --help) sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}" ;;
+    *) say "unknown part '$what': use build, python or criu"; exit 2 ;;
+  esac
+done
