@@ -277,6 +277,116 @@ fn a_caller_does_not_become_a_cuda_process() {
     assert_eq!(controls.count(), 1);
 }
 
+/// Runs `rekindle cuda ARGS`; exit code, standard output, standard error.
+fn rekindle(standin: &Standin, args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+    let output = standin.install(command.arg("cuda").args(args)).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn the_command_does_what_cuda_checkpoint_does() {
+    let standin = Standin::new();
+    let mut job = standin.start(&[]);
+    let pid = job.pid().to_string();
+    let run = |args: &[&str]| {
+        let (exit, out, err) = rekindle(&standin, &[args, &["--pid", &pid]].concat());
+        assert_eq!((exit, err.as_str()), (Some(0), ""), "{args:?}");
+        out
+    };
+    assert_eq!(run(&["state"]), "running\n");
+    for (action, state) in
+        [("lock", "locked"), ("checkpoint", "checkpointed"), ("restore", "locked"), ("unlock", "running")]
+    {
+        let out = run(&[action]);
+        assert!(out.starts_with(&format!("{action}: {state}, ")) && out.ends_with(" ms\n"), "{out}");
+    }
+    let tid: i32 = run(&["restore-tid"]).trim().parse().unwrap();
+    assert!(std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists());
+    let out = run(&["toggle", "--timeout", "5000"]);
+    assert!(out.starts_with("lock: locked, ") && out.contains("\ncheckpoint: checkpointed, "), "{out}");
+    let map = "A0A0A0A0-a0a0-a0a0-a0a0-a0a0a0a0a0a0=GPU-b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0";
+    let out = run(&["toggle", "--json", "--device-map", map]);
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(json["state"], "running");
+    assert_eq!(json["steps"][0]["action"], "restore");
+    assert_eq!(json["steps"][1]["state"], "running");
+    assert!(json["steps"][0]["milliseconds"].as_f64().unwrap() > 0.0);
+    job.assert_counts();
+}
+
+#[test]
+fn the_command_refuses_in_words() {
+    let standin = Standin::new();
+    let mut job = standin.start(&[]);
+    let pid = job.pid().to_string();
+    let refused = |args: &[&str], exit: i32, words: &str| {
+        let (code, _, err) = rekindle(&standin, args);
+        assert_eq!(code, Some(exit), "{args:?}: {err}");
+        assert!(err.contains(words), "{args:?}: {err}");
+    };
+    refused(&["unlock", "--pid", &pid], 1, "CUDA_ERROR_ILLEGAL_STATE (401)");
+    refused(&["state", "--pid", "2147483647"], 2, "no process 2147483647");
+    refused(&["lock", "--pid", &pid, "--timeout", "0"], 2, "--timeout");
+    let me = std::process::id().to_string();
+    refused(&["state", "--pid", &me], 1, "does not use CUDA");
+    let map = format!("{}={}", gpu(0xa0), gpu(0xb0));
+    refused(&["toggle", "--pid", &pid, "--device-map", &map], 2, "is running");
+    // A toggle that fails half way brings the process back to where it was.
+    standin.fault("fail-checkpoint", "801 times=1");
+    refused(&["toggle", "--pid", &pid], 1, "managed memory");
+    job.assert_counts();
+    job.process(&standin.driver()).lock(SECOND).unwrap();
+    refused(&["toggle", "--pid", &pid], 1, &format!("`rekindle cuda unlock --pid {pid}`"));
+    let (code, out, _) = rekindle(&standin, &["restore", "--json", "--pid", &pid]);
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert!(code == Some(1) && json["error"].as_str().unwrap().contains("401"), "{json}");
+}
+
+#[test]
+fn the_command_names_the_driver_that_is_missing() {
+    let me = std::process::id().to_string();
+    let none = tempfile::tempdir().unwrap();
+    let state = |folder: &std::path::Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+        let output = command.env("LD_LIBRARY_PATH", folder).args(["cuda", "state", "--pid", &me]).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    // A driver before 570: a library by that name without the functions.
+    let old = tempfile::tempdir().unwrap();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let libc =
+        maps.lines().filter_map(|line| line.find('/').map(|at| &line[at..])).find(|path| path.contains("/libc.so"));
+    std::os::unix::fs::symlink(libc.unwrap(), old.path().join("libcuda.so.1")).unwrap();
+    let (code, words) = state(old.path());
+    assert!(code == Some(69) && words.starts_with("rekindle: needs NVIDIA driver 570 or newer, found "), "{words}");
+    // On a machine with a driver it is found all the same, and says that this test does not use CUDA.
+    if Driver::load().is_err() {
+        let (code, words) = state(none.path());
+        assert!(code == Some(69) && words.starts_with("rekindle: needs NVIDIA driver 570 or newer"), "{words}");
+    }
+}
+
+#[test]
+fn another_gpu_needs_driver_580() {
+    let standin = Standin::new();
+    let job = standin.start(&[]);
+    let process = job.process(&standin.driver());
+    process.lock(SECOND).unwrap();
+    process.checkpoint().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+    let map = format!("{}={}", gpu(0xa0), gpu(0xb0));
+    let pid = job.pid().to_string();
+    command.args(["cuda", "restore", "--pid", &pid, "--device-map", &map]).env("STANDIN_CUDA_VERSION", "12090");
+    let output = standin.install(&mut command).output().unwrap();
+    let words = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(69), "{words}");
+    assert!(words.contains("needs NVIDIA driver 580 or newer"), "{words}");
+    assert_eq!(process.state().unwrap(), State::Checkpointed);
+    process.restore(&[]).unwrap();
+}
+
 #[test]
 fn no_driver_is_told_in_words() {
     let error = Driver::open("/nowhere/libcuda.so.1").unwrap_err();
