@@ -1,5 +1,7 @@
 //! `rekindle::cuda` against the stand-in libcuda, in real processes.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
+
 #[path = "support/standin.rs"]
 mod standin;
 
@@ -101,10 +103,9 @@ fn a_forked_child_is_no_cuda_process() {
     let mut job = standin.start(&["--fork"]);
     let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", job.pid())).unwrap();
     let child: i32 = children.trim().parse().unwrap();
+    let _child = KillOnDrop(child.to_string());
     let error = Process::with_driver(child, standin.driver()).unwrap().state().unwrap_err();
     job.assert_counts();
-    // SIGKILL to the child that this test's job forked.
-    Command::new("kill").args(["-9", &child.to_string()]).status().unwrap();
     assert!(error.is_not_cuda(), "{error}");
 }
 
@@ -392,4 +393,102 @@ fn no_driver_is_told_in_words() {
     let error = Driver::open("/nowhere/libcuda.so.1").unwrap_err();
     assert!(error.is_missing());
     assert!(error.to_string().starts_with("needs NVIDIA driver 570 or newer"), "{error}");
+}
+
+#[test]
+fn a_process_of_another_namespace_is_addressed_by_its_outer_pid() {
+    if gate("root", nix::unistd::geteuid().is_root().then_some(())).is_none() {
+        return;
+    }
+    let standin = Standin::new();
+    let mut job = standin.start_wrapped(&["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"], &[]);
+    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", job.pid())).unwrap();
+    let outer: i32 = children.trim().parse().unwrap();
+    assert!(standin.path().join("1.ctl").exists(), "inside it is process 1");
+    let process = Process::with_driver(outer, standin.driver()).unwrap();
+    let tid = process.restore_thread_id().unwrap();
+    assert!(std::path::Path::new(&format!("/proc/{outer}/task/{tid}")).exists());
+    process.lock(SECOND).unwrap();
+    process.checkpoint().unwrap();
+    job.assert_stands();
+    process.restore(&[]).unwrap();
+    process.unlock().unwrap();
+    job.assert_counts();
+}
+
+/// What a test needs and this machine has or not: says SKIP, or fails where it is required.
+fn gate<T>(name: &str, found: Option<T>) -> Option<T> {
+    if found.is_none() {
+        let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
+        assert!(!required.split(',').any(|gate| gate == name), "REKINDLE_TEST_REQUIRE wants {name}, it is not here");
+        eprintln!("SKIP: needs {name}");
+    }
+    found
+}
+
+/// CRIU and the root that it needs.
+fn criu() -> Option<std::path::PathBuf> {
+    gate("root", nix::unistd::geteuid().is_root().then_some(()))?;
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let named = std::env::var_os("REKINDLE_CRIU").map(Into::into);
+    let on_path = || std::env::split_paths(&path).map(|dir| dir.join("criu")).find(|file| file.is_file());
+    gate("criu", named.or_else(on_path))
+}
+
+/// A process that is not a child of this test.
+struct KillOnDrop(String);
+
+impl Drop for KillOnDrop {
+    fn drop(&mut self) {
+        let _ = Command::new("kill").args(["-9", &self.0]).status();
+    }
+}
+
+/// The stand-in is worth something only if CRIU treats it as it treats the driver.
+#[test]
+fn criu_refuses_a_running_process_and_brings_back_a_checkpointed_one() {
+    let Some(criu) = criu() else { return };
+    let standin = Standin::new();
+    let images = standin.path().join("images");
+    std::fs::create_dir(&images).unwrap();
+    let criu = |args: &[&str]| {
+        let mut command = Command::new("timeout");
+        command.args(["-s", "KILL", "60"]).arg(&criu).args(["--no-default-config", "-v4", "-o", "log", "-D"]);
+        let output = command.arg(&images).args(args).output().unwrap();
+        let log = std::fs::read_to_string(images.join("log")).unwrap_or_default();
+        (output.status.success(), log)
+    };
+    let mut job = standin.start_wrapped(&["setsid"], &["--mib", "16"]);
+    let pid = job.pid().to_string();
+    let process = job.process(&standin.driver());
+
+    let (dumped, log) = criu(&["dump", "--leave-running", "-t", &pid]);
+    assert!(!dumped && log.contains("anon_inode:[userfaultfd]"), "{log}");
+    job.assert_counts();
+
+    process.lock(SECOND).unwrap();
+    process.checkpoint().unwrap();
+    let (dumped, log) = criu(&["dump", "--leave-running", "-t", &pid]);
+    assert!(dumped, "{log}");
+    let at_dump = job.count();
+    process.restore(&[]).unwrap();
+    process.unlock().unwrap();
+    job.assert_counts();
+    job.kill();
+
+    // The control file now says that the process was unlocked; its image knows better.
+    let (restored, log) = criu(&["restore", "-d"]);
+    assert!(restored, "{log}");
+    // It is not our child any more.
+    let _restored = KillOnDrop(pid);
+    let process = Process::with_driver(job.pid(), standin.driver()).unwrap();
+    assert_eq!(process.state().unwrap(), State::Checkpointed);
+    let lines = || std::fs::read_to_string(standin.output()).unwrap().lines().count();
+    let before = lines();
+    process.restore(&[]).unwrap();
+    process.unlock().unwrap();
+    wait_for("the restored job counts", || lines() > before + 2);
+    let text = std::fs::read_to_string(standin.output()).unwrap();
+    let first = text.lines().nth(before).unwrap();
+    assert_eq!(first, (at_dump + 1).to_string(), "it goes on where the dump was");
 }
