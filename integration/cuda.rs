@@ -1,5 +1,7 @@
 //! `rekindle::cuda` against the stand-in libcuda, in real processes.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
+
 #[path = "support/standin.rs"]
 mod standin;
 
@@ -101,10 +103,9 @@ fn a_forked_child_is_no_cuda_process() {
     let mut job = standin.start(&["--fork"]);
     let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", job.pid())).unwrap();
     let child: i32 = children.trim().parse().unwrap();
+    let _child = KillOnDrop(child.to_string());
     let error = Process::with_driver(child, standin.driver()).unwrap().state().unwrap_err();
     job.assert_counts();
-    // SIGKILL to the child that this test's job forked.
-    Command::new("kill").args(["-9", &child.to_string()]).status().unwrap();
     assert!(error.is_not_cuda(), "{error}");
 }
 
@@ -277,9 +278,217 @@ fn a_caller_does_not_become_a_cuda_process() {
     assert_eq!(controls.count(), 1);
 }
 
+/// Runs `rekindle cuda ARGS`; exit code, standard output, standard error.
+fn rekindle(standin: &Standin, args: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+    let output = standin.install(command.arg("cuda").args(args)).output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+#[test]
+fn the_command_does_what_cuda_checkpoint_does() {
+    let standin = Standin::new();
+    let mut job = standin.start(&[]);
+    let pid = job.pid().to_string();
+    let run = |args: &[&str]| {
+        let (exit, out, err) = rekindle(&standin, &[args, &["--pid", &pid]].concat());
+        assert_eq!((exit, err.as_str()), (Some(0), ""), "{args:?}");
+        out
+    };
+    assert_eq!(run(&["state"]), "running\n");
+    for (action, state) in
+        [("lock", "locked"), ("checkpoint", "checkpointed"), ("restore", "locked"), ("unlock", "running")]
+    {
+        let out = run(&[action]);
+        assert!(out.starts_with(&format!("{action}: {state}, ")) && out.ends_with(" ms\n"), "{out}");
+    }
+    let tid: i32 = run(&["restore-tid"]).trim().parse().unwrap();
+    assert!(std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists());
+    let out = run(&["toggle", "--timeout", "5000"]);
+    assert!(out.starts_with("lock: locked, ") && out.contains("\ncheckpoint: checkpointed, "), "{out}");
+    let map = "A0A0A0A0-a0a0-a0a0-a0a0-a0a0a0a0a0a0=GPU-b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0";
+    let out = run(&["toggle", "--json", "--device-map", map]);
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(json["state"], "running");
+    assert_eq!(json["steps"][0]["action"], "restore");
+    assert_eq!(json["steps"][1]["state"], "running");
+    assert!(json["steps"][0]["milliseconds"].as_f64().unwrap() > 0.0);
+    job.assert_counts();
+}
+
+#[test]
+fn the_command_refuses_in_words() {
+    let standin = Standin::new();
+    let mut job = standin.start(&[]);
+    let pid = job.pid().to_string();
+    let refused = |args: &[&str], exit: i32, words: &str| {
+        let (code, _, err) = rekindle(&standin, args);
+        assert_eq!(code, Some(exit), "{args:?}: {err}");
+        assert!(err.contains(words), "{args:?}: {err}");
+    };
+    refused(&["unlock", "--pid", &pid], 1, "CUDA_ERROR_ILLEGAL_STATE (401)");
+    refused(&["state", "--pid", "2147483647"], 2, "no process 2147483647");
+    refused(&["lock", "--pid", &pid, "--timeout", "0"], 2, "--timeout");
+    let me = std::process::id().to_string();
+    refused(&["state", "--pid", &me], 1, "does not use CUDA");
+    let map = format!("{}={}", gpu(0xa0), gpu(0xb0));
+    refused(&["toggle", "--pid", &pid, "--device-map", &map], 2, "is running");
+    // A toggle that fails half way brings the process back to where it was.
+    standin.fault("fail-checkpoint", "801 times=1");
+    refused(&["toggle", "--pid", &pid], 1, "managed memory");
+    job.assert_counts();
+    job.process(&standin.driver()).lock(SECOND).unwrap();
+    refused(&["toggle", "--pid", &pid], 1, &format!("`rekindle cuda unlock --pid {pid}`"));
+    let (code, out, _) = rekindle(&standin, &["restore", "--json", "--pid", &pid]);
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert!(code == Some(1) && json["error"].as_str().unwrap().contains("401"), "{json}");
+}
+
+#[test]
+fn the_command_names_the_driver_that_is_missing() {
+    let me = std::process::id().to_string();
+    let none = tempfile::tempdir().unwrap();
+    let state = |folder: &std::path::Path| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+        let output = command.env("LD_LIBRARY_PATH", folder).args(["cuda", "state", "--pid", &me]).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    // A driver before 570: a library by that name without the functions.
+    let old = tempfile::tempdir().unwrap();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let libc =
+        maps.lines().filter_map(|line| line.find('/').map(|at| &line[at..])).find(|path| path.contains("/libc.so"));
+    std::os::unix::fs::symlink(libc.unwrap(), old.path().join("libcuda.so.1")).unwrap();
+    let (code, words) = state(old.path());
+    assert!(code == Some(69) && words.starts_with("rekindle: needs NVIDIA driver 570 or newer, found "), "{words}");
+    // On a machine with a driver it is found all the same, and says that this test does not use CUDA.
+    if Driver::load().is_err() {
+        let (code, words) = state(none.path());
+        assert!(code == Some(69) && words.starts_with("rekindle: needs NVIDIA driver 570 or newer"), "{words}");
+    }
+}
+
+#[test]
+fn another_gpu_needs_driver_580() {
+    let standin = Standin::new();
+    let job = standin.start(&[]);
+    let process = job.process(&standin.driver());
+    process.lock(SECOND).unwrap();
+    process.checkpoint().unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+    let map = format!("{}={}", gpu(0xa0), gpu(0xb0));
+    let pid = job.pid().to_string();
+    command.args(["cuda", "restore", "--pid", &pid, "--device-map", &map]).env("STANDIN_CUDA_VERSION", "12090");
+    let output = standin.install(&mut command).output().unwrap();
+    let words = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(69), "{words}");
+    assert!(words.contains("needs NVIDIA driver 580 or newer"), "{words}");
+    assert_eq!(process.state().unwrap(), State::Checkpointed);
+    process.restore(&[]).unwrap();
+}
+
 #[test]
 fn no_driver_is_told_in_words() {
     let error = Driver::open("/nowhere/libcuda.so.1").unwrap_err();
     assert!(error.is_missing());
     assert!(error.to_string().starts_with("needs NVIDIA driver 570 or newer"), "{error}");
+}
+
+#[test]
+fn a_process_of_another_namespace_is_addressed_by_its_outer_pid() {
+    if gate("root", nix::unistd::geteuid().is_root().then_some(())).is_none() {
+        return;
+    }
+    let standin = Standin::new();
+    let mut job = standin.start_wrapped(&["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"], &[]);
+    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", job.pid())).unwrap();
+    let outer: i32 = children.trim().parse().unwrap();
+    assert!(standin.path().join("1.ctl").exists(), "inside it is process 1");
+    let process = Process::with_driver(outer, standin.driver()).unwrap();
+    let tid = process.restore_thread_id().unwrap();
+    assert!(std::path::Path::new(&format!("/proc/{outer}/task/{tid}")).exists());
+    process.lock(SECOND).unwrap();
+    process.checkpoint().unwrap();
+    job.assert_stands();
+    process.restore(&[]).unwrap();
+    process.unlock().unwrap();
+    job.assert_counts();
+}
+
+/// What a test needs and this machine has or not: says SKIP, or fails where it is required.
+fn gate<T>(name: &str, found: Option<T>) -> Option<T> {
+    if found.is_none() {
+        let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
+        assert!(!required.split(',').any(|gate| gate == name), "REKINDLE_TEST_REQUIRE wants {name}, it is not here");
+        eprintln!("SKIP: needs {name}");
+    }
+    found
+}
+
+/// CRIU and the root that it needs.
+fn criu() -> Option<std::path::PathBuf> {
+    gate("root", nix::unistd::geteuid().is_root().then_some(()))?;
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let named = std::env::var_os("REKINDLE_CRIU").map(Into::into);
+    let on_path = || std::env::split_paths(&path).map(|dir| dir.join("criu")).find(|file| file.is_file());
+    gate("criu", named.or_else(on_path))
+}
+
+/// A process that is not a child of this test.
+struct KillOnDrop(String);
+
+impl Drop for KillOnDrop {
+    fn drop(&mut self) {
+        let _ = Command::new("kill").args(["-9", &self.0]).status();
+    }
+}
+
+/// The stand-in is worth something only if CRIU treats it as it treats the driver.
+#[test]
+fn criu_refuses_a_running_process_and_brings_back_a_checkpointed_one() {
+    let Some(criu) = criu() else { return };
+    let standin = Standin::new();
+    let images = standin.path().join("images");
+    std::fs::create_dir(&images).unwrap();
+    let criu = |args: &[&str]| {
+        let mut command = Command::new("timeout");
+        command.args(["-s", "KILL", "60"]).arg(&criu).args(["--no-default-config", "-v4", "-o", "log", "-D"]);
+        let output = command.arg(&images).args(args).output().unwrap();
+        let log = std::fs::read_to_string(images.join("log")).unwrap_or_default();
+        (output.status.success(), log)
+    };
+    let mut job = standin.start_wrapped(&["setsid"], &["--mib", "16"]);
+    let pid = job.pid().to_string();
+    let process = job.process(&standin.driver());
+
+    let (dumped, log) = criu(&["dump", "--leave-running", "-t", &pid]);
+    assert!(!dumped && log.contains("anon_inode:[userfaultfd]"), "{log}");
+    job.assert_counts();
+
+    process.lock(SECOND).unwrap();
+    process.checkpoint().unwrap();
+    let (dumped, log) = criu(&["dump", "--leave-running", "-t", &pid]);
+    assert!(dumped, "{log}");
+    let at_dump = job.count();
+    process.restore(&[]).unwrap();
+    process.unlock().unwrap();
+    job.assert_counts();
+    job.kill();
+
+    // The control file now says that the process was unlocked; its image knows better.
+    let (restored, log) = criu(&["restore", "-d"]);
+    assert!(restored, "{log}");
+    // It is not our child any more.
+    let _restored = KillOnDrop(pid);
+    let process = Process::with_driver(job.pid(), standin.driver()).unwrap();
+    assert_eq!(process.state().unwrap(), State::Checkpointed);
+    let lines = || std::fs::read_to_string(standin.output()).unwrap().lines().count();
+    let before = lines();
+    process.restore(&[]).unwrap();
+    process.unlock().unwrap();
+    wait_for("the restored job counts", || lines() > before + 2);
+    let text = std::fs::read_to_string(standin.output()).unwrap();
+    let first = text.lines().nth(before).unwrap();
+    assert_eq!(first, (at_dump + 1).to_string(), "it goes on where the dump was");
 }

@@ -1,6 +1,9 @@
 //! The stand-in libcuda, built once and installed for one job, and the job that uses it.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
+
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
@@ -40,6 +43,8 @@ pub(crate) struct Standin {
 impl Standin {
     pub(crate) fn new() -> Self {
         let folder = tempfile::Builder::new().prefix("standin-cuda-").tempdir().unwrap();
+        // A job may run as another user.
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
         fs::copy(library(), folder.path().join("libcuda.so.1")).unwrap();
         Self { folder }
     }
@@ -78,7 +83,21 @@ impl Standin {
 
     /// Starts the job and waits until it counts.
     pub(crate) fn start(&self, args: &[&str]) -> Job {
-        let child = self.command(args).stdin(Stdio::null()).spawn().unwrap();
+        self.spawn(self.command(args).stdin(Stdio::null()))
+    }
+
+    /// Like `start`, by way of another program that then is the child, and with no descriptor of ours: `setsid` for
+    /// CRIU, which takes only a session leader, or `unshare`.
+    pub(crate) fn start_wrapped(&self, wrapper: &[&str], args: &[&str]) -> Job {
+        let job = self.command(args);
+        let mut command = Command::new(wrapper[0]);
+        command.args(&wrapper[1..]).arg(job.get_program()).args(job.get_args());
+        let log = fs::File::create(self.path().join("log")).unwrap();
+        self.spawn(self.install(&mut command).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log))
+    }
+
+    fn spawn(&self, command: &mut Command) -> Job {
+        let child = command.spawn().unwrap();
         let mut job = Job { child, output: self.output() };
         let before = job.count();
         wait_for("the job counts", || {

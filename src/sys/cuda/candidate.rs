@@ -27,11 +27,6 @@ pub fn is_candidate(pid: i32) -> io::Result<bool> {
     Ok(false)
 }
 
-/// Whether process `pid` maps libcuda.
-pub(super) fn maps_libcuda(pid: i32) -> io::Result<bool> {
-    any_map(&Path::new("/proc").join(pid.to_string()), is_libcuda)
-}
-
 fn any_map(proc: &Path, wanted: impl Fn(&str) -> bool) -> io::Result<bool> {
     let maps = BufReader::new(File::open(proc.join("maps"))?);
     for line in maps.split(b'\n') {

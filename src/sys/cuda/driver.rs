@@ -9,10 +9,9 @@ use std::sync::{Arc, OnceLock};
 
 use libloading::Library;
 
-use super::candidate;
 use super::code;
 use super::error::{self, Error, Result};
-use super::ffi::{ErrorTextFn, GetVersionFn, InitFn, ProcessFn};
+use super::ffi::{ErrorTextFn, GetVersionFn, ProcessFn};
 use super::version::{self, DriverVersion};
 
 /// The checkpoint functions of the driver.
@@ -73,13 +72,8 @@ impl Function {
 /// The loaded driver library. A clone is the same library.
 #[derive(Clone)]
 pub struct Driver {
-    inner: Arc<Inner>,
-}
-
-struct Inner {
     // Never closed: libcuda starts threads and registers exit handlers once it is in use.
-    library: ManuallyDrop<Library>,
-    initialized: OnceLock<bool>,
+    library: Arc<ManuallyDrop<Library>>,
 }
 
 impl Driver {
@@ -110,7 +104,7 @@ impl Driver {
             Some(installed) => Error::NoLibrary { installed, source },
             None => Error::NoDriver(source),
         })?;
-        Ok(Self { inner: Arc::new(Inner { library: ManuallyDrop::new(library), initialized: OnceLock::new() }) })
+        Ok(Self { library: Arc::new(ManuallyDrop::new(library)) })
     }
 
     /// The version of the installed driver, for example `580.159.04`; its major number decides what it can do. None
@@ -147,10 +141,9 @@ impl Driver {
 
     /// Calls `function` with `pid` and the argument that cuda.h declares for it.
     ///
-    /// NVIDIA documents neither that these functions need `cuInit` in the caller nor that they do not, and error 3
-    /// means both "you are not initialised" and "that process does not use CUDA". So: never call `cuInit` up front (it
-    /// opens the devices and costs time and memory), and on error 3 call it once, only if the target really has
-    /// libcuda mapped, and ask again.
+    /// `cuInit` is not called, here or anywhere: of the checkpoint functions only those with custom storage need it in
+    /// the caller (cuda.h of CUDA 13.5, `cuCheckpointProcessCheckpoint`), and it would open the devices in this process.
+    /// So error 3 is about the process `pid`, never about the caller.
     ///
     /// # Safety
     /// `argument` must be what cuda.h declares for `function`, valid for reads and writes, or null where it may be.
@@ -158,32 +151,13 @@ impl Driver {
         let call: ProcessFn = self
             .symbol(function.symbol())
             .ok_or_else(|| Error::TooOld { function, installed: version::installed() })?;
-        let was_initialized = self.inner.initialized.get().is_some();
         // SAFETY: the caller vouches for the argument; the driver takes calls from any thread.
-        let mut code = unsafe { call(pid, argument) };
-        if code == code::NOT_INITIALIZED
-            && !was_initialized
-            && candidate::maps_libcuda(pid).unwrap_or(false)
-            && self.initialize()
-        {
-            // SAFETY: as above; a call that failed has not kept the argument.
-            code = unsafe { call(pid, argument) };
-        }
+        let code = unsafe { call(pid, argument) };
         if code == code::SUCCESS {
             Ok(())
         } else {
             Err(Error::Call { pid, function, code, name: self.error_name(code) })
         }
-    }
-
-    fn initialize(&self) -> bool {
-        *self.inner.initialized.get_or_init(|| {
-            let Some(init) = self.symbol::<InitFn>("cuInit") else { return false };
-            // SAFETY: flags must be 0, there is no other precondition.
-            let code = unsafe { init(0) };
-            tracing::debug!(code, "cuInit called: the driver answered a checkpoint call with NOT_INITIALIZED");
-            code == code::SUCCESS
-        })
     }
 
     fn error_name(&self, code: i32) -> String {
@@ -202,7 +176,7 @@ impl Driver {
     /// The symbol of this name, if the library has it. `T` must be its type.
     fn symbol<T: Copy>(&self, name: &str) -> Option<T> {
         // SAFETY: every caller in this file names the type that cuda.h declares for the symbol.
-        let symbol = unsafe { self.inner.library.get::<T>(name) };
+        let symbol = unsafe { self.library.get::<T>(name) };
         symbol.ok().map(|symbol| *symbol)
     }
 }

@@ -1,5 +1,5 @@
-//! The C structures of cuda.h, as CUDA 13 lays them out. Bytes that CUDA 12 calls reserved stay zero unless used, so
-//! drivers from 570 on read them alike.
+//! The C structures of cuda.h, as CUDA 13.0 lays them out. Bytes that CUDA 12 calls reserved stay zero unless used, and
+//! where 13.5 has a pointer to custom storage they are null: drivers from 570 on read them alike.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
@@ -10,9 +10,7 @@ use super::uuid::GpuMapping;
 pub(super) type ProcessFn = unsafe extern "C" fn(c_int, *mut c_void) -> c_int;
 /// `CUresult cuDriverGetVersion(int *version)`.
 pub(super) type GetVersionFn = unsafe extern "C" fn(*mut c_int) -> c_int;
-/// `CUresult cuInit(unsigned int flags)`.
-pub(super) type InitFn = unsafe extern "C" fn(c_uint) -> c_int;
-/// `CUresult cuGetErrorName(CUresult, const char **)`, and `cuGetErrorString` alike.
+/// `CUresult cuGetErrorName(CUresult, const char **)`.
 pub(super) type ErrorTextFn = unsafe extern "C" fn(c_int, *mut *const std::ffi::c_char) -> c_int;
 
 /// `CUcheckpointLockArgs`.
