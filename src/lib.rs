@@ -28,6 +28,7 @@ pub mod launch;
 pub mod restart;
 pub mod snapshot;
 pub mod store;
+pub mod supervisor;
 pub mod sys;
 pub mod telemetry;
 

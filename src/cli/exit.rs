@@ -51,3 +51,37 @@ impl From<Exit> for ExitCode {
         ExitCode::from(exit.code())
     }
 }
+
+/// What the process exits with for an error.
+pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
+    use crate::{config, launch, store, sys};
+    for cause in error.chain() {
+        if cause.is::<config::Error>() || cause.is::<launch::identity::Error>() {
+            return Exit::Config;
+        }
+        if cause.is::<sys::criu::FindError>() || cause.is::<super::run::NoRights>() {
+            return Exit::Missing;
+        }
+        if let Some(error) = cause.downcast_ref::<launch::ProgramError>() {
+            return match error {
+                launch::ProgramError::NotFound(_) => Exit::NotFound,
+                launch::ProgramError::NotExecutable { .. } => Exit::NotExecutable,
+            };
+        }
+        if cause.is::<super::Misuse>() || cause.is::<store::NameError>() {
+            return Exit::Usage;
+        }
+        if let Some(error) = cause.downcast_ref::<store::Error>() {
+            use store::Error as E;
+            return match error {
+                E::UnknownJob { .. }
+                | E::UnknownImage { .. }
+                | E::AmbiguousImage { .. }
+                | E::NoGoodImage { .. }
+                | E::NoStore(_) => Exit::Usage,
+                _ => Exit::Internal,
+            };
+        }
+    }
+    Exit::Internal
+}

@@ -1,15 +1,212 @@
 //! What was typed, turned into calls of the library; tables, JSON and exit codes.
 
 pub mod config;
+mod cuda;
 pub mod exit;
+mod job_args;
+mod list;
 pub mod output;
+mod prune;
+mod run;
+mod show;
+mod verify;
 
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::{CommandFactory, Parser};
+
+use crate::config::{self as settings, Overrides};
+use crate::store::{Access, Store};
+use crate::telemetry;
 pub use exit::Exit;
+use output::Format;
+
+/// Keeps long GPU jobs alive: snapshots on an interval, automatic restart from the newest good one
+#[derive(Debug, Parser)]
+#[command(version, max_term_width = 100)]
+struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// What every command takes.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Global {
+    /// Read this configuration file instead of /etc/rekindle/rekindle.toml
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Where the images of all jobs are (store.directory)
+    #[arg(long, global = true, value_name = "DIR")]
+    store: Option<PathBuf>,
+    /// Print JSON instead of text
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+impl Global {
+    fn format(&self) -> Format {
+        if self.json { Format::Json } else { Format::Text }
+    }
+
+    fn overrides(&self) -> Overrides {
+        Overrides { store: self.store.clone(), ..Overrides::default() }
+    }
+
+    /// The configuration, with `more` over it.
+    fn settings(&self, more: Overrides) -> Result<settings::Config, settings::Error> {
+        settings::load(self.config.as_deref(), settings::environment(), &more)
+    }
+
+    /// The store, to look at.
+    fn open_store(&self) -> anyhow::Result<Store> {
+        Ok(Store::open(&self.settings(self.overrides())?.store.directory, Access::Read)?)
+    }
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    /// Launch a job, or go on with one that was interrupted, and keep it alive
+    Run(run::RunArgs),
+    /// Bring a job back from an image and keep it alive from there
+    Restore(run::RestoreArgs),
+    /// List jobs, or the images of a job
+    #[command(visible_alias = "ls")]
+    List {
+        /// The job; all jobs without it
+        job: Option<String>,
+    },
+    /// Show all that is known of an image
+    Show {
+        /// JOB (its newest good image), JOB/ID or ID
+        image: String,
+    },
+    /// Read images and compare every byte with what was written
+    Verify {
+        /// JOB, JOB/ID or ID; everything without it
+        image: Option<String>,
+    },
+    /// Remove images that store.keep-last does not keep
+    Prune(prune::PruneArgs),
+    /// Show or check the configuration
+    #[command(subcommand)]
+    Config(ConfigCommand),
+    /// Lock, checkpoint, restore and unlock a CUDA process by hand (driver 570 or newer)
+    #[command(subcommand)]
+    Cuda(cuda::CudaCommand),
+    /// Print a completion script for a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum ConfigCommand {
+    /// Print every key with its value and where that comes from
+    Show,
+    /// Check a configuration file
+    Check {
+        /// The file; the one that `run` would read without it
+        file: Option<PathBuf>,
+    },
+}
 
 /// Runs the command line of this process.
 #[must_use]
 pub fn main() -> ExitCode {
-    Exit::Success.into()
+    main_with(std::env::args_os())
+}
+
+fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version are errors for clap, with their own stream and code.
+            let _ = error.print();
+            return if error.use_stderr() { Exit::Usage.into() } else { Exit::Success.into() };
+        }
+    };
+    match dispatch(&cli) {
+        Ok(exit) => exit.into(),
+        Err(error) => {
+            let text = error.chain().fold(String::new(), |text, cause| join_cause(text, &cause.to_string()));
+            eprintln!("rekindle: {text}");
+            exit::of_error(&error).into()
+        }
+    }
+}
+
+/// A cause that its parent quotes already is not said twice.
+fn join_cause(text: String, cause: &str) -> String {
+    match text.as_str() {
+        "" => cause.to_string(),
+        known if known.contains(cause) => text,
+        known => format!("{known}: {cause}"),
+    }
+}
+
+fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
+    let global = &cli.global;
+    match &cli.command {
+        Command::Run(args) => run::run(global, args),
+        Command::Restore(args) => run::restore(global, args),
+        Command::List { job } => list::list(global, job.as_deref()),
+        Command::Show { image } => show::show(global, image),
+        Command::Verify { image } => verify::verify(global, image.as_deref()),
+        Command::Prune(args) => prune::prune(global, args),
+        Command::Config(ConfigCommand::Show) => {
+            config::show(global.config.as_deref(), &global.overrides(), global.format())?;
+            Ok(Exit::Success)
+        }
+        Command::Config(ConfigCommand::Check { file }) => {
+            config::check(file.as_deref().or(global.config.as_deref()))?;
+            Ok(Exit::Success)
+        }
+        Command::Cuda(command) => cuda::run(command, global.format()),
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(*shell, &mut Cli::command(), "rekindle", &mut script);
+            output::print_text(String::from_utf8_lossy(&script).trim_end())?;
+            Ok(Exit::Success)
+        }
+    }
+}
+
+/// A request that makes no sense, in words that say what would.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct Misuse(String);
+
+/// Starts logging as configured; commands that only print do not log.
+fn start_log(config: &settings::Config) {
+    telemetry::log::start(config.log.level);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_cause_is_not_said_twice() {
+        assert_eq!(join_cause("can not read x".into(), "no such file"), "can not read x: no such file");
+        assert_eq!(join_cause("can not read x: no such file".into(), "no such file"), "can not read x: no such file");
+    }
+
+    #[test]
+    fn everything_after_the_dashes_is_the_jobs() {
+        let cli = Cli::try_parse_from(["rekindle", "run", "--name", "n", "--", "prog", "--json", "-x"]).unwrap();
+        let Command::Run(args) = cli.command else { panic!("not run") };
+        assert_eq!(args.command, ["prog", "--json", "-x"]);
+        assert!(!cli.global.json);
+        assert!(Cli::try_parse_from(["rekindle", "run"]).is_err());
+    }
 }

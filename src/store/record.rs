@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use super::id::ImageId;
 use super::error::{Error, Result};
 use super::paths;
 use crate::sys::durable;
@@ -24,10 +25,11 @@ pub struct JobRecord {
     /// The working directory.
     #[serde(with = "paths")]
     pub directory: PathBuf,
-    /// The configuration in effect, as TOML.
-    pub config: Option<String>,
     /// See [`super::Manifest::lineage`].
     pub lineage: String,
+    /// The image of another lineage that this one began from (`rekindle restore`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<ImageId>,
     /// When the run began.
     pub created: DateTime<Utc>,
     /// How it ended, if it did.

@@ -49,6 +49,8 @@ pub struct Setup {
     pub reaper: PathBuf,
     /// What to begin with.
     pub from: From,
+    /// An image of another lineage that this one began from, and may go back to.
+    pub base: Option<ImageId>,
 }
 
 /// Why the supervisor itself failed. The job is not left behind.
@@ -148,7 +150,7 @@ fn listen(sender: mpsc::Sender<Message>) -> std::io::Result<signal_hook::iterato
     let ours = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR1, sig::SIGUSR2];
     let mut signals = signal_hook::iterator::Signals::new(ours.iter().chain(&FORWARDED))?;
     let handle = signals.handle();
-    let run = move || signals.forever().try_for_each(|signal| sender.send(Message::Signal(signal)));
+    let mut run = move || signals.forever().try_for_each(|signal| sender.send(Message::Signal(signal)));
     std::thread::Builder::new().name("signals".into()).spawn(move || drop(run()))?;
     Ok(handle)
 }
@@ -345,7 +347,8 @@ impl Owner<'_> {
     fn good_images(&self) -> Result<Vec<ImageId>, crate::store::Error> {
         let images = self.shared.folder.images()?;
         let ours = |image: &Image| {
-            image.is_good() && image.manifest().is_some_and(|m| m.lineage == self.shared.launch.lineage)
+            let lineage = &self.shared.launch.lineage;
+            image.is_good() && image.manifest().is_some_and(|m| m.lineage == *lineage || Some(m.id) == self.shared.base)
         };
         Ok(images.iter().filter(|image| ours(image)).map(|image| image.id).collect())
     }
@@ -449,8 +452,8 @@ impl Owner<'_> {
         let record = JobRecord {
             command: self.shared.launch.command.clone(),
             directory: self.shared.launch.directory.clone(),
-            config: None,
             lineage: self.shared.launch.lineage.clone(),
+            base: self.shared.base,
             created: self.published.begun,
             outcome,
             exit_code,
@@ -466,6 +469,7 @@ impl Owner<'_> {
         let (outcome, code) = match finish {
             Finish::Completed => (Outcome::Completed, Some(0)),
             Finish::Stopped(_) => (Outcome::Stopped, None),
+            Finish::Impossible { why } => (Outcome::Failed { why: why.clone() }, None),
             Finish::Failed { why, last } => {
                 let code = last.and_then(|l| if let Ended::Exit(code) = l { Some(code) } else { None });
                 (Outcome::Failed { why: why.clone() }, code)

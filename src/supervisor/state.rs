@@ -38,6 +38,11 @@ pub enum Finish {
     Completed,
     /// Stopped as asked; it can be continued.
     Stopped(Stop),
+    /// It can not be started here at all.
+    Impossible {
+        /// Why, in words.
+        why: String,
+    },
     /// Given up.
     Failed {
         /// Why, in words.
@@ -277,7 +282,7 @@ impl<'a> Machine<'a> {
                 let decision = self.history.after_machine_failure(from, &why, &self.config.restart);
                 decided(decision, None, now)
             }
-            (Event::Impossible { why }, None) => finish(Finish::Failed { why, last: None }),
+            (Event::Impossible { why }, None) => finish(Finish::Impossible { why }),
             (Event::Stop(stop) | Event::StopNow(stop), _) => {
                 (State::Starting { from, stop: Some(stop) }, vec![Action::Cancel])
             }

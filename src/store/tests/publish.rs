@@ -169,7 +169,6 @@ fn the_record_of_a_job() {
     let mut record = JobRecord {
         command: vec!["a".to_owned()],
         directory,
-        config: Some("version = 1\n".to_owned()),
         lineage: "first".to_owned(),
         created: at(0),
         outcome: Outcome::Running,

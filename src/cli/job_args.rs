@@ -1,0 +1,43 @@
+//! `JOB`, `JOB/ID` and `ID`, as typed, turned into folders and images.
+
+use super::Misuse;
+use crate::store::{Image, JobFolder, JobName, LATEST, Store};
+
+/// Finds the image that `text` means: the newest good one of a job, one of a job, or one by its id alone.
+pub(super) fn image(store: &Store, text: &str) -> anyhow::Result<(JobFolder, Image)> {
+    if let Some((job, id)) = text.split_once('/') {
+        let folder = store.job(&job.parse()?)?;
+        let image = folder.find(id)?;
+        return Ok((folder, image));
+    }
+    if let Some(folder) = job(store, text)? {
+        let image = folder.find(LATEST)?;
+        return Ok((folder, image));
+    }
+    let mut found = Vec::new();
+    for name in store.jobs()? {
+        let folder = store.job(&name)?;
+        // Only whole ids and their beginnings: a bare number means a job's own count.
+        let matching = folder.images()?.into_iter().filter(|image| image.id.to_string().starts_with(text));
+        found.extend(matching.map(|image| (folder.clone(), image)));
+    }
+    match (found.pop(), found.is_empty()) {
+        (Some(one), true) => Ok(one),
+        (Some(_), false) => Err(Misuse(format!("{text:?} could be several images: name it JOB/ID")).into()),
+        (None, _) => {
+            // The name is not a job's either: that error names the jobs there are.
+            let name: JobName = text.parse()?;
+            store.job(&name)?;
+            Err(Misuse(format!("there is no job and no image {text:?}")).into())
+        }
+    }
+}
+
+/// The folder of a job of that name, if there is one.
+pub(super) fn job(store: &Store, text: &str) -> anyhow::Result<Option<JobFolder>> {
+    let known = store.jobs()?;
+    match text.parse::<JobName>() {
+        Ok(name) if known.contains(&name) => Ok(Some(store.job(&name)?)),
+        _ => Ok(None),
+    }
+}

@@ -1,0 +1,317 @@
+//! `rekindle run` and `rekindle restore`: check what is needed, choose what to begin with, supervise.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+
+use chrono::Utc;
+
+use super::{Exit, Global, Misuse, job_args, start_log};
+use crate::config::{Config, EnvironmentMode, Limit, Overrides, Stdin};
+use crate::launch::identity::{self, Identity};
+use crate::launch::{self, JobSpec, Privileges, reaper};
+use crate::restart::policy::From;
+use crate::snapshot::Launch;
+use crate::store::{
+    Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock,
+};
+use crate::supervisor::state::{Finish, Stop};
+use crate::supervisor::{self, Setup};
+use crate::sys::criu::Criu;
+use crate::sys::spawn::Ended;
+
+/// What to run.
+#[derive(Debug, clap::Args)]
+pub(crate) struct RunArgs {
+    /// The job's name; without it one made of the command and its directory
+    #[arg(long)]
+    name: Option<String>,
+    /// Time between snapshots: "10m", or "off" (snapshot.interval)
+    #[arg(long, value_name = "TIME")]
+    interval: Option<String>,
+    /// Start anew, even if there is something to go on from
+    #[arg(long)]
+    fresh: bool,
+    /// The command and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
+    pub(super) command: Vec<OsString>,
+}
+
+/// What to bring back.
+#[derive(Debug, clap::Args)]
+pub(crate) struct RestoreArgs {
+    /// JOB (its newest good image), JOB/ID or ID
+    image: String,
+}
+
+/// The supervisor lacks rights.
+#[derive(Debug, thiserror::Error)]
+#[error("this needs root: namespaces, CRIU and the CUDA checkpoint do; run it with sudo, and let the job run as its user with job.user")]
+pub(crate) struct NoRights;
+
+pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
+    let overrides =
+        Overrides { name: args.name.clone(), interval: args.interval.clone(), ..global.overrides() };
+    let config = global.settings(overrides)?;
+    let command = &args.command;
+    let directory = working_directory(config.job.directory.as_deref())?;
+    let name: JobName = match &config.job.name {
+        Some(name) => name.parse()?,
+        None => default_name(command, &directory)?,
+    };
+    let ground = Ground::prepare(config, directory, command)?;
+    let (folder, lock) = ground.open(&name)?;
+    let start = choose(&folder, command, args.fresh)?;
+    supervise(ground, folder, lock, start)
+}
+
+pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exit> {
+    let config = global.settings(global.overrides())?;
+    let (folder, image) = job_args::image(&Store::open(&config.store.directory, Access::Read)?, &args.image)?;
+    let known = || Misuse(format!("image {} has no readable manifest: `rekindle verify` says more", image.id));
+    let manifest = image.manifest().ok_or_else(known)?.clone();
+    let command: Vec<OsString> = manifest.command.iter().map(OsString::from).collect();
+    let mut config = config;
+    config.job.user = manifest.user.clone();
+    let ground = Ground::prepare(config, manifest.directory.clone(), &command)?;
+    let (folder, lock) = ground.open(folder.name())?;
+    let mut image = image;
+    if matches!(image.state, State::Bad { .. }) {
+        // Whoever names an image wants it tried.
+        tracing::warn!("image {} was marked as bad; the mark is taken back", image.id);
+        image.clear_bad()?;
+    }
+    // What came after this image is left alone, and is not what a later crash goes back to.
+    let newest = folder.images()?.iter().find(|i| i.is_good()).map(|i| i.id);
+    let (lineage, base) = match newest == Some(image.id) {
+        true => (manifest.lineage, None),
+        false => (new_lineage(), Some(image.id)),
+    };
+    supervise(ground, folder, lock, Start { from: From::Image(image.id), lineage, base })
+}
+
+/// What is there before the job's folder is touched.
+struct Ground {
+    config: Config,
+    criu: Criu,
+    spec: JobSpec,
+    store: Store,
+}
+
+impl Ground {
+    fn prepare(config: Config, directory: PathBuf, command: &[OsString]) -> anyhow::Result<Ground> {
+        start_log(&config);
+        let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
+        let environment = environment(&config, user.as_ref());
+        let path = environment.get(OsStr::new("PATH")).map(OsString::as_os_str);
+        let program = command.first().map_or_else(
+            || Err(Misuse("there is no command to run".into()).into()),
+            |name| Ok::<_, anyhow::Error>(launch::find_program(name, &directory, path)?),
+        )?;
+        if !nix::unistd::geteuid().is_root() {
+            return Err(NoRights.into());
+        }
+        let named = config.criu.path.clone().or_else(|| std::env::var_os("REKINDLE_CRIU").map(PathBuf::from));
+        let criu = Criu::find(named.as_deref())?;
+        let spec = JobSpec {
+            command: command.to_vec(),
+            program,
+            directory,
+            environment,
+            identity: user,
+            umask: config.job.umask.map(|mask| mask.bits()),
+            limits: config.job.limits.iter().map(|(name, limit)| resource(name, limit)).collect::<Result<_, _>>()?,
+            stdin: standard_input(&config.job.stdin)?,
+            privileges: if config.job.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow },
+        };
+        let store = Store::open(&config.store.directory, Access::Write)?;
+        Ok(Ground { config, criu, spec, store })
+    }
+
+    /// Becomes the one writer of the job's folder, and removes what crashes have left in it.
+    fn open(&self, name: &JobName) -> anyhow::Result<(JobFolder, WriterLock)> {
+        let folder = self.store.create_job(name)?;
+        let lock = folder.lock()?;
+        for path in folder.sweep_leftovers(&lock)? {
+            tracing::info!("removed {}, left by an interrupted run", path.display());
+        }
+        Ok((folder, lock))
+    }
+}
+
+/// What a run begins with.
+struct Start {
+    from: From,
+    lineage: String,
+    base: Option<ImageId>,
+}
+
+fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) -> anyhow::Result<Exit> {
+    let Ground { config, criu, mut spec, .. } = ground;
+    let add = |spec: &mut JobSpec, name: &str, value: &str| spec.environment.insert(name.into(), value.into());
+    add(&mut spec, "REKINDLE_JOB", folder.name().as_str());
+    add(&mut spec, "REKINDLE_RUN_ID", &start.lineage);
+    let launch = Launch {
+        command: spec.command.iter().map(|part| part.to_string_lossy().into_owned()).collect(),
+        directory: spec.directory.clone(),
+        user: config.job.user.clone(),
+        identity: spec.identity.clone(),
+        lineage: start.lineage,
+    };
+    let reaper = reaper::unpack(&folder.bin_dir())?;
+    match start.from {
+        From::Cold => tracing::info!("job {} starts", folder.name()),
+        From::Image(id) => tracing::info!("job {} goes on from image {id}", folder.name()),
+    }
+    let setup = Setup { config, folder, lock, criu, spec, launch, reaper, from: start.from, base: start.base };
+    Ok(exit(supervisor::run(setup)?))
+}
+
+fn exit(finish: Finish) -> Exit {
+    let signalled = |n: i32| u8::try_from(n).ok().and_then(|n| n.checked_add(128)).map_or(Exit::Internal, Exit::Job);
+    match finish {
+        Finish::Completed => Exit::Success,
+        Finish::Stopped(Stop::Requeue) => Exit::Requeue,
+        Finish::Stopped(Stop::Signal(n)) => signalled(n),
+        Finish::Impossible { why } => {
+            tracing::error!("the job can not be started: {why}");
+            Exit::Missing
+        }
+        Finish::Failed { why, last } => {
+            tracing::error!("given up: {why}");
+            match last {
+                Some(Ended::Exit(code)) => u8::try_from(code).map_or(Exit::Internal, Exit::Job),
+                Some(Ended::Signal(n)) => signalled(n),
+                None => Exit::Internal,
+            }
+        }
+    }
+}
+
+/// Goes on from the newest good image where the last run did not complete.
+fn choose(folder: &JobFolder, command: &[OsString], fresh: bool) -> anyhow::Result<Start> {
+    let anew = || Start { from: From::Cold, lineage: new_lineage(), base: None };
+    let Some(record) = folder.record()? else { return Ok(anew()) };
+    if fresh || record.outcome == Outcome::Completed {
+        return Ok(anew());
+    }
+    same_command(&record, command, folder.name())?;
+    let mut images = folder.images()?;
+    let ours = |image: &Image| {
+        image.manifest().is_some_and(|m| m.lineage == record.lineage || Some(m.id) == record.base)
+    };
+    for image in images.iter_mut().filter(|image| ours(image)) {
+        // The world may have changed since: another CRIU, another driver, a port that is free again. An image whose
+        // bytes are wrong, or that the job dies from, stays marked.
+        if matches!(&image.state, State::Bad { mark, .. } if mark.why == BadWhy::DoesNotRestore) {
+            tracing::info!("image {} did not restore in an earlier run and gets another chance", image.id);
+            image.clear_bad()?;
+        }
+    }
+    let newest = images.iter().find(|image| ours(image) && image.is_good()).map(|image| image.id);
+    let from = newest.map_or(From::Cold, From::Image);
+    if let From::Cold = from
+        && images.iter().any(ours)
+    {
+        tracing::warn!("no image of the interrupted run can be used; `rekindle list {}` says why", folder.name());
+    }
+    Ok(Start { from, lineage: record.lineage, base: record.base })
+}
+
+/// Going on from an image runs what was launched then, whatever is typed now.
+fn same_command(record: &JobRecord, command: &[OsString], name: &JobName) -> Result<(), Misuse> {
+    let typed: Vec<String> = command.iter().map(|part| part.to_string_lossy().into_owned()).collect();
+    if typed == record.command {
+        return Ok(());
+    }
+    Err(Misuse(format!(
+        "job {name} was interrupted while it ran {:?}, and this is another command: use --fresh to start anew, or another --name",
+        record.command.join(" ")
+    )))
+}
+
+fn new_lineage() -> String {
+    format!("{}-{}", Utc::now().format("%Y%m%dT%H%M%S%3fZ"), std::process::id())
+}
+
+/// The command's name and a hash of all of it with its directory: the same line typed again means the same job.
+fn default_name(command: &[OsString], directory: &Path) -> anyhow::Result<JobName> {
+    let base = Path::new(command.first().map_or_else(|| OsStr::new("job"), OsString::as_os_str));
+    let base = base.file_name().unwrap_or_default().to_string_lossy();
+    let plain: String = base.chars().filter(|c| c.is_ascii_alphanumeric() || "_-".contains(*c)).take(40).collect();
+    let mut hash = blake3::Hasher::new();
+    for part in command.iter().map(OsString::as_os_str).chain([directory.as_os_str()]) {
+        hash.update(part.as_encoded_bytes()).update(&[0]);
+    }
+    let plain = if plain.is_empty() || plain.starts_with('-') { "job" } else { &plain };
+    Ok(format!("{plain}-{}", hash.finalize().to_hex().get(..8).unwrap_or_default()).parse()?)
+}
+
+fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
+    match configured {
+        Some(directory) => Ok(directory.to_path_buf()),
+        None => std::env::current_dir().map_err(|e| anyhow::Error::new(e).context("can not tell the working directory")),
+    }
+}
+
+/// The job's whole environment: the caller's or a clean one, then the configured variables.
+fn environment(config: &Config, user: Option<&Identity>) -> BTreeMap<OsString, OsString> {
+    let mut all: BTreeMap<OsString, OsString> = match config.job.environment_mode {
+        EnvironmentMode::Inherit => std::env::vars_os().collect(),
+        EnvironmentMode::Clean => {
+            let kept = ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ"];
+            kept.iter().filter_map(|name| Some((OsString::from(name), std::env::var_os(name)?))).collect()
+        }
+    };
+    if let Some(user) = user {
+        all.insert("HOME".into(), user.home.clone().into());
+        all.insert("USER".into(), user.name.clone().into());
+        all.insert("LOGNAME".into(), user.name.clone().into());
+    }
+    all.extend(config.job.environment.iter().map(|(name, value)| (name.into(), value.into())));
+    all
+}
+
+/// The file for the job's standard input. A terminal or a pipe can not be brought back.
+fn standard_input(wanted: &Stdin) -> anyhow::Result<PathBuf> {
+    match wanted {
+        Stdin::Null => Ok("/dev/null".into()),
+        Stdin::File(path) => Ok(path.clone()),
+        Stdin::Inherit => {
+            let path = std::fs::read_link("/proc/self/fd/0")?;
+            let kind = std::fs::metadata(&path).map(|m| m.is_file()).unwrap_or(false);
+            if kind || path == Path::new("/dev/null") {
+                return Ok(path);
+            }
+            let shown = path.display();
+            Err(Misuse(format!("job.stdin = \"inherit\": standard input is {shown}, which no restore can bring back; redirect it from a file, or use \"null\"")).into())
+        }
+    }
+}
+
+fn resource(name: &str, limit: &Limit) -> Result<(u32, u64), Misuse> {
+    let number = match name {
+        "as" => libc::RLIMIT_AS,
+        "core" => libc::RLIMIT_CORE,
+        "cpu" => libc::RLIMIT_CPU,
+        "data" => libc::RLIMIT_DATA,
+        "fsize" => libc::RLIMIT_FSIZE,
+        "locks" => libc::RLIMIT_LOCKS,
+        "memlock" => libc::RLIMIT_MEMLOCK,
+        "msgqueue" => libc::RLIMIT_MSGQUEUE,
+        "nice" => libc::RLIMIT_NICE,
+        "nofile" => libc::RLIMIT_NOFILE,
+        "nproc" => libc::RLIMIT_NPROC,
+        "rss" => libc::RLIMIT_RSS,
+        "rtprio" => libc::RLIMIT_RTPRIO,
+        "rttime" => libc::RLIMIT_RTTIME,
+        "sigpending" => libc::RLIMIT_SIGPENDING,
+        "stack" => libc::RLIMIT_STACK,
+        other => return Err(Misuse(format!("job.limits.{other} is not a limit of this system"))),
+    };
+    let value = match limit {
+        Limit::Unlimited => libc::RLIM_INFINITY,
+        Limit::Value(value) => *value,
+    };
+    Ok((number, value))
+}
