@@ -19,8 +19,9 @@ use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::criu::{self, Criu, Hooks, Place};
 use crate::sys::cuda;
 use crate::sys::process;
+use crate::sys::spawn::Ended;
 
-pub use rollback::{RolledBack, RollbackError};
+pub use rollback::{RollbackError, RolledBack};
 
 /// What a restore needs.
 #[derive(Debug)]
@@ -108,8 +109,8 @@ pub enum Error {
         source: cuda::Error,
     },
     /// It ended as soon as it was restored.
-    #[error("the job ended as soon as it was restored")]
-    Ended,
+    #[error("the job ended as soon as it was restored: {0}")]
+    Ended(Ended),
     /// It was not wanted any more.
     #[error("cancelled")]
     Cancelled,
@@ -140,7 +141,7 @@ impl Error {
             Error::World(_) | Error::Store(_) | Error::OlderCriu { .. } | Error::Recreate { .. } => Blame::Machine,
             // No driver, no right, a GPU that is full or gone: nothing in the image can change that.
             Error::Cuda { .. } => Blame::Machine,
-            Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended => Blame::Image,
+            Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended(_) => Blame::Image,
         }
     }
 
@@ -191,9 +192,13 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
     match alive {
         Ok(()) => Ok(Restored { job, rolled_back, timings }),
         Err(error) => {
+            let ended = job.root.has_ended().unwrap_or(true);
             // A CUDA restore that failed has no second try on the same process.
-            job.end();
-            Err(error)
+            match (job.end(), error) {
+                // Whatever else was missed: that it died is why.
+                (Some(how), _) if ended => Err(Error::Ended(how)),
+                (_, error) => Err(error),
+            }
         }
     }
 }
@@ -291,6 +296,7 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
 fn check_lives(job: &Job) -> Result<(), Error> {
     match job.root.has_ended() {
         Ok(false) => Ok(()),
-        _ => Err(Error::Ended),
+        // How it ended is found out when it is reaped.
+        _ => Err(Error::Ended(Ended::Exit(0))),
     }
 }

@@ -94,7 +94,8 @@ impl Group {
             if !self.has_changed(root) {
                 return Ok(());
             }
-            self.undo_lock().map_err(|undo| Error::Lost { cause: Box::new(Error::Restless { attempts: attempt }), undo })?;
+            self.undo_lock()
+                .map_err(|undo| Error::Lost { cause: Box::new(Error::Restless { attempts: attempt }), undo })?;
             *self = Group::find(root).map_err(error)?;
         }
         Err(Error::Restless { attempts: ATTEMPTS })
@@ -122,9 +123,9 @@ impl Group {
     fn has_changed(&self, root: i32) -> bool {
         let known = self.outer_pids();
         let unknown = process::tree(root).into_iter().filter(|pid| !known.contains(pid));
-        unknown.into_iter().any(|pid| {
-            cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok()
-        })
+        unknown
+            .into_iter()
+            .any(|pid| cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok())
     }
 
     pub(super) fn checkpoint(&mut self) -> Result<(), Error> {
@@ -183,7 +184,9 @@ impl Group {
                 Ok(State::Checkpointed) => member.stand = Stand::Checkpointed,
                 Ok(State::Failed) => member.stand = Stand::Lost,
                 Ok(_) => {}
-                Err(_) if process::state(member.process.pid()).is_none_or(|s| s == 'Z') => member.stand = Stand::Running,
+                Err(_) if process::state(member.process.pid()).is_none_or(|s| s == 'Z') => {
+                    member.stand = Stand::Running
+                }
                 Err(_) => {}
             }
         }

@@ -79,7 +79,9 @@ pub enum Error {
         value: i32,
     },
     /// Somebody else's lock or checkpoint is on it.
-    #[error("process {pid} is {state}, not running; if no other tool is at work on it, set it going with `rekindle cuda restore` and `rekindle cuda unlock --pid {pid}`")]
+    #[error(
+        "process {pid} is {state}, not running; if no other tool is at work on it, set it going with `rekindle cuda restore` and `rekindle cuda unlock --pid {pid}`"
+    )]
     Busy {
         /// The process.
         pid: i32,
