@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use chrono::Utc;
 
-use super::{Exit, Global, Misuse, job_args, start_log};
+use super::{Exit, Global, Misuse, job_args, named_criu, start_log};
 use crate::config::{Config, EnvironmentMode, Limit, Overrides, Stdin};
 use crate::launch::identity::{self, Identity};
 use crate::launch::{self, JobSpec, Privileges, reaper};
@@ -110,8 +110,7 @@ impl Ground {
         if !nix::unistd::geteuid().is_root() {
             return Err(NoRights.into());
         }
-        let named = config.criu.path.clone().or_else(|| std::env::var_os("REKINDLE_CRIU").map(PathBuf::from));
-        let criu = Criu::find(named.as_deref())?;
+        let criu = Criu::find(named_criu(&config).as_deref())?;
         let spec = JobSpec {
             command: command.to_vec(),
             program,
