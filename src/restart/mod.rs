@@ -18,8 +18,8 @@ use crate::store::manifest::PidNamespace;
 use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::criu::{self, Criu, Hooks, Place};
 use crate::sys::cuda;
-use crate::sys::process;
 use crate::sys::spawn::Ended;
+use crate::sys::{process, ptrace};
 
 pub use rollback::{RollbackError, RolledBack};
 
@@ -276,8 +276,13 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
         let error = |source| Error::Cuda { pid: *inner, source };
         processes.push((*inner, cuda::Process::new(outer).map_err(error)?));
     }
+    // They were stopped in the image, and stay so until their GPU is back.
     for (pid, process) in &processes {
-        process.restore(&[]).map_err(|source| Error::Cuda { pid: *pid, source })?;
+        process.alone(|| process.restore(&[])).map_err(|source| Error::Cuda { pid: *pid, source })?;
+    }
+    for (_, process) in &processes {
+        // One that died is seen below.
+        let _ = ptrace::go_on(process.pid());
     }
     for (pid, process) in &processes {
         process.unlock().map_err(|source| Error::Cuda { pid: *pid, source })?;
