@@ -5,8 +5,11 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
 
+mod losses;
+mod phases;
 mod rig;
 mod snapshots;
 #[path = "../support/standin.rs"]
 #[allow(dead_code, reason = "this binary starts its jobs under rekindle")]
 mod standin;
+mod stops;

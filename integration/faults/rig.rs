@@ -173,7 +173,7 @@ impl Rig {
 
     pub(crate) fn drafts(&self) -> Vec<String> {
         let names = fs::read_dir(self.folder().images_dir()).unwrap().flatten();
-        names.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with('.')).collect()
+        names.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(".tmp-")).collect()
     }
 
     /// The output of each rank.

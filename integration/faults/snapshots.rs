@@ -78,22 +78,32 @@ fn two_cuda_processes_one_of_which_begins_late() {
 }
 
 #[test]
-fn four_cuda_processes_one_begins_late_and_one_leaves() {
+fn four_cuda_processes_one_of_which_begins_late() {
     let Some(mut rig) = Rig::new() else { return };
-    let (late, leave) = (rig.path().join("late"), rig.path().join("leave"));
-    rig.ranks(4, &["--late", late.to_str().unwrap(), "--leave", leave.to_str().unwrap()]);
+    let late = rig.path().join("late");
+    rig.ranks(4, &["--late", late.to_str().unwrap()]);
     let mut supervisor = rig.start();
     tree_that_grows(&rig, &mut supervisor, 4, &late);
-    // The look goes by pid; while it waits for the last rank, the one before it, already found, ends.
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+/// A rank ends while `hold` holds up the snapshot.
+fn rank_that_leaves(hold: &str, holder: usize) {
+    let Some(mut rig) = Rig::new() else { return };
+    let leave = rig.path().join("leave");
+    rig.ranks(4, &["--leave", leave.to_str().unwrap()]);
+    let mut supervisor = rig.start();
+    supervisor.until("all ranks use CUDA", |rig| rig.cuda_pids().len() == 4);
     let pids = inner_pids(&rig);
-    rig.standin.fault("fail-state", &format!("0 delay=500 times=1 pid={}", pids[3]));
+    rig.standin.fault(hold, &format!("0 delay=500 times=1 pid={}", pids[holder]));
     supervisor.ask();
-    supervisor.until("the look is held up", |rig| !rig.standin.path().join("fail-state").exists());
+    supervisor.until("the snapshot is held up", |rig| !rig.standin.path().join(hold).exists());
     fs::write(&leave, "").unwrap();
     let image = supervisor.image();
     let cuda = &image.manifest().unwrap().tree.cuda;
     assert!(cuda.len() == 3 && !cuda.contains(&pids[2]), "{cuda:?} of {pids:?}");
-    eprintln!("{}", rig.log());
     assert!(!rig.log().contains("the snapshot failed"), "an end is no failure");
     supervisor.assert_running(3);
     supervisor.kill_job();
@@ -102,6 +112,17 @@ fn four_cuda_processes_one_begins_late_and_one_leaves() {
     supervisor.stop();
     rig.assert_sequence();
     rig.assert_store_is_whole();
+}
+
+#[test]
+fn a_rank_ends_between_the_look_and_the_lock() {
+    // The look goes by pid: it has found the one that leaves when it waits for the last.
+    rank_that_leaves("fail-state", 3);
+}
+
+#[test]
+fn a_rank_ends_while_it_is_locked() {
+    rank_that_leaves("fail-lock", 0);
 }
 
 #[test]
