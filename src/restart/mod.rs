@@ -9,6 +9,7 @@ pub mod policy;
 mod rollback;
 
 use std::path::PathBuf;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::launch::identity::Identity;
@@ -18,8 +19,13 @@ use crate::store::manifest::PidNamespace;
 use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::criu::{self, Criu, Hooks, Place};
 use crate::sys::cuda;
+<<<<<<< .merge_file_bjy6T0
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
+=======
+use crate::sys::process;
+use crate::sys::spawn::Ended;
+>>>>>>> .merge_file_vsSUpa
 
 pub use rollback::{RollbackError, RolledBack};
 
@@ -108,6 +114,12 @@ pub enum Error {
         #[source]
         source: cuda::Error,
     },
+    /// The CUDA driver did not answer in time.
+    #[error("the CUDA driver did not bring the job back within {}: raise restart.restore-timeout, or see what the GPU is doing", humantime::format_duration(*limit))]
+    CudaTimeout {
+        /// The bound.
+        limit: Duration,
+    },
     /// It ended as soon as it was restored.
     #[error("the job ended as soon as it was restored: {0}")]
     Ended(Ended),
@@ -140,8 +152,15 @@ impl Error {
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
             Error::World(_) | Error::Store(_) | Error::OlderCriu { .. } | Error::Recreate { .. } => Blame::Machine,
             // No driver, no right, a GPU that is full or gone: nothing in the image can change that.
+<<<<<<< .merge_file_bjy6T0
             Error::Cuda { .. } => Blame::Machine,
             Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended(_) => Blame::Image,
+=======
+            Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
+            // The kernel, short of memory, or somebody with a kill -9: CRIU itself never ends this way.
+            Error::Criu(criu::RunError::Gone { ended: Ended::Signal(libc::SIGKILL), .. }) => Blame::Machine,
+            Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended => Blame::Image,
+>>>>>>> .merge_file_vsSUpa
         }
     }
 
@@ -188,7 +207,9 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
         }
     };
     let job = Job::new(world, root);
-    let alive = timed.run("cuda", || bring_back_cuda(&job, manifest)).and_then(|()| check_lives(&job));
+    let alive = timed
+        .run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest)))
+        .and_then(|()| check_lives(&job));
     match alive {
         Ok(()) => Ok(Restored { job, rolled_back, timings }),
         Err(error) => {
@@ -261,6 +282,38 @@ fn run_criu(
     // CRIU removes them when it could use them; after a failure they would lie beside the user's files.
     rollback::drop_links(manifest);
     Ok(restored?.root)
+}
+
+/// How often a call of the driver under way is looked after.
+const WATCH: Duration = Duration::from_millis(20);
+
+/// Carries out `work` on another thread. No call of the driver takes a bound, and none can be called off but by killing
+/// the process that it is about: that is done when it is not wanted any more, and when it takes too long.
+fn watched(
+    job: &Job,
+    limit: Duration,
+    cancelled: &dyn Fn() -> bool,
+    work: impl FnOnce() -> Result<(), Error> + Send,
+) -> Result<(), Error> {
+    let deadline = Instant::now() + limit;
+    std::thread::scope(|scope| {
+        let (done, result) = mpsc::sync_channel(1);
+        scope.spawn(move || drop(done.send(work())));
+        loop {
+            match result.recv_timeout(WATCH) {
+                Ok(result) => return result,
+                Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Error::Ended),
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
+            }
+            let stop = match (cancelled(), Instant::now() >= deadline) {
+                (true, _) => Error::Cancelled,
+                (false, true) => Error::CudaTimeout { limit },
+                (false, false) => continue,
+            };
+            job.world.kill(Some(&job.root));
+            return Err(stop);
+        }
+    })
 }
 
 /// Gives the GPUs back to the processes that had them.
