@@ -169,7 +169,8 @@ fn killed_at_random_moments_it_always_comes_back() {
     while rounds < 60 && Instant::now() < end {
         rounds += 1;
         std::thread::sleep(Duration::from_millis(random.below(250)));
-        let kill = |pid: i32| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL).unwrap_or_default();
+        let kill =
+            |pid: i32| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL).unwrap_or_default();
         let what = random.below(3);
         if what != 0 {
             // The job itself, whatever it is doing; it may be just being restored.

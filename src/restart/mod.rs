@@ -19,13 +19,8 @@ use crate::store::manifest::PidNamespace;
 use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::criu::{self, Criu, Hooks, Place};
 use crate::sys::cuda;
-<<<<<<< .merge_file_bjy6T0
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
-=======
-use crate::sys::process;
-use crate::sys::spawn::Ended;
->>>>>>> .merge_file_vsSUpa
 
 pub use rollback::{RollbackError, RolledBack};
 
@@ -152,15 +147,10 @@ impl Error {
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
             Error::World(_) | Error::Store(_) | Error::OlderCriu { .. } | Error::Recreate { .. } => Blame::Machine,
             // No driver, no right, a GPU that is full or gone: nothing in the image can change that.
-<<<<<<< .merge_file_bjy6T0
-            Error::Cuda { .. } => Blame::Machine,
-            Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended(_) => Blame::Image,
-=======
             Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
             // The kernel, short of memory, or somebody with a kill -9: CRIU itself never ends this way.
             Error::Criu(criu::RunError::Gone { ended: Ended::Signal(libc::SIGKILL), .. }) => Blame::Machine,
-            Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended => Blame::Image,
->>>>>>> .merge_file_vsSUpa
+            Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended(_) => Blame::Image,
         }
     }
 
@@ -302,7 +292,8 @@ fn watched(
         loop {
             match result.recv_timeout(WATCH) {
                 Ok(result) => return result,
-                Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Error::Ended),
+                // It panicked, which the scope passes on.
+                Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Error::Ended(Ended::Exit(0))),
                 Err(mpsc::RecvTimeoutError::Timeout) => {}
             }
             let stop = match (cancelled(), Instant::now() >= deadline) {

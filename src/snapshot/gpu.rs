@@ -1,18 +1,13 @@
 //! The CUDA processes of a tree, taken through the driver's checkpoint together.
 //!
-<<<<<<< .merge_file_Iy7ZJn
 //! From the checkpoint to the restore all threads of these processes are stopped, but for the driver's own while it works
 //! ([`crate::sys::ptrace`] says why). In the image they are stopped too: after a restart they go on once their GPU is
 //! back.
 //!
-//! Invariant: what this module believes of each process is what the undo acts on; a process that the driver could not
-//! restore is `Lost`, for there is no second try, and is never touched again.
-=======
 //! Invariants: what this module believes of each process is what the undo acts on; a process that the driver could not
 //! restore is `Lost`, for there is no second try, and is never touched again; one that can not be asked any more is
 //! `Lost` too, as it may be locked. A process that ended is `Gone` and stops nobody: whether the job goes on without it
 //! is the job's affair.
->>>>>>> .merge_file_EuNpPm
 
 use std::time::{Duration, Instant};
 
@@ -39,10 +34,9 @@ struct Member {
     stopped: bool,
 }
 
-<<<<<<< .merge_file_Iy7ZJn
 /// How long the threads of a process may take to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
-=======
+
 impl Member {
     fn has_ended(&self) -> bool {
         has_ended(self.process.pid())
@@ -57,7 +51,6 @@ impl Member {
 fn has_ended(pid: i32) -> bool {
     process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'))
 }
->>>>>>> .merge_file_EuNpPm
 
 /// The CUDA processes of one job.
 #[derive(Debug, Default)]
@@ -136,12 +129,6 @@ impl Group {
                 Error::Cuda { .. } => std::thread::sleep(pause(attempt)),
                 _ => *self = Group::find(root).map_err(error)?,
             }
-<<<<<<< .merge_file_Iy7ZJn
-            self.undo_lock()
-                .map_err(|undo| Error::Lost { cause: Box::new(Error::Restless { attempts: attempt }), undo })?;
-            *self = Group::find(root).map_err(error)?;
-=======
->>>>>>> .merge_file_EuNpPm
         }
         Err(Error::Restless { attempts: ATTEMPTS })
     }
@@ -242,19 +229,6 @@ impl Group {
     /// died needs no undo.
     fn sync_with_driver(&mut self) {
         for member in self.members.iter_mut().filter(|m| m.stand != Stand::Lost) {
-<<<<<<< .merge_file_Iy7ZJn
-            match member.process.state() {
-                Ok(State::Running) => member.stand = Stand::Running,
-                Ok(State::Locked) => member.stand = Stand::Locked,
-                Ok(State::Checkpointed) => member.stand = Stand::Checkpointed,
-                Ok(State::Failed) => member.stand = Stand::Lost,
-                Ok(_) => {}
-                Err(_) if process::state(member.process.pid()).is_none_or(|s| s == 'Z') => {
-                    member.stand = Stand::Running
-                }
-                Err(_) => {}
-            }
-=======
             member.stand = match ask_again(&member.process) {
                 Ok(State::Running) => Stand::Running,
                 Ok(State::Locked) => Stand::Locked,
@@ -263,7 +237,6 @@ impl Group {
                 // Failed; or it can not be told, and then it may be locked or half way.
                 _ => Stand::Lost,
             };
->>>>>>> .merge_file_EuNpPm
         }
     }
 
