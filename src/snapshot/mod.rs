@@ -180,12 +180,18 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &dyn Fn() -> bool)
     let mut work = phases::Work::new(subject, cancelled);
     work.freeze()?;
     let freeze = work.frozen();
-    work.time("publish", |work| {
+    let published = work.time("publish", |work| {
         let manifest = describe(work, reason)?;
         let draft = work.draft.take().ok_or(Error::Cancelled)?;
         Ok(draft.publish(manifest)?)
-    })
-    .map(|image| Taken { image, freeze, notes: std::mem::take(&mut work.notes) })
+    });
+    match published {
+        Ok(image) => Ok(Taken { image, freeze, notes: std::mem::take(&mut work.notes) }),
+        Err(error) => {
+            work.undo_publish();
+            Err(error)
+        }
+    }
 }
 
 /// Everything about the image but its parts, which publishing adds.
