@@ -161,6 +161,10 @@ const HINTS: &[(&str, &str)] = &[
         "the job has a terminal open; start it with its output in files: rekindle does so unless the job opens /dev/tty itself",
     ),
     (
+        "handle_device_vma",
+        "a device is mapped that CRIU can not dump; if it is an NVIDIA one, the job is just beginning to use CUDA and the next attempt will work, or it uses the GPU by other ways (OpenGL, NVENC)",
+    ),
+    (
         "chr 195",
         "an NVIDIA device is still open after the CUDA checkpoint: a child that inherited /dev/nvidia* without using CUDA, or a library other than CUDA (OpenGL, NVENC) has it",
     ),
