@@ -131,6 +131,12 @@ impl Lab {
         self
     }
 
+    /// Sets a key to the path of a file in the ground.
+    pub(crate) fn set_file(self, key: &str, name: &str) -> Lab {
+        let value = format!("{:?}", self.file(name));
+        self.set(key, &value)
+    }
+
     pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }
@@ -430,7 +436,7 @@ impl Drop for Running {
 /// The last lines of a text, for a message.
 pub(crate) fn tail(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
-    lines[lines.len().saturating_sub(40)..].join("\n")
+    lines[lines.len().saturating_sub(400)..].join("\n")
 }
 
 /// The numbers of lines "n NUMBER", in order.
