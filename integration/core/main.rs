@@ -10,4 +10,6 @@ mod supervisor;
 
 mod kinds;
 mod launch;
+mod ladder;
 mod output;
+mod stop;
