@@ -23,9 +23,10 @@ pub(crate) fn count_on(lab: &Lab, run: &mut Running, by: usize) {
 /// Lets the job make its last checks.
 pub(crate) fn finish(lab: &Lab, run: Running) {
     std::fs::write(lab.file("finish"), "").unwrap();
-    run.ends_with(0);
+    let (_, said) = run.ends_with(0);
     let output = lab.output();
     assert!(output.ends_with("done\n"), "{output}");
+    assert_eq!(output.matches("done").count(), 1, "it ended twice\n{output}\n{said}");
     assert_counts_up(&output);
 }
 

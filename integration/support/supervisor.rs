@@ -448,5 +448,5 @@ pub(crate) fn numbers(text: &str) -> Vec<u64> {
 pub(crate) fn assert_counts_up(text: &str) {
     let numbers = numbers(text);
     let wrong = numbers.iter().zip(1u64..).find(|(found, wanted)| *found != wanted);
-    assert!(wrong.is_none() && !numbers.is_empty(), "{wrong:?} (found, wanted) in\n{}", tail(text));
+    assert!(wrong.is_none() && !numbers.is_empty(), "{wrong:?} (found, wanted) in\n{}", text.replace('\n', " "));
 }
