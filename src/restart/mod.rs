@@ -9,6 +9,7 @@ pub mod policy;
 mod rollback;
 
 use std::path::PathBuf;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use crate::launch::identity::Identity;
@@ -18,9 +19,10 @@ use crate::store::manifest::PidNamespace;
 use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::criu::{self, Criu, Hooks, Place};
 use crate::sys::cuda;
-use crate::sys::process;
+use crate::sys::spawn::Ended;
+use crate::sys::{process, ptrace};
 
-pub use rollback::{RolledBack, RollbackError};
+pub use rollback::{RollbackError, RolledBack};
 
 /// What a restore needs.
 #[derive(Debug)]
@@ -107,9 +109,15 @@ pub enum Error {
         #[source]
         source: cuda::Error,
     },
+    /// The CUDA driver did not answer in time.
+    #[error("the CUDA driver did not bring the job back within {}: raise restart.restore-timeout, or see what the GPU is doing", humantime::format_duration(*limit))]
+    CudaTimeout {
+        /// The bound.
+        limit: Duration,
+    },
     /// It ended as soon as it was restored.
-    #[error("the job ended as soon as it was restored")]
-    Ended,
+    #[error("the job ended as soon as it was restored: {0}")]
+    Ended(Ended),
     /// It was not wanted any more.
     #[error("cancelled")]
     Cancelled,
@@ -139,8 +147,10 @@ impl Error {
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
             Error::World(_) | Error::Store(_) | Error::OlderCriu { .. } | Error::Recreate { .. } => Blame::Machine,
             // No driver, no right, a GPU that is full or gone: nothing in the image can change that.
-            Error::Cuda { .. } => Blame::Machine,
-            Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended => Blame::Image,
+            Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
+            // The kernel, short of memory, or somebody with a kill -9: CRIU itself never ends this way.
+            Error::Criu(criu::RunError::Gone { ended: Ended::Signal(libc::SIGKILL), .. }) => Blame::Machine,
+            Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended(_) => Blame::Image,
         }
     }
 
@@ -187,13 +197,19 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
         }
     };
     let job = Job::new(world, root);
-    let alive = timed.run("cuda", || bring_back_cuda(&job, manifest)).and_then(|()| check_lives(&job));
+    let alive = timed
+        .run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest)))
+        .and_then(|()| check_lives(&job));
     match alive {
         Ok(()) => Ok(Restored { job, rolled_back, timings }),
         Err(error) => {
+            let ended = job.root.has_ended().unwrap_or(true);
             // A CUDA restore that failed has no second try on the same process.
-            job.end();
-            Err(error)
+            match (job.end(), error) {
+                // Whatever else was missed: that it died is why.
+                (Some(how), _) if ended => Err(Error::Ended(how)),
+                (_, error) => Err(error),
+            }
         }
     }
 }
@@ -258,6 +274,39 @@ fn run_criu(
     Ok(restored?.root)
 }
 
+/// How often a call of the driver under way is looked after.
+const WATCH: Duration = Duration::from_millis(20);
+
+/// Carries out `work` on another thread. No call of the driver takes a bound, and none can be called off but by killing
+/// the process that it is about: that is done when it is not wanted any more, and when it takes too long.
+fn watched(
+    job: &Job,
+    limit: Duration,
+    cancelled: &dyn Fn() -> bool,
+    work: impl FnOnce() -> Result<(), Error> + Send,
+) -> Result<(), Error> {
+    let deadline = Instant::now() + limit;
+    std::thread::scope(|scope| {
+        let (done, result) = mpsc::sync_channel(1);
+        scope.spawn(move || drop(done.send(work())));
+        loop {
+            match result.recv_timeout(WATCH) {
+                Ok(result) => return result,
+                // It panicked, which the scope passes on.
+                Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Error::Ended(Ended::Exit(0))),
+                Err(mpsc::RecvTimeoutError::Timeout) => {}
+            }
+            let stop = match (cancelled(), Instant::now() >= deadline) {
+                (true, _) => Error::Cancelled,
+                (false, true) => Error::CudaTimeout { limit },
+                (false, false) => continue,
+            };
+            job.world.kill(Some(&job.root));
+            return Err(stop);
+        }
+    })
+}
+
 /// Gives the GPUs back to the processes that had them.
 fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
     if manifest.tree.cuda.is_empty() {
@@ -271,8 +320,13 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
         let error = |source| Error::Cuda { pid: *inner, source };
         processes.push((*inner, cuda::Process::new(outer).map_err(error)?));
     }
+    // They were stopped in the image, and stay so until their GPU is back.
     for (pid, process) in &processes {
-        process.restore(&[]).map_err(|source| Error::Cuda { pid: *pid, source })?;
+        process.alone(|| process.restore(&[])).map_err(|source| Error::Cuda { pid: *pid, source })?;
+    }
+    for (_, process) in &processes {
+        // One that died is seen below.
+        let _ = ptrace::go_on(process.pid());
     }
     for (pid, process) in &processes {
         process.unlock().map_err(|source| Error::Cuda { pid: *pid, source })?;
@@ -291,6 +345,7 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
 fn check_lives(job: &Job) -> Result<(), Error> {
     match job.root.has_ended() {
         Ok(false) => Ok(()),
-        _ => Err(Error::Ended),
+        // How it ended is found out when it is reaped.
+        _ => Err(Error::Ended(Ended::Exit(0))),
     }
 }

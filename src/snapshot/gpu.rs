@@ -1,13 +1,19 @@
 //! The CUDA processes of a tree, taken through the driver's checkpoint together.
 //!
-//! Invariant: what this module believes of each process is what the undo acts on; a process that the driver could not
-//! restore is `Lost`, for there is no second try, and is never touched again.
+//! From the checkpoint to the restore all threads of these processes are stopped, but for the driver's own while it works
+//! ([`crate::sys::ptrace`] says why). In the image they are stopped too: after a restart they go on once their GPU is
+//! back.
+//!
+//! Invariants: what this module believes of each process is what the undo acts on; a process that the driver could not
+//! restore is `Lost`, for there is no second try, and is never touched again; one that can not be asked any more is
+//! `Lost` too, as it may be locked. A process that ended is `Gone` and stops nobody: whether the job goes on without it
+//! is the job's affair.
 
 use std::time::{Duration, Instant};
 
 use super::Error;
 use crate::sys::cuda::{self, Process, State};
-use crate::sys::process;
+use crate::sys::{process, ptrace};
 
 /// Where a process stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,6 +22,7 @@ enum Stand {
     Locked,
     Checkpointed,
     Lost,
+    Gone,
 }
 
 #[derive(Debug)]
@@ -23,6 +30,26 @@ struct Member {
     process: Process,
     inner: i32,
     stand: Stand,
+    /// Stopped by us, and to be set going again.
+    stopped: bool,
+}
+
+/// How long the threads of a process may take to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+
+impl Member {
+    fn has_ended(&self) -> bool {
+        has_ended(self.process.pid())
+    }
+
+    fn may_run_on(&self) -> bool {
+        matches!(self.stand, Stand::Running | Stand::Gone)
+    }
+}
+
+/// Dead, though perhaps not reaped yet.
+fn has_ended(pid: i32) -> bool {
+    process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'))
 }
 
 /// The CUDA processes of one job.
@@ -46,13 +73,15 @@ impl Group {
             let Some(inner) = process::inner_pid(pid) else { continue };
             let found = Process::new(pid).and_then(|process| process.state().map(|state| (process, state)));
             match found {
-                Ok((process, State::Running)) => members.push(Member { process, inner, stand: Stand::Running }),
+                Ok((process, State::Running)) => {
+                    members.push(Member { process, inner, stand: Stand::Running, stopped: false })
+                }
                 // Left by somebody else's checkpoint: it is not ours to undo, and can not be dumped half done.
                 Ok((process, state)) => {
                     return Err(cuda::Error::Busy { pid: process.pid(), state });
                 }
                 Err(error) if error.is_not_cuda() => {}
-                Err(_) if process::state(pid).is_none_or(|s| s == 'Z') => {}
+                Err(_) if has_ended(pid) => {}
                 Err(error) => return Err(error),
             }
         }
@@ -72,30 +101,34 @@ impl Group {
     }
 
     /// Locks all at once, within `timeout` for each attempt. Ranks that talk through collectives hold each other up: when
-    /// one can not be locked, all are unlocked and it is tried again. The same when a process began to use CUDA between
-    /// the look and the lock.
-    pub(super) fn lock(&mut self, root: i32, timeout: Duration) -> Result<(), Error> {
+    /// one can not be locked, all are unlocked and it is tried again. The same when a process began or ceased to use
+    /// CUDA between the look and the lock.
+    pub(super) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
         for attempt in 1..=ATTEMPTS {
-            if let Err(failure) = self.lock_once(timeout) {
-                if let Err(undo) = self.undo_lock() {
-                    return Err(Error::Lost { cause: Box::new(error(failure)), undo });
-                }
-                if !failure.is_not_ready() || attempt == ATTEMPTS || self.members.len() < 2 {
-                    return Err(error(failure));
-                }
-                std::thread::sleep(pause(attempt));
-                continue;
-            }
-            if self.is_empty() && attempt == 1 {
-                // Nothing is locked: a process that begins with CUDA now is seen by CRIU, which refuses it.
+            let outcome = self.lock_once(timeout);
+            if outcome.is_ok() && (self.is_empty() && attempt == 1 || !self.has_changed(root)) {
+                // With none at all nothing is locked: a process that begins with CUDA now is seen by CRIU, which
+                // refuses it.
                 return Ok(());
             }
-            if !self.has_changed(root) {
-                return Ok(());
+            let ended = self.members.iter().any(Member::has_ended);
+            let cause = match outcome {
+                Err(failure) if !ended => error(failure),
+                _ => Error::Restless { attempts: attempt },
+            };
+            if let Err(undo) = self.undo_lock() {
+                return Err(Error::Lost { cause: Box::new(cause), undo });
             }
-            self.undo_lock().map_err(|undo| Error::Lost { cause: Box::new(Error::Restless { attempts: attempt }), undo })?;
-            *self = Group::find(root).map_err(error)?;
+            match &cause {
+                // Not to be forgotten by a new look.
+                _ if self.stuck().is_some() => return Err(cause),
+                Error::Cuda { source, .. } if !source.is_not_ready() || self.members.len() < 2 => return Err(cause),
+                _ if attempt == ATTEMPTS => return Err(cause),
+                _ if cancelled() => return Err(Error::Cancelled),
+                Error::Cuda { .. } => std::thread::sleep(pause(attempt)),
+                _ => *self = Group::find(root).map_err(error)?,
+            }
         }
         Err(Error::Restless { attempts: ATTEMPTS })
     }
@@ -118,19 +151,28 @@ impl Group {
         first
     }
 
-    /// Whether there is a CUDA process that is not in the group.
+    /// Whether there is a CUDA process that is not in the group, or one in the group that has ended.
     fn has_changed(&self, root: i32) -> bool {
+        if self.members.iter().any(Member::has_ended) {
+            return true;
+        }
         let known = self.outer_pids();
         let unknown = process::tree(root).into_iter().filter(|pid| !known.contains(pid));
-        unknown.into_iter().any(|pid| {
-            cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok()
-        })
+        unknown
+            .into_iter()
+            .any(|pid| cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok())
     }
 
+    /// Stops all, then takes device memory to host memory, one process after the other.
     pub(super) fn checkpoint(&mut self) -> Result<(), Error> {
         for member in &mut self.members {
+            member.stopped = ptrace::stop(member.process.pid(), STOP_TIMEOUT)
+                .map_err(|source| Error::Io { what: format!("checkpoint: stop process {}", member.inner), source })?;
+        }
+        for member in &mut self.members {
             let began = Instant::now();
-            member.process.checkpoint().map_err(|source| Error::Cuda { phase: "checkpoint", source })?;
+            let process = &member.process;
+            process.alone(|| process.checkpoint()).map_err(|source| Error::Cuda { phase: "checkpoint", source })?;
             member.stand = Stand::Checkpointed;
             tracing::debug!(pid = member.inner, took = ?began.elapsed(), "CUDA checkpoint");
         }
@@ -141,10 +183,13 @@ impl Group {
     pub(super) fn restore(&mut self) -> Result<(), Error> {
         let mut result = Ok(());
         for member in self.members.iter_mut().filter(|m| m.stand == Stand::Checkpointed) {
-            match member.process.restore(&[]) {
+            let process = &member.process;
+            match process.alone(|| process.restore(&[])) {
                 Ok(()) => member.stand = Stand::Locked,
                 Err(source) => {
-                    member.stand = Stand::Lost;
+                    // A process that is being killed may take a moment to be seen as dead.
+                    let _ = ask_again(&member.process);
+                    member.stand = if member.has_ended() { Stand::Gone } else { Stand::Lost };
                     result = result.and(Err(Error::Cuda { phase: "restore", source }));
                 }
             }
@@ -152,8 +197,15 @@ impl Group {
         result
     }
 
+    /// Lets all go on that have their GPU.
     pub(super) fn unlock(&mut self) -> Result<(), Error> {
         let mut result = Ok(());
+        for member in self.members.iter_mut().filter(|m| matches!(m.stand, Stand::Locked | Stand::Running)) {
+            if std::mem::take(&mut member.stopped) {
+                // One that died needs nothing.
+                let _ = ptrace::go_on(member.process.pid());
+            }
+        }
         for member in self.members.iter_mut().filter(|m| m.stand == Stand::Locked) {
             match member.process.unlock() {
                 Ok(()) => member.stand = Stand::Running,
@@ -177,22 +229,21 @@ impl Group {
     /// died needs no undo.
     fn sync_with_driver(&mut self) {
         for member in self.members.iter_mut().filter(|m| m.stand != Stand::Lost) {
-            match member.process.state() {
-                Ok(State::Running) => member.stand = Stand::Running,
-                Ok(State::Locked) => member.stand = Stand::Locked,
-                Ok(State::Checkpointed) => member.stand = Stand::Checkpointed,
-                Ok(State::Failed) => member.stand = Stand::Lost,
-                Ok(_) => {}
-                Err(_) if process::state(member.process.pid()).is_none_or(|s| s == 'Z') => member.stand = Stand::Running,
-                Err(_) => {}
-            }
+            member.stand = match ask_again(&member.process) {
+                Ok(State::Running) => Stand::Running,
+                Ok(State::Locked) => Stand::Locked,
+                Ok(State::Checkpointed) => Stand::Checkpointed,
+                _ if member.has_ended() => Stand::Gone,
+                // Failed; or it can not be told, and then it may be locked or half way.
+                _ => Stand::Lost,
+            };
         }
     }
 
     /// Names the processes that are not running and can not be helped.
     pub(super) fn stuck(&self) -> Option<String> {
         let stuck: Vec<String> =
-            self.members.iter().filter(|m| m.stand != Stand::Running).map(|m| format!("process {}", m.inner)).collect();
+            self.members.iter().filter(|m| !m.may_run_on()).map(|m| format!("process {}", m.inner)).collect();
         (!stuck.is_empty()).then(|| format!("{} can not use its GPU again", stuck.join(", ")))
     }
 
@@ -202,12 +253,25 @@ impl Group {
                 Ok(State::Running) => {}
                 Ok(state) => return Err(Error::NotRunning { pid: member.inner, state }),
                 // It ended as soon as it was let go; the supervisor sees whether the job goes on.
-                Err(_) if process::state(member.process.pid()).is_none_or(|s| s == 'Z') => {}
+                Err(_) if member.has_ended() => {}
                 Err(source) => return Err(Error::Cuda { phase: "check", source }),
             }
         }
         Ok(())
     }
+}
+
+/// The state, asked for a few times over 100 ms: a question that fails once must not cost the job its life.
+fn ask_again(process: &Process) -> Result<State, cuda::Error> {
+    let mut answer = process.state();
+    for _ in 0..5 {
+        if answer.is_ok() || has_ended(process.pid()) {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+        answer = process.state();
+    }
+    answer
 }
 
 /// Between 50 and 250 ms, longer with each attempt: enough for ranks to leave the collective they were in, and not the

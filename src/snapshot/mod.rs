@@ -102,7 +102,9 @@ pub enum Error {
         source: cuda::Error,
     },
     /// The set of CUDA processes changed at every attempt to lock it.
-    #[error("lock: the job starts and ends CUDA processes too fast: after {attempts} attempts there was a new one each time")]
+    #[error(
+        "lock: the job starts and ends CUDA processes too fast: after {attempts} attempts there was a new one each time"
+    )]
     Restless {
         /// How often it was tried.
         attempts: u32,
@@ -178,12 +180,18 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &dyn Fn() -> bool)
     let mut work = phases::Work::new(subject, cancelled);
     work.freeze()?;
     let freeze = work.frozen();
-    work.time("publish", |work| {
+    let published = work.time("publish", |work| {
         let manifest = describe(work, reason)?;
         let draft = work.draft.take().ok_or(Error::Cancelled)?;
         Ok(draft.publish(manifest)?)
-    })
-    .map(|image| Taken { image, freeze, notes: std::mem::take(&mut work.notes) })
+    });
+    match published {
+        Ok(image) => Ok(Taken { image, freeze, notes: std::mem::take(&mut work.notes) }),
+        Err(error) => {
+            work.undo_publish();
+            Err(error)
+        }
+    }
 }
 
 /// Everything about the image but its parts, which publishing adds.

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, Utc};
 
 use super::{Error, Subject, files, gpu, preflight, tcp};
-use crate::store::Draft;
 use crate::store::manifest::{OpenFile, Phase, Recreate, SavedLink, TreeProcess};
+use crate::store::{Draft, ImageId};
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
 use crate::sys::process;
 use crate::telemetry::log::chain;
@@ -46,6 +46,10 @@ pub(super) struct Work<'a> {
     pub(super) gpu: gpu::Group,
     pub(super) tcp: Tcp,
     pub(super) draft: Option<Draft>,
+    /// The draft's, once there was one.
+    id: Option<ImageId>,
+    /// Bytes of host memory that the image will hold, as preflight saw it.
+    host_memory: u64,
     /// The job's own process, as it sees itself.
     pub(super) job_pid: i32,
     names: BTreeMap<i32, String>,
@@ -67,6 +71,8 @@ impl<'a> Work<'a> {
             gpu: gpu::Group::default(),
             tcp: Tcp::Close,
             draft: None,
+            id: None,
+            host_memory: 0,
             job_pid: 0,
             names: BTreeMap::new(),
             open_files: Vec::new(),
@@ -104,11 +110,7 @@ impl<'a> Work<'a> {
     }
 
     /// Runs one phase and notes when it began and how long it took.
-    pub(super) fn time<T>(
-        &mut self,
-        name: &str,
-        run: impl FnOnce(&mut Self) -> Result<T, Error>,
-    ) -> Result<T, Error> {
+    pub(super) fn time<T>(&mut self, name: &str, run: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<T, Error> {
         let started = self.begun.elapsed();
         let result = run(self);
         let took = self.begun.elapsed().saturating_sub(started);
@@ -149,20 +151,21 @@ impl<'a> Work<'a> {
             }
         }
         self.job_pid = self.subject.job.main_pid().and_then(process::inner_pid).ok_or(Error::JobEnded)?;
-        preflight::check(&tree, self.subject)?;
+        self.host_memory = preflight::check(&tree, self.subject)?;
         self.tcp = tcp::choose(self.subject.config.snapshot.tcp, &tree);
         Ok(())
     }
 
     fn find(&mut self) -> Result<(), Error> {
         self.gpu = gpu::Group::find(self.root()).map_err(|source| Error::Cuda { phase: "find", source })?;
-        preflight::check_device_memory(&self.gpu.outer_pids(), self.subject)?;
+        preflight::check_device_memory(&self.gpu.outer_pids(), self.host_memory, self.subject)?;
         Ok(())
     }
 
     fn lock(&mut self) -> Result<(), Error> {
         let timeout = self.subject.config.snapshot.lock_timeout;
-        self.gpu.lock(self.root(), timeout)
+        let (root, cancelled) = (self.root(), self.cancelled);
+        self.gpu.lock(root, timeout, cancelled)
     }
 
     fn dump(&mut self) -> Result<(), Error> {
@@ -171,6 +174,7 @@ impl<'a> Work<'a> {
         let draft = subject.folder.begin_image(subject.lock, Utc::now())?;
         let dir = draft.dir().join(CRIU_DIR);
         let (id, draft_dir) = (draft.id(), draft.dir().to_path_buf());
+        self.id = Some(id);
         self.draft = Some(draft);
         let io = |what: &str| {
             let what = format!("dump: {what}");
@@ -230,6 +234,15 @@ impl<'a> Work<'a> {
         // A draft that is dropped removes its folder.
         self.draft = None;
         Ok(())
+    }
+
+    /// The draft is gone, or has its lasting name and could not be synced: then it is an image and needs its links.
+    pub(super) fn undo_publish(&mut self) {
+        let id = self.draft.take().map(|draft| draft.id()).or(self.id);
+        let images = self.subject.folder.images_dir();
+        if !id.is_some_and(|id| images.join(id.to_string()).exists()) {
+            files::drop_links(&self.saved_links, self.root());
+        }
     }
 
     fn check(&mut self) -> Result<(), Error> {

@@ -73,7 +73,9 @@ pub enum Refusal {
         hint: &'static str,
     },
     /// A process of the job has a namespace of its own.
-    #[error("process {pid} ({name}) is in a {kind} namespace of its own (a sandbox, a container), which CRIU can not bring back here")]
+    #[error(
+        "process {pid} ({name}) is in a {kind} namespace of its own (a sandbox, a container), which CRIU can not bring back here"
+    )]
     Namespace {
         /// The process.
         pid: i32,
@@ -84,14 +86,15 @@ pub enum Refusal {
     },
 }
 
-/// What is asked before every snapshot.
-pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
+/// What is asked before every snapshot. Answers how many bytes of host memory the image will hold.
+pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<u64, Refusal> {
     let root = subject.job.root.pid();
     for pid in tree {
         check_process(*pid, root)?;
     }
     let need = tree.iter().map(|pid| process::private_memory(*pid)).sum();
-    check_disk(need, subject)
+    check_disk(need, subject)?;
+    Ok(need)
 }
 
 fn check_disk(need: u64, subject: &Subject<'_>) -> Result<(), Refusal> {
@@ -116,8 +119,9 @@ fn admit_disk(need: u64, free: u64, keep: u64, path: PathBuf) -> Result<(), Refu
     if need.saturating_add(keep) > free { Err(Refusal::Disk { need, free, keep, path }) } else { Ok(()) }
 }
 
-/// Asked once the CUDA processes are known: their device memory will lie in host memory, and in the image.
-pub(super) fn check_device_memory(pids: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
+/// Asked once the CUDA processes are known: their device memory will lie in host memory, and in the image beside the
+/// `host` bytes that are there already.
+pub(super) fn check_device_memory(pids: &[i32], host: u64, subject: &Subject<'_>) -> Result<(), Refusal> {
     if pids.is_empty() {
         return Ok(());
     }
@@ -130,7 +134,7 @@ pub(super) fn check_device_memory(pids: &[i32], subject: &Subject<'_>) -> Result
     };
     let left = cgroup::memory_headroom(subject.job.root.pid());
     admit_memory(need, cgroup::memory_available(), left, subject.config.snapshot.memory_reserve.bytes())?;
-    check_disk(need, subject)
+    check_disk(need.saturating_add(host), subject)
 }
 
 fn admit_memory(need: u64, available: Option<u64>, left: Option<u64>, keep: u64) -> Result<(), Refusal> {

@@ -1,0 +1,232 @@
+//! Each phase fails: the job runs on, the log says why, a later attempt succeeds.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Instant;
+
+use crate::rig::{Rig, Supervisor};
+
+/// A snapshot that fails with these words, then one by itself once the fault is gone.
+fn fails(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, words: &[&str], clear: impl FnOnce()) {
+    let images = rig.images().len();
+    let why = supervisor.failing_snapshot();
+    let failed = Instant::now();
+    for word in words {
+        assert!(why.contains(word), "not {word:?} in {why}");
+    }
+    assert!(why.contains("the job runs on"), "{why}");
+    assert_eq!(rig.images().len(), images, "{why}");
+    supervisor.assert_unharmed(ranks);
+    // The state file lies in the store too, and is worth less than the job.
+    if !why.contains("No space left") {
+        let state = rig.state().unwrap();
+        assert!(state.last_failure.is_some_and(|said| why.contains(&said)) && state.restarts == 0);
+    }
+    clear();
+    let image = supervisor.image();
+    assert!(failed.elapsed().as_millis() >= 250, "snapshot.retry-after is 300ms");
+    assert_eq!(image.manifest().unwrap().tree.cuda.len(), ranks);
+    assert_eq!(rig.drafts(), Vec::<String>::new());
+    supervisor.assert_unharmed(ranks);
+}
+
+#[test]
+fn the_driver_refuses_in_each_phase() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.ranks(2, &[]);
+    let mut supervisor = rig.start();
+    supervisor.until("both ranks use CUDA", |rig| rig.cuda_pids().len() == 2);
+    let second = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).max().unwrap();
+    let cases: [(&str, String, &[&str]); 8] = [
+        ("fail-state", "304 times=1".into(), &["find: ", "CUDA_ERROR_OPERATING_SYSTEM (304)"]),
+        ("fail-lock", "304".into(), &["lock: ", "cuCheckpointProcessLock"]),
+        ("fail-lock", format!("600 pid={second}"), &["lock: ", "CUDA_ERROR_NOT_READY (600)", "try again"]),
+        ("fail-checkpoint", "801".into(), &["checkpoint: ", "managed memory"]),
+        ("fail-checkpoint", format!("2 pid={second}"), &["checkpoint: ", "as much free memory"]),
+        ("fail-checkpoint", "304 pid=1001".into(), &["checkpoint: "]),
+        ("fail-unlock", "304 times=1".into(), &["unlock: "]),
+        ("fail-unlock", format!("304 times=1 pid={second}"), &["unlock: "]),
+    ];
+    for (fault, text, words) in cases {
+        rig.standin.fault(fault, &text);
+        fails(&rig, &mut supervisor, 2, words, || rig.clear(fault));
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn the_driver_can_not_be_asked_after_the_unlock() {
+    let Some(rig) = Rig::new() else { return };
+    let mut supervisor = rig.start();
+    rig.standin.fault("fail-unlock", "0 delay=400 times=1");
+    supervisor.ask();
+    supervisor.until("the unlock is held up", |rig| !rig.standin.path().join("fail-unlock").exists());
+    rig.standin.fault("fail-state", "304 times=1");
+    let why = supervisor.said("the snapshot failed");
+    assert!(why.contains("check: ") && why.contains("the job runs on"), "{why}");
+    supervisor.assert_unharmed(1);
+    supervisor.image();
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn criu_fails_in_every_way() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.set("SNAPSHOT_DUMP_TIMEOUT", "1s");
+    let mut supervisor = rig.start();
+    let after = |what: &str| format!("\"$real\" \"$@\"; {what}; exit 0");
+    let cases: [(String, &[&str]); 8] = [
+        ("exit 1".into(), &["dump: ", "without an answer (exit code 1)"]),
+        ("kill -9 $$".into(), &["dump: ", "without an answer (signal SIGKILL)"]),
+        // In the middle of its work.
+        ("( sleep 0.03; kill -9 $$ ) & exec \"$real\" \"$@\"".into(), &["dump: "]),
+        ("exec sleep 600".into(), &["dump: ", "did not finish within 1s"]),
+        (after("truncate -s -4096 \"$store\"/j/images/.tmp-*/criu/pages-*.img"), &["dump: the image is not whole"]),
+        (after("rm \"$store\"/j/images/.tmp-*/criu/pagemap-*.img"), &["dump: the image is not whole"]),
+        (after("mkfifo \"$store\"/j/images/.tmp-*/pipe"), &["publish: ", "does not belong into an image"]),
+        (after("rm -r \"$store\"/j/images/.tmp-*"), &["dump: "]),
+    ];
+    for (shell, words) in cases {
+        rig.criu_fault(&shell);
+        fails(&rig, &mut supervisor, 1, words, || rig.criu_fault(""));
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+/// An attribute that keeps even root from renaming, where the file system has it.
+#[test]
+fn an_image_that_can_not_be_renamed_is_none() {
+    let Some(rig) = Rig::new() else { return };
+    let images = rig.path().join("store/j/images");
+    let change = |flag: &str, path: &Path| {
+        Command::new("chattr").arg(flag).arg(path).output().is_ok_and(|output| output.status.success())
+    };
+    if !change("+i", rig.path()) || !change("-i", rig.path()) {
+        eprintln!("SKIP: needs chattr and a file system with attributes");
+        return;
+    }
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    rig.criu_fault(&format!("\"$real\" \"$@\"; chattr +i '{}'; exit 0", images.display()));
+    let why = supervisor.failing_snapshot();
+    let writable = change("-i", &images);
+    rig.criu_fault("");
+    assert!(writable && why.contains("publish: can not publish"), "{why}");
+    supervisor.assert_unharmed(1);
+    supervisor.image();
+    supervisor.kill_job();
+    supervisor.said("the job is back from image");
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_store_is_whole();
+    // A draft whose folder could not be removed goes at the next start.
+    let mut supervisor = rig.start();
+    assert_eq!(rig.drafts(), Vec::<String>::new());
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+/// Unmounted when dropped.
+struct Tmpfs(std::path::PathBuf);
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+#[test]
+fn a_full_store_fails_the_snapshot_only() {
+    let Some(rig) = Rig::new() else { return };
+    let store = rig.path().join("store");
+    nix::mount::mount(Some("none"), &store, Some("tmpfs"), nix::mount::MsFlags::empty(), Some("size=96m,mode=700"))
+        .unwrap();
+    let _tmpfs = Tmpfs(store.clone());
+    let mut supervisor = rig.start();
+    let fill = "dd if=/dev/zero of=\"$store\"/fill bs=64k 2>/dev/null";
+    let clear = || {
+        rig.criu_fault("");
+        let _ = std::fs::remove_file(store.join("fill"));
+    };
+    rig.criu_fault(fill);
+    fails(&rig, &mut supervisor, 1, &["dump: CRIU refused", "the file system is full"], clear);
+    rig.criu_fault(&format!("\"$real\" \"$@\"; {fill}; exit 0"));
+    fails(&rig, &mut supervisor, 1, &["No space left on device"], clear);
+    std::fs::write(store.join("fill"), vec![0; 80 << 20]).unwrap();
+    fails(&rig, &mut supervisor, 1, &["not tried: the image needs about", "store.keep-last"], clear);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+/// Refused before anything is stopped.
+fn refused(key: &str, value: &str, words: &str) {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.set(key, value);
+    let mut supervisor = rig.start();
+    let why = supervisor.failing_snapshot();
+    assert!(why.contains("not tried: ") && why.contains(words), "{why}");
+    assert!(!rig.log().contains("phase=\"lock\""));
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    assert!(rig.images().is_empty());
+}
+
+#[test]
+fn too_little_host_memory_refuses() {
+    refused("SNAPSHOT_MEMORY_RESERVE", "1000TB", "snapshot.memory-reserve");
+}
+
+#[test]
+fn too_little_space_refuses() {
+    refused("STORE_MIN_FREE", "1000TB", "store.min-free");
+}
+
+#[test]
+fn one_lock_that_is_not_ready_is_tried_again_with_all() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.ranks(2, &[]);
+    let mut supervisor = rig.start();
+    supervisor.until("both ranks use CUDA", |rig| rig.cuda_pids().len() == 2);
+    let second = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).max().unwrap();
+    for pid in [1001, second] {
+        rig.standin.fault("fail-lock", &format!("600 times=1 pid={pid}"));
+        assert_eq!(supervisor.snapshot().manifest().unwrap().tree.cuda.len(), 2);
+        supervisor.assert_unharmed(2);
+    }
+    assert!(!rig.log().contains("the snapshot failed"));
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_process_that_somebody_else_has_locked_is_left_alone() {
+    let Some(rig) = Rig::new() else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    let outer = supervisor.main_pid().to_string();
+    let cuda = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+        let output = rig.standin.install(command.arg("cuda").args(args).args(["--pid", &outer])).output().unwrap();
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    for (action, state) in [("lock", "locked"), ("checkpoint", "checkpointed")] {
+        cuda(&[action]);
+        let why = supervisor.failing_snapshot();
+        assert!(why.contains(&format!("process {outer} is {state}, not running")), "{why}");
+        assert!(why.contains(&format!("`rekindle cuda unlock --pid {outer}`")), "{why}");
+        assert_eq!(cuda(&["state"]), format!("{state}\n"), "it is not ours to undo");
+    }
+    cuda(&["restore"]);
+    cuda(&["unlock"]);
+    supervisor.assert_unharmed(1);
+    supervisor.image();
+    supervisor.stop();
+    rig.assert_sequence();
+}

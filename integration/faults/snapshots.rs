@@ -1,0 +1,144 @@
+//! What goes right: snapshots on an interval, kills, trees of processes.
+
+use std::fs;
+use std::path::Path;
+use std::time::Duration;
+
+use crate::rig::{Rig, Supervisor};
+
+const PHASES: [&str; 9] = ["preflight", "find", "lock", "checkpoint", "dump", "restore", "unlock", "check", "publish"];
+
+#[test]
+fn a_cuda_job_is_snapshotted_on_the_interval_and_comes_back() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.set("SNAPSHOT_INTERVAL", "300ms");
+    let mut supervisor = rig.start();
+    for restarts in 1..=3 {
+        supervisor.image();
+        let image = supervisor.image();
+        let manifest = image.manifest().unwrap();
+        assert_eq!((manifest.tree.job, manifest.tree.cuda.as_slice()), (1001, [1001].as_slice()));
+        let phases: Vec<&str> = manifest.phases.iter().map(|phase| phase.phase.as_str()).collect();
+        // The phase of publishing ends after the manifest is written.
+        assert_eq!(phases, PHASES[..8], "{manifest:?}");
+        assert!(manifest.freeze_us > 0);
+        assert_eq!(manifest.driver, None, "there is no NVML here");
+        let lock = &manifest.phases[2];
+        let unlock = &manifest.phases[6];
+        assert_eq!(manifest.freeze_us, unlock.started_us + unlock.took_us - lock.started_us);
+        supervisor.kill_job();
+        supervisor.said("the job is back from image");
+        supervisor.counts();
+        supervisor.assert_unharmed(1);
+        assert_eq!(rig.state().unwrap().restarts, restarts);
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+    assert!(rig.images().len() <= 3, "store.keep-last");
+    assert_eq!(rig.drafts(), Vec::<String>::new());
+}
+
+fn inner_pids(rig: &Rig) -> Vec<i32> {
+    let mut pids: Vec<i32> = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).collect();
+    pids.sort_unstable();
+    pids
+}
+
+/// Rank 1 begins to use CUDA when the others have been found and are being locked.
+fn tree_that_grows(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, late: &Path) {
+    supervisor.until("all but one rank use CUDA", |rig| rig.cuda_pids().len() == ranks - 1);
+    rig.standin.fault("fail-lock", "0 delay=500 times=1 pid=1001");
+    supervisor.ask();
+    supervisor.until("the lock is held up", |rig| !rig.standin.path().join("fail-lock").exists());
+    fs::write(late, "").unwrap();
+    let image = supervisor.image();
+    let mut cuda = image.manifest().unwrap().tree.cuda.clone();
+    cuda.sort_unstable();
+    assert_eq!(cuda.len(), ranks, "the one that began late is in it");
+    assert_eq!(cuda, inner_pids(rig));
+    supervisor.assert_unharmed(ranks);
+    for _ in 0..2 {
+        supervisor.kill_job();
+        supervisor.said("the job is back from image");
+        supervisor.assert_unharmed(ranks);
+    }
+}
+
+#[test]
+fn two_cuda_processes_one_of_which_begins_late() {
+    let Some(mut rig) = Rig::new() else { return };
+    let late = rig.path().join("late");
+    rig.ranks(2, &["--late", late.to_str().unwrap()]);
+    let mut supervisor = rig.start();
+    tree_that_grows(&rig, &mut supervisor, 2, &late);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn four_cuda_processes_one_of_which_begins_late() {
+    let Some(mut rig) = Rig::new() else { return };
+    let late = rig.path().join("late");
+    rig.ranks(4, &["--late", late.to_str().unwrap()]);
+    let mut supervisor = rig.start();
+    tree_that_grows(&rig, &mut supervisor, 4, &late);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+/// A rank ends while `hold` holds up the snapshot.
+fn rank_that_leaves(hold: &str, holder: usize) {
+    let Some(mut rig) = Rig::new() else { return };
+    let leave = rig.path().join("leave");
+    rig.ranks(4, &["--leave", leave.to_str().unwrap()]);
+    let mut supervisor = rig.start();
+    supervisor.until("all ranks use CUDA", |rig| rig.cuda_pids().len() == 4);
+    let pids = inner_pids(&rig);
+    rig.standin.fault(hold, &format!("0 delay=500 times=1 pid={}", pids[holder]));
+    supervisor.ask();
+    supervisor.until("the snapshot is held up", |rig| !rig.standin.path().join(hold).exists());
+    fs::write(&leave, "").unwrap();
+    let image = supervisor.image();
+    let cuda = &image.manifest().unwrap().tree.cuda;
+    assert!(cuda.len() == 3 && !cuda.contains(&pids[2]), "{cuda:?} of {pids:?}");
+    assert!(!rig.log().contains("the snapshot failed"), "an end is no failure");
+    supervisor.assert_running(3);
+    supervisor.kill_job();
+    supervisor.said("the job is back from image");
+    supervisor.assert_running(3);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn a_rank_ends_between_the_look_and_the_lock() {
+    // The look goes by pid: it has found the one that leaves when it waits for the last.
+    rank_that_leaves("fail-state", 3);
+}
+
+#[test]
+fn a_rank_ends_while_it_is_locked() {
+    rank_that_leaves("fail-lock", 0);
+}
+
+#[test]
+fn a_kernel_that_is_longer_than_the_lock_timeout_refuses_the_snapshot() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.job(&["--busy-ms", "400"]);
+    rig.set("SNAPSHOT_LOCK_TIMEOUT", "20ms");
+    let mut supervisor = rig.start();
+    // It has just written; now it is in the next kernel.
+    std::thread::sleep(Duration::from_millis(100));
+    let why = supervisor.failing_snapshot();
+    assert!(why.contains("lock: ") && why.contains("did not pause in time"), "{why}");
+    supervisor.assert_unharmed(1);
+    supervisor.signal(nix::sys::signal::Signal::SIGINT);
+    std::thread::sleep(Duration::from_millis(100));
+    supervisor.signal(nix::sys::signal::Signal::SIGINT);
+    assert_eq!(supervisor.wait(), Some(130));
+    rig.assert_nothing_left(Duration::from_secs(1));
+}

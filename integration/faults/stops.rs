@@ -1,0 +1,194 @@
+//! SIGTERM and kill -9 of the supervisor in each phase, and at random.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use crate::rig::Rig;
+
+/// What makes a phase long: a file of the stand-in, or shell in CRIU's place.
+const PHASES: [(&str, Hold); 8] = [
+    ("find", Hold::Driver("fail-state")),
+    ("lock", Hold::Driver("fail-lock")),
+    ("checkpoint", Hold::Driver("fail-checkpoint")),
+    ("before the dump", Hold::Criu("sleep 0.6")),
+    ("after the dump", Hold::Criu("\"$real\" \"$@\"; touch \"$0.held\"; sleep 0.6; exit 0")),
+    ("restore", Hold::Driver("fail-restore")),
+    ("unlock", Hold::Driver("fail-unlock")),
+    ("publish", Hold::Said("phase=\"check\"")),
+];
+
+#[derive(Clone, Copy)]
+enum Hold {
+    Driver(&'static str),
+    Criu(&'static str),
+    Said(&'static str),
+}
+
+/// Brings a snapshot to the phase; runs `act` in it.
+fn in_phase(rig: &Rig, supervisor: &mut crate::rig::Supervisor<'_>, hold: Hold) {
+    match hold {
+        Hold::Driver(fault) => {
+            rig.standin.fault(fault, "0 delay=600 times=1");
+            supervisor.ask();
+            supervisor.until("the driver is slow", |rig| !rig.standin.path().join(fault).exists());
+        }
+        Hold::Criu(shell) => {
+            let held = rig.path().join("criu.held");
+            let mark = if shell.contains("held") { "" } else { "touch \"$0.held\"; " };
+            let _ = std::fs::remove_file(&held);
+            rig.criu_fault(&format!("rm -f \"$0-fault\"; {mark}{shell}"));
+            supervisor.ask();
+            supervisor.until("CRIU is slow", |_| held.exists());
+        }
+        Hold::Said(words) => {
+            supervisor.ask();
+            supervisor.said(words);
+        }
+    }
+}
+
+#[test]
+fn a_stop_in_each_phase_is_orderly() {
+    let Some(rig) = Rig::new() else { return };
+    for (phase, hold) in PHASES {
+        let mut supervisor = rig.start();
+        eprintln!("SIGTERM: {phase}");
+        in_phase(&rig, &mut supervisor, hold);
+        supervisor.signal(Signal::SIGTERM);
+        assert_eq!(supervisor.wait(), Some(143), "{phase}");
+        rig.assert_nothing_left(Duration::from_secs(1));
+        rig.assert_store_is_whole();
+        assert_eq!(rig.drafts(), Vec::<String>::new(), "{phase}");
+        rig.assert_sequence();
+    }
+    assert!(!rig.images().is_empty());
+}
+
+#[test]
+fn a_second_stop_in_each_phase_is_at_once() {
+    let Some(rig) = Rig::new() else { return };
+    for (phase, hold) in PHASES {
+        let mut supervisor = rig.start();
+        eprintln!("SIGTERM twice: {phase}");
+        in_phase(&rig, &mut supervisor, hold);
+        supervisor.signal(Signal::SIGTERM);
+        std::thread::sleep(Duration::from_millis(30));
+        if !supervisor.has_ended() {
+            supervisor.signal(Signal::SIGTERM);
+        }
+        let asked = Instant::now();
+        assert_eq!(supervisor.wait(), Some(143), "{phase}");
+        assert!(asked.elapsed() < Duration::from_secs(3), "{phase}: {:?}", asked.elapsed());
+        rig.assert_nothing_left(Duration::from_secs(1));
+        rig.assert_store_is_whole();
+    }
+}
+
+#[test]
+fn the_supervisor_is_killed_in_each_phase() {
+    let Some(rig) = Rig::new() else { return };
+    for (phase, hold) in PHASES {
+        let mut supervisor = rig.start();
+        eprintln!("kill -9: {phase}");
+        in_phase(&rig, &mut supervisor, hold);
+        supervisor.kill();
+        rig.assert_nothing_left(Duration::from_secs(1));
+        // What is listed is whole, at any moment.
+        rig.assert_store_is_whole();
+    }
+    let mut supervisor = rig.start();
+    assert_eq!(rig.drafts(), Vec::<String>::new());
+    supervisor.snapshot();
+    supervisor.stop();
+}
+
+#[test]
+fn the_supervisor_is_killed_and_stopped_during_a_restart() {
+    let Some(rig) = Rig::new() else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    supervisor.kill();
+    rig.assert_nothing_left(Duration::from_secs(1));
+    for hold in [Hold::Driver("fail-restore"), Hold::Driver("fail-unlock"), Hold::Criu("sleep 0.6")] {
+        for signal in [Signal::SIGKILL, Signal::SIGTERM] {
+            let mut supervisor = match hold {
+                Hold::Driver(fault) => {
+                    rig.standin.fault(fault, "0 delay=2000 times=1");
+                    let mut supervisor = rig.run();
+                    supervisor.until("the driver is slow", |rig| !rig.standin.path().join(fault).exists());
+                    supervisor
+                }
+                Hold::Criu(shell) | Hold::Said(shell) => {
+                    rig.criu_fault(&format!("rm -f \"$0-fault\"; touch \"$0.held\"; {shell}"));
+                    let held = rig.path().join("criu.held");
+                    let mut supervisor = rig.run();
+                    supervisor.until("CRIU is slow", |_| held.exists());
+                    let _ = std::fs::remove_file(held);
+                    supervisor
+                }
+            };
+            supervisor.signal(signal);
+            let code = supervisor.wait();
+            assert_eq!(code, (signal == Signal::SIGTERM).then_some(143));
+            rig.assert_nothing_left(Duration::from_secs(1));
+            rig.assert_store_is_whole();
+        }
+    }
+    let mut supervisor = rig.run();
+    supervisor.said("the job is back from image");
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+/// A xorshift: the seed is told, so that a failure can be had again as far as the clock allows.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+}
+
+#[test]
+fn killed_at_random_moments_it_always_comes_back() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.set("SNAPSHOT_INTERVAL", "100ms");
+    rig.set("RESTART_BACKOFF", "1ms");
+    let seed = u64::from(std::process::id()) << 20 | 0x5eed;
+    eprintln!("seed {seed:#x}");
+    let mut random = Random(seed);
+    let end = Instant::now() + Duration::from_secs(70);
+    let mut supervisor = rig.start();
+    supervisor.image();
+    let mut rounds = 0;
+    while rounds < 60 && Instant::now() < end {
+        rounds += 1;
+        std::thread::sleep(Duration::from_millis(random.below(250)));
+        let kill =
+            |pid: i32| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL).unwrap_or_default();
+        let what = random.below(3);
+        if what != 0 {
+            // The job itself, whatever it is doing; it may be just being restored.
+            rig.cuda_pids().into_iter().for_each(kill);
+        }
+        if what != 1 {
+            supervisor.kill();
+            rig.assert_nothing_left(Duration::from_secs(1));
+            rig.assert_store_is_whole();
+            supervisor = rig.run();
+        }
+        supervisor.counts();
+    }
+    eprintln!("{rounds} rounds");
+    supervisor.image();
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+    assert_eq!(rig.drafts(), Vec::<String>::new());
+    assert!(rounds >= 20, "the machine is too slow for this to say anything: {rounds} rounds");
+}
