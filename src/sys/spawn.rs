@@ -16,7 +16,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
 
-use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::sys::wait::{WaitPidFlag, WaitStatus};
 use nix::unistd::Pid;
 
 /// A file for the child, opened by the child itself after it entered its mount namespace: CRIU refuses descriptors that
@@ -559,9 +559,9 @@ impl Child {
     pub fn wait_for_end(&self) -> io::Result<()> {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT;
         loop {
-            match waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&self.pidfd)), flags) {
-                Err(nix::Error::EINTR) => {}
-                other => return Ok(other.map(drop)?),
+            match self.wait_id(flags) {
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                other => return other.map(drop),
             }
         }
     }
@@ -580,18 +580,34 @@ impl Child {
     /// When it was reaped before.
     pub fn has_ended(&self) -> io::Result<bool> {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
-        Ok(!matches!(waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&self.pidfd)), flags)?, WaitStatus::StillAlive))
+        Ok(self.wait_id(flags)?.is_some())
     }
 
     fn wait_with(&self, flags: WaitPidFlag) -> io::Result<Option<Ended>> {
-        let status = waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&self.pidfd)), flags)?;
-        let ended = match status {
-            WaitStatus::Exited(_, code) => Ended::Exit(code),
-            WaitStatus::Signaled(_, signal, _) => Ended::Signal(signal as i32),
-            _ => return Ok(None),
-        };
-        register().remove(&self.pid);
-        Ok(Some(ended))
+        let ended = self.wait_id(flags)?;
+        if ended.is_some() {
+            register().remove(&self.pid);
+        }
+        Ok(ended)
+    }
+
+    /// waitid(2). Not nix's: that one has no value for a child that a real-time signal ended, and answers EINVAL after the
+    /// kernel has reaped it.
+    fn wait_id(&self, flags: WaitPidFlag) -> io::Result<Option<Ended>> {
+        // SAFETY: siginfo_t is plain numbers, for which all zeroes is valid.
+        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+        let fd = self.pidfd.as_raw_fd().cast_unsigned();
+        // SAFETY: a system call on an open descriptor; `info` is valid for writes.
+        if unsafe { libc::waitid(libc::P_PIDFD, fd, &raw mut info, flags.bits()) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: waitid fills the fields of a SIGCHLD, or leaves zeroes.
+        let status = unsafe { info.si_status() };
+        Ok(match info.si_code {
+            libc::CLD_EXITED => Some(Ended::Exit(status)),
+            libc::CLD_KILLED | libc::CLD_DUMPED => Some(Ended::Signal(status)),
+            _ => None,
+        })
     }
 }
 
