@@ -112,7 +112,8 @@ fn a_listening_tcp_socket_accepts_again() {
 /// The names of the files of ours in the lab's folder.
 fn ours(lab: &Lab) -> Vec<String> {
     let names = std::fs::read_dir(lab.path()).unwrap().flatten().map(|e| e.file_name().to_string_lossy().into_owned());
-    names.filter(|name| name.contains("link_remap") || name.starts_with(".rekindle-link-")).collect()
+    let links = names.filter(|name| name.contains("link_remap") || name.starts_with(".rekindle-link-"));
+    links.filter(|name| !name.contains(".rolled-back.")).collect()
 }
 
 #[test]

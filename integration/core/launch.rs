@@ -39,7 +39,7 @@ fn a_world_of_its_own() {
     assert!(leak.as_raw_fd() > 2);
     let (run, seen) = look(&lab);
     drop(leak);
-    assert_eq!((&seen["pid"], &seen["parent"], &seen["session"]), (&1001.into(), &1000.into(), &1001.into()));
+    assert_eq!((&seen["pid"], &seen["parent"], &seen["session"]), (&1001.into(), &1000.into(), &1000.into()));
     assert_eq!(seen["processes"], serde_json::json!([1, 1000, 1001]), "a /proc of its own");
     assert_eq!(seen["directory"], lab.file("here").to_str().unwrap());
     assert_eq!(seen["umask"], 0o027);

@@ -196,7 +196,7 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
             });
         }
     };
-    let job = Job::new(world, root);
+    let job = Job::restored(world, root, manifest.tree.job);
     // A job may be at its end: what ends by itself from here on ended as any life does, and is judged by [`policy`].
     match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest))) {
         Ok(()) => Ok(Restored { job, rolled_back, timings }),
