@@ -45,6 +45,7 @@ pub struct Spawn {
     umask: Option<libc::mode_t>,
     limits: Vec<(u32, libc::rlimit)>,
     session: bool,
+    dies_with_us: bool,
 }
 
 /// The namespaces a child is born into.
@@ -116,7 +117,7 @@ impl std::fmt::Display for Ended {
 }
 
 /// The steps of the child, by the number it reports when one fails.
-const STEPS: [&str; 9] = [
+const STEPS: [&str; 10] = [
     "entering the mount namespace",
     "starting a session",
     "changing to the working directory",
@@ -126,6 +127,7 @@ const STEPS: [&str; 9] = [
     "closing other descriptors",
     "resetting signals",
     "execve",
+    "setting the parent-death signal",
 ];
 
 fn register() -> std::sync::MutexGuard<'static, BTreeSet<i32>> {
@@ -164,6 +166,7 @@ impl Spawn {
             umask: None,
             limits: Vec::new(),
             session: false,
+            dies_with_us: false,
         }
         .inherit_environment())
     }
@@ -244,6 +247,14 @@ impl Spawn {
     #[must_use]
     pub fn session(mut self) -> Spawn {
         self.session = true;
+        self
+    }
+
+    /// The kernel kills the child when this process ends. Only for [`World::Host`]: children of other worlds are forked by
+    /// threads that end, and those worlds end with us anyway.
+    #[must_use]
+    pub fn dies_with_us(mut self) -> Spawn {
+        self.dies_with_us = true;
         self
     }
 
@@ -410,6 +421,10 @@ impl<'a> ChildPlan<'a> {
         if let Some(directory) = &spawn.directory {
             // SAFETY: the text is NUL-terminated.
             self.check(2, unsafe { libc::chdir(directory.as_ptr()) });
+        }
+        if spawn.dies_with_us {
+            // SAFETY: a system call on numbers.
+            self.check(9, unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) });
         }
         let mut top: RawFd = 2;
         // The report pipe and all given descriptors go up first, out of the way of the final numbers.
