@@ -1,4 +1,4 @@
-//! Why did it end, is it worth another try, from which image; put the files back, restore, check that it lives.
+//! Why did it end, is it worth another try, from which image; put the files back, restore.
 //!
 //! [`policy`] decides and touches nothing; [`restore`] carries out. Invariants: an image is read and verified, never
 //! written to or used up; when a restore fails nothing of the half-restored job is left; files of the user are cut only
@@ -115,8 +115,8 @@ pub enum Error {
         /// The bound.
         limit: Duration,
     },
-    /// It ended as soon as it was restored.
-    #[error("the job ended as soon as it was restored: {0}")]
+    /// It ended before its GPU was back.
+    #[error("the job ended before its GPU was back: {0}")]
     Ended(Ended),
     /// It was not wanted any more.
     #[error("cancelled")]
@@ -196,11 +196,9 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
             });
         }
     };
-    let job = Job::new(world, root);
-    let alive = timed
-        .run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest)))
-        .and_then(|()| check_lives(&job));
-    match alive {
+    let job = Job::restored(world, root, manifest.tree.job);
+    // A job may be at its end: what ends by itself from here on ended as any life does, and is judged by [`policy`].
+    match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest))) {
         Ok(()) => Ok(Restored { job, rolled_back, timings }),
         Err(error) => {
             let ended = job.root.has_ended().unwrap_or(true);
@@ -340,12 +338,4 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
         }
     }
     Ok(())
-}
-
-fn check_lives(job: &Job) -> Result<(), Error> {
-    match job.root.has_ended() {
-        Ok(false) => Ok(()),
-        // How it ended is found out when it is reaped.
-        _ => Err(Error::Ended(Ended::Exit(0))),
-    }
 }
