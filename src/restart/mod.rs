@@ -123,6 +123,8 @@ pub enum Error {
     Cancelled,
 }
 
+const KILLED: Ended = Ended::Signal(libc::SIGKILL);
+
 /// Who is to blame, which decides whether the image is passed over from now on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Blame {
@@ -148,8 +150,11 @@ impl Error {
             Error::World(_) | Error::Store(_) | Error::OlderCriu { .. } | Error::Recreate { .. } => Blame::Machine,
             // No driver, no right, a GPU that is full or gone: nothing in the image can change that.
             Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
-            // The kernel, short of memory, or somebody with a kill -9: CRIU itself never ends this way.
-            Error::Criu(criu::RunError::Gone { ended: Ended::Signal(libc::SIGKILL), .. }) => Blame::Machine,
+            // The kernel, short of memory, or somebody with a kill -9: neither CRIU nor a task ends this way by itself.
+            Error::Criu(
+                criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },
+            ) => Blame::Machine,
+            Error::Criu(criu::RunError::Refused { log }) if log.says_killed() => Blame::Machine,
             Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended => Blame::Image,
         }
     }
@@ -210,6 +215,17 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
     }
 }
 
+/// A process that was alive in the image (it has memory there) and is dead, below the root that CRIU makes as our child.
+fn died_while_restored(images: &std::path::Path) -> Option<(i32, Ended)> {
+    let children = process::children(std::process::id().cast_signed());
+    let restored = children.into_iter().filter(|pid| !crate::sys::spawn::is_known(*pid));
+    restored.flat_map(process::tree).find_map(|pid| {
+        let ended = process::ended(pid)?;
+        let inner = process::inner_pid(pid)?;
+        images.join(format!("mm-{inner}.img")).exists().then_some((inner, ended))
+    })
+}
+
 struct Timer<'a>(&'a mut Vec<(&'static str, Duration)>);
 
 impl Timer<'_> {
@@ -262,7 +278,8 @@ fn run_criu(
     let place =
         Place { criu: request.criu, init: world.init(), images: &images, work: &scratch, timeout: request.timeout };
     let abandon = || world.kill(None);
-    let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled, abandon: &abandon };
+    let died = || died_while_restored(&images);
+    let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled, died: &died, abandon: &abandon };
     rollback::put_links_back(manifest)?;
     let restored = criu::restore(&place, manifest.tcp, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would lie beside the user's files.

@@ -97,6 +97,13 @@ impl Log {
         errors.split_off(errors.len().saturating_sub(6))
     }
 
+    /// Whether a task was killed with SIGKILL meanwhile (CRIU's `sigchld_handler`): by the kernel, short of memory, or by
+    /// somebody.
+    #[must_use]
+    pub fn says_killed(&self) -> bool {
+        self.head.iter().chain(&self.tail).any(|line| line.contains("killed by signal 9"))
+    }
+
     /// What to do about it, where the failure is a known one.
     #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
