@@ -144,7 +144,8 @@ impl Drop for Tmpfs {
 fn a_full_store_fails_the_snapshot_only() {
     let Some(rig) = Rig::new() else { return };
     let store = rig.path().join("store");
-    nix::mount::mount(Some("none"), &store, Some("tmpfs"), nix::mount::MsFlags::empty(), Some("size=96m,mode=700")).unwrap();
+    nix::mount::mount(Some("none"), &store, Some("tmpfs"), nix::mount::MsFlags::empty(), Some("size=96m,mode=700"))
+        .unwrap();
     let _tmpfs = Tmpfs(store.clone());
     let mut supervisor = rig.start();
     let fill = "dd if=/dev/zero of=\"$store\"/fill bs=64k 2>/dev/null";

@@ -174,7 +174,10 @@ impl Rig {
 
     pub(crate) fn drafts(&self) -> Vec<String> {
         let names = fs::read_dir(self.folder().images_dir()).unwrap().flatten();
-        names.filter_map(|entry| entry.file_name().into_string().ok()).filter(|name| name.starts_with(".tmp-")).collect()
+        names
+            .filter_map(|entry| entry.file_name().into_string().ok())
+            .filter(|name| name.starts_with(".tmp-"))
+            .collect()
     }
 
     /// The output of each rank.
@@ -192,7 +195,7 @@ impl Rig {
         for path in self.outputs() {
             let text = fs::read_to_string(&path).unwrap();
             for (line, expected) in text.lines().zip(1u64..) {
-                assert_eq!(line.parse(), Ok(expected), "{} does not go on\n{}", path.display(), self.log());
+                assert_eq!(line.parse(), Ok(expected), "{} does not go on: {text:?}", path.display());
             }
         }
     }
@@ -228,7 +231,8 @@ impl Rig {
     pub(crate) fn cuda_pids(&self) -> Vec<i32> {
         let folder = self.standin.path().display().to_string();
         let is_control = |line: &str| line.contains(&folder) && line.ends_with(".ctl");
-        let has = |pid: &i32| fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.lines().any(is_control));
+        let has =
+            |pid: &i32| fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.lines().any(is_control));
         // A caller maps it too while it asks.
         let ours = Path::new(env!("CARGO_BIN_EXE_rekindle"));
         let is_caller = |pid: &i32| rekindle::sys::process::executable(*pid).as_deref() == Some(ours);
@@ -255,7 +259,9 @@ impl Drop for Rig {
 fn pids() -> impl Iterator<Item = i32> {
     let me = std::process::id();
     let entries = fs::read_dir("/proc").unwrap().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(move |pid: &i32| pid.unsigned_abs() != me)
+    entries
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter(move |pid: &i32| pid.unsigned_abs() != me)
 }
 
 /// A running `rekindle run`; killed when dropped.

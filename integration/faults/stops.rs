@@ -157,6 +157,8 @@ impl Random {
 #[test]
 fn killed_at_random_moments_it_always_comes_back() {
     let Some(mut rig) = Rig::new() else { return };
+    // From here on each image has the output open, so that it is put back.
+    rig.start().stop();
     rig.set("SNAPSHOT_INTERVAL", "100ms");
     rig.set("RESTART_BACKOFF", "1ms");
     let seed = u64::from(std::process::id()) << 20 | 0x5eed;
@@ -169,7 +171,8 @@ fn killed_at_random_moments_it_always_comes_back() {
     while rounds < 60 && Instant::now() < end {
         rounds += 1;
         std::thread::sleep(Duration::from_millis(random.below(250)));
-        let kill = |pid: i32| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL).unwrap_or_default();
+        let kill =
+            |pid: i32| nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL).unwrap_or_default();
         let what = random.below(3);
         if what != 0 {
             // The job itself, whatever it is doing; it may be just being restored.

@@ -115,9 +115,6 @@ pub enum Error {
         /// The bound.
         limit: Duration,
     },
-    /// It ended as soon as it was restored.
-    #[error("the job ended as soon as it was restored")]
-    Ended,
     /// It was not wanted any more.
     #[error("cancelled")]
     Cancelled,
@@ -148,14 +145,15 @@ impl Error {
             Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
             Error::World(_) | Error::Store(_) | Error::OlderCriu { .. } | Error::Recreate { .. } => Blame::Machine,
-            // No driver, no right, a GPU that is full or gone: nothing in the image can change that.
-            Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
+            // No driver, no right, a GPU that is full or gone, a process killed meanwhile: nothing in the image can
+            // change that.
+            Error::NoProcess(_) | Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
             // The kernel, short of memory, or somebody with a kill -9: neither CRIU nor a task ends this way by itself.
             Error::Criu(
                 criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },
             ) => Blame::Machine,
             Error::Criu(criu::RunError::Refused { log }) if log.says_killed() => Blame::Machine,
-            Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended => Blame::Image,
+            Error::Criu(_) | Error::Rollback(_) => Blame::Image,
         }
     }
 
@@ -202,11 +200,13 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
         }
     };
     let job = Job::new(world, root);
-    let alive = timed
-        .run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest)))
-        .and_then(|()| check_lives(&job));
-    match alive {
+    // A job that ends from here on was restored, and has ended: whether its image is to blame is what the policy counts
+    // early deaths for.
+    match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest))) {
         Ok(()) => Ok(Restored { job, rolled_back, timings }),
+        Err(Error::NoProcess(_)) if job.root.has_ended().unwrap_or(false) => {
+            Ok(Restored { job, rolled_back, timings })
+        }
         Err(error) => {
             // A CUDA restore that failed has no second try on the same process.
             job.end();
@@ -300,13 +300,15 @@ fn watched(
 ) -> Result<(), Error> {
     let deadline = Instant::now() + limit;
     std::thread::scope(|scope| {
-        let (done, result) = mpsc::sync_channel(1);
-        scope.spawn(move || drop(done.send(work())));
+        let (done, finished) = mpsc::channel::<()>();
+        let worker = scope.spawn(move || {
+            // Closed when the work is over, in whatever way.
+            let _done = done;
+            work()
+        });
         loop {
-            match result.recv_timeout(WATCH) {
-                Ok(result) => return result,
-                Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Error::Ended),
-                Err(mpsc::RecvTimeoutError::Timeout) => {}
+            if finished.recv_timeout(WATCH) == Err(mpsc::RecvTimeoutError::Disconnected) {
+                return worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             }
             let stop = match (cancelled(), Instant::now() >= deadline) {
                 (true, _) => Error::Cancelled,
@@ -347,11 +349,4 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
         }
     }
     Ok(())
-}
-
-fn check_lives(job: &Job) -> Result<(), Error> {
-    match job.root.has_ended() {
-        Ok(false) => Ok(()),
-        _ => Err(Error::Ended),
-    }
 }

@@ -97,11 +97,12 @@ impl Log {
         errors.split_off(errors.len().saturating_sub(6))
     }
 
-    /// Whether a task was killed with SIGKILL meanwhile (CRIU's `sigchld_handler`): by the kernel, short of memory, or by
-    /// somebody.
+    /// Whether a task was killed with SIGKILL meanwhile (`sigchld_handler` and `compel_stop_on_syscall` of CRIU say so): by
+    /// the kernel, short of memory, or by somebody.
     #[must_use]
     pub fn says_killed(&self) -> bool {
-        self.head.iter().chain(&self.tail).any(|line| line.contains("killed by signal 9"))
+        let says = |line: &str| line.contains("killed by signal 9:") || line.contains("signaled with 9:");
+        self.head.iter().chain(&self.tail).any(|line| says(line))
     }
 
     /// What to do about it, where the failure is a known one.
