@@ -121,7 +121,8 @@ fn a_clean_environment() {
     let lab = lab.set("job.environment-mode", "\"clean\"").set("job.environment", "{ COLOUR = \"blue\" }");
     let (run, seen) = look(&lab);
     let environment = seen["environment"].as_object().unwrap();
-    let known = ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "COLOUR", "REKINDLE_JOB", "REKINDLE_RUN_ID", "LC_CTYPE"];
+    let known =
+        ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "COLOUR", "REKINDLE_JOB", "REKINDLE_RUN_ID", "LC_CTYPE"];
     assert!(environment.keys().all(|name| known.contains(&name.as_str())), "{environment:?}");
     assert_eq!(environment["COLOUR"], "blue");
     end(&lab, run);
@@ -200,7 +201,8 @@ fn daemons_end_with_the_job() {
 #[test]
 fn other_signals_reach_the_job() {
     let Some(lab) = Lab::new() else { return };
-    let script = lab.script("job", "trap 'echo quit' QUIT\ntrap 'echo winch' WINCH\necho ready\nwhile :; do sleep 0.05; done");
+    let script =
+        lab.script("job", "trap 'echo quit' QUIT\ntrap 'echo winch' WINCH\necho ready\nwhile :; do sleep 0.05; done");
     let mut run = lab.run([script.as_os_str()]);
     run.wait_printed("ready");
     run.signal(Signal::SIGQUIT);

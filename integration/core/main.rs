@@ -9,7 +9,7 @@
 mod supervisor;
 
 mod kinds;
-mod launch;
 mod ladder;
+mod launch;
 mod output;
 mod stop;

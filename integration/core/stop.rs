@@ -199,7 +199,10 @@ fn criu_killed_in_a_dump_or_hanging() {
         run.signal(Signal::SIGUSR1);
         let find = || lab.processes().into_iter().find(|(_, line)| line.contains("swrk")).map(|(pid, _)| pid);
         let mut found = None;
-        if !comes(Duration::from_secs(2), || { found = find(); found.is_some() }) {
+        if !comes(Duration::from_secs(2), || {
+            found = find();
+            found.is_some()
+        }) {
             continue;
         }
         std::thread::sleep(Duration::from_millis(wait));

@@ -265,7 +265,8 @@ impl Lab {
 impl Drop for Lab {
     fn drop(&mut self) {
         // A supervisor that was dropped without an end was killed just now; the kernel takes its job down.
-        let left = if comes(Duration::from_secs(3), || self.processes().is_empty()) { vec![] } else { self.processes() };
+        let left =
+            if comes(Duration::from_secs(3), || self.processes().is_empty()) { vec![] } else { self.processes() };
         for (pid, _) in &left {
             let _ = nix::sys::signal::kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }

@@ -398,10 +398,11 @@ impl Owner<'_> {
                 if self.ended.is_none() {
                     let why = chain(&error);
                     self.keep_criu_log("dump", error.criu_log());
-                    match (lost, matches!(error, snapshot::Error::Cancelled)) {
-                        (true, _) => tracing::error!("the snapshot failed and the job can not go on: {why}"),
-                        (false, true) => tracing::info!("the snapshot was called off; the job runs on"),
-                        (false, false) => tracing::error!("the snapshot failed, the job runs on: {why}"),
+                    match error {
+                        _ if lost => tracing::error!("the snapshot failed and the job can not go on: {why}"),
+                        snapshot::Error::Cancelled => tracing::info!("the snapshot was called off; the job runs on"),
+                        snapshot::Error::JobEnded => tracing::info!("no snapshot: {why}"),
+                        _ => tracing::error!("the snapshot failed, the job runs on: {why}"),
                     }
                     self.published.snapshot_failed(why);
                 }
