@@ -383,8 +383,8 @@ mod tests {
     #[test]
     fn a_missing_page_map_is_found() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("mm-7.img"), "").unwrap();
-        assert!(check_pages(dir.path()).unwrap_err().to_string().contains("pagemap-7.img"));
+        std::fs::write(dir.path().join("mm-12.img"), "").unwrap();
+        assert!(check_pages(dir.path()).unwrap_err().to_string().contains("pagemap-12.img"));
         pagemap(dir.path(), &[]);
         assert_eq!(check_pages(dir.path()).unwrap(), 0);
     }
