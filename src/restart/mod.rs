@@ -334,7 +334,8 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
     }
     // They were stopped in the image, and stay so until their GPU is back.
     for (pid, process) in &processes {
-        process.alone(|| process.restore(&[])).map_err(|source| Error::Cuda { pid: *pid, source })?;
+        let thread = manifest.tree.cuda_threads.get(pid).copied().unwrap_or(*pid);
+        process.alone(thread, || process.restore(&[])).map_err(|source| Error::Cuda { pid: *pid, source })?;
     }
     for (_, process) in &processes {
         // One that died is seen below.

@@ -7,18 +7,51 @@
 //! the others (ptrace(2), group-stop; kernel/ptrace.c, `__ptrace_unlink`).
 
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::process;
 
 /// The thread, running. Dropped, it stops with the others again.
-///
-/// The tracer is the thread that made this; it must also be the one that drops it, which the missing `Send` ensures.
 #[derive(Debug)]
 pub struct Alone {
-    tid: i32,
-    mask: u64,
-    _not_send: std::marker::PhantomData<*const ()>,
+    over: Arc<AtomicBool>,
+    tracer: Option<JoinHandle<()>>,
+}
+
+impl Alone {
+    /// Lets thread `tid` of a stopped process run.
+    ///
+    /// # Errors
+    /// When it can not be traced: another tracer has it, or a right is missing.
+    pub fn run(tid: i32) -> io::Result<Alone> {
+        let over = Arc::new(AtomicBool::new(false));
+        let (begun, result) = mpsc::sync_channel(1);
+        let until = Arc::clone(&over);
+        // Only the thread that seized may make requests, and it must look after its tracee all the time.
+        let trace = move || match Tracee::seize(tid) {
+            Ok(tracee) => {
+                let _ = begun.send(Ok(()));
+                tracee.keep_running(&until);
+            }
+            Err(error) => drop(begun.send(Err(error))),
+        };
+        let tracer = std::thread::Builder::new().name("tracer".into()).spawn(trace)?;
+        result.recv().unwrap_or_else(|_| Err(io::Error::other("the tracing thread ended")))?;
+        Ok(Alone { over, tracer: Some(tracer) })
+    }
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        if let Some(tracer) = self.tracer.take() {
+            let _ = tracer.join();
+        }
+    }
 }
 
 fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()> {
@@ -30,33 +63,64 @@ fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()>
     }
 }
 
-impl Alone {
-    /// Lets thread `tid` of a stopped process run.
-    ///
-    /// # Errors
-    /// When it can not be traced: another tracer has it, or a right is missing.
-    pub fn run(tid: i32) -> io::Result<Alone> {
+struct Tracee {
+    tid: i32,
+    mask: u64,
+}
+
+/// What a look at a tracee found.
+enum Seen {
+    Running,
+    Stopped,
+    Gone,
+}
+
+impl Tracee {
+    fn seize(tid: i32) -> io::Result<Tracee> {
         ptrace(libc::PTRACE_SEIZE, tid, 0, 0)?;
-        let mut alone = Alone { tid, mask: 0, _not_send: std::marker::PhantomData };
-        // A signal would stop it for us in the middle of the driver's work: they wait until it is let go.
-        alone.wait_for_stop()?;
-        ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut alone.mask).addr())?;
+        let mut tracee = Tracee { tid, mask: 0 };
+        tracee.wait_for_stop()?;
+        // A signal handler must not run in the middle of the driver's work: signals wait until the thread is let go.
+        ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut tracee.mask).addr())?;
         let all = u64::MAX;
         ptrace(libc::PTRACE_SETSIGMASK, tid, size_of::<u64>(), (&raw const all).addr())?;
         ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
-        Ok(alone)
+        Ok(tracee)
+    }
+
+    /// CRIU leaves a SIGSTOP in the queue of a stopped task, which no mask holds back: it and whatever else stops the
+    /// thread is passed over.
+    fn keep_running(&self, over: &AtomicBool) {
+        while !over.load(Ordering::Relaxed) {
+            match self.look(libc::WNOHANG) {
+                Ok(Seen::Stopped) => drop(ptrace(libc::PTRACE_CONT, self.tid, 0, 0)),
+                Ok(Seen::Running) => std::thread::sleep(Duration::from_micros(200)),
+                Ok(Seen::Gone) | Err(_) => return,
+            }
+        }
+        // A thread that is gone needs nothing; one that can not be detached is let go when this thread ends.
+        let _ = self.let_go();
+    }
+
+    fn look(&self, options: i32) -> io::Result<Seen> {
+        let mut status = 0;
+        // SAFETY: `status` is a live local.
+        match unsafe { libc::waitpid(self.tid, &raw mut status, libc::__WALL | options) } {
+            0 => Ok(Seen::Running),
+            -1 => Err(io::Error::last_os_error()),
+            _ if libc::WIFSTOPPED(status) => Ok(Seen::Stopped),
+            _ => Ok(Seen::Gone),
+        }
     }
 
     fn wait_for_stop(&self) -> io::Result<()> {
-        let mut status = 0;
         loop {
-            // SAFETY: `status` is a live local.
-            let pid = unsafe { libc::waitpid(self.tid, &raw mut status, libc::__WALL) };
-            match io::Error::last_os_error() {
-                _ if pid == self.tid && libc::WIFSTOPPED(status) => return Ok(()),
-                _ if pid == self.tid => return Err(io::Error::other("the thread ended")),
-                e if e.kind() == io::ErrorKind::Interrupted => {}
-                e => return Err(e),
+            match self.look(0) {
+                Ok(Seen::Stopped) => return Ok(()),
+                Ok(Seen::Running) => {}
+                Ok(Seen::Gone) => return Err(io::Error::from_raw_os_error(libc::ESRCH)),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
             }
         }
     }
@@ -66,13 +130,6 @@ impl Alone {
         self.wait_for_stop()?;
         ptrace(libc::PTRACE_SETSIGMASK, self.tid, size_of::<u64>(), (&raw const self.mask).addr())?;
         ptrace(libc::PTRACE_DETACH, self.tid, 0, 0)
-    }
-}
-
-impl Drop for Alone {
-    fn drop(&mut self) {
-        // A thread that is gone needs nothing; one that can not be detached is let go when this thread ends.
-        let _ = self.let_go();
     }
 }
 
