@@ -34,10 +34,14 @@ fn exit_codes_that_are_worth_a_restart_and_those_that_are_not() {
 #[test]
 fn the_wait_between_restarts_doubles() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("restart.max-restarts", "4").set("restart.backoff", "\"200ms\"").set("restart.backoff-max", "\"500ms\"");
+    let lab = lab
+        .set("restart.max-restarts", "4")
+        .set("restart.backoff", "\"200ms\"")
+        .set("restart.backoff-max", "\"500ms\"");
     let begun = Instant::now();
     let (_, said) = lab.run(["sh", "-c", "exit 1"]).ends_with(1);
-    let waits = said.matches(" in 200ms").count() + said.matches(" in 400ms").count() + said.matches(" in 500ms").count();
+    let waits =
+        said.matches(" in 200ms").count() + said.matches(" in 400ms").count() + said.matches(" in 500ms").count();
     assert_eq!(waits, 4, "{said}");
     assert!(begun.elapsed() >= Duration::from_millis(200 + 400 + 500 + 500));
 }
@@ -57,7 +61,8 @@ fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
     run.snapshot(&lab);
     std::fs::write(doom, "").unwrap();
     let (out, said) = run.ends_with(3);
-    let went: Vec<&str> = said.lines().filter_map(|l| l.split_once("going on from ")?.1.split_once(" in ").map(|p| p.0)).collect();
+    let went: Vec<&str> =
+        said.lines().filter_map(|l| l.split_once("going on from ")?.1.split_once(" in ").map(|p| p.0)).collect();
     let short: Vec<&str> = went.iter().map(|from| from.split('-').next().unwrap()).collect();
     let expected = ["image 000002", "image 000002", "image 000001", "image 000001", "the beginning"];
     // The first life came from nothing as well, and ended early: one more from there, or none.

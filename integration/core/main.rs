@@ -8,8 +8,10 @@
 #[path = "../support/supervisor.rs"]
 mod supervisor;
 
+mod commands;
+mod damage;
 mod kinds;
-mod launch;
 mod ladder;
+mod launch;
 mod output;
 mod stop;

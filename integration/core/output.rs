@@ -29,11 +29,15 @@ fn rotation_loses_no_line() {
     let (out, said) = lab.run(["sh", "-c", text]).ends_with(0);
     assert!(said.contains("image "), "{said}");
     let folder = lab.store().join("j/log");
-    let mut parts: Vec<(u32, String)> = fs::read_dir(folder).unwrap().flatten().filter_map(|entry| {
-        let name = entry.file_name().to_str()?.strip_prefix("stdout.log")?.to_string();
-        let number = if name.is_empty() { 0 } else { name.strip_prefix('.')?.parse().ok()? };
-        Some((number, fs::read_to_string(entry.path()).unwrap()))
-    }).collect();
+    let mut parts: Vec<(u32, String)> = fs::read_dir(folder)
+        .unwrap()
+        .flatten()
+        .filter_map(|entry| {
+            let name = entry.file_name().to_str()?.strip_prefix("stdout.log")?.to_string();
+            let number = if name.is_empty() { 0 } else { name.strip_prefix('.')?.parse().ok()? };
+            Some((number, fs::read_to_string(entry.path()).unwrap()))
+        })
+        .collect();
     parts.sort_by_key(|(number, _)| std::cmp::Reverse(*number));
     assert!(parts.len() > 2, "it was never rotated");
     let whole: String = parts.into_iter().map(|(_, text)| text).collect();

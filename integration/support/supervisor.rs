@@ -255,6 +255,17 @@ impl Lab {
         .collect()
     }
 
+    /// Kills the supervisor; everything must be gone within a second. In the host's PID namespace a restore needs the
+    /// numbers of what was killed: there it waits until pid 1 has reaped them.
+    pub(crate) fn kill_9(&self, run: Running) {
+        let host = self.config.iter().any(|(key, value)| key == "job.pid-namespace" && value.contains("host"));
+        let all = if host { self.processes() } else { Vec::new() };
+        run.kill_9();
+        self.assert_all_gone(Duration::from_secs(1));
+        let reaped = || all.iter().all(|(pid, _)| !Path::new(&format!("/proc/{pid}")).exists());
+        assert!(comes(LIMIT, reaped), "not reaped by pid 1: {all:?}");
+    }
+
     /// Fails unless every process of the lab is gone within the time.
     pub(crate) fn assert_all_gone(&self, limit: Duration) {
         let gone = comes(limit, || self.processes().is_empty());
@@ -265,7 +276,8 @@ impl Lab {
 impl Drop for Lab {
     fn drop(&mut self) {
         // A supervisor that was dropped without an end was killed just now; the kernel takes its job down.
-        let left = if comes(Duration::from_secs(3), || self.processes().is_empty()) { vec![] } else { self.processes() };
+        let left =
+            if comes(Duration::from_secs(3), || self.processes().is_empty()) { vec![] } else { self.processes() };
         for (pid, _) in &left {
             let _ = nix::sys::signal::kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
