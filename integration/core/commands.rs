@@ -126,7 +126,7 @@ fn what_is_missing_is_said() {
     assert!(code == 69 && said.contains("hello"), "{code} {said}");
     assert!(!lab.store().exists(), "nothing was touched");
     // As somebody else. The program lies where nobody may not look.
-    std::fs::copy(env!("CARGO_BIN_EXE_rekindle"), lab.file("rekindle")).unwrap();
+    lab.install(env!("CARGO_BIN_EXE_rekindle").as_ref(), &lab.file("rekindle"));
     let mut command = std::process::Command::new(lab.file("rekindle"));
     command.args(["run", "--name", "j", "--store"]).arg(lab.store()).args(["--", "true"]).current_dir("/");
     let (code, _, said) = text(&std::os::unix::process::CommandExt::uid(&mut command, 65534).output().unwrap());

@@ -66,7 +66,7 @@ fn a_world_of_its_own() {
 fn a_user_has_no_rights_over_its_supervisor() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("job.user", "\"nobody\"").set("job.no-new-privileges", "true");
-    let (mut run, seen) = look(&lab);
+    let (run, seen) = look(&lab);
     let id = fs::read_to_string("/etc/passwd").unwrap();
     let nobody: Vec<&str> = id.lines().find(|line| line.starts_with("nobody:")).unwrap().split(':').collect();
     assert_eq!(seen["uids"], serde_json::json!(vec![nobody[2]; 4]));
@@ -179,11 +179,13 @@ fn commands_that_can_not_be_run() {
     let (_, said) = lab.run(["/etc/passwd"]).ends_with(126);
     assert!(said.contains("/etc/passwd") && said.contains("execute permission"), "{said}");
     lab.run(["/etc"]).ends_with(126);
-    let script = lab.script("x", "");
-    fs::write(&script, "#!/no/such/interpreter\n").unwrap();
+    let (script, draft) = (lab.file("x"), lab.file("draft"));
+    fs::write(&draft, "#!/no/such/interpreter\n").unwrap();
+    lab.install(&draft, &script);
     let (_, said) = lab.run([script.as_os_str()]).ends_with(127);
     assert!(said.contains("never-retry-exit-codes"), "{said}");
-    fs::write(&script, [0x7f, b'E', b'L', b'F', 0, 0]).unwrap();
+    fs::write(&draft, [0x7f, b'E', b'L', b'F', 0, 0]).unwrap();
+    lab.install(&draft, &script);
     lab.run([script.as_os_str()]).ends_with(126);
     let lab = lab.set("job.user", "\"no-such-user\"");
     let (_, said) = lab.run(["true"]).ends_with(78);

@@ -153,9 +153,17 @@ impl Lab {
     /// Writes an executable script.
     pub(crate) fn script(&self, name: &str, text: &str) -> PathBuf {
         let path = self.file(name);
-        fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let draft = self.file(&format!("{name}.draft"));
+        fs::write(&draft, format!("#!/bin/sh\n{text}\n")).unwrap();
+        self.install(&draft, &path);
         path
+    }
+
+    /// Copies a file and makes it executable. By another process: a child that another test forks meanwhile would hold our
+    /// descriptor for a moment, and a file that is open for writing can not be executed (ETXTBSY).
+    pub(crate) fn install(&self, from: &Path, to: &Path) {
+        let done = Command::new("install").args(["-m", "755"]).args([from, to]).status().unwrap();
+        assert!(done.success());
     }
 
     pub(crate) fn store(&self) -> PathBuf {
