@@ -157,6 +157,8 @@ impl Random {
 #[test]
 fn killed_at_random_moments_it_always_comes_back() {
     let Some(mut rig) = Rig::new() else { return };
+    // From here on each image has the output open, so that it is put back.
+    rig.start().stop();
     rig.set("SNAPSHOT_INTERVAL", "100ms");
     rig.set("RESTART_BACKOFF", "1ms");
     let seed = u64::from(std::process::id()) << 20 | 0x5eed;

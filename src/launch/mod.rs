@@ -14,6 +14,7 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::sys::process;
 use crate::sys::spawn::{self, Child, Open, Spawn};
@@ -143,6 +144,15 @@ impl Job {
             return children.into_iter().find(|pid| process::inner_pid(*pid) == Some(main));
         }
         children.into_iter().min_by_key(|pid| process::start_time(*pid).unwrap_or(u64::MAX))
+    }
+
+    /// Waits until the reaper has forked the command's process, or is over already. It takes well under a millisecond;
+    /// others want to know the pid from the beginning.
+    pub fn wait_for_main(&self) {
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while self.main_pid().is_none() && Instant::now() < deadline && !self.root.has_ended().unwrap_or(true) {
+            std::thread::sleep(Duration::from_micros(100));
+        }
     }
 
     /// Sends a signal to the command's process, through the reaper.

@@ -115,13 +115,12 @@ pub enum Error {
         /// The bound.
         limit: Duration,
     },
-    /// It ended before its GPU was back.
-    #[error("the job ended before its GPU was back: {0}")]
-    Ended(Ended),
     /// It was not wanted any more.
     #[error("cancelled")]
     Cancelled,
 }
+
+const KILLED: Ended = Ended::Signal(libc::SIGKILL);
 
 /// Who is to blame, which decides whether the image is passed over from now on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -146,11 +145,15 @@ impl Error {
             Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
             Error::World(_) | Error::Store(_) | Error::OlderCriu { .. } | Error::Recreate { .. } => Blame::Machine,
-            // No driver, no right, a GPU that is full or gone: nothing in the image can change that.
-            Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
-            // The kernel, short of memory, or somebody with a kill -9: CRIU itself never ends this way.
-            Error::Criu(criu::RunError::Gone { ended: Ended::Signal(libc::SIGKILL), .. }) => Blame::Machine,
-            Error::Criu(_) | Error::Rollback(_) | Error::NoProcess(_) | Error::Ended(_) => Blame::Image,
+            // No driver, no right, a GPU that is full or gone, a process killed meanwhile: nothing in the image can
+            // change that.
+            Error::NoProcess(_) | Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
+            // The kernel, short of memory, or somebody with a kill -9: neither CRIU nor a task ends this way by itself.
+            Error::Criu(
+                criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },
+            ) => Blame::Machine,
+            Error::Criu(criu::RunError::Refused { log }) if log.says_killed() => Blame::Machine,
+            Error::Criu(_) | Error::Rollback(_) => Blame::Image,
         }
     }
 
@@ -197,19 +200,28 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
         }
     };
     let job = Job::restored(world, root, manifest.tree.job);
-    // A job may be at its end: what ends by itself from here on ended as any life does, and is judged by [`policy`].
+    // A job that ends from here on was restored, and has ended: whether its image is to blame is what the policy counts
+    // early deaths for.
     match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest))) {
         Ok(()) => Ok(Restored { job, rolled_back, timings }),
+        Err(Error::NoProcess(_)) if job.root.has_ended().unwrap_or(false) => Ok(Restored { job, rolled_back, timings }),
         Err(error) => {
-            let ended = job.root.has_ended().unwrap_or(true);
             // A CUDA restore that failed has no second try on the same process.
-            match (job.end(), error) {
-                // Whatever else was missed: that it died is why.
-                (Some(how), _) if ended => Err(Error::Ended(how)),
-                (_, error) => Err(error),
-            }
+            job.end();
+            Err(error)
         }
     }
+}
+
+/// A process that was alive in the image (it has memory there) and is dead, below the root that CRIU makes as our child.
+fn died_while_restored(images: &std::path::Path) -> Option<(i32, Ended)> {
+    let children = process::children(std::process::id().cast_signed());
+    let restored = children.into_iter().filter(|pid| !crate::sys::spawn::is_known(*pid));
+    restored.flat_map(process::tree).find_map(|pid| {
+        let ended = process::ended(pid)?;
+        let inner = process::inner_pid(pid)?;
+        images.join(format!("mm-{inner}.img")).exists().then_some((inner, ended))
+    })
 }
 
 struct Timer<'a>(&'a mut Vec<(&'static str, Duration)>);
@@ -264,7 +276,8 @@ fn run_criu(
     let place =
         Place { criu: request.criu, init: world.init(), images: &images, work: &scratch, timeout: request.timeout };
     let abandon = || world.kill(None);
-    let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled, abandon: &abandon };
+    let died = || died_while_restored(&images);
+    let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled, died: &died, abandon: &abandon };
     rollback::put_links_back(manifest)?;
     let restored = criu::restore(&place, manifest.tcp, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would lie beside the user's files.
@@ -285,14 +298,15 @@ fn watched(
 ) -> Result<(), Error> {
     let deadline = Instant::now() + limit;
     std::thread::scope(|scope| {
-        let (done, result) = mpsc::sync_channel(1);
-        scope.spawn(move || drop(done.send(work())));
+        let (done, finished) = mpsc::channel::<()>();
+        let worker = scope.spawn(move || {
+            // Closed when the work is over, in whatever way.
+            let _done = done;
+            work()
+        });
         loop {
-            match result.recv_timeout(WATCH) {
-                Ok(result) => return result,
-                // It panicked, which the scope passes on.
-                Err(mpsc::RecvTimeoutError::Disconnected) => return Err(Error::Ended(Ended::Exit(0))),
-                Err(mpsc::RecvTimeoutError::Timeout) => {}
+            if finished.recv_timeout(WATCH) == Err(mpsc::RecvTimeoutError::Disconnected) {
+                return worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             }
             let stop = match (cancelled(), Instant::now() >= deadline) {
                 (true, _) => Error::Cancelled,

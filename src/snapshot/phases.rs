@@ -10,6 +10,7 @@ use crate::store::manifest::{OpenFile, Phase, Recreate, SavedLink, TreeProcess};
 use crate::store::{Draft, ImageId};
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
 use crate::sys::process;
+use crate::sys::spawn::Ended;
 use crate::telemetry::log::chain;
 
 /// CRIU's images within an image.
@@ -215,7 +216,7 @@ impl<'a> Work<'a> {
             files::record_sizes_again(&mut self.open_files, root, subject.output);
             Ok(())
         };
-        let mut hooks = Hooks { notify: &mut still, cancelled, abandon: &|| {} };
+        let mut hooks = Hooks { notify: &mut still, cancelled, died: &|| died_traced(root), abandon: &|| {} };
         let log = match criu::dump(&place, options, &mut hooks) {
             Ok(log) => log,
             Err(criu::RunError::Cancelled) => return Err(Error::Cancelled),
@@ -254,6 +255,15 @@ impl<'a> Work<'a> {
         }
         Ok(())
     }
+}
+
+/// A process of the tree that died in the hands of a tracer, which CRIU is: one that was dead before has none.
+fn died_traced(root: i32) -> Option<(i32, Ended)> {
+    process::tree(root).into_iter().find_map(|pid| {
+        let ended = process::ended(pid)?;
+        process::tracer(pid).filter(|tracer| *tracer != 0)?;
+        Some((process::inner_pid(pid)?, ended))
+    })
 }
 
 /// Up to this phase a cancellation is asked for before each; later the job is set going again in any case.

@@ -398,10 +398,11 @@ impl Owner<'_> {
                 if self.ended.is_none() {
                     let why = chain(&error);
                     self.keep_criu_log("dump", error.criu_log());
-                    match (lost, matches!(error, snapshot::Error::Cancelled)) {
-                        (true, _) => tracing::error!("the snapshot failed and the job can not go on: {why}"),
-                        (false, true) => tracing::info!("the snapshot was called off; the job runs on"),
-                        (false, false) => tracing::error!("the snapshot failed, the job runs on: {why}"),
+                    match error {
+                        _ if lost => tracing::error!("the snapshot failed and the job can not go on: {why}"),
+                        snapshot::Error::Cancelled => tracing::info!("the snapshot was called off; the job runs on"),
+                        snapshot::Error::JobEnded => tracing::info!("no snapshot: {why}"),
+                        _ => tracing::error!("the snapshot failed, the job runs on: {why}"),
                     }
                     self.published.snapshot_failed(why);
                 }
@@ -494,7 +495,11 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
         PidNamespace::Host => World::Host,
     };
     match launch::start(&world, &setup.reaper, &setup.spec, files) {
-        Ok(root) => Ok(StartedJob { job: Job::new(world, root), notes: Vec::new() }),
+        Ok(root) => {
+            let job = Job::new(world, root);
+            job.wait_for_main();
+            Ok(StartedJob { job, notes: Vec::new() })
+        }
         Err(error) => {
             world.end(None);
             Err(StartFailure::Launch(error))

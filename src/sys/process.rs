@@ -6,6 +6,8 @@ use std::io;
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
+use super::spawn::Ended;
+
 /// Opens a pidfd.
 ///
 /// # Errors
@@ -85,6 +87,21 @@ pub fn name(pid: i32) -> Option<String> {
 #[must_use]
 pub fn state(pid: i32) -> Option<char> {
     status(pid, "State")?.chars().next()
+}
+
+/// How a process ended that is dead and not reaped yet (field 52 of /proc/PID/stat, which only root may read).
+#[must_use]
+pub fn ended(pid: i32) -> Option<Ended> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    let mut fields = text.get(text.rfind(')')? + 1..)?.split_whitespace();
+    if !matches!(fields.next()?, "Z" | "X") {
+        return None;
+    }
+    let status: i32 = fields.nth(48)?.parse().ok()?;
+    Some(match status & 0x7f {
+        0 => Ended::Exit(status >> 8 & 0xff),
+        signal => Ended::Signal(signal),
+    })
 }
 
 /// The pid of the tracer, 0 without one.

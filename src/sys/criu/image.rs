@@ -259,6 +259,10 @@ pub fn check_pages(dir: &Path) -> Result<u64, Error> {
         let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         if name.starts_with("pagemap-") && name.ends_with(".img") {
             total += check_pagemap(dir, path)?;
+        } else if let Some(pid) = name.strip_prefix("mm-") {
+            // A process with memory has a page map, be it empty.
+            let pagemap = dir.join(format!("pagemap-{pid}"));
+            std::fs::metadata(&pagemap).map_err(|source| Error::Read { path: pagemap, source })?;
         }
     }
     Ok(total)
@@ -374,6 +378,15 @@ mod tests {
         assert!(check_pages(dir.path()).unwrap_err().to_string().contains("its page map says 12288"));
         std::fs::remove_file(dir.path().join("pages-7.img")).unwrap();
         assert!(matches!(check_pages(dir.path()), Err(Error::Read { .. })));
+    }
+
+    #[test]
+    fn a_missing_page_map_is_found() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("mm-12.img"), "").unwrap();
+        assert!(check_pages(dir.path()).unwrap_err().to_string().contains("pagemap-12.img"));
+        pagemap(dir.path(), &[]);
+        assert_eq!(check_pages(dir.path()).unwrap(), 0);
     }
 
     #[test]

@@ -97,6 +97,14 @@ impl Log {
         errors.split_off(errors.len().saturating_sub(6))
     }
 
+    /// Whether a task was killed with SIGKILL meanwhile (`sigchld_handler` and `compel_stop_on_syscall` of CRIU say so): by
+    /// the kernel, short of memory, or by somebody.
+    #[must_use]
+    pub fn says_killed(&self) -> bool {
+        let says = |line: &str| line.contains("killed by signal 9:") || line.contains("signaled with 9:");
+        self.head.iter().chain(&self.tail).any(|line| says(line))
+    }
+
     /// What to do about it, where the failure is a known one.
     #[must_use]
     pub fn hint(&self) -> Option<&'static str> {

@@ -76,6 +76,9 @@ pub struct Hooks<'a> {
     pub notify: &'a mut dyn FnMut(Notify) -> Result<(), String>,
     /// Whether the request is not wanted any more.
     pub cancelled: &'a dyn Fn() -> bool,
+    /// Looks for a task that died under CRIU's hands (its pid in the namespace, and how). CRIU may then wait for ever: in
+    /// a dump for the dead to answer, in a restore for one that is not its own child to get ready.
+    pub died: &'a dyn Fn() -> Option<(i32, Ended)>,
     /// Ends everything that a failed restore may have left.
     pub abandon: &'a dyn Fn(),
 }
@@ -123,6 +126,16 @@ pub enum RunError {
         /// Its log.
         log: Log,
     },
+    /// A task died while it was dumped or restored, and CRIU did not notice.
+    #[error("process {pid} of the job ended ({ended}) while CRIU was at work on it: {}", reason(log))]
+    TaskDied {
+        /// Its pid in the namespace.
+        pid: i32,
+        /// How.
+        ended: Ended,
+        /// CRIU's log.
+        log: Log,
+    },
     /// One of our own steps in the middle failed.
     #[error("{what}")]
     Hook {
@@ -158,7 +171,10 @@ impl RunError {
     #[must_use]
     pub fn log(&self) -> Option<&Log> {
         match self {
-            RunError::Refused { log } | RunError::Gone { log, .. } | RunError::Timeout { log, .. } => Some(log),
+            RunError::Refused { log }
+            | RunError::Gone { log, .. }
+            | RunError::Timeout { log, .. }
+            | RunError::TaskDied { log, .. } => Some(log),
             _ => None,
         }
     }
@@ -247,6 +263,7 @@ enum Stop {
     Closed,
     TimedOut,
     Cancelled,
+    TaskDied(i32, Ended),
     Hook(String),
     Failed(&'static str, io::Error),
 }
@@ -309,7 +326,7 @@ impl Run {
         let deadline = Instant::now() + timeout;
         self.send(&Request { kind: kind.into(), options: Some(options), ..Request::default() })?;
         loop {
-            let response = self.receive(deadline, hooks.cancelled)?;
+            let response = self.receive(deadline, hooks.cancelled, hooks.died)?;
             let Some(notify) = response.notify.clone().filter(|_| response.kind == i32::from(Kind::Notify)) else {
                 return Ok(response);
             };
@@ -325,7 +342,7 @@ impl Run {
             self.send(&reply)?;
             if let Err(what) = answer {
                 // CRIU undoes its work and says so; what counts is why.
-                let _ = self.receive(deadline, &|| false);
+                let _ = self.receive(deadline, &|| false, &|| None);
                 return Err(Stop::Hook(what));
             }
         }
@@ -340,9 +357,17 @@ impl Run {
         }
     }
 
-    fn receive(&self, deadline: Instant, cancelled: &dyn Fn() -> bool) -> Result<Response, Stop> {
+    fn receive(
+        &self,
+        deadline: Instant,
+        cancelled: &dyn Fn() -> bool,
+        died: &dyn Fn() -> Option<(i32, Ended)>,
+    ) -> Result<Response, Stop> {
         // Answers are small; the largest seen is under 200 bytes.
         let mut buffer = vec![0u8; 64 << 10];
+        // A task that died, and since when that is known.
+        let mut dead: Option<(i32, Instant)> = None;
+        let mut look = Instant::now() + LOOK;
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -350,6 +375,16 @@ impl Run {
             }
             if cancelled() {
                 return Err(Stop::Cancelled);
+            }
+            if Instant::now() >= look {
+                dead = match (died(), dead) {
+                    (Some((pid, ended)), Some((known, since))) if known == pid && since.elapsed() >= NOTICES_WITHIN => {
+                        return Err(Stop::TaskDied(pid, ended));
+                    }
+                    (Some((pid, _)), Some((known, since))) if known == pid => Some((pid, since)),
+                    (found, _) => found.map(|(pid, _)| (pid, Instant::now())),
+                };
+                look = Instant::now() + LOOK;
             }
             // Short, so that a cancellation is seen soon.
             let wait = PollTimeout::try_from(left.min(Duration::from_millis(50))).unwrap_or(PollTimeout::ZERO);
@@ -385,11 +420,17 @@ impl Run {
             Err(Stop::Closed) => Err(RunError::Gone { ended, log }),
             Err(Stop::TimedOut) => Err(RunError::Timeout { limit, log }),
             Err(Stop::Cancelled) => Err(RunError::Cancelled),
+            Err(Stop::TaskDied(pid, ended)) => Err(RunError::TaskDied { pid, ended, log }),
             Err(Stop::Hook(what)) => Err(RunError::Hook { what }),
             Err(Stop::Failed(what, source)) => Err(RunError::Talk { what, source }),
         }
     }
 }
+
+/// How often the tasks are looked at while CRIU is at work: it takes a walk through /proc.
+const LOOK: Duration = Duration::from_millis(200);
+/// A CRIU that notices the death of a task gives up within milliseconds; so long it may take on a busy machine.
+const NOTICES_WITHIN: Duration = Duration::from_secs(2);
 
 /// The pid CRIU gets in the job's namespace, below every pid that a job can have.
 const CRIU_PID: i32 = 2;
