@@ -196,10 +196,9 @@ fn a_job_in_the_host_pid_namespace() {
     count_on(&lab, &mut run, 5);
     let pid = run.job_pid(&lab);
     assert_eq!(rekindle::sys::process::inner_pid(pid), Some(pid));
-    run.kill_9();
-    lab.assert_all_gone(Duration::from_secs(1));
+    lab.kill_9(run);
     let mut run = lab.python("kinds.py", &["daemon", lab.path().to_str().unwrap()]);
-    run.wait_said("goes on from image");
+    run.wait_said("the job is back from image");
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
     assert_counts_up(&lab.read("daemon.txt"));

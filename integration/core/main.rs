@@ -8,6 +8,8 @@
 #[path = "../support/supervisor.rs"]
 mod supervisor;
 
+mod commands;
+mod damage;
 mod kinds;
 mod ladder;
 mod launch;

@@ -116,23 +116,13 @@ fn the_grace_period_is_kept() {
     assert!(took > Duration::from_millis(900) && took < Duration::from_secs(4), "{took:?}");
 }
 
-/// Kills the supervisor; everything must be gone within a second. Then waits until pid 1 has reaped what became its
-/// children: in the host's PID namespace a restore needs their numbers.
-fn kill_9(lab: &Lab, run: Running) {
-    let all = lab.processes();
-    run.kill_9();
-    lab.assert_all_gone(Duration::from_secs(1));
-    let reaped = || all.iter().all(|(pid, _)| !std::path::Path::new(&format!("/proc/{pid}")).exists());
-    assert!(comes(Duration::from_secs(10), reaped), "{all:?}");
-}
-
 #[test]
 fn kill_9_takes_the_job_along_and_the_next_run_goes_on() {
     for space in ["\"private\"", "\"host\""] {
         let Some(lab) = Lab::new().map(|lab| lab.set("job.pid-namespace", space)) else { return };
         let mut run = until_after_snapshot(&lab, "plain");
         for _ in 0..2 {
-            kill_9(&lab, run);
+            lab.kill_9(run);
             run = again(&lab);
             run.wait_said("goes on from image 000001");
             count_on(&lab, &mut run, 5);
@@ -148,8 +138,7 @@ fn kill_9_in_the_middle_of_a_snapshot() {
     for wait in [5, 15, 30, 45, 60, 90, 130] {
         run.signal(Signal::SIGUSR1);
         std::thread::sleep(Duration::from_millis(wait));
-        run.kill_9();
-        lab.assert_all_gone(Duration::from_secs(1));
+        lab.kill_9(run);
         assert!(lab.images().iter().all(|image| image.verify().is_sound()), "only whole images");
         run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
         run.wait_said("goes on from image");
@@ -165,11 +154,11 @@ fn kill_9_in_the_middle_of_a_snapshot() {
 fn kill_9_in_the_middle_of_a_restore() {
     for space in ["\"private\"", "\"host\""] {
         let Some(lab) = Lab::new().map(|lab| lab.set("job.pid-namespace", space)) else { return };
-        kill_9(&lab, until_after_snapshot(&lab, "memory"));
+        lab.kill_9(until_after_snapshot(&lab, "memory"));
         for wait in [10, 25, 40, 50, 60, 70, 80, 95, 110] {
             let run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
             std::thread::sleep(Duration::from_millis(wait));
-            kill_9(&lab, run);
+            lab.kill_9(run);
         }
         let mut run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
         run.wait_said("goes on from image 000001");

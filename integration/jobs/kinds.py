@@ -411,9 +411,14 @@ def mixed():
         need(poll.poll(1) == [(event, select.EPOLLIN)], "epoll")
         need(os.eventfd_read(event) == n, "eventfd")
         os.pwrite(memfd, b"%08d" % n, 8 * n)
-        with open("/proc/%d/stat" % stopped) as file:
-            # "t" where CRIU has not let go of it yet, after it let go of us.
-            need(file.read().split()[2] in "Tt", "the stopped child runs")
+        # CRIU lets go of us before it has stopped that one again.
+        for _ in range(200):
+            with open("/proc/%d/stat" % stopped) as file:
+                state = file.read().split()[2]
+            if state == "T":
+                return
+            time.sleep(0.01)
+        need(False, "the stopped child is", state)
 
     def last(n):
         need(os.fstat(memfd).st_size == 8 * n + 8, "memfd")

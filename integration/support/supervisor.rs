@@ -153,9 +153,17 @@ impl Lab {
     /// Writes an executable script.
     pub(crate) fn script(&self, name: &str, text: &str) -> PathBuf {
         let path = self.file(name);
-        fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let draft = self.file(&format!("{name}.draft"));
+        fs::write(&draft, format!("#!/bin/sh\n{text}\n")).unwrap();
+        self.install(&draft, &path);
         path
+    }
+
+    /// Copies a file and makes it executable. By another process: a child that another test forks meanwhile would hold our
+    /// descriptor for a moment, and a file that is open for writing can not be executed (ETXTBSY).
+    pub(crate) fn install(&self, from: &Path, to: &Path) {
+        let done = Command::new("install").args(["-m", "755"]).args([from, to]).status().unwrap();
+        assert!(done.success());
     }
 
     pub(crate) fn store(&self) -> PathBuf {
@@ -253,6 +261,19 @@ impl Lab {
             (pid, String::from_utf8_lossy(&line).replace('\0', " "))
         })
         .collect()
+    }
+
+    /// Kills the supervisor; everything must be gone within a second. In the host's PID namespace a restore needs the
+    /// numbers of what was killed: there it waits until pid 1 has reaped them, which takes seconds on some machines.
+    pub(crate) fn kill_9(&self, run: Running) {
+        run.kill_9();
+        self.assert_all_gone(Duration::from_secs(1));
+        if self.config.iter().any(|(key, value)| key == "job.pid-namespace" && value.contains("host")) {
+            let images = self.images();
+            let ids: Vec<i32> = images.iter().filter_map(|i| Some(i.manifest()?.tree.ids.clone())).flatten().collect();
+            let taken = |pid: &i32| Path::new(&format!("/proc/{pid}")).exists();
+            assert!(comes(LIMIT, || !ids.iter().any(taken)), "not reaped by pid 1: {ids:?}");
+        }
     }
 
     /// Fails unless every process of the lab is gone within the time.

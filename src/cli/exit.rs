@@ -56,6 +56,9 @@ impl From<Exit> for ExitCode {
 pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
     use crate::{config, launch, store, sys};
     for cause in error.chain() {
+        if let Some(error) = cause.downcast_ref::<super::config::Error>() {
+            return error.exit();
+        }
         if cause.is::<config::Error>() || cause.is::<launch::identity::Error>() {
             return Exit::Config;
         }

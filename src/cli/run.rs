@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use chrono::Utc;
 
 use super::{Exit, Global, Misuse, job_args, named_criu, start_log};
-use crate::config::{Config, EnvironmentMode, Limit, Overrides, Stdin};
+use crate::config::{ColdStart, Config, EnvironmentMode, Limit, Overrides, Stdin};
 use crate::launch::identity::{self, Identity};
 use crate::launch::{self, JobSpec, Privileges, reaper};
 use crate::restart::policy::From;
@@ -60,7 +60,7 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
     };
     let ground = Ground::prepare(config, directory, command)?;
     let (folder, lock) = ground.open(&name)?;
-    let start = choose(&folder, command, args.fresh)?;
+    let start = choose(&folder, command, args.fresh, ground.config.restart.cold_start)?;
     supervise(ground, folder, lock, start)
 }
 
@@ -187,7 +187,7 @@ fn exit(finish: Finish) -> Exit {
 }
 
 /// Goes on from the newest good image where the last run did not complete.
-fn choose(folder: &JobFolder, command: &[OsString], fresh: bool) -> anyhow::Result<Start> {
+fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart) -> anyhow::Result<Start> {
     let anew = || Start { from: From::Cold, lineage: new_lineage(), base: None };
     let Some(record) = folder.record()? else { return Ok(anew()) };
     if fresh || record.outcome == Outcome::Completed {
@@ -207,10 +207,17 @@ fn choose(folder: &JobFolder, command: &[OsString], fresh: bool) -> anyhow::Resu
     }
     let newest = images.iter().find(|image| ours(image) && image.is_good()).map(|image| image.id);
     let from = newest.map_or(From::Cold, From::Image);
-    if let From::Cold = from
-        && images.iter().any(ours)
-    {
-        tracing::warn!("no image of the interrupted run can be used; `rekindle list {}` says why", folder.name());
+    // One whose manifest can not be read may be ours.
+    let lost = |image: &Image| image.manifest().is_none() || ours(image);
+    if from == From::Cold && images.iter().any(lost) {
+        let why = format!("no image of the interrupted run can be used; `rekindle list {}` says why", folder.name());
+        if cold == ColdStart::Never {
+            return Err(Misuse(format!(
+                "{why}. It is not begun again, because restart.cold-start is \"never\"; --fresh does"
+            ))
+            .into());
+        }
+        tracing::warn!("{why}");
     }
     Ok(Start { from, lineage: record.lineage, base: record.base })
 }

@@ -94,6 +94,9 @@ pub enum Error {
     /// CRIU could not restore the tree.
     #[error("{0}")]
     Criu(#[from] criu::RunError),
+    /// In the host's PID namespace, another process has a pid of the image.
+    #[error("{0}")]
+    PidTaken(#[source] criu::RunError),
     /// The job's folder can not be used.
     #[error(transparent)]
     Store(#[from] crate::store::Error),
@@ -145,6 +148,8 @@ impl Error {
             Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
             Error::World(_) | Error::Store(_) | Error::OlderCriu { .. } | Error::Recreate { .. } => Blame::Machine,
+            // It may be a zombie of the life before, which pid 1 has yet to reap.
+            Error::PidTaken(_) => Blame::Machine,
             // No driver, no right, a GPU that is full or gone, a process killed meanwhile: nothing in the image can
             // change that.
             Error::NoProcess(_) | Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
@@ -161,7 +166,7 @@ impl Error {
     #[must_use]
     pub fn criu_log(&self) -> Option<&criu::Log> {
         match self {
-            Error::Criu(error) => error.log(),
+            Error::Criu(error) | Error::PidTaken(error) => error.log(),
             _ => None,
         }
     }
@@ -195,6 +200,11 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
             world.end(None);
             return Err(match error {
                 Error::Criu(criu::RunError::Cancelled) => Error::Cancelled,
+                Error::Criu(error)
+                    if matches!(world, World::Host) && error.log().is_some_and(criu::Log::says_pid_taken) =>
+                {
+                    Error::PidTaken(error)
+                }
                 other => other,
             });
         }

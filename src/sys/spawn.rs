@@ -45,7 +45,8 @@ pub struct Spawn {
     umask: Option<libc::mode_t>,
     limits: Vec<(u32, libc::rlimit)>,
     session: bool,
-    dies_with_us: bool,
+    /// Our pid, where the child shall not outlive us.
+    dies_with: Option<i32>,
 }
 
 /// The namespaces a child is born into.
@@ -166,7 +167,7 @@ impl Spawn {
             umask: None,
             limits: Vec::new(),
             session: false,
-            dies_with_us: false,
+            dies_with: None,
         }
         .inherit_environment())
     }
@@ -254,7 +255,7 @@ impl Spawn {
     /// threads that end, and those worlds end with us anyway.
     #[must_use]
     pub fn dies_with_us(mut self) -> Spawn {
-        self.dies_with_us = true;
+        self.dies_with = Some(std::process::id().cast_signed());
         self
     }
 
@@ -422,9 +423,13 @@ impl<'a> ChildPlan<'a> {
             // SAFETY: the text is NUL-terminated.
             self.check(2, unsafe { libc::chdir(directory.as_ptr()) });
         }
-        if spawn.dies_with_us {
+        if let Some(parent) = spawn.dies_with {
             // SAFETY: a system call on numbers.
             self.check(9, unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) });
+            // SAFETY: a system call without arguments. A parent that is gone already sends no signal.
+            if unsafe { libc::getppid() } != parent {
+                self.fail(9);
+            }
         }
         let mut top: RawFd = 2;
         // The report pipe and all given descriptors go up first, out of the way of the final numbers.

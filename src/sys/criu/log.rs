@@ -97,6 +97,12 @@ impl Log {
         errors.split_off(errors.len().saturating_sub(6))
     }
 
+    /// Whether a pid that the image needs belongs to another process.
+    #[must_use]
+    pub fn says_pid_taken(&self) -> bool {
+        self.errors().iter().any(|line| line.contains("Can't fork for") && line.contains("File exists"))
+    }
+
     /// Whether a task was killed with SIGKILL meanwhile (`sigchld_handler` and `compel_stop_on_syscall` of CRIU say so): by
     /// the kernel, short of memory, or by somebody.
     #[must_use]

@@ -221,7 +221,7 @@ pub fn dump(place: &Place<'_>, options: DumpOptions, hooks: &mut Hooks<'_>) -> R
         timeout: Some(seconds.max(1)),
         ..common(place, options.tcp)
     };
-    let mut run = Run::start(place)?;
+    let mut run = Run::start(place, Orphan::Dies)?;
     let outcome = run.converse(Kind::Dump, wanted, place.timeout, hooks);
     run.end(outcome, place.timeout).map(|(_, log)| log)
 }
@@ -233,7 +233,7 @@ pub fn dump(place: &Place<'_>, options: DumpOptions, hooks: &mut Hooks<'_>) -> R
 pub fn restore(place: &Place<'_>, tcp: Tcp, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
     image::check_pages(place.images)?;
     let wanted = Options { rst_sibling: Some(true), ..common(place, tcp) };
-    let mut run = Run::start(place)?;
+    let mut run = Run::start(place, Orphan::CleansUp)?;
     let outcome = run.converse(Kind::Restore, wanted, place.timeout, hooks);
     if outcome.is_err() {
         (hooks.abandon)();
@@ -268,6 +268,15 @@ enum Stop {
     Failed(&'static str, io::Error),
 }
 
+/// What becomes of a CRIU in the host's namespaces when we die. In the job's own it goes with them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Orphan {
+    /// The kernel kills it. The tasks that it held run on, and their reaper ends them.
+    Dies,
+    /// It goes on until it finds nobody to notify, and kills what it has restored: nobody else knows those tasks.
+    CleansUp,
+}
+
 struct Run {
     child: Child,
     socket: OwnedFd,
@@ -275,7 +284,7 @@ struct Run {
 }
 
 impl Run {
-    fn start(place: &Place<'_>) -> Result<Run, RunError> {
+    fn start(place: &Place<'_>, orphan: Orphan) -> Result<Run, RunError> {
         let talk = |what| move |e: nix::Error| RunError::Talk { what, source: e.into() };
         let (socket, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .map_err(talk("socketpair"))?;
@@ -299,7 +308,8 @@ impl Run {
                             init.pidfd().map_err(|source| spawn::Error::Fork { program: "criu".into(), source })?;
                         spawn.world(World::Join(pidfd)).pid(CRIU_PID).start()
                     }
-                    None => spawn.dies_with_us().start(),
+                    None if orphan == Orphan::Dies => spawn.dies_with_us().start(),
+                    None => spawn.start(),
                 }
             })
             .map_err(RunError::Start)?;

@@ -1,0 +1,134 @@
+//! The commands around `run`, and what they say to wrong input.
+
+use std::process::Output;
+
+use serde_json::Value;
+
+use crate::kinds::{count_on, finish, until_after_snapshot};
+use crate::supervisor::Lab;
+
+fn text(output: &Output) -> (i32, String, String) {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code().unwrap(), text(&output.stdout), text(&output.stderr))
+}
+
+fn json(lab: &Lab, args: &[&str]) -> Value {
+    let (code, out, err) = text(&lab.rekindle(&[args, &["--json"]].concat()));
+    assert_eq!((code, err.as_str()), (0, ""), "{args:?}");
+    serde_json::from_str(&out).unwrap_or_else(|error| panic!("{args:?}: {error}\n{out}"))
+}
+
+#[test]
+fn what_is_there_can_be_looked_at() {
+    let Some(lab) = Lab::new() else { return };
+    let (code, _, said) = text(&lab.rekindle(&["list"]));
+    assert!(code == 2 && said.contains("there is no store"), "{code} {said}");
+    let mut run = until_after_snapshot(&lab, "plain");
+    run.snapshot(&lab);
+    let jobs = json(&lab, &["list"]);
+    assert_eq!((&jobs[0]["job"], &jobs[0]["state"], &jobs[0]["images"]), (&"j".into(), &"running".into(), &2.into()));
+    assert_eq!(jobs[0]["pid"], run.job_pid(&lab));
+    let images = json(&lab, &["list", "j"]);
+    assert_eq!((&images[0]["state"], &images[0]["reason"]), (&"good".into(), &"signal".into()));
+    let newest = images[0]["id"].as_str().unwrap().to_string();
+    for name in ["j", "j/latest", "j/2", &format!("j/{newest}"), &newest] {
+        assert_eq!(json(&lab, &["show", name])["id"], newest.as_str(), "{name}");
+    }
+    let shown = json(&lab, &["show", "j"]);
+    assert_eq!(shown["tree"]["job"], 1001);
+    assert!(shown["freeze_us"].as_u64().unwrap() > 0 && !shown["phases"].as_array().unwrap().is_empty());
+    assert!(!shown.to_string().contains("REKINDLE_LAB"), "no environment");
+    let reports = json(&lab, &["verify"]);
+    assert_eq!(reports.as_array().unwrap().len(), 2);
+    assert!(text(&lab.rekindle(&["show", "j/1"])).1.contains("made by"));
+    // A supervisor at work is not disturbed.
+    let (code, _, said) = text(&lab.rekindle(&["prune", "j"]));
+    assert!(code == 2 && said.contains("is supervised by"), "{said}");
+    assert_eq!(json(&lab, &["prune", "--dry-run"])[0]["action"], "keep");
+    count_on(&lab, &mut run, 2);
+    finish(&lab, run);
+    assert_eq!(json(&lab, &["list"])[0]["state"], "completed");
+}
+
+#[test]
+fn pruning_follows_the_plan() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "4")) else { return };
+    let mut run = until_after_snapshot(&lab, "plain");
+    for _ in 0..3 {
+        run.snapshot(&lab);
+    }
+    finish(&lab, run);
+    let lab = lab.set("store.keep-last", "2");
+    let plan = json(&lab, &["prune", "j", "--dry-run"]);
+    let actions: Vec<&str> = plan.as_array().unwrap().iter().map(|row| row["action"].as_str().unwrap()).collect();
+    assert_eq!(actions, ["keep", "keep", "would remove", "would remove"]);
+    assert_eq!(lab.good(), [4, 3, 2, 1]);
+    json(&lab, &["prune", "j"]);
+    assert_eq!(lab.good(), [4, 3]);
+}
+
+#[test]
+fn unknown_names_name_the_known() {
+    let Some(lab) = Lab::new() else { return };
+    finish(&lab, until_after_snapshot(&lab, "plain"));
+    for args in [["list", "x"], ["show", "x"], ["show", "x/1"], ["verify", "x"], ["prune", "x"], ["restore", "x"]] {
+        let (code, out, said) = text(&lab.rekindle(&args));
+        assert!(code == 2 && out.is_empty() && said.contains("jobs are j"), "{args:?}: {code} {said}");
+    }
+    for args in [["show", "j/7"], ["restore", "j/7"], ["verify", "j/7"]] {
+        let (code, _, said) = text(&lab.rekindle(&args));
+        assert!(code == 2 && said.contains("images are 000001-"), "{args:?}: {code} {said}");
+    }
+    for name in ["../j", ".", "", "a b"] {
+        assert_eq!(text(&lab.rekindle(&["list", name])).0, 2, "{name:?}");
+        let (code, _, said) = lab.run_with(&["run", "--name", name, "--"], ["true"]).finish(crate::supervisor::LIMIT);
+        assert!(matches!(code, 2 | 78), "{name:?}: {code} {said}");
+    }
+    assert_eq!(text(&lab.rekindle(&["run"])).0, 2);
+    assert_eq!(text(&lab.rekindle(&["frobnicate"])).0, 2);
+}
+
+#[test]
+fn a_wrong_configuration_names_key_value_and_rule() {
+    let Some(lab) = Lab::new() else { return };
+    for (key, value, words) in [
+        ("snapshot.interval", "\"soon\"", vec!["snapshot.interval", "\"soon\"", "must be"]),
+        ("snapshot.interval", "\"1ms\"", vec!["snapshot.interval", "1ms", "100ms"]),
+        ("store.keep-last", "0", vec!["store.keep-last = 0", "must be"]),
+        ("store.keep-lost", "1", vec!["store.keep-lost", "did you mean store.keep-last?"]),
+        ("restart.retry-exit-codes", "[300]", vec!["restart.retry-exit-codes", "300", "must be"]),
+        ("job.umask", "\"999\"", vec!["job.umask", "999", "must be"]),
+    ] {
+        let lab = Lab::new().unwrap().set(key, value);
+        let (_, said) = lab.run(["true"]).ends_with(78);
+        assert!(words.iter().all(|word| said.contains(word)), "{key}: {said}");
+        assert!(said.contains("rekindle.toml"), "{said}");
+        let file = lab.file("rekindle.toml");
+        assert_eq!(lab.command(["config", "check"]).arg(file).output().unwrap().status.code(), Some(78));
+        assert!(!lab.store().exists(), "nothing was touched");
+    }
+    assert!(!json(&lab, &["config", "show"]).as_array().unwrap().is_empty());
+    let (code, out, _) = text(&lab.command(["completions", "bash"]).output().unwrap());
+    assert!(code == 0 && out.contains("_rekindle"));
+}
+
+#[test]
+fn what_is_missing_is_said() {
+    let Some(lab) = Lab::new() else { return };
+    let mut command = lab.command(["run", "--name", "j", "--", "true"]);
+    let (code, _, said) = text(&command.env("REKINDLE_CRIU", "/nowhere/criu").output().unwrap());
+    assert!(code == 69 && said.contains("/nowhere/criu") && said.contains("install CRIU"), "{code} {said}");
+    let script = lab.script("criu", "echo Version: 3.17.1");
+    let (code, _, said) = text(&command.env("REKINDLE_CRIU", script).output().unwrap());
+    assert!(code == 69 && said.contains("3.17.1") && said.contains("or newer"), "{code} {said}");
+    let script = lab.script("criu", "echo hello");
+    let (code, _, said) = text(&command.env("REKINDLE_CRIU", script).output().unwrap());
+    assert!(code == 69 && said.contains("hello"), "{code} {said}");
+    assert!(!lab.store().exists(), "nothing was touched");
+    // As somebody else. The program lies where nobody may not look.
+    lab.install(env!("CARGO_BIN_EXE_rekindle").as_ref(), &lab.file("rekindle"));
+    let mut command = std::process::Command::new(lab.file("rekindle"));
+    command.args(["run", "--name", "j", "--store"]).arg(lab.store()).args(["--", "true"]).current_dir("/");
+    let (code, _, said) = text(&std::os::unix::process::CommandExt::uid(&mut command, 65534).output().unwrap());
+    assert!(code == 69 && said.contains("root") && said.contains("sudo"), "{code} {said}");
+}
