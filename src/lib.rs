@@ -19,11 +19,13 @@
 //! - [`store`]: one folder a job, one image a snapshot; publish, verify, rotate.
 //! - [`restart`]: why did it end, is it worth another try, from which image; put files back, restore.
 //! - [`supervisor`]: the one owner of the state; a pure `step` function and the loop that carries out its actions.
+//! - [`doctor`]: what `run` needs of the machine: found, judged, each with a fix.
 //! - [`sys`]: the only code with `unsafe`: spawning into namespaces, CRIU's protocol, libcuda, durable writes.
 //! - [`telemetry`]: logs for people.
 
 pub mod cli;
 pub mod config;
+pub mod doctor;
 pub mod launch;
 pub mod restart;
 pub mod snapshot;

@@ -182,10 +182,10 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
             failed(b"switch user for", e, 125);
         }
     }
-    if args.get(6).to_bytes().contains(&b'n') {
-        if let Err(e) = sys::no_new_privileges() {
-            failed(b"set no-new-privileges for", e, 125);
-        }
+    if args.get(6).to_bytes().contains(&b'n')
+        && let Err(e) = sys::no_new_privileges()
+    {
+        failed(b"set no-new-privileges for", e, 125);
     }
     sys::unblock_all();
     // SAFETY: argument 8 is the `--`; the job's argv follows it and ends with argv's own null.

@@ -107,7 +107,7 @@ enum Failure {
     #[error("a device map is for a restore, and process {0} is running")]
     MapWhileRunning(i32),
     #[error("{action} of process {pid} failed, and so did letting it run on: {undo}")]
-    Stuck { pid: i32, action: &'static str, source: Error, undo: Error },
+    Stuck { pid: i32, action: &'static str, source: Box<Error>, undo: Box<Error> },
     #[error("print the result")]
     Print(#[from] std::io::Error),
 }
@@ -246,7 +246,10 @@ impl Session<'_> {
                 match done {
                     // A checkpoint that fails leaves it locked; it was running when we came.
                     Err(Failure::Cuda(source)) => match self.step("unlock", || process.unlock()) {
-                        Err(Failure::Cuda(undo)) => Err(Failure::Stuck { pid, action: "checkpoint", source, undo }),
+                        Err(Failure::Cuda(undo)) => {
+                            let (source, undo) = (Box::new(source), Box::new(undo));
+                            Err(Failure::Stuck { pid, action: "checkpoint", source, undo })
+                        }
                         _ => Err(source.into()),
                     },
                     done => done,

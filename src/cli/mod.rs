@@ -2,6 +2,7 @@
 
 pub mod config;
 mod cuda;
+mod doctor;
 pub mod exit;
 mod job_args;
 mod list;
@@ -91,6 +92,8 @@ enum Command {
     },
     /// Remove images that store.keep-last does not keep
     Prune(prune::PruneArgs),
+    /// Check what `run` needs of this machine, and say what helps; exit code 69 where `run` can not work
+    Doctor,
     /// Show or check the configuration
     #[command(subcommand)]
     Config(ConfigCommand),
@@ -158,6 +161,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Show { image } => show::show(global, image),
         Command::Verify { image } => verify::verify(global, image.as_deref()),
         Command::Prune(args) => prune::prune(global, args),
+        Command::Doctor => doctor::doctor(global),
         Command::Config(ConfigCommand::Show) => {
             config::show(global.config.as_deref(), &global.overrides(), global.format())?;
             Ok(Exit::Success)
@@ -180,6 +184,11 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Misuse(String);
+
+/// The CRIU that the user names, in the configuration or with REKINDLE_CRIU.
+fn named_criu(config: &settings::Config) -> Option<PathBuf> {
+    config.criu.path.clone().or_else(|| std::env::var_os("REKINDLE_CRIU").map(PathBuf::from))
+}
 
 /// Starts logging as configured; commands that only print do not log.
 fn start_log(config: &settings::Config) {

@@ -6,15 +6,13 @@ use std::path::{Path, PathBuf};
 
 use chrono::Utc;
 
-use super::{Exit, Global, Misuse, job_args, start_log};
+use super::{Exit, Global, Misuse, job_args, named_criu, start_log};
 use crate::config::{Config, EnvironmentMode, Limit, Overrides, Stdin};
 use crate::launch::identity::{self, Identity};
 use crate::launch::{self, JobSpec, Privileges, reaper};
 use crate::restart::policy::From;
 use crate::snapshot::Launch;
-use crate::store::{
-    Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock,
-};
+use crate::store::{Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock};
 use crate::supervisor::state::{Finish, Stop};
 use crate::supervisor::{self, Setup};
 use crate::sys::criu::Criu;
@@ -46,12 +44,13 @@ pub(crate) struct RestoreArgs {
 
 /// The supervisor lacks rights.
 #[derive(Debug, thiserror::Error)]
-#[error("this needs root: namespaces, CRIU and the CUDA checkpoint do; run it with sudo, and let the job run as its user with job.user")]
+#[error(
+    "this needs root: namespaces, CRIU and the CUDA checkpoint do; run it with sudo, and let the job run as its user with job.user"
+)]
 pub(crate) struct NoRights;
 
 pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
-    let overrides =
-        Overrides { name: args.name.clone(), interval: args.interval.clone(), ..global.overrides() };
+    let overrides = Overrides { name: args.name.clone(), interval: args.interval.clone(), ..global.overrides() };
     let config = global.settings(overrides)?;
     let command = &args.command;
     let directory = working_directory(config.job.directory.as_deref())?;
@@ -111,8 +110,7 @@ impl Ground {
         if !nix::unistd::geteuid().is_root() {
             return Err(NoRights.into());
         }
-        let named = config.criu.path.clone().or_else(|| std::env::var_os("REKINDLE_CRIU").map(PathBuf::from));
-        let criu = Criu::find(named.as_deref())?;
+        let criu = Criu::find(named_criu(&config).as_deref())?;
         let spec = JobSpec {
             command: command.to_vec(),
             program,
@@ -197,9 +195,8 @@ fn choose(folder: &JobFolder, command: &[OsString], fresh: bool) -> anyhow::Resu
     }
     same_command(&record, command, folder.name())?;
     let mut images = folder.images()?;
-    let ours = |image: &Image| {
-        image.manifest().is_some_and(|m| m.lineage == record.lineage || Some(m.id) == record.base)
-    };
+    let ours =
+        |image: &Image| image.manifest().is_some_and(|m| m.lineage == record.lineage || Some(m.id) == record.base);
     for image in images.iter_mut().filter(|image| ours(image)) {
         // The world may have changed since: another CRIU, another driver, a port that is free again. An image whose
         // bytes are wrong, or that the job dies from, stays marked.
@@ -250,7 +247,9 @@ fn default_name(command: &[OsString], directory: &Path) -> anyhow::Result<JobNam
 fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
     match configured {
         Some(directory) => Ok(directory.to_path_buf()),
-        None => std::env::current_dir().map_err(|e| anyhow::Error::new(e).context("can not tell the working directory")),
+        None => {
+            std::env::current_dir().map_err(|e| anyhow::Error::new(e).context("can not tell the working directory"))
+        }
     }
 }
 

@@ -82,13 +82,16 @@ pub fn find_program(name: &OsStr, directory: &Path, path: Option<&OsStr>) -> Res
             Err(e) => Err(ProgramError::NotExecutable { path: file, why: e.to_string() }),
         };
     }
+    if name.is_empty() {
+        return Err(ProgramError::NotFound(shown()));
+    }
     let mut refused = None;
     for dir in std::env::split_paths(path.unwrap_or_else(|| OsStr::new("/usr/local/bin:/usr/bin:/bin"))) {
         let file = directory.join(dir).join(name);
         match executable(&file) {
-            Ok(()) if !name.is_empty() => return Ok(file),
+            Ok(()) => return Ok(file),
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
-                refused = refused.or(Some(ProgramError::NotExecutable { path: file, why: e.to_string() }));
+                refused = refused.or_else(|| Some(ProgramError::NotExecutable { path: file, why: e.to_string() }));
             }
             _ => {}
         }
@@ -185,9 +188,8 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
     args.extend(spec.command.iter().cloned());
 
     let append = libc::O_WRONLY | libc::O_APPEND | libc::O_CREAT;
-    let file = |fd, path: &Path, flags| -> Result<Open, spawn::Error> {
-        Ok(Open { fd, path: spawn::c_string(path)?, flags })
-    };
+    let file =
+        |fd, path: &Path, flags| -> Result<Open, spawn::Error> { Ok(Open { fd, path: spawn::c_string(path)?, flags }) };
     let mut spawn = Spawn::new(reaper, args)?
         .environment(&spec.environment)?
         .world(world.entrance().map_err(Error::World)?)

@@ -113,10 +113,8 @@ impl Follower {
         let run = move || {
             loop {
                 tails.iter_mut().for_each(Tail::copy);
-                let mut fds = [
-                    PollFd::new(watch.as_fd(), PollFlags::POLLIN),
-                    PollFd::new(stopped.as_fd(), PollFlags::POLLIN),
-                ];
+                let mut fds =
+                    [PollFd::new(watch.as_fd(), PollFlags::POLLIN), PollFd::new(stopped.as_fd(), PollFlags::POLLIN)];
                 // No time limit: an idle job costs nothing.
                 let _ = poll(&mut fds, PollTimeout::NONE);
                 let ending = fds[1].any().unwrap_or(false);

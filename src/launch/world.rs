@@ -41,7 +41,9 @@ pub enum World {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Init did not start.
-    #[error("can not make the job's namespaces; as root in the initial user namespace it works, elsewhere try pid-namespace = \"host\"")]
+    #[error(
+        "can not make the job's namespaces; as root in the initial user namespace it works, elsewhere try pid-namespace = \"host\""
+    )]
     Start(#[from] spawn::Error),
     /// Init could not prepare the namespaces.
     #[error("can not prepare the job's namespaces: {step} failed")]
@@ -66,7 +68,8 @@ impl World {
         let (ready, ready_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Talk(e.into()))?;
         let args = ["init".to_string(), last_pid.to_string(), READY_FD.to_string()];
         let spawn = Spawn::new(reaper, args)?.environment::<&str, &str>([])?;
-        let init = spawn.world(spawn::World::New).session().directory(Path::new("/"))?.fd(ready_end, READY_FD).start()?;
+        let init =
+            spawn.world(spawn::World::New).session().directory(Path::new("/"))?.fd(ready_end, READY_FD).start()?;
         let mut report = [0u8; 2];
         let read = io::Read::read_exact(&mut std::fs::File::from(ready), &mut report);
         let world = World::Private(init);

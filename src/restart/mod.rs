@@ -19,10 +19,10 @@ use crate::store::manifest::PidNamespace;
 use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::criu::{self, Criu, Hooks, Place};
 use crate::sys::cuda;
-use crate::sys::process;
 use crate::sys::spawn::Ended;
+use crate::sys::{process, ptrace};
 
-pub use rollback::{RolledBack, RollbackError};
+pub use rollback::{RollbackError, RolledBack};
 
 /// What a restore needs.
 #[derive(Debug)]
@@ -201,10 +201,10 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
     };
     let job = Job::new(world, root);
     // A job that ends from here on was restored, and has ended: whether its image is to blame is what the policy counts
-    // early deaths for.
+    // early deaths for. One kill at this moment must not cost a good image.
     match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest))) {
         Ok(()) => Ok(Restored { job, rolled_back, timings }),
-        Err(Error::NoProcess(_)) if job.root.has_ended().unwrap_or(false) => {
+        Err(Error::NoProcess(_) | Error::Cuda { .. }) if job.root.has_ended().unwrap_or(false) => {
             Ok(Restored { job, rolled_back, timings })
         }
         Err(error) => {
@@ -334,8 +334,13 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
         let error = |source| Error::Cuda { pid: *inner, source };
         processes.push((*inner, cuda::Process::new(outer).map_err(error)?));
     }
+    // They were stopped in the image, and stay so until their GPU is back.
     for (pid, process) in &processes {
-        process.restore(&[]).map_err(|source| Error::Cuda { pid: *pid, source })?;
+        process.alone(|| process.restore(&[])).map_err(|source| Error::Cuda { pid: *pid, source })?;
+    }
+    for (_, process) in &processes {
+        // One that died is seen below.
+        let _ = ptrace::go_on(process.pid());
     }
     for (pid, process) in &processes {
         process.unlock().map_err(|source| Error::Cuda { pid: *pid, source })?;

@@ -137,13 +137,7 @@ impl History {
         Decision::Again { from, after: back_off(self.machine, policy), mark: None }
     }
 
-    fn choose(
-        &mut self,
-        images: &[ImageId],
-        policy: &Restart,
-        now: Instant,
-        mark: Option<ImageId>,
-    ) -> Decision {
+    fn choose(&mut self, images: &[ImageId], policy: &Restart, now: Instant, mark: Option<ImageId>) -> Decision {
         while self.restarts.front().is_some_and(|at| now.saturating_duration_since(*at) > policy.window) {
             self.restarts.pop_front();
         }
@@ -160,7 +154,9 @@ impl History {
             }
             (None, ColdStart::Allow) if self.early_cold >= EARLY_DEATHS => {
                 let min = humantime::format_duration(policy.min_uptime);
-                let why = format!("there is no good image, and started from nothing the job died twice within {min} (restart.min-uptime)");
+                let why = format!(
+                    "there is no good image, and started from nothing the job died twice within {min} (restart.min-uptime)"
+                );
                 return Decision::GiveUp { why, mark };
             }
             (None, ColdStart::Allow) => From::Cold,

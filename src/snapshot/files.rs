@@ -27,7 +27,9 @@ pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
             continue;
         }
         // A device, or a name that is gone: CRIU deals with those.
-        let Some(metadata) = std::fs::metadata(path_in(root, &file.path)).ok().filter(|m| m.is_file()) else { continue };
+        let Some(metadata) = std::fs::metadata(path_in(root, &file.path)).ok().filter(|m| m.is_file()) else {
+            continue;
+        };
         found.push(OpenFile { path: file.path, size: metadata.size(), append, position: file.position, part: None });
     }
     Ok(found)

@@ -1,5 +1,9 @@
 //! The CUDA processes of a tree, taken through the driver's checkpoint together.
 //!
+//! From the checkpoint to the restore all threads of these processes are stopped, but for the driver's own while it works
+//! ([`crate::sys::ptrace`] says why). In the image they are stopped too: after a restart they go on once their GPU is
+//! back.
+//!
 //! Invariants: what this module believes of each process is what the undo acts on; a process that the driver could not
 //! restore is `Lost`, for there is no second try, and is never touched again; one that can not be asked any more is
 //! `Lost` too, as it may be locked. A process that ended is `Gone` and stops nobody: whether the job goes on without it
@@ -9,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::Error;
 use crate::sys::cuda::{self, Process, State};
-use crate::sys::process;
+use crate::sys::{process, ptrace};
 
 /// Where a process stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,7 +30,12 @@ struct Member {
     process: Process,
     inner: i32,
     stand: Stand,
+    /// Stopped by us, and to be set going again.
+    stopped: bool,
 }
+
+/// How long the threads of a process may take to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Member {
     fn has_ended(&self) -> bool {
@@ -64,7 +73,9 @@ impl Group {
             let Some(inner) = process::inner_pid(pid) else { continue };
             let found = Process::new(pid).and_then(|process| process.state().map(|state| (process, state)));
             match found {
-                Ok((process, State::Running)) => members.push(Member { process, inner, stand: Stand::Running }),
+                Ok((process, State::Running)) => {
+                    members.push(Member { process, inner, stand: Stand::Running, stopped: false })
+                }
                 // Left by somebody else's checkpoint: it is not ours to undo, and can not be dumped half done.
                 Ok((process, state)) => {
                     return Err(cuda::Error::Busy { pid: process.pid(), state });
@@ -147,15 +158,21 @@ impl Group {
         }
         let known = self.outer_pids();
         let unknown = process::tree(root).into_iter().filter(|pid| !known.contains(pid));
-        unknown.into_iter().any(|pid| {
-            cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok()
-        })
+        unknown
+            .into_iter()
+            .any(|pid| cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok())
     }
 
+    /// Stops all, then takes device memory to host memory, one process after the other.
     pub(super) fn checkpoint(&mut self) -> Result<(), Error> {
         for member in &mut self.members {
+            member.stopped = ptrace::stop(member.process.pid(), STOP_TIMEOUT)
+                .map_err(|source| Error::Io { what: format!("checkpoint: stop process {}", member.inner), source })?;
+        }
+        for member in &mut self.members {
             let began = Instant::now();
-            member.process.checkpoint().map_err(|source| Error::Cuda { phase: "checkpoint", source })?;
+            let process = &member.process;
+            process.alone(|| process.checkpoint()).map_err(|source| Error::Cuda { phase: "checkpoint", source })?;
             member.stand = Stand::Checkpointed;
             tracing::debug!(pid = member.inner, took = ?began.elapsed(), "CUDA checkpoint");
         }
@@ -166,7 +183,8 @@ impl Group {
     pub(super) fn restore(&mut self) -> Result<(), Error> {
         let mut result = Ok(());
         for member in self.members.iter_mut().filter(|m| m.stand == Stand::Checkpointed) {
-            match member.process.restore(&[]) {
+            let process = &member.process;
+            match process.alone(|| process.restore(&[])) {
                 Ok(()) => member.stand = Stand::Locked,
                 Err(source) => {
                     // A process that is being killed may take a moment to be seen as dead.
@@ -179,8 +197,15 @@ impl Group {
         result
     }
 
+    /// Lets all go on that have their GPU.
     pub(super) fn unlock(&mut self) -> Result<(), Error> {
         let mut result = Ok(());
+        for member in self.members.iter_mut().filter(|m| matches!(m.stand, Stand::Locked | Stand::Running)) {
+            if std::mem::take(&mut member.stopped) {
+                // One that died needs nothing.
+                let _ = ptrace::go_on(member.process.pid());
+            }
+        }
         for member in self.members.iter_mut().filter(|m| m.stand == Stand::Locked) {
             match member.process.unlock() {
                 Ok(()) => member.stand = Stand::Running,

@@ -102,7 +102,9 @@ pub enum Error {
         source: cuda::Error,
     },
     /// The set of CUDA processes changed at every attempt to lock it.
-    #[error("lock: the job starts and ends CUDA processes too fast: after {attempts} attempts there was a new one each time")]
+    #[error(
+        "lock: the job starts and ends CUDA processes too fast: after {attempts} attempts there was a new one each time"
+    )]
     Restless {
         /// How often it was tried.
         attempts: u32,

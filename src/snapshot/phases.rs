@@ -111,11 +111,7 @@ impl<'a> Work<'a> {
     }
 
     /// Runs one phase and notes when it began and how long it took.
-    pub(super) fn time<T>(
-        &mut self,
-        name: &str,
-        run: impl FnOnce(&mut Self) -> Result<T, Error>,
-    ) -> Result<T, Error> {
+    pub(super) fn time<T>(&mut self, name: &str, run: impl FnOnce(&mut Self) -> Result<T, Error>) -> Result<T, Error> {
         let started = self.begun.elapsed();
         let result = run(self);
         let took = self.begun.elapsed().saturating_sub(started);

@@ -73,7 +73,9 @@ pub enum Refusal {
         hint: &'static str,
     },
     /// A process of the job has a namespace of its own.
-    #[error("process {pid} ({name}) is in a {kind} namespace of its own (a sandbox, a container), which CRIU can not bring back here")]
+    #[error(
+        "process {pid} ({name}) is in a {kind} namespace of its own (a sandbox, a container), which CRIU can not bring back here"
+    )]
     Namespace {
         /// The process.
         pid: i32,

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
-use super::id::ImageId;
 use super::error::{Error, Result};
+use super::id::ImageId;
 use super::paths;
 use crate::sys::durable;
 

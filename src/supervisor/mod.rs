@@ -138,7 +138,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     signals.close();
     drop(follower);
     let finish = owner.finish.take();
-    let finish = finish.unwrap_or(Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
+    let finish = finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
     owner.wrap_up(&finish)?;
     Ok(finish)
 }
@@ -197,7 +197,9 @@ impl Owner<'_> {
                     job.world.kill(Some(&job.root));
                 }
             }
-            Action::MarkDiesAgain(id) => self.mark(id, BadWhy::DiesAgain, "the job died from it twice within restart.min-uptime"),
+            Action::MarkDiesAgain(id) => {
+                self.mark(id, BadWhy::DiesAgain, "the job died from it twice within restart.min-uptime")
+            }
             Action::Announce { from, after } => {
                 self.published.restarts += 1;
                 tracing::warn!("going on from {from} in {}", humantime::format_duration(after));
@@ -516,12 +518,13 @@ fn restore_job(setup: &Setup, id: ImageId, cancel: &AtomicBool) -> Result<Starte
             let mut notes: Vec<String> = restored
                 .rolled_back
                 .iter()
-                .map(|r| format!("{} was put back; {} bytes are kept in {}", r.path.display(), r.bytes, r.kept.display()))
+                .map(|r| {
+                    format!("{} was put back; {} bytes are kept in {}", r.path.display(), r.bytes, r.kept.display())
+                })
                 .collect();
             let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();
-            let took = humantime::format_duration(Duration::from_millis(
-                u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
-            ));
+            let took =
+                humantime::format_duration(Duration::from_millis(u64::try_from(took.as_millis()).unwrap_or(u64::MAX)));
             notes.push(format!("the job is back from image {id} after {took}"));
             Ok(StartedJob { job: restored.job, notes })
         }

@@ -327,9 +327,7 @@ impl<'a> Machine<'a> {
                     // Its end is still to be reported, with the images of then.
                     (None, Some(_)) if !lost => (State::Running(Life { next: None, ..life }), vec![]),
                     (None, None) if !lost => (State::Running(life), vec![]),
-                    (None, _) => {
-                        (State::Ending { stop: Ending::Lost, deadline: None, life }, vec![Action::Kill])
-                    }
+                    (None, _) => (State::Ending { stop: Ending::Lost, deadline: None, life }, vec![Action::Kill]),
                     // All is saved: whatever the job would still do would be done twice.
                     (Some((stop, _)), _) if taken || lost => {
                         (State::Ending { stop: Ending::Stop(stop), deadline: None, life }, vec![Action::Kill])

@@ -8,12 +8,7 @@ use std::io;
 ///
 /// # Errors
 /// When the kernel does not let us switch; `work` was not run then.
-pub fn with_file_rights<T: Send>(
-    uid: u32,
-    gid: u32,
-    groups: &[u32],
-    work: impl FnOnce() -> T + Send,
-) -> io::Result<T> {
+pub fn with_file_rights<T: Send>(uid: u32, gid: u32, groups: &[u32], work: impl FnOnce() -> T + Send) -> io::Result<T> {
     std::thread::scope(|scope| {
         let thread = scope.spawn(move || {
             switch(uid, gid, groups)?;
@@ -37,11 +32,29 @@ fn switch(uid: u32, gid: u32, groups: &[u32]) -> io::Result<()> {
     unsafe { libc::syscall(libc::SYS_setfsuid, uid) };
     // SAFETY: as above.
     let user = unsafe { libc::syscall(libc::SYS_setfsuid, uid) };
-    if group == i64::from(gid) && user == i64::from(uid) {
-        Ok(())
-    } else {
-        Err(io::Error::from(io::ErrorKind::PermissionDenied))
+    if group != i64::from(gid) || user != i64::from(uid) {
+        return Err(io::Error::from(io::ErrorKind::PermissionDenied));
     }
+    // The kernel drops root's rights over files with the id only where the securebits do not say otherwise
+    // (SECBIT_NO_SETUID_FIXUP, as container runtimes may set it).
+    give_up_capabilities()
+}
+
+/// Empties this thread's effective set; the permitted one does nothing by itself.
+fn give_up_capabilities() -> io::Result<()> {
+    // struct __user_cap_header_struct: version 3, this thread. Data: effective, permitted, inheritable; two words each.
+    let mut header: [u32; 2] = [0x2008_0522, 0];
+    let mut data = [0u32; 6];
+    // SAFETY: header and data are what version 3 wants; the kernel fills the data.
+    if unsafe { libc::syscall(libc::SYS_capget, header.as_mut_ptr(), data.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    (data[0], data[3]) = (0, 0);
+    // SAFETY: as above; the kernel reads the data.
+    if unsafe { libc::syscall(libc::SYS_capset, header.as_mut_ptr(), data.as_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -58,6 +71,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("secret");
         std::fs::write(&path, "root's").unwrap();
+        std::fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
         let seen = with_file_rights(65534, 65534, &[65534], || std::fs::read(&path).map_err(|e| e.kind())).unwrap();
         assert_eq!(seen, Err(io::ErrorKind::PermissionDenied));
         assert_eq!(std::fs::read(&path).unwrap(), b"root's");

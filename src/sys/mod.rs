@@ -8,4 +8,5 @@ pub mod durable;
 pub mod identity;
 pub mod nvml;
 pub mod process;
+pub mod ptrace;
 pub mod spawn;

@@ -31,6 +31,13 @@ pub fn children(pid: i32) -> Vec<i32> {
     texts.flat_map(|text| text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<i32>>()).collect()
 }
 
+/// The threads of a process.
+#[must_use]
+pub fn threads(pid: i32) -> Vec<i32> {
+    let Ok(threads) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return Vec::new() };
+    threads.flatten().filter_map(|thread| thread.file_name().to_str()?.parse().ok()).collect()
+}
+
 /// The process and all below it, parents first.
 #[must_use]
 pub fn tree(root: i32) -> Vec<i32> {
@@ -52,6 +59,16 @@ pub fn tree(root: i32) -> Vec<i32> {
 fn status(pid: i32, field: &str) -> Option<String> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).map(|value| value.trim().to_string())
+}
+
+/// The thread of `pid` that is meant by `tid`, which may be numbered as we see it or as the process does.
+#[must_use]
+pub fn find_thread(pid: i32, tid: i32) -> Option<i32> {
+    let threads = threads(pid);
+    if threads.contains(&tid) {
+        return Some(tid);
+    }
+    threads.into_iter().find(|outer| inner_pid(*outer) == Some(tid))
 }
 
 /// The pid in the innermost namespace of the process.

@@ -3,7 +3,7 @@
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -110,7 +110,7 @@ fn open_device() -> Result<OwnedFd, i32> {
 }
 
 /// The thread: looks for a request each millisecond.
-fn serve(control: &Control, folder: &PathBuf, path: &Path) {
+fn serve(control: &Control, folder: &Path, path: &Path) {
     // SAFETY: no precondition.
     let tid = unsafe { libc::gettid() };
     let mut last = 0;

@@ -16,8 +16,14 @@ fn a_manifest_survives_its_bytes() {
         driver: Some("580.1".to_owned()),
         gpus: vec![Gpu { uuid: "GPU-1".to_owned(), name: "H200".to_owned() }],
         open_files: vec![
-            OpenFile { path: odd.clone(), size: u64::MAX, append: true, position: 7 },
-            OpenFile { path: "/data/ü.csv".into(), size: 0, append: false, position: 0 },
+            OpenFile { path: odd.clone(), size: u64::MAX, append: true, position: 7, part: None },
+            OpenFile {
+                path: "/data/ü.csv".into(),
+                size: 0,
+                append: false,
+                position: 0,
+                part: Some("files/open-0".into()),
+            },
         ],
         saved_links: vec![SavedLink { link: odd, saved: "/data/.rekindle-link-1".into() }],
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "bin/x".to_owned() }],

@@ -169,6 +169,7 @@ fn the_record_of_a_job() {
     let mut record = JobRecord {
         command: vec!["a".to_owned()],
         directory,
+        base: None,
         lineage: "first".to_owned(),
         created: at(0),
         outcome: Outcome::Running,

@@ -122,34 +122,86 @@ fn error_text(line: &str) -> Option<String> {
 
 /// Texts of CRIU 4.2 and what helps, the more specific first.
 const HINTS: &[(&str, &str)] = &[
-    ("anon_inode:[io_uring", "the job uses io_uring, which CRIU can not dump; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment"),
-    ("send_fds failed", "most likely an io_uring descriptor, which CRIU can not dump; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment"),
-    ("Can't retrieve FDs from socket", "most likely an io_uring descriptor, which CRIU can not dump; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment"),
-    ("has bad size", "a file that the job has open or mapped is not the one it was at the snapshot: was it replaced, or a package upgraded?"),
+    (
+        "anon_inode:[io_uring",
+        "the job uses io_uring, which CRIU can not dump; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment",
+    ),
+    (
+        "send_fds failed",
+        "most likely an io_uring descriptor, which CRIU can not dump; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment",
+    ),
+    (
+        "Can't retrieve FDs from socket",
+        "most likely an io_uring descriptor, which CRIU can not dump; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment",
+    ),
+    (
+        "has bad size",
+        "a file that the job has open or mapped is not the one it was at the snapshot: was it replaced, or a package upgraded?",
+    ),
     ("has bad mode", "the permissions of a file that the job has open were changed since the snapshot: set them back"),
-    ("has bad build-ID", "a library that the job uses was upgraded since the snapshot; install the version of then to restore this image"),
+    (
+        "has bad build-ID",
+        "a library that the job uses was upgraded since the snapshot; install the version of then to restore this image",
+    ),
     ("Can't fork for", "a pid of the image is taken; use pid-namespace = \"private\", or end the process that has it"),
     ("increase limit", "a deleted file that the job still has open is larger than snapshot.ghost-limit: raise it"),
-    ("Can't create link remap", "a file the job has open lost its name but has another hard link, and its folder is not writable"),
+    (
+        "Can't create link remap",
+        "a file the job has open lost its name but has another hard link, and its folder is not writable",
+    ),
     ("Can't link ", "a file that had lost its name at the snapshot can not be put back: its saved hard link is gone"),
     ("Connected TCP socket", "the job has a TCP connection: set snapshot.tcp to \"close\" or \"keep\""),
     ("--tcp-close", "the image was taken with snapshot.tcp = \"close\""),
-    ("Can't connect inet socket back", "a TCP connection to the outside can not be brought back; take images with snapshot.tcp = \"close\""),
-    ("Can't bind inet socket", "the port is still in use: end the process that listens on it, or wait a minute for connections in TIME_WAIT"),
-    ("Connected TCP socket in unexpected state", "the job was opening or closing a TCP connection; the next attempt may work"),
-    ("tty:", "the job has a terminal open; start it with its output in files: rekindle does so unless the job opens /dev/tty itself"),
-    ("chr 195", "an NVIDIA device is still open after the CUDA checkpoint: a child that inherited /dev/nvidia* without using CUDA, or a library other than CUDA (OpenGL, NVENC) has it"),
-    ("/dev/nvidia", "an NVIDIA device is still open after the CUDA checkpoint: a child that inherited /dev/nvidia* without using CUDA, or a library other than CUDA (OpenGL, NVENC) has it"),
+    (
+        "Can't connect inet socket back",
+        "a TCP connection to the outside can not be brought back; take images with snapshot.tcp = \"close\"",
+    ),
+    (
+        "Can't bind inet socket",
+        "the port is still in use: end the process that listens on it, or wait a minute for connections in TIME_WAIT",
+    ),
+    (
+        "Connected TCP socket in unexpected state",
+        "the job was opening or closing a TCP connection; the next attempt may work",
+    ),
+    (
+        "tty:",
+        "the job has a terminal open; start it with its output in files: rekindle does so unless the job opens /dev/tty itself",
+    ),
+    (
+        "handle_device_vma",
+        "a device is mapped that CRIU can not dump; if it is an NVIDIA one, the job is just beginning to use CUDA and the next attempt will work, or it uses the GPU by other ways (OpenGL, NVENC)",
+    ),
+    (
+        "chr 195",
+        "an NVIDIA device is still open after the CUDA checkpoint: a child that inherited /dev/nvidia* without using CUDA, or a library other than CUDA (OpenGL, NVENC) has it",
+    ),
+    (
+        "/dev/nvidia",
+        "an NVIDIA device is still open after the CUDA checkpoint: a child that inherited /dev/nvidia* without using CUDA, or a library other than CUDA (OpenGL, NVENC) has it",
+    ),
     ("chr 10:", "the job has a device open that CRIU can not dump"),
     ("perf_event", "the job has a perf event open, which CRIU can not dump: stop profiling it"),
     ("userfaultfd", "the job uses userfaultfd, which CRIU can not dump"),
     ("Unseizable non-zombie", "a debugger or strace holds the job: detach it"),
     ("nested", "the job made namespaces of its own (a sandbox, a container), which CRIU can not dump from outside"),
-    ("Can't restore sub-task in NS", "a child of the job had a mount or network namespace of its own, which CRIU can not restore here"),
-    ("suspending seccomp failed", "CRIU needs CAP_SYS_ADMIN and must not run under a seccomp filter itself (Docker: --security-opt seccomp=unconfined)"),
+    (
+        "Can't restore sub-task in NS",
+        "a child of the job had a mount or network namespace of its own, which CRIU can not restore here",
+    ),
+    (
+        "suspending seccomp failed",
+        "CRIU needs CAP_SYS_ADMIN and must not run under a seccomp filter itself (Docker: --security-opt seccomp=unconfined)",
+    ),
     ("External socket is used", "the job holds a UNIX socket whose other end is outside of it"),
-    ("dump half of stream unix", "the job is connected to a UNIX socket outside of it (a daemon, an agent): close it before the snapshot"),
-    ("Timeout reached", "a task could not be frozen in time: it waits in the kernel (a hung network file system, a busy driver); see snapshot.freeze-timeout"),
+    (
+        "dump half of stream unix",
+        "the job is connected to a UNIX socket outside of it (a daemon, an agent): close it before the snapshot",
+    ),
+    (
+        "Timeout reached",
+        "a task could not be frozen in time: it waits in the kernel (a hung network file system, a busy driver); see snapshot.freeze-timeout",
+    ),
     ("unexpected rt vDSO", "this CRIU is too old for the kernel: CRIU 4.1 or newer is needed from kernel 6.13 on"),
     ("Can't get 1:16 opt", "this CRIU is too old for the kernel: CRIU 4.2 or newer is needed from kernel 6.16 on"),
     ("ELF header magic mismatch", "the image was made by a newer CRIU"),

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 pub use log::Log;
-pub use rpc::{Notify, Place, RunError, dump, restore};
 pub use rpc::{DumpOptions, Hooks, Restored, Tcp};
+pub use rpc::{Notify, Place, RunError, dump, restore};
 
 /// The oldest CRIU that reads and writes the images we make (page counts moved in the 4.2 page map).
 pub const MINIMUM: Version = Version(4, 0, 0);
@@ -54,7 +54,9 @@ impl Version {
 #[derive(Debug, thiserror::Error)]
 pub enum FindError {
     /// None was found.
-    #[error("no criu found (looked at {looked}): install CRIU 4.2 or newer, or name it with criu.path or REKINDLE_CRIU")]
+    #[error(
+        "no criu found (looked at {looked}): install CRIU 4.2 or newer, or name it with criu.path or REKINDLE_CRIU"
+    )]
     None {
         /// Where it was looked for.
         looked: String,

@@ -158,8 +158,7 @@ pub enum RunError {
 
 fn reason(log: &Log) -> String {
     let errors = log.errors();
-    let mut text =
-        if errors.is_empty() { "it gave no reason in its log".to_string() } else { errors.join("; ") };
+    let mut text = if errors.is_empty() { "it gave no reason in its log".to_string() } else { errors.join("; ") };
     if let Some(hint) = log.hint() {
         text.push_str(". Hint: ");
         text.push_str(hint);
@@ -172,7 +171,10 @@ impl RunError {
     #[must_use]
     pub fn log(&self) -> Option<&Log> {
         match self {
-            RunError::Refused { log } | RunError::Gone { log, .. } | RunError::Timeout { log, .. } | RunError::TaskDied { log, .. } => Some(log),
+            RunError::Refused { log }
+            | RunError::Gone { log, .. }
+            | RunError::Timeout { log, .. }
+            | RunError::TaskDied { log, .. } => Some(log),
             _ => None,
         }
     }
@@ -293,7 +295,8 @@ impl Run {
                 match place.init {
                     // Job pids begin far above.
                     Some(init) => {
-                        let pidfd = init.pidfd().map_err(|source| spawn::Error::Fork { program: "criu".into(), source })?;
+                        let pidfd =
+                            init.pidfd().map_err(|source| spawn::Error::Fork { program: "criu".into(), source })?;
                         spawn.world(World::Join(pidfd)).pid(CRIU_PID).start()
                     }
                     None => spawn.start(),

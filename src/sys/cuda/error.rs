@@ -78,8 +78,20 @@ pub enum Error {
         /// `CUprocessState`.
         value: i32,
     },
+    /// The thread that does the driver's work can not be let run while the others are stopped.
+    #[error("can not let thread {tid} of process {pid} run alone (is a debugger on it?)")]
+    Thread {
+        /// The process.
+        pid: i32,
+        /// The thread.
+        tid: i32,
+        /// Why.
+        source: io::Error,
+    },
     /// Somebody else's lock or checkpoint is on it.
-    #[error("process {pid} is {state}, not running; if no other tool is at work on it, set it going with `rekindle cuda restore` and `rekindle cuda unlock --pid {pid}`")]
+    #[error(
+        "process {pid} is {state}, not running; if no other tool is at work on it, set it going with `rekindle cuda restore` and `rekindle cuda unlock --pid {pid}`"
+    )]
     Busy {
         /// The process.
         pid: i32,

@@ -8,6 +8,8 @@ use super::driver::{Driver, Function};
 use super::error::{Error, Result};
 use super::ffi::{GpuPair, LockArgs, RestoreArgs};
 use super::uuid::GpuMapping;
+use crate::sys::process::find_thread;
+use crate::sys::ptrace;
 
 /// `CUprocessState`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -154,6 +156,25 @@ impl Process {
     /// A failed call, for example in the wrong state.
     pub fn unlock(&self) -> Result<()> {
         self.call(Function::Unlock, ptr::null_mut())
+    }
+
+    /// Does `work`, a checkpoint or a restore, on a process whose threads are stopped: only the thread that the driver
+    /// works with runs meanwhile. A process that is not stopped is left as it is.
+    ///
+    /// # Errors
+    /// Those of `work`, and [`Error::Thread`] when the thread can not be let run.
+    pub fn alone(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
+        if !ptrace::is_stopped(self.pid) {
+            return work();
+        }
+        let failed = |tid| move |source| Error::Thread { pid: self.pid, tid, source };
+        let told = self.restore_thread_id()?;
+        // Which namespace the number belongs to is not documented.
+        let tid = find_thread(self.pid, told).ok_or_else(|| failed(told)(io::Error::from_raw_os_error(libc::ESRCH)))?;
+        let alone = ptrace::Alone::run(tid).map_err(failed(tid))?;
+        let result = work();
+        drop(alone);
+        result
     }
 
     fn call(&self, function: Function, argument: *mut c_void) -> Result<()> {

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# bench.sh: what rekindle costs, measured side by side in one run; prints one table. Not a test: nothing passes or fails.
+# Needs root, python3 and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh).
+#
+#   integration/bench.sh [--rekindle FILE] [--mib N] [--dir DIR] [--idle SECONDS]
+#
+# --mib   memory of the frozen job, 1024 by default      --dir   where images are written, /dev/shm by default
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+[ "$(id -u)" -eq 0 ] || { echo 'bench: run it as root' >&2; exit 69; }
+if [ -z "${REKINDLE_CRIU:-}" ]; then
+  "$root/scripts/deps.sh" criu
+  export REKINDLE_CRIU=$root/.deps/criu/criu
+fi
+case " $* " in *' --rekindle '*) ;; *) (cd "$root" && cargo build --quiet --release --bin rekindle) ;; esac
+exec python3 "$root/integration/bench.py" "$@"

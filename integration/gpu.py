@@ -1,0 +1,238 @@
+"""The jobs of gpu.sh. Only the standard library; each job runs in a folder and a store of its own."""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PHASES = ["lock", "checkpoint", "dump", "restore", "unlock"]
+
+
+class Failed(Exception):
+    pass
+
+
+class Job:
+    """A command under `rekindle run`."""
+
+    def __init__(self, args, work, name, command, interval="off", extra=()):
+        self.args, self.name = args, name
+        self.store = work / "store"
+        self.log = open(work / f"{name}.log", "a")
+        self.command = [args.rekindle, "run", "--store", str(self.store), "--name", name, "--interval", interval]
+        self.command += [*extra, "--", *map(str, command)]
+        self.process = None
+
+    def start(self):
+        self.process = subprocess.Popen(
+            self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        return self
+
+    def images(self):
+        folder = self.store / self.name / "images"
+        names = sorted(p.name for p in folder.glob("0*")) if folder.is_dir() else []
+        return [folder / n for n in names]
+
+    def state(self):
+        try:
+            return json.loads((self.store / self.name / "state.json").read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def wait_for(self, what, condition, limit=180):
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            if condition():
+                return
+            if self.process.poll() is not None:
+                raise Failed(f"{self.name}: rekindle ended with {self.process.returncode} before {what}")
+            time.sleep(0.02)
+        raise Failed(f"{self.name}: no {what} within {limit} s")
+
+    def snapshot(self):
+        """Asks for one and waits for it; answers its manifest."""
+        before = self.images()
+        last = before[-1].name if before else ""
+        failed = self.state().get("last_failure")
+        self.process.send_signal(signal.SIGUSR1)
+
+        def done():
+            now = self.images()
+            if now and now[-1].name > last and self.state().get("state") == "running":
+                return True
+            why = self.state().get("last_failure")
+            if why and why != failed:
+                raise Failed(f"{self.name}: {why}")
+            return False
+
+        self.wait_for("image", done)
+        return json.loads((self.images()[-1] / "manifest.json").read_text())["manifest"]
+
+    def kill_job(self):
+        """kill -9 of the job's own process; waits until it is back. Answers the seconds that took."""
+        pid = self.state()["pid"]
+        restarts = self.state()["restarts"]
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        back = lambda: self.state().get("restarts", 0) > restarts and self.state().get("state") == "running"
+        self.wait_for("restart", back)
+        return time.monotonic() - began
+
+    def wait(self, limit=600):
+        return self.process.wait(limit)
+
+    def end(self):
+        if self.process and self.process.poll() is None:
+            # Twice: at once.
+            for _ in range(2):
+                self.process.send_signal(signal.SIGTERM)
+                time.sleep(0.3)
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.log.close()
+
+
+def row(table, name, manifest, back):
+    took = {p["phase"]: p["took_us"] / 1e6 for p in manifest["phases"]}
+    table.append([name, *(f"{took[p]:.2f}" for p in PHASES), f"{manifest['freeze_us'] / 1e6:.2f}",
+                  f"{manifest['bytes'] / 2**30:.2f}", f"{back:.2f}"])
+
+
+def counter(args, work, table):
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    subprocess.run([nvcc, "-o", work / "counter", ROOT / "examples/counter.cu"], check=True)
+    port = 10017
+    job = Job(args, work, "counter", [work / "counter", port]).start()
+
+    def ask(limit=60):
+        end = time.monotonic() + limit
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
+            s.settimeout(0.5)
+            while time.monotonic() < end:
+                s.sendto(b"x", ("127.0.0.1", port))
+                try:
+                    return int(s.recv(64))
+                except (TimeoutError, ConnectionRefusedError):
+                    time.sleep(0.1)
+        raise Failed("counter: no answer")
+
+    try:
+        job.wait_for("start", lambda: job.state().get("state") == "running")
+        first = ask()
+        if first != 101:
+            raise Failed(f"counter: {first} instead of 101")
+        manifest = job.snapshot()
+        back = job.kill_job()
+        second = ask()
+        if second != 102:
+            raise Failed(f"counter: {second} instead of 102 after the restart")
+        row(table, "counter.cu", manifest, back)
+    finally:
+        job.end()
+
+
+def sample(args, work, table):
+    subprocess.run([ROOT / "examples/checkpoint-sample.sh", "--rekindle", args.rekindle], check=True, timeout=180)
+
+
+def read(path):
+    return path.read_bytes() if path.exists() else b""
+
+
+def compare(args, work, table, name, command, kills, snapshots_at):
+    """The command with `--out DIR`, alone and under rekindle with kills; what it wrote must be the same."""
+    reference = work / f"{name}-reference"
+    began = time.monotonic()
+    with open(work / f"{name}-reference.log", "w") as log:
+        subprocess.run([*command, "--out", reference], check=True, stdin=subprocess.DEVNULL, stdout=log, timeout=600)
+    alone = time.monotonic() - began
+    out = work / f"{name}-out"
+    job = Job(args, work, name, [*command, "--out", out]).start()
+    lines = lambda: read(out / "metrics.jsonl").count(b"\n")
+    try:
+        manifest, back = None, 0.0
+        for n in range(kills):
+            job.wait_for("progress", lambda: lines() >= snapshots_at * (n + 1))
+            manifest = job.snapshot()
+            at = lines()
+            job.wait_for("progress after the image", lambda: lines() > at)
+            back = job.kill_job()
+        code = job.wait()
+        if code != 0:
+            raise Failed(f"{name}: exit code {code}")
+    finally:
+        job.end()
+    for file in ["metrics.jsonl", "weights.bin"]:
+        if read(reference / file) != read(out / file) or not read(out / file):
+            raise Failed(f"{name}: {file} differs from the uninterrupted run")
+    print(f"{name}: the same bits after {kills} kills ({alone:.0f} s alone)", flush=True)
+    row(table, name, manifest, back)
+
+
+def torch(args, work, table):
+    if importlib.util.find_spec("torch") is None:
+        print("SKIP torch: not installed")
+        return
+    script = [sys.executable, ROOT / "examples/train_torch.py", "--epochs", "60", "--seconds", "25"]
+    compare(args, work, table, "torch-1GiB", [*script, "--gib", "1"], 2, 10)
+    compare(args, work, table, f"torch-{args.gib}GiB", [*script, "--gib", str(args.gib)], 1, 10)
+
+
+def jax(args, work, table):
+    if importlib.util.find_spec("jax") is None:
+        print("SKIP jax: not installed")
+        return
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    compare(args, work, table, "jax", [sys.executable, ROOT / "integration/jobs/jax_job.py"], 1, 10)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rekindle", required=True)
+    parser.add_argument("--gib", type=float, default=16)
+    parser.add_argument("--logs")
+    parser.add_argument("--only")
+    args = parser.parse_args()
+    args.gib = int(args.gib) if args.gib == int(args.gib) else args.gib
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    print(subprocess.run(query, capture_output=True, text=True).stdout.strip(), flush=True)
+    table, failures = [], []
+    work = Path(tempfile.mkdtemp(prefix="rekindle-gpu."))
+    try:
+        for test in [counter, sample, torch, jax]:
+            if args.only and args.only != test.__name__:
+                continue
+            print(f"== {test.__name__}", flush=True)
+            try:
+                test(args, work, table)
+            except (Failed, subprocess.SubprocessError, OSError, KeyError) as error:
+                failures.append(f"{test.__name__}: {error}")
+                print(f"FAILED {failures[-1]}", flush=True)
+    finally:
+        if args.logs:
+            for log in [*work.glob("*.log"), *work.glob("store/*/log/criu-*.log")]:
+                shutil.copy(log, Path(args.logs) / f"{log.parent.parent.name}-{log.name}")
+        shutil.rmtree(work, ignore_errors=True)
+    print("\nseconds; image in GiB; back: from kill -9 until it runs again, back-off of 1 s included")
+    head = ["job", *PHASES, "freeze", "image", "back"]
+    widths = [max(len(str(r[i])) for r in [head, *table]) for i in range(len(head))]
+    for line in [head, *table]:
+        print("  ".join(str(c).ljust(w) for c, w in zip(line, widths)).rstrip())
+    for failure in failures:
+        print("FAILED", failure)
+    sys.exit(1 if failures else 0)
+
+
+main()

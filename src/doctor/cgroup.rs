@@ -1,0 +1,84 @@
+//! Control groups: rekindle makes none, but a memory limit ends a checkpoint of GPU memory.
+
+use super::{Check, size};
+use crate::sys::cgroup;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Facts {
+    pub(super) version: Version,
+    /// Bytes below the tightest memory limit; none without a limit.
+    pub(super) headroom: Option<u64>,
+}
+
+/// Which hierarchy is mounted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Version {
+    None,
+    One,
+    Two,
+    /// Controllers on version 1, processes on version 2 too.
+    Both,
+}
+
+pub(super) fn gather() -> Facts {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    Facts { version: version(&mounts), headroom: cgroup::memory_headroom(std::process::id().cast_signed()) }
+}
+
+fn version(mounts: &str) -> Version {
+    let mounted = |kind: &str| mounts.lines().any(|line| line.split(' ').nth(2) == Some(kind));
+    match (mounted("cgroup"), mounted("cgroup2")) {
+        (false, false) => Version::None,
+        (true, false) => Version::One,
+        (false, true) => Version::Two,
+        (true, true) => Version::Both,
+    }
+}
+
+/// `reserve` bytes must stay free while GPU memory is copied (snapshot.memory-reserve).
+pub(super) fn judge(facts: &Facts, reserve: u64) -> Check {
+    let name = "cgroup.memory";
+    let version = match facts.version {
+        Version::None => return Check::not_here(name, "no control groups are mounted"),
+        Version::One => "version 1",
+        Version::Two => "version 2",
+        Version::Both => "versions 1 and 2",
+    };
+    match facts.headroom {
+        None => Check::ok(name, format!("{version}, no memory limit")),
+        Some(left) if left < reserve => Check::warn(
+            name,
+            format!(
+                "{version}, {} left below the memory limit, less than snapshot.memory-reserve ({})",
+                size(left),
+                size(reserve)
+            ),
+            "raise the limit (systemd: MemoryMax=, Slurm: --mem, Docker: --memory)",
+        ),
+        Some(left) => Check::ok(name, format!("{version}, {} left below the memory limit", size(left))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::State;
+
+    #[test]
+    fn the_mounts_tell_the_version() {
+        let (one, two) = ("cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\n", "none /sys/fs/cgroup cgroup2 rw 0 0\n");
+        assert_eq!(version(one), Version::One);
+        assert_eq!(version(two), Version::Two);
+        assert_eq!(version(&format!("{one}{two}")), Version::Both);
+        assert_eq!(version("tmpfs /sys/fs/cgroup tmpfs rw 0 0\n"), Version::None);
+    }
+
+    #[test]
+    fn a_tight_limit_is_a_warning() {
+        let judged = |version, headroom| judge(&Facts { version, headroom }, 512 << 20).state;
+        assert_eq!(judged(Version::Two, None), State::Ok);
+        assert_eq!(judged(Version::One, Some(512 << 20)), State::Ok);
+        assert_eq!(judged(Version::Both, Some((512 << 20) - 1)), State::Warn);
+        assert_eq!(judged(Version::None, None), State::NotHere);
+    }
+}

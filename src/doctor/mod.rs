@@ -1,0 +1,175 @@
+//! What `run` needs of this machine: is it there, and if not, what helps?
+//!
+//! ```text
+//!   gather (I/O, a few tries with the kernel, CRIU, NVML) ---> facts ---> judge (pure) ---> checks, each with a fix
+//! ```
+//!
+//! One file a group, and in each the two halves: `gather` only looks and never fails, as what can not be found out is a
+//! fact too; `judge` only decides. The judgement that counts most is a job that really goes through a dump and a restore
+//! (`trial.rs`): rights, filters and kernel options that look wrong are forgiven where that works.
+//!
+//! Nothing is changed: the store is not made, and what the trial writes is in a temporary folder that it removes.
+
+mod cgroup;
+mod criu;
+mod kernel;
+mod memory;
+mod nvidia;
+mod rights;
+mod store;
+mod trial;
+
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+use crate::config::Config;
+
+/// What was found out about one thing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum State {
+    /// As it should be.
+    Ok,
+    /// It does not apply to this machine, or nothing needs it here.
+    NotHere,
+    /// Some jobs will not work, or something will be slow or short.
+    Warn,
+    /// `run` can not work.
+    Missing,
+}
+
+impl State {
+    /// As it is printed.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            State::Ok => "ok",
+            State::NotHere => "not-here",
+            State::Warn => "warn",
+            State::Missing => "missing",
+        }
+    }
+}
+
+/// One thing that was looked at.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Check {
+    /// Group and name, for example `criu.version`; stable, for scripts.
+    pub check: &'static str,
+    /// How it stands.
+    pub state: State,
+    /// What was found.
+    pub found: String,
+    /// What to type or to ask an administrator for; there is one whenever the state is warn or missing.
+    pub fix: Option<String>,
+}
+
+impl Check {
+    fn ok(check: &'static str, found: impl Into<String>) -> Check {
+        Check { check, state: State::Ok, found: found.into(), fix: None }
+    }
+
+    fn not_here(check: &'static str, found: impl Into<String>) -> Check {
+        Check { check, state: State::NotHere, found: found.into(), fix: None }
+    }
+
+    fn warn(check: &'static str, found: impl Into<String>, fix: impl Into<String>) -> Check {
+        Check { check, state: State::Warn, found: found.into(), fix: Some(fix.into()) }
+    }
+
+    fn missing(check: &'static str, found: impl Into<String>, fix: impl Into<String>) -> Check {
+        Check { check, state: State::Missing, found: found.into(), fix: Some(fix.into()) }
+    }
+
+    /// What a dump and a restore can not do without, unless they have just been seen to work.
+    fn needed(check: &'static str, trial: &trial::Outcome, found: impl Into<String>, fix: impl Into<String>) -> Check {
+        match trial {
+            trial::Outcome::Worked { .. } => Check::warn(check, found, fix),
+            _ => Check::missing(check, found, fix),
+        }
+    }
+}
+
+/// All that was looked at.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Report {
+    /// Whether `run` can work here.
+    pub run_works: bool,
+    /// What was looked at, group by group.
+    pub checks: Vec<Check>,
+}
+
+impl Report {
+    /// How many checks are in this state.
+    #[must_use]
+    pub fn count(&self, state: State) -> usize {
+        self.checks.iter().filter(|check| check.state == state).count()
+    }
+}
+
+/// All facts, as one moment shows them.
+#[derive(Debug)]
+struct Facts {
+    kernel: kernel::Facts,
+    criu: criu::Facts,
+    trial: trial::Outcome,
+    rights: rights::Facts,
+    cgroup: cgroup::Facts,
+    nvidia: nvidia::Facts,
+    memory: memory::Facts,
+    store: store::Facts,
+}
+
+/// Looks at everything and judges it. `criu` is the CRIU that the user named, if any. Takes about a second: most of it
+/// is the dump and restore of a small job, and NVML.
+#[must_use]
+pub fn examine(config: &Config, criu: Option<PathBuf>) -> Report {
+    judge(&gather(config, criu), config)
+}
+
+fn gather(config: &Config, named: Option<PathBuf>) -> Facts {
+    // The trial must have no other children beside it: in the host's namespaces a failing one ends all it did not start.
+    let kernel = kernel::gather();
+    let criu = criu::gather(named.as_deref());
+    // NVML takes a second where no persistence daemon keeps the GPUs awake.
+    std::thread::scope(|scope| {
+        let nvidia = scope.spawn(nvidia::gather);
+        let trial = trial::run(criu.found.as_ref().ok(), config.job.pid_namespace, &config.store.directory);
+        Facts {
+            kernel,
+            criu,
+            trial,
+            rights: rights::gather(),
+            cgroup: cgroup::gather(),
+            nvidia: nvidia.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            memory: memory::gather(),
+            store: store::gather(&config.store.directory),
+        }
+    })
+}
+
+fn judge(facts: &Facts, config: &Config) -> Report {
+    let mut checks = Vec::new();
+    checks.extend(kernel::judge(&facts.kernel, &facts.trial, config.job.pid_namespace));
+    checks.push(criu::judge(&facts.criu));
+    checks.push(trial::judge(&facts.trial));
+    checks.extend(rights::judge(&facts.rights, &facts.trial));
+    let reserve = config.snapshot.memory_reserve.bytes();
+    checks.push(cgroup::judge(&facts.cgroup, reserve));
+    checks.extend(nvidia::judge(&facts.nvidia));
+    checks.push(memory::judge_huge_pages(&facts.memory, &facts.nvidia.gpus.gpus));
+    checks.push(memory::judge_room(&facts.memory, &facts.nvidia.gpus.gpus, facts.cgroup.headroom, reserve));
+    checks.extend(store::judge(&facts.store, config.store.min_free.bytes()));
+    Report { run_works: checks.iter().all(|check| check.state != State::Missing), checks }
+}
+
+/// Bytes for people.
+fn size(bytes: u64) -> String {
+    bytesize::ByteSize::b(bytes).to_string()
+}
+
+#[cfg(test)]
+mod tests;

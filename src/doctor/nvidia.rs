@@ -1,0 +1,264 @@
+//! NVIDIA: the driver, its checkpoint functions, the GPUs and what keeps them from being checkpointed. A machine
+//! without a GPU lacks nothing: `run` keeps CPU jobs alive there.
+
+use std::path::Path;
+
+use super::Check;
+use crate::sys::cuda::{self, Driver, DriverVersion, Function};
+use crate::sys::nvml::{GpuInventory, Mig};
+use crate::sys::process;
+use crate::telemetry::log::chain;
+
+#[derive(Debug)]
+pub(super) struct Facts {
+    /// Display controllers of NVIDIA on the PCI bus, driver or not.
+    pub(super) on_bus: usize,
+    pub(super) installed: Option<DriverVersion>,
+    /// Which functions libcuda.so.1 has, or why it can not be loaded.
+    pub(super) library: Result<Vec<Function>, String>,
+    pub(super) gpus: GpuInventory,
+    /// Pids of NVIDIA's multi-process service.
+    pub(super) mps: Vec<i32>,
+    pub(super) arch: &'static str,
+}
+
+pub(super) fn gather() -> Facts {
+    let library = Driver::load().map_err(|error| chain(&error));
+    let has = |driver: Driver| Function::ALL.into_iter().filter(|function| driver.supports(*function)).collect();
+    Facts {
+        on_bus: on_bus(Path::new("/sys/bus/pci/devices")),
+        installed: cuda::installed(),
+        library: library.map(has),
+        gpus: GpuInventory::read(),
+        mps: mps(),
+        arch: std::env::consts::ARCH,
+    }
+}
+
+/// Vendor 10de is NVIDIA, class 03 a display controller (with or without a monitor).
+fn on_bus(devices: &Path) -> usize {
+    let read = |path: &Path, name: &str| std::fs::read_to_string(path.join(name)).unwrap_or_default();
+    let is_gpu = |path: &Path| read(path, "vendor").trim() == "0x10de" && read(path, "class").starts_with("0x03");
+    std::fs::read_dir(devices).into_iter().flatten().flatten().filter(|entry| is_gpu(&entry.path())).count()
+}
+
+/// nvidia-cuda-mps-control and nvidia-cuda-mps-server, as far as the kernel keeps a name (TASK_COMM_LEN, 15 bytes).
+const MPS: &str = "nvidia-cuda-mps";
+
+fn mps() -> Vec<i32> {
+    let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter(|pid| process::name(*pid).is_some_and(|name| name == MPS)).collect()
+}
+
+pub(super) fn judge(facts: &Facts) -> Vec<Check> {
+    let Some(driver) = driver(facts) else {
+        let none = ["nvidia.driver", "nvidia.functions", "nvidia.gpus", "nvidia.mps"];
+        return none.into_iter().map(|name| Check::not_here(name, "no NVIDIA GPU and no driver")).collect();
+    };
+    vec![driver, functions(facts), gpus(facts), mps_runs(facts)]
+}
+
+/// None where there is nothing of NVIDIA's.
+fn driver(facts: &Facts) -> Option<Check> {
+    let name = "nvidia.driver";
+    let install = "install NVIDIA driver 580 or newer (in a container: the NVIDIA container toolkit, --gpus all)";
+    Some(match (&facts.installed, &facts.library) {
+        (None, Err(_)) if facts.on_bus == 0 => return None,
+        (None, Err(_)) => {
+            Check::warn(name, format!("{} NVIDIA GPU(s) and no driver: CPU jobs only", facts.on_bus), install)
+        }
+        // WSL has a library and no kernel module of its own.
+        (None, Ok(_)) => Check::warn(
+            name,
+            "libcuda.so.1 is there, the kernel module is not loaded here: CUDA jobs can not be snapshotted",
+            "load it with `sudo modprobe nvidia`; under WSL there is none, use Linux itself",
+        ),
+        (Some(version), _) if facts.arch != "x86_64" => Check::warn(
+            name,
+            format!("driver {version} on {}: it checkpoints on x86-64 only", facts.arch),
+            "run CUDA jobs on an x86-64 machine; CPU jobs work here",
+        ),
+        (Some(version), _) if version.major() < 570 => {
+            Check::warn(name, format!("driver {version}: CUDA jobs can not be snapshotted, it takes 570"), install)
+        }
+        (Some(version), _) if version.major() < 580 => {
+            Check::ok(name, format!("driver {version}; a restore to another GPU takes 580"))
+        }
+        (Some(version), _) => Check::ok(name, format!("driver {version}")),
+    })
+}
+
+fn functions(facts: &Facts) -> Check {
+    let name = "nvidia.functions";
+    let has = match &facts.library {
+        Ok(has) => has,
+        Err(why) => {
+            let fix =
+                "install the driver's compute libraries (in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility)";
+            return Check::warn(name, why.clone(), fix);
+        }
+    };
+    let absent: Vec<Function> = Function::ALL.into_iter().filter(|function| !has.contains(function)).collect();
+    let words = |function: &Function| format!("{} (driver {})", function.symbol(), function.since());
+    let list = absent.iter().map(words).collect::<Vec<_>>().join(", ");
+    // What came with 615 is for custom storage, which `run` does without.
+    match absent.iter().filter(|function| function.since() <= 570).count() {
+        0 if absent.is_empty() => Check::ok(name, format!("all {}", has.len())),
+        0 => Check::ok(name, format!("{} of {}; not needed: {list}", has.len(), Function::ALL.len())),
+        _ => Check::warn(
+            name,
+            format!("CUDA jobs can not be snapshotted without {list}"),
+            "install NVIDIA driver 580 or newer",
+        ),
+    }
+}
+
+fn gpus(facts: &Facts) -> Check {
+    let name = "nvidia.gpus";
+    let gpus = &facts.gpus.gpus;
+    if gpus.is_empty() {
+        return Check::warn(
+            name,
+            "the driver shows no GPU here",
+            "check `nvidia-smi` (in a container: --gpus all; in a Slurm job: --gpus)",
+        );
+    }
+    let mut kinds: Vec<(String, usize)> = Vec::new();
+    for gpu in gpus {
+        let kind = gpu.name.clone().unwrap_or_else(|| "GPU".into());
+        match kinds.iter_mut().find(|(known, _)| *known == kind) {
+            Some((_, count)) => *count += 1,
+            None => kinds.push((kind, 1)),
+        }
+    }
+    let list = kinds.iter().map(|(kind, count)| format!("{count} x {kind}")).collect::<Vec<_>>().join(", ");
+    let divided: Vec<String> = gpus.iter().filter(|gpu| gpu.mig == Mig::On).map(|gpu| gpu.uuid.to_string()).collect();
+    if !divided.is_empty() {
+        let commands: Vec<String> = divided.iter().map(|uuid| format!("sudo nvidia-smi -i {uuid} -mig 0")).collect();
+        let found = format!("{list}; {} divided into MIG instances, which can not be checkpointed", divided.len());
+        return Check::warn(name, found, commands.join(" && "));
+    }
+    if gpus.iter().any(|gpu| gpu.mig == Mig::Unknown) {
+        return Check::warn(
+            name,
+            format!("{list}; without NVML (libnvidia-ml.so.1) neither their memory nor MIG is known"),
+            "install NVIDIA's management library (in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
+        );
+    }
+    Check::ok(name, list)
+}
+
+fn mps_runs(facts: &Facts) -> Check {
+    let name = "nvidia.mps";
+    if facts.mps.is_empty() {
+        return Check::ok(name, "the multi-process service does not run");
+    }
+    let pids = facts.mps.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    Check::warn(
+        name,
+        format!("the multi-process service runs (pid {pids}): its clients can not be checkpointed"),
+        "stop it with `echo quit | sudo nvidia-cuda-mps-control`",
+    )
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+    use crate::doctor::State;
+    use crate::sys::cuda::GpuUuid;
+    use crate::sys::nvml::Gpu;
+
+    /// A GPU with that many bytes.
+    pub(in crate::doctor) fn gpu(bytes: u64) -> Gpu {
+        Gpu {
+            uuid: GpuUuid::from_bytes([7; 16]),
+            name: Some("NVIDIA H200".into()),
+            memory_total: Some(bytes),
+            memory_used: Some(0),
+            mig: Mig::Off,
+        }
+    }
+
+    fn facts(version: &str) -> Facts {
+        let old = Function::ALL.into_iter().filter(|function| function.since() <= 570).collect();
+        Facts {
+            on_bus: 1,
+            installed: DriverVersion::parse(version),
+            library: Ok(old),
+            gpus: GpuInventory { gpus: vec![gpu(1), gpu(1)], ..GpuInventory::default() },
+            mps: Vec::new(),
+            arch: "x86_64",
+        }
+    }
+
+    fn find(facts: &Facts, name: &str) -> Check {
+        judge(facts).into_iter().find(|c| c.check == name).unwrap()
+    }
+
+    #[test]
+    fn nothing_of_nvidias_is_no_fault() {
+        let none = Facts {
+            on_bus: 0,
+            installed: None,
+            library: Err("no such file".into()),
+            gpus: GpuInventory::default(),
+            ..facts("580.1")
+        };
+        assert_eq!(judge(&none).len(), 4);
+        assert!(judge(&none).iter().all(|c| c.state == State::NotHere));
+        let no_driver = Facts { on_bus: 2, ..none };
+        assert_eq!(find(&no_driver, "nvidia.driver").state, State::Warn);
+    }
+
+    #[test]
+    fn a_new_driver_is_ok_and_an_old_one_keeps_cpu_jobs() {
+        assert!(judge(&facts("580.159.04")).iter().all(|c| c.state == State::Ok));
+        assert!(find(&facts("570.10"), "nvidia.driver").found.contains("580"));
+        assert_eq!(find(&facts("535.104"), "nvidia.driver").state, State::Warn);
+        assert_eq!(find(&Facts { installed: None, ..facts("1.1") }, "nvidia.driver").state, State::Warn);
+        assert_eq!(find(&Facts { arch: "aarch64", ..facts("580.1") }, "nvidia.driver").state, State::Warn);
+    }
+
+    #[test]
+    fn functions_that_are_needed_and_those_that_are_not() {
+        let check = find(&facts("580.1"), "nvidia.functions");
+        assert_eq!(check.state, State::Ok);
+        assert!(check.found.contains("cuCheckpointOperationComplete (driver 615)"), "{}", check.found);
+        let all = Facts { library: Ok(Function::ALL.to_vec()), ..facts("615.1") };
+        assert_eq!(find(&all, "nvidia.functions").found, "all 7");
+        let few = Facts { library: Ok(vec![Function::GetState]), ..facts("550.1") };
+        assert_eq!(find(&few, "nvidia.functions").state, State::Warn);
+        let none = Facts { library: Err("needs it".into()), ..facts("580.1") };
+        assert_eq!(find(&none, "nvidia.functions").found, "needs it");
+    }
+
+    #[test]
+    fn what_can_not_be_checkpointed_is_told_with_the_command_that_helps() {
+        let with = |gpus| Facts { gpus: GpuInventory { gpus, ..GpuInventory::default() }, ..facts("580.1") };
+        assert_eq!(find(&facts("580.1"), "nvidia.gpus").found, "2 x NVIDIA H200");
+        let divided = find(&with(vec![Gpu { mig: Mig::On, ..gpu(1) }]), "nvidia.gpus");
+        assert_eq!(divided.state, State::Warn);
+        assert!(divided.fix.unwrap().contains("nvidia-smi -i GPU-07070707-0707"));
+        assert_eq!(find(&with(vec![Gpu { mig: Mig::Unknown, ..gpu(1) }]), "nvidia.gpus").state, State::Warn);
+        assert_eq!(find(&with(vec![]), "nvidia.gpus").state, State::Warn);
+        let mps = find(&Facts { mps: vec![7], ..facts("580.1") }, "nvidia.mps");
+        assert_eq!(mps.state, State::Warn);
+        assert!(mps.found.contains("pid 7"));
+    }
+
+    #[test]
+    fn gpus_on_the_bus_are_told_from_other_devices() {
+        let bus = tempfile::tempdir().unwrap();
+        for (name, vendor, class) in
+            [("0", "0x10de\n", "0x030200\n"), ("1", "0x10de\n", "0x040300\n"), ("2", "0x8086\n", "0x030000\n")]
+        {
+            let folder = bus.path().join(name);
+            std::fs::create_dir(&folder).unwrap();
+            std::fs::write(folder.join("vendor"), vendor).unwrap();
+            std::fs::write(folder.join("class"), class).unwrap();
+        }
+        assert_eq!(on_bus(bus.path()), 1);
+        assert_eq!(on_bus(Path::new("/nowhere")), 0);
+    }
+}

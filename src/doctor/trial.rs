@@ -1,0 +1,248 @@
+//! The truth about CRIU on this machine: a small job goes through a dump and a restore, the way `run` does it.
+//!
+//! It is `sleep` in a world of its own, and lives a few hundredths of a second before and after. Every step has a time
+//! limit, and nothing of it is left: not a process, not a file.
+
+use std::ffi::OsStr;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::sys::statvfs::{FsFlags, statvfs};
+
+use super::Check;
+use crate::config::PidNamespace;
+use crate::launch::world::{FIRST_PID, World, last_pid_for};
+use crate::launch::{self, Job, JobSpec, Privileges, output, reaper};
+use crate::sys::criu::{self, Criu, DumpOptions, Hooks, Place, Tcp};
+use crate::sys::process;
+use crate::telemetry::log::chain;
+
+/// On one CRIU request. A good one takes less than a tenth of a second, on a busy machine less than one.
+const LIMIT: Duration = Duration::from_secs(5);
+
+/// How the trial went.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// The job came back.
+    Worked { took: Duration },
+    /// A step failed.
+    Failed { step: &'static str, why: String, hint: Option<&'static str> },
+    /// Something that it needs is not there; the reason.
+    NotTried(String),
+}
+
+pub(super) fn run(criu: Option<&Criu>, namespace: PidNamespace, store: &Path) -> Outcome {
+    let Some(criu) = criu else { return Outcome::NotTried("there is no CRIU to try".into()) };
+    if !nix::unistd::geteuid().is_root() {
+        return Outcome::NotTried("only root can try it".into());
+    }
+    let Some(folder) = temporary_folder(store) else {
+        return Outcome::NotTried("there is no temporary folder that programs can be run from: set TMPDIR".into());
+    };
+    let began = Instant::now();
+    match Trial::prepare(criu, namespace, folder.path()).and_then(|trial| trial.go()) {
+        Ok(()) => Outcome::Worked { took: began.elapsed() },
+        Err(Failure { step, why, hint }) => Outcome::Failed { step, why, hint },
+    }
+}
+
+/// The reaper is run from it, so a file system mounted noexec will not do.
+fn temporary_folder(store: &Path) -> Option<tempfile::TempDir> {
+    let places = [std::env::temp_dir(), "/var/tmp".into(), "/run".into(), store.to_path_buf()];
+    let executable = |dir: &&PathBuf| statvfs(dir.as_path()).is_ok_and(|fs| !fs.flags().contains(FsFlags::ST_NOEXEC));
+    let make = |dir: &PathBuf| tempfile::Builder::new().prefix(".rekindle-doctor-").tempdir_in(dir).ok();
+    places.iter().filter(executable).find_map(make)
+}
+
+struct Failure {
+    step: &'static str,
+    why: String,
+    hint: Option<&'static str>,
+}
+
+fn failed<E: std::error::Error>(step: &'static str) -> impl Fn(E) -> Failure {
+    move |error| Failure { step, why: chain(&error), hint: None }
+}
+
+fn refused(step: &'static str) -> impl Fn(criu::RunError) -> Failure {
+    move |error| match error.log().map(|log| (log.errors().join("; "), log.hint())) {
+        // Who reads this need not be told to call it.
+        Some((why, hint)) if !why.is_empty() => {
+            Failure { step, why, hint: hint.filter(|hint| !hint.contains("rekindle doctor")) }
+        }
+        _ => Failure { step, why: chain(&error), hint: None },
+    }
+}
+
+struct Trial<'a> {
+    criu: &'a Criu,
+    namespace: PidNamespace,
+    reaper: PathBuf,
+    images: PathBuf,
+    work: PathBuf,
+    files: output::Files,
+    spec: JobSpec,
+}
+
+impl Trial<'_> {
+    fn prepare<'a>(criu: &'a Criu, namespace: PidNamespace, dir: &Path) -> Result<Trial<'a>, Failure> {
+        let step = "preparing";
+        let (images, work) = (dir.join("images"), dir.join("work"));
+        for folder in [&images, &work] {
+            std::fs::create_dir(folder).map_err(failed(step))?;
+        }
+        let path = std::env::var_os("PATH");
+        let program = launch::find_program(OsStr::new("sleep"), dir, path.as_deref()).map_err(failed(step))?;
+        let spec = JobSpec {
+            command: vec!["sleep".into(), "60".into()],
+            program,
+            directory: "/".into(),
+            environment: std::collections::BTreeMap::new(),
+            identity: None,
+            umask: None,
+            limits: Vec::new(),
+            stdin: "/dev/null".into(),
+            privileges: Privileges::MayGrow,
+        };
+        Ok(Trial {
+            criu,
+            namespace,
+            reaper: reaper::unpack(dir).map_err(failed(step))?,
+            images,
+            work,
+            files: output::Files::create(dir).map_err(failed(step))?,
+            spec,
+        })
+    }
+
+    fn go(&self) -> Result<(), Failure> {
+        let ids = self.dump()?;
+        let world = self.world(last_pid_for(&ids))?;
+        let abandon = || world.kill(None);
+        let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, died: &|| None, abandon: &abandon };
+        let restored = criu::restore(&self.place(&world), Tcp::Close, &mut hooks);
+        let root = match restored {
+            Ok(restored) => restored.root,
+            Err(error) => {
+                world.end(None);
+                return Err(refused("restore")(error));
+            }
+        };
+        let job = Job::new(world, root);
+        let lives = job.root.has_ended().is_ok_and(|ended| !ended) && job.main_pid().is_some();
+        job.end();
+        match lives {
+            true => Ok(()),
+            false => {
+                Err(Failure { step: "restore", why: "the job ended as soon as it was restored".into(), hint: None })
+            }
+        }
+    }
+
+    /// Starts the job, dumps it and ends it; answers its pids.
+    fn dump(&self) -> Result<Vec<i32>, Failure> {
+        let world = self.world(FIRST_PID - 1)?;
+        let root = match launch::start(&world, &self.reaper, &self.spec, &self.files) {
+            Ok(root) => root,
+            Err(error) => {
+                world.end(None);
+                return Err(failed("start")(error));
+            }
+        };
+        let job = Job::new(world, root);
+        let dumped = self.dump_job(&job);
+        job.end();
+        dumped
+    }
+
+    fn dump_job(&self, job: &Job) -> Result<Vec<i32>, Failure> {
+        let failure = |why: &str| Failure { step: "start", why: why.into(), hint: None };
+        wait_for_program(job, &self.spec.program).ok_or_else(|| failure("`sleep` did not start within a second"))?;
+        let ids: Vec<i32> = process::tree(job.root.pid()).into_iter().filter_map(process::inner_pid).collect();
+        let root = process::inner_pid(job.root.pid()).ok_or_else(|| failure("`sleep` ended at once"))?;
+        let options = DumpOptions { root, tcp: Tcp::Close, ghost_limit: 1 << 20, freeze_timeout: LIMIT };
+        let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, died: &|| None, abandon: &|| {} };
+        criu::dump(&self.place(&job.world), options, &mut hooks).map_err(refused("dump"))?;
+        Ok(ids)
+    }
+
+    fn world(&self, last_pid: i32) -> Result<World, Failure> {
+        match self.namespace {
+            PidNamespace::Private => World::private(&self.reaper, last_pid).map_err(failed("namespaces")),
+            PidNamespace::Host => Ok(World::Host),
+        }
+    }
+
+    fn place<'a>(&'a self, world: &'a World) -> Place<'a> {
+        Place { criu: self.criu, init: world.init(), images: &self.images, work: &self.work, timeout: LIMIT }
+    }
+}
+
+/// Until the reaper's child has become the program: a dump in the middle of exec would try something else.
+fn wait_for_program(job: &Job, program: &Path) -> Option<()> {
+    let program = std::fs::canonicalize(program).ok()?;
+    let deadline = Instant::now() + Duration::from_secs(1);
+    while Instant::now() < deadline {
+        if job.main_pid().and_then(process::executable).is_some_and(|file| file == program) {
+            return Some(());
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    None
+}
+
+pub(super) fn judge(outcome: &Outcome) -> Check {
+    let name = "criu.trial";
+    match outcome {
+        Outcome::Worked { took } => Check::ok(name, format!("a job was dumped and restored, {} ms", took.as_millis())),
+        // What keeps it from being tried is missing under its own name.
+        Outcome::NotTried(why) => Check::not_here(name, format!("not tried: {why}")),
+        Outcome::Failed { step, why, hint } => {
+            let fix = hint.unwrap_or(
+                "look at what is missing or warned of here, above all rights and a seccomp filter (Docker: \
+                 --privileged); `criu check` may say more",
+            );
+            Check::missing(name, format!("{step} failed: {why}"), fix)
+        }
+    }
+}
+
+/// For tests of what is judged by it.
+#[cfg(test)]
+pub(super) fn worked() -> Outcome {
+    Outcome::Worked { took: Duration::from_millis(80) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::State;
+
+    #[test]
+    fn only_a_failure_is_missing_and_says_what_helps() {
+        assert_eq!(judge(&worked()).state, State::Ok);
+        assert_eq!(judge(&Outcome::NotTried("x".into())).state, State::NotHere);
+        let failure = |hint| judge(&Outcome::Failed { step: "dump", why: "no".into(), hint });
+        let (plain, hinted) = (failure(None), failure(Some("do that")));
+        assert_eq!((plain.state, plain.found.as_str()), (State::Missing, "dump failed: no"));
+        assert!(plain.fix.unwrap().contains("seccomp"));
+        assert_eq!(hinted.fix.as_deref(), Some("do that"));
+    }
+
+    #[test]
+    fn without_criu_nothing_is_tried() {
+        assert!(matches!(run(None, PidNamespace::Private, Path::new("/")), Outcome::NotTried(_)));
+    }
+
+    #[test]
+    fn what_is_no_criu_fails_within_the_limit_and_leaves_nothing() {
+        if !nix::unistd::geteuid().is_root() {
+            eprintln!("SKIP: needs root");
+            assert!(!std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default().contains("root"));
+            return;
+        }
+        let criu = Criu { path: "/bin/false".into(), version: criu::Version(4, 2, 0) };
+        let outcome = run(Some(&criu), PidNamespace::Private, Path::new("/"));
+        assert!(matches!(outcome, Outcome::Failed { step: "dump", .. }), "{outcome:?}");
+    }
+}
