@@ -31,8 +31,12 @@ class Job:
         command = [args.rekindle, "run", "--store", self.store, "--name", "bench", "--interval", "off", "--"]
         command += [sys.executable, ROOT / "integration/jobs/gap_job.py", str(args.mib), self.gaps]
         environment = dict(os.environ, REKINDLE_STORE_KEEP_LAST="1")
-        self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for("start", lambda: self.lines() >= 1)
+        self.log = work / "log"
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stderr=log)
+        wait_for("start", lambda: self.lines() >= 1 or self.process.poll() is not None)
+        if self.process.poll() is not None:
+            sys.exit(f"bench: rekindle ended with {self.process.returncode}: {self.log.read_text()}")
         self.pid = json.loads((self.store / "bench/state.json").read_text())["pid"]
 
     def lines(self):
@@ -71,9 +75,12 @@ class Job:
 def freeze(args, work):
     job = Job(args, work)
     ours, plain = [], []
-    for _ in range(args.runs):
-        plain.append(job.gap_of(lambda: job.plain(work)))
-        ours.append(job.gap_of(job.snapshot))
+    for n in range(args.runs):
+        # In turn, so that neither always comes second; with a pause, so that neither pays for the other's cleaning up.
+        sides = [(plain, lambda: job.plain(work)), (ours, job.snapshot)]
+        for gaps, act in sides if n % 2 else reversed(sides):
+            gaps.append(job.gap_of(act))
+            time.sleep(2)
     job.end()
     a, b = statistics.median(ours), statistics.median(plain)
     ratio = statistics.median(x / y for x, y in zip(ours, plain))

@@ -131,6 +131,12 @@ impl Lab {
         self
     }
 
+    /// Sets a key to the path of a file in the ground.
+    pub(crate) fn set_file(self, key: &str, name: &str) -> Lab {
+        let value = format!("{:?}", self.file(name));
+        self.set(key, &value)
+    }
+
     pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }
@@ -259,7 +265,8 @@ impl Lab {
 impl Drop for Lab {
     fn drop(&mut self) {
         // A supervisor that was dropped without an end was killed just now; the kernel takes its job down.
-        let left = if comes(Duration::from_secs(3), || self.processes().is_empty()) { vec![] } else { self.processes() };
+        let left =
+            if comes(Duration::from_secs(3), || self.processes().is_empty()) { vec![] } else { self.processes() };
         for (pid, _) in &left {
             let _ = nix::sys::signal::kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
@@ -430,7 +437,7 @@ impl Drop for Running {
 /// The last lines of a text, for a message.
 pub(crate) fn tail(text: &str) -> String {
     let lines: Vec<&str> = text.lines().collect();
-    lines[lines.len().saturating_sub(40)..].join("\n")
+    lines[lines.len().saturating_sub(400)..].join("\n")
 }
 
 /// The numbers of lines "n NUMBER", in order.
@@ -442,5 +449,5 @@ pub(crate) fn numbers(text: &str) -> Vec<u64> {
 pub(crate) fn assert_counts_up(text: &str) {
     let numbers = numbers(text);
     let wrong = numbers.iter().zip(1u64..).find(|(found, wanted)| *found != wanted);
-    assert!(wrong.is_none() && !numbers.is_empty(), "{wrong:?} (found, wanted) in\n{}", tail(text));
+    assert!(wrong.is_none() && !numbers.is_empty(), "{wrong:?} (found, wanted) in\n{}", text.replace('\n', " "));
 }

@@ -149,7 +149,7 @@ fn reap(args: &Args, envp: *const *const c_char) -> ! {
     }
 }
 
-/// The forked child: takes its own session and identity, and becomes the job's program.
+/// The forked child: takes its own group and identity, and becomes the job's program.
 fn become_job(args: &Args, envp: *const *const c_char) -> ! {
     let program = args.get(7);
     let failed = |what: &[u8], errno: Errno, code: i32| -> ! {
@@ -163,8 +163,10 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
         let _ = sys::write(2, b"\n");
         exit(code)
     };
-    if let Err(e) = sys::new_session() {
-        failed(b"start a session for", e, 125);
+    // A group of its own within the session that the reaper leads. What the job leaves behind in this session becomes the
+    // reaper's child, and that is a shape that CRIU brings back.
+    if let Err(e) = sys::new_group() {
+        failed(b"start a process group for", e, 125);
     }
     if args.get(3).to_bytes() != b"-" {
         let mut groups = [0u32; 256];

@@ -141,8 +141,9 @@ fn own_pid() -> i32 {
     call(39, [0; 5]).map_or(0, as_pid)
 }
 
-pub(crate) fn new_session() -> Result<(), Errno> {
-    call(112, [0; 5]).map(drop)
+/// setpgid(2) of the caller to its own pid.
+pub(crate) fn new_group() -> Result<(), Errno> {
+    call(109, [0; 5]).map(drop)
 }
 
 pub(crate) fn set_groups(groups: &[u32]) -> Result<(), Errno> {

@@ -119,7 +119,7 @@ impl Trial<'_> {
         let ids = self.dump()?;
         let world = self.world(last_pid_for(&ids))?;
         let abandon = || world.kill(None);
-        let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, died: &|| None, abandon: &abandon };
+        let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, abandon: &abandon, died: &|| None };
         let restored = criu::restore(&self.place(&world), Tcp::Close, &mut hooks);
         let root = match restored {
             Ok(restored) => restored.root,
@@ -161,7 +161,7 @@ impl Trial<'_> {
         let ids: Vec<i32> = process::tree(job.root.pid()).into_iter().filter_map(process::inner_pid).collect();
         let root = process::inner_pid(job.root.pid()).ok_or_else(|| failure("`sleep` ended at once"))?;
         let options = DumpOptions { root, tcp: Tcp::Close, ghost_limit: 1 << 20, freeze_timeout: LIMIT };
-        let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, died: &|| None, abandon: &|| {} };
+        let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, abandon: &|| {}, died: &|| None };
         criu::dump(&self.place(&job.world), options, &mut hooks).map_err(refused("dump"))?;
         Ok(ids)
     }

@@ -14,6 +14,7 @@ use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use crate::sys::process;
 use crate::sys::spawn::{self, Child, Open, Spawn};
@@ -117,20 +118,41 @@ pub struct Job {
     pub world: World,
     /// The reaper; it ends as the job ends.
     pub root: Child,
+    /// The process that runs the command, as it sees itself, where an image tells.
+    main: Option<i32>,
 }
 
 impl Job {
-    /// A job that was started or restored.
+    /// A job that was started.
     #[must_use]
     pub fn new(world: World, root: Child) -> Job {
-        Job { world, root }
+        Job { world, root, main: None }
     }
 
-    /// The process that runs the command, as we see it: the reaper's oldest child. Daemons come later.
+    /// A job that was restored; `main` is the process that runs the command, as it sees itself.
+    #[must_use]
+    pub fn restored(world: World, root: Child, main: i32) -> Job {
+        Job { world, root, main: Some(main) }
+    }
+
+    /// The process that runs the command, as we see it: the reaper's oldest child, because daemons come later. CRIU starts
+    /// them in any order; then it is the one that the image names.
     #[must_use]
     pub fn main_pid(&self) -> Option<i32> {
         let children = process::children(self.root.pid());
+        if let Some(main) = self.main {
+            return children.into_iter().find(|pid| process::inner_pid(*pid) == Some(main));
+        }
         children.into_iter().min_by_key(|pid| process::start_time(*pid).unwrap_or(u64::MAX))
+    }
+
+    /// Waits until the reaper has forked the command's process, or is over already. It takes well under a millisecond;
+    /// others want to know the pid from the beginning.
+    pub fn wait_for_main(&self) {
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while self.main_pid().is_none() && Instant::now() < deadline && !self.root.has_ended().unwrap_or(true) {
+            std::thread::sleep(Duration::from_micros(100));
+        }
     }
 
     /// Sends a signal to the command's process, through the reaper.

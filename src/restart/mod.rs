@@ -1,4 +1,4 @@
-//! Why did it end, is it worth another try, from which image; put the files back, restore, check that it lives.
+//! Why did it end, is it worth another try, from which image; put the files back, restore.
 //!
 //! [`policy`] decides and touches nothing; [`restore`] carries out. Invariants: an image is read and verified, never
 //! written to or used up; when a restore fails nothing of the half-restored job is left; files of the user are cut only
@@ -199,7 +199,7 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
             });
         }
     };
-    let job = Job::new(world, root);
+    let job = Job::restored(world, root, manifest.tree.job);
     // A job that ends from here on was restored, and has ended: whether its image is to blame is what the policy counts
     // early deaths for. One kill at this moment must not cost a good image.
     match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest))) {

@@ -88,6 +88,13 @@ pub(super) fn save_links(criu_dir: &Path, root: i32, id: &ImageId) -> Result<Vec
     Ok(saved)
 }
 
+/// The names that CRIU gave are gone after the dump; ours stay, and those files are put back by them.
+pub(super) fn name_by_saved(files: &mut [OpenFile], links: &[SavedLink]) {
+    for link in links {
+        files.iter_mut().filter(|file| file.path == link.link).for_each(|file| file.path.clone_from(&link.saved));
+    }
+}
+
 /// Takes [`save_links`] back.
 pub(super) fn drop_links(links: &[SavedLink], root: i32) {
     for link in links {

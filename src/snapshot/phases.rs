@@ -207,6 +207,8 @@ impl<'a> Work<'a> {
             files::copy_small(&mut self.open_files, root, &draft_dir, subject.launch.identity.as_ref())
                 .map_err(|e| format!("can not copy the job's open files: {e}"))?;
             self.saved_links = files::save_links(&dir, root, &id).map_err(|e| e.to_string())?;
+            files::name_by_saved(&mut self.open_files, &self.saved_links);
+            criu::image::adopt_daemons(&dir).map_err(|e| e.to_string())?;
             let log = &subject.config.log;
             if let Err(error) = subject.output.rotate(log.max_size.bytes(), log.keep) {
                 self.notes.push(format!("the output was not rotated: {}", chain(&error)));

@@ -495,7 +495,11 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
         PidNamespace::Host => World::Host,
     };
     match launch::start(&world, &setup.reaper, &setup.spec, files) {
-        Ok(root) => Ok(StartedJob { job: Job::new(world, root), notes: Vec::new() }),
+        Ok(root) => {
+            let job = Job::new(world, root);
+            job.wait_for_main();
+            Ok(StartedJob { job, notes: Vec::new() })
+        }
         Err(error) => {
             world.end(None);
             Err(StartFailure::Launch(error))

@@ -65,7 +65,6 @@ impl Published {
             self.state = state.name().into();
             self.since = Utc::now();
         }
-        // A job that is being set up has no process yet; it is looked for again at the next change.
         self.pid = job.and_then(Job::main_pid);
     }
 

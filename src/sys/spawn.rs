@@ -16,7 +16,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
 
-use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::sys::wait::{WaitPidFlag, WaitStatus};
 use nix::unistd::Pid;
 
 /// A file for the child, opened by the child itself after it entered its mount namespace: CRIU refuses descriptors that
@@ -45,6 +45,7 @@ pub struct Spawn {
     umask: Option<libc::mode_t>,
     limits: Vec<(u32, libc::rlimit)>,
     session: bool,
+    dies_with_us: bool,
 }
 
 /// The namespaces a child is born into.
@@ -116,7 +117,7 @@ impl std::fmt::Display for Ended {
 }
 
 /// The steps of the child, by the number it reports when one fails.
-const STEPS: [&str; 9] = [
+const STEPS: [&str; 10] = [
     "entering the mount namespace",
     "starting a session",
     "changing to the working directory",
@@ -126,6 +127,7 @@ const STEPS: [&str; 9] = [
     "closing other descriptors",
     "resetting signals",
     "execve",
+    "setting the parent-death signal",
 ];
 
 fn register() -> std::sync::MutexGuard<'static, BTreeSet<i32>> {
@@ -164,6 +166,7 @@ impl Spawn {
             umask: None,
             limits: Vec::new(),
             session: false,
+            dies_with_us: false,
         }
         .inherit_environment())
     }
@@ -244,6 +247,14 @@ impl Spawn {
     #[must_use]
     pub fn session(mut self) -> Spawn {
         self.session = true;
+        self
+    }
+
+    /// The kernel kills the child when this process ends. Only for [`World::Host`]: children of other worlds are forked by
+    /// threads that end, and those worlds end with us anyway.
+    #[must_use]
+    pub fn dies_with_us(mut self) -> Spawn {
+        self.dies_with_us = true;
         self
     }
 
@@ -411,6 +422,10 @@ impl<'a> ChildPlan<'a> {
             // SAFETY: the text is NUL-terminated.
             self.check(2, unsafe { libc::chdir(directory.as_ptr()) });
         }
+        if spawn.dies_with_us {
+            // SAFETY: a system call on numbers.
+            self.check(9, unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) });
+        }
         let mut top: RawFd = 2;
         // The report pipe and all given descriptors go up first, out of the way of the final numbers.
         let mut lifted = [(0 as RawFd, 0 as RawFd); 8];
@@ -559,9 +574,9 @@ impl Child {
     pub fn wait_for_end(&self) -> io::Result<()> {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT;
         loop {
-            match waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&self.pidfd)), flags) {
-                Err(nix::Error::EINTR) => {}
-                other => return Ok(other.map(drop)?),
+            match self.wait_id(flags) {
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                other => return other.map(drop),
             }
         }
     }
@@ -580,18 +595,34 @@ impl Child {
     /// When it was reaped before.
     pub fn has_ended(&self) -> io::Result<bool> {
         let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
-        Ok(!matches!(waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&self.pidfd)), flags)?, WaitStatus::StillAlive))
+        Ok(self.wait_id(flags)?.is_some())
     }
 
     fn wait_with(&self, flags: WaitPidFlag) -> io::Result<Option<Ended>> {
-        let status = waitid(Id::PIDFd(std::os::fd::AsFd::as_fd(&self.pidfd)), flags)?;
-        let ended = match status {
-            WaitStatus::Exited(_, code) => Ended::Exit(code),
-            WaitStatus::Signaled(_, signal, _) => Ended::Signal(signal as i32),
-            _ => return Ok(None),
-        };
-        register().remove(&self.pid);
-        Ok(Some(ended))
+        let ended = self.wait_id(flags)?;
+        if ended.is_some() {
+            register().remove(&self.pid);
+        }
+        Ok(ended)
+    }
+
+    /// waitid(2). Not nix's: that one has no value for a child that a real-time signal ended, and answers EINVAL after the
+    /// kernel has reaped it.
+    fn wait_id(&self, flags: WaitPidFlag) -> io::Result<Option<Ended>> {
+        // SAFETY: siginfo_t is plain numbers, for which all zeroes is valid.
+        let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+        let fd = self.pidfd.as_raw_fd().cast_unsigned();
+        // SAFETY: a system call on an open descriptor; `info` is valid for writes.
+        if unsafe { libc::waitid(libc::P_PIDFD, fd, &raw mut info, flags.bits()) } < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: waitid fills the fields of a SIGCHLD, or leaves zeroes.
+        let status = unsafe { info.si_status() };
+        Ok(match info.si_code {
+            libc::CLD_EXITED => Some(Ended::Exit(status)),
+            libc::CLD_KILLED | libc::CLD_DUMPED => Some(Ended::Signal(status)),
+            _ => None,
+        })
     }
 }
 

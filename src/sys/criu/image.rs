@@ -36,6 +36,15 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
+    /// The file can not be written.
+    #[error("can not write {path}")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
     /// The file is not what its name says, or cut.
     #[error("{path} is damaged: {what}")]
     Damaged {
@@ -106,6 +115,59 @@ pub struct Ids {
     pub all: Vec<i32>,
 }
 
+/// Lets every process that is a child of the root without leading its session lead one of its own in the image.
+///
+/// The parent of such a process is gone, and the root adopted it: a daemon that forked twice. CRIU can give it a parent
+/// and a foreign session only by way of a helper that ends, and then it belongs to pid 1, because the root becomes a
+/// subreaper again too late: it would be missing in the next image.
+///
+/// # Errors
+/// When pstree.img is missing or damaged, or can not be written.
+pub fn adopt_daemons(dir: &Path) -> Result<(), Error> {
+    let path = dir.join("pstree.img");
+    let before: Vec<PstreeEntry> = Records::open(path.clone(), PSTREE)?.all()?;
+    let mut entries = before.clone();
+    lead_sessions(&mut entries);
+    if entries == before {
+        return Ok(());
+    }
+    let mut bytes: Vec<u8> = [COMMON, PSTREE].iter().flat_map(|word| word.to_le_bytes()).collect();
+    for entry in &entries {
+        let record = entry.encode_to_vec();
+        let length = u32::try_from(record.len()).map_err(|e| damaged(&path, e.to_string()))?;
+        bytes.extend(length.to_le_bytes());
+        bytes.extend(record);
+    }
+    std::fs::write(&path, bytes).map_err(|source| Error::Write { path, source })
+}
+
+fn lead_sessions(entries: &mut [PstreeEntry]) {
+    let Some((root, root_session)) = entries.first().map(|root| (root.pid, root.sid)) else { return };
+    let daemons: Vec<(u32, u32)> = entries
+        .iter()
+        .filter(|e| e.ppid == root && e.sid != root_session && e.sid != e.pid)
+        .map(|e| (e.pid, e.sid))
+        .collect();
+    for (daemon, session) in daemons {
+        // Parents come before their children.
+        let mut below = vec![daemon];
+        for entry in entries.iter() {
+            if below.contains(&entry.ppid) {
+                below.push(entry.pid);
+            }
+        }
+        let moves = |e: &PstreeEntry| below.contains(&e.pid) && e.sid == session;
+        let moved: Vec<u32> = entries.iter().filter(|e| moves(e)).map(|e| e.pid).collect();
+        for entry in entries.iter_mut().filter(|e| moved.contains(&e.pid)) {
+            entry.sid = daemon;
+            // A group lies within one session, and the leader of a session leads its group.
+            if entry.pid == daemon || !moved.contains(&entry.pgid) {
+                entry.pgid = daemon;
+            }
+        }
+    }
+}
+
 /// Reads pstree.img.
 ///
 /// # Errors
@@ -137,22 +199,28 @@ pub struct OpenFile {
     pub position: u64,
 }
 
-/// The regular files of files.img that still have their name.
+/// The regular files of files.img that have a name: their own, or the one that CRIU gave them (`link_remap.N`).
 ///
 /// # Errors
 /// When an image file is damaged.
 pub fn open_files(dir: &Path) -> Result<Vec<OpenFile>, Error> {
-    let gone: Vec<u32> = remaps(dir)?.iter().map(|remap| remap.orig_id).collect();
-    let path = dir.join("files.img");
-    let entries: Vec<FileEntry> = Records::open(path, FILES)?.all()?;
-    let regular = entries.into_iter().filter(|e| !gone.contains(&e.id)).filter_map(|e| e.reg);
-    Ok(regular
-        .map(|reg| OpenFile {
-            path: Path::new("/").join(reg.name.trim_start_matches('/')),
+    let remaps = remaps(dir)?;
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    let by_id = |id: u32| entries.iter().find(|e| e.id == id).and_then(|e| e.reg.as_ref());
+    let named = entries.iter().filter_map(|entry| {
+        let reg = entry.reg.as_ref()?;
+        let name = match remaps.iter().find(|remap| remap.orig_id == entry.id) {
+            None => &reg.name,
+            Some(remap) if remap.is_link() => &by_id(remap.remap_id)?.name,
+            Some(_) => return None,
+        };
+        Some(OpenFile {
+            path: Path::new("/").join(name.trim_start_matches('/')),
             flags: reg.flags.cast_signed(),
             position: reg.pos,
         })
-        .collect())
+    });
+    Ok(named.collect())
 }
 
 fn remaps(dir: &Path) -> Result<Vec<RemapEntry>, Error> {
@@ -169,9 +237,7 @@ fn remaps(dir: &Path) -> Result<Vec<RemapEntry>, Error> {
 /// # Errors
 /// When an image file is damaged.
 pub fn link_remaps(dir: &Path) -> Result<Vec<PathBuf>, Error> {
-    const LINKED: u32 = 0;
-    let links: Vec<u32> =
-        remaps(dir)?.iter().filter(|r| r.remap_type.unwrap_or(LINKED) == LINKED).map(|r| r.remap_id).collect();
+    let links: Vec<u32> = remaps(dir)?.iter().filter(|remap| remap.is_link()).map(|remap| remap.remap_id).collect();
     if links.is_empty() {
         return Ok(Vec::new());
     }
@@ -259,6 +325,47 @@ mod tests {
     }
 
     #[test]
+    fn daemons_of_a_foreign_session_lead_their_own() {
+        let entry = |pid, ppid, pgid, sid| PstreeEntry { pid, ppid, pgid, sid, threads: vec![pid] };
+        let mut entries = vec![
+            entry(1000, 0, 1000, 1000),
+            entry(1001, 1000, 1001, 1000),
+            entry(1005, 1001, 1005, 1005),
+            // Forked twice; its leader 1003 is gone. It has a child, one that leads a group, and one in its own session.
+            entry(1004, 1000, 1003, 1003),
+            entry(1006, 1004, 1003, 1003),
+            entry(1007, 1004, 1007, 1003),
+            entry(1008, 1007, 1007, 1003),
+            entry(1009, 1004, 1009, 1009),
+            // Another of that session.
+            entry(1010, 1000, 1003, 1003),
+            // Its session's leader lives elsewhere.
+            entry(1011, 1000, 1005, 1005),
+            // Left by a shell of the job: in the root's session.
+            entry(1012, 1000, 1001, 1000),
+        ];
+        lead_sessions(&mut entries);
+        let found: Vec<_> = entries.iter().map(|e| (e.pid, e.pgid, e.sid)).collect();
+        let expected = [
+            (1000, 1000, 1000),
+            (1001, 1001, 1000),
+            (1005, 1005, 1005),
+            (1004, 1004, 1004),
+            (1006, 1004, 1004),
+            (1007, 1007, 1004),
+            (1008, 1007, 1004),
+            (1009, 1009, 1009),
+            (1010, 1010, 1010),
+            (1011, 1011, 1011),
+            (1012, 1001, 1000),
+        ];
+        assert_eq!(found, expected);
+        let before = entries.clone();
+        lead_sessions(&mut entries);
+        assert_eq!(entries, before);
+    }
+
+    #[test]
     fn a_short_pages_file_is_found() {
         let dir = tempfile::tempdir().unwrap();
         let new = PagemapEntry { flags: Some(PRESENT), nr_pages: Some(2), ..PagemapEntry::default() };
@@ -276,8 +383,8 @@ mod tests {
     #[test]
     fn a_missing_page_map_is_found() {
         let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("mm-7.img"), "").unwrap();
-        assert!(check_pages(dir.path()).unwrap_err().to_string().contains("pagemap-7.img"));
+        std::fs::write(dir.path().join("mm-12.img"), "").unwrap();
+        assert!(check_pages(dir.path()).unwrap_err().to_string().contains("pagemap-12.img"));
         pagemap(dir.path(), &[]);
         assert_eq!(check_pages(dir.path()).unwrap(), 0);
     }

@@ -185,6 +185,13 @@ pub(crate) struct RemapEntry {
     pub remap_type: Option<u32>,
 }
 
+impl RemapEntry {
+    /// Whether the file has another name, and CRIU made one more beside it.
+    pub(crate) fn is_link(&self) -> bool {
+        self.remap_type.unwrap_or(0) == 0
+    }
+}
+
 /// `stats_entry`.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct StatsEntry {

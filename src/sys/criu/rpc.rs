@@ -299,7 +299,7 @@ impl Run {
                             init.pidfd().map_err(|source| spawn::Error::Fork { program: "criu".into(), source })?;
                         spawn.world(World::Join(pidfd)).pid(CRIU_PID).start()
                     }
-                    None => spawn.start(),
+                    None => spawn.dies_with_us().start(),
                 }
             })
             .map_err(RunError::Start)?;

@@ -1,0 +1,206 @@
+//! Jobs of many kinds, each killed with -9 after a snapshot and compared with what it would have become.
+
+use std::net::UdpSocket;
+use std::time::Duration;
+
+use crate::supervisor::{Lab, Running, assert_counts_up, numbers};
+
+/// Starts the job, lets it work, takes a snapshot, lets it work on.
+pub(crate) fn until_after_snapshot(lab: &Lab, kind: &str) -> Running {
+    let mut run = lab.python("kinds.py", &[kind, lab.path().to_str().unwrap()]);
+    count_on(lab, &mut run, 5);
+    run.snapshot(lab);
+    count_on(lab, &mut run, 5);
+    run
+}
+
+/// Waits until the job counted on by this much.
+pub(crate) fn count_on(lab: &Lab, run: &mut Running, by: usize) {
+    let before = numbers(&lab.output()).len();
+    run.wait_for("the job counts", || numbers(&lab.output()).len() >= before + by);
+}
+
+/// Lets the job make its last checks.
+pub(crate) fn finish(lab: &Lab, run: Running) {
+    std::fs::write(lab.file("finish"), "").unwrap();
+    let (_, said) = run.ends_with(0);
+    let output = lab.output();
+    assert!(output.ends_with("done\n"), "{output}");
+    assert_eq!(output.matches("done").count(), 1, "it ended twice\n{output}\n{said}");
+    assert_counts_up(&output);
+}
+
+fn comes_back(kind: &str) -> Option<Lab> {
+    let lab = Lab::new()?;
+    let mut run = until_after_snapshot(&lab, kind);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+    Some(lab)
+}
+
+macro_rules! kinds {
+    ($($name:ident: $kind:literal,)*) => {
+        $(#[test] fn $name() { comes_back($kind); })*
+    };
+}
+
+kinds! {
+    threads: "threads",
+    two_hundred_threads: "200-threads",
+    children_and_pipes_in_flight: "pipes",
+    a_connection_within_the_job: "tcp-within",
+    a_deleted_file: "ghost",
+    timers_and_sleeps: "timers",
+    signals_blocked_and_pending: "signals",
+    short_lived_children: "forks",
+    a_big_environment: "environment",
+    memory_that_is_rewritten_all_the_time: "memory",
+    locks_fifos_and_events: "mixed",
+    shared_memory: "shared",
+}
+
+/// The port that the job printed.
+fn port(lab: &Lab) -> u16 {
+    lab.output().lines().find_map(|line| line.strip_prefix("port ")?.parse().ok()).unwrap()
+}
+
+#[test]
+fn a_udp_server_goes_on_counting() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = lab.python("kinds.py", &["udp", lab.path().to_str().unwrap()]);
+    run.wait_printed("n 1\n");
+    let client = UdpSocket::bind("127.0.0.1:0").unwrap();
+    client.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    let ask = || {
+        client.send_to(b"?", ("127.0.0.1", port(&lab))).unwrap();
+        let mut answer = [0; 100];
+        let count = client.recv(&mut answer).unwrap();
+        String::from_utf8_lossy(&answer[..count]).into_owned()
+    };
+    assert_eq!(ask(), "101");
+    run.snapshot(&lab);
+    assert_eq!(ask(), "102");
+    assert_eq!(ask(), "103");
+    for _ in 0..2 {
+        run.crash(&lab);
+        assert_eq!(ask(), "102", "the counter is that of the image");
+    }
+    finish(&lab, run);
+}
+
+#[test]
+fn a_listening_tcp_socket_accepts_again() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = lab.python("kinds.py", &["tcp-listening", lab.path().to_str().unwrap()]);
+    run.wait_printed("n 1\n");
+    let ask = || {
+        let mut answer = String::new();
+        let mut stream = std::net::TcpStream::connect(("127.0.0.1", port(&lab))).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        std::io::Read::read_to_string(&mut stream, &mut answer).unwrap();
+        answer
+    };
+    assert_eq!(ask(), "101");
+    run.snapshot(&lab);
+    assert_eq!((ask(), ask()), ("102".into(), "103".into()));
+    run.crash(&lab);
+    assert_eq!(ask(), "102");
+    finish(&lab, run);
+}
+
+/// The names of the files of ours in the lab's folder.
+fn ours(lab: &Lab) -> Vec<String> {
+    let names = std::fs::read_dir(lab.path()).unwrap().flatten().map(|e| e.file_name().to_string_lossy().into_owned());
+    let links = names.filter(|name| name.contains("link_remap") || name.starts_with(".rekindle-link-"));
+    links.filter(|name| !name.contains(".rolled-back.")).collect()
+}
+
+#[test]
+fn a_name_that_went_while_another_stays() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "2")) else { return };
+    let mut run = until_after_snapshot(&lab, "link-remap");
+    assert_eq!(ours(&lab).len(), 1, "{:?}", ours(&lab));
+    for _ in 0..3 {
+        run.crash(&lab);
+        count_on(&lab, &mut run, 3);
+        assert_eq!(ours(&lab).len(), 1, "the image keeps its link, nothing else stays: {:?}", ours(&lab));
+    }
+    for _ in 0..3 {
+        run.snapshot(&lab);
+    }
+    run.wait_for("old links go with their images", || ours(&lab).len() == 2);
+    finish(&lab, run);
+}
+
+#[test]
+fn open_files_are_put_back() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "files");
+    run.crash(&lab);
+    count_on(&lab, &mut run, 3);
+    for name in ["w.txt", "a.txt", "large"] {
+        let (kept, now) = (lab.read(&format!("{name}.rolled-back.1")), lab.read(name));
+        assert!(!kept.is_empty(), "{name} has no tail");
+        // What was cut is what a job that was not disturbed writes there: this one wrote or writes the same.
+        run.wait_for("it has caught up", || lab.read(name).len() >= now.len().max(kept.len()));
+    }
+    let kept = lab.read("a.txt.rolled-back.1");
+    let first: u64 = kept.lines().next().unwrap().parse().unwrap();
+    assert!(first > 5, "{kept}");
+    run.wait_for("a.txt is past the tail", || lab.read("a.txt").contains(&kept));
+    assert!(lab.read("progress.rolled-back.1").starts_with("epoch "));
+    // The same image once more: tails are numbered, none is lost.
+    run.crash(&lab);
+    count_on(&lab, &mut run, 3);
+    assert_eq!(lab.read("a.txt.rolled-back.1"), kept);
+    assert!(lab.read("a.txt.rolled-back.2").starts_with(&format!("{first}\n")));
+    finish(&lab, run);
+}
+
+#[test]
+fn daemons_are_in_the_image() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "daemon");
+    for _ in 0..2 {
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+        // In the image of a restored job too.
+        run.snapshot(&lab);
+        count_on(&lab, &mut run, 5);
+    }
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+    assert_counts_up(&lab.read("daemon.txt"));
+}
+
+#[test]
+fn an_image_is_not_used_up() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "files");
+    for _ in 0..3 {
+        run.crash(&lab);
+        count_on(&lab, &mut run, 2);
+        assert_eq!(lab.good(), [1]);
+        assert!(lab.images()[0].verify().is_sound());
+    }
+    finish(&lab, run);
+}
+
+#[test]
+fn a_job_in_the_host_pid_namespace() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("job.pid-namespace", "\"host\"")) else { return };
+    let mut run = until_after_snapshot(&lab, "daemon");
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    let pid = run.job_pid(&lab);
+    assert_eq!(rekindle::sys::process::inner_pid(pid), Some(pid));
+    run.kill_9();
+    lab.assert_all_gone(Duration::from_secs(1));
+    let mut run = lab.python("kinds.py", &["daemon", lab.path().to_str().unwrap()]);
+    run.wait_said("goes on from image");
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+    assert_counts_up(&lab.read("daemon.txt"));
+}

@@ -1,0 +1,136 @@
+//! Restarts: which deaths are worth one, from which image, how often, and what comes after the last image.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use crate::kinds::{count_on, finish, until_after_snapshot};
+use crate::supervisor::{Lab, assert_counts_up, numbers};
+
+#[test]
+fn exit_codes_that_are_worth_a_restart_and_those_that_are_not() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("restart.max-restarts", "2")) else { return };
+    let run = |lab: &Lab, code: i32| {
+        lab.run_with(&["run", "--fresh", "--name", "j", "--"], ["sh", "-c", &format!("echo n; exit {code}")])
+    };
+    let (out, said) = run(&lab, 2).ends_with(2);
+    assert!(out == "n\n" && said.contains("exit code 2 is in restart.never-retry-exit-codes"), "{said}");
+    let (out, said) = run(&lab, 9).ends_with(9);
+    assert_eq!(out, "n\n".repeat(3));
+    assert!(said.contains("given up: 2 restarts within 1h (restart.max-restarts)"), "{said}");
+    let lab = lab.set("restart.retry-exit-codes", "[9, 10]").set("restart.never-retry-exit-codes", "[]");
+    let (out, said) = run(&lab, 8).ends_with(8);
+    assert!(out == "n\n" && said.contains("not in restart.retry-exit-codes"), "{said}");
+    assert_eq!(run(&lab, 10).ends_with(10).0, "n\n".repeat(3));
+    let lab = lab.set("restart.min-uptime", "\"5s\"").set("restart.max-restarts", "9");
+    let (out, said) = run(&lab, 9).ends_with(9);
+    assert_eq!(out, "n\n".repeat(2));
+    assert!(said.contains("started from nothing the job died twice within 5s (restart.min-uptime)"), "{said}");
+    let lab = lab.set("restart.cold-start", "\"never\"");
+    let (out, said) = run(&lab, 9).ends_with(9);
+    assert!(out == "n\n" && said.contains("restart.cold-start"), "{said}");
+}
+
+#[test]
+fn the_wait_between_restarts_doubles() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab
+        .set("restart.max-restarts", "4")
+        .set("restart.backoff", "\"200ms\"")
+        .set("restart.backoff-max", "\"500ms\"");
+    let begun = Instant::now();
+    let (_, said) = lab.run(["sh", "-c", "exit 1"]).ends_with(1);
+    let waits =
+        said.matches(" in 200ms").count() + said.matches(" in 400ms").count() + said.matches(" in 500ms").count();
+    assert_eq!(waits, 4, "{said}");
+    assert!(begun.elapsed() >= Duration::from_millis(200 + 400 + 500 + 500));
+}
+
+#[test]
+fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("restart.min-uptime", "\"20s\"").set("restart.max-restarts", "20");
+    let doom = lab.file("doom");
+    let text = format!(
+        "echo begin; i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); echo n $i; [ ! -e {} ] || exit 3; sleep 0.02; done",
+        doom.display()
+    );
+    let mut run = lab.run(["sh", "-c", &text]);
+    run.wait_printed("n 5\n");
+    run.snapshot(&lab);
+    run.snapshot(&lab);
+    std::fs::write(doom, "").unwrap();
+    let (out, said) = run.ends_with(3);
+    let went: Vec<&str> =
+        said.lines().filter_map(|l| l.split_once("going on from ")?.1.split_once(" in ").map(|p| p.0)).collect();
+    let short: Vec<&str> = went.iter().map(|from| from.split('-').next().unwrap()).collect();
+    let expected = ["image 000002", "image 000002", "image 000001", "image 000001", "the beginning"];
+    // The first life came from nothing as well, and ended early: one more from there, or none.
+    assert!(short.starts_with(&expected[..4]), "{short:?}\n{said}");
+    assert!(short[4..].iter().all(|from| *from == "the beginning") && short.len() > 4, "{short:?}\n{said}");
+    assert!(said.contains("given up: there is no good image, and started from nothing the job died twice"), "{said}");
+    assert!(out.matches("begin").count() >= 2, "{out}");
+    assert!(lab.good().is_empty() && lab.images().len() == 2, "both are marked, both are kept");
+}
+
+#[test]
+fn commands_and_their_images() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "plain");
+    // A second supervisor for the same job.
+    let (_, said) = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]).ends_with(125);
+    assert!(said.contains("is supervised by"), "{said}");
+    run.signal(Signal::SIGKILL);
+    run.wait_for("it is dead", || true);
+    drop(run);
+    let (_, said) = lab.run(["true"]).ends_with(2);
+    assert!(said.contains("another command") && said.contains("--fresh") && said.contains("--name"), "{said}");
+    assert_eq!(lab.good(), [1]);
+    // Anew, although there is something to go on from.
+    std::fs::write(lab.file("finish"), "").unwrap();
+    let command = lab.python_command("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    let (out, _) = lab.run_with(&["run", "--fresh", "--name", "j", "--"], &command).ends_with(0);
+    assert_eq!(out, "n 1\ndone\n");
+    // A job that completed starts anew.
+    let (out, said) = lab.run(&command).ends_with(0);
+    assert!(out == "n 1\ndone\n" && said.contains("job j starts"), "{said}");
+}
+
+#[test]
+fn images_of_a_completed_job_can_be_removed() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.on-success", "\"remove\"")) else { return };
+    finish(&lab, until_after_snapshot(&lab, "plain"));
+    assert!(lab.images().is_empty());
+}
+
+#[test]
+fn back_to_an_older_image_and_on_from_there() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "5")) else { return };
+    let mut run = until_after_snapshot(&lab, "plain");
+    let mark = numbers(&lab.output()).len();
+    run.snapshot(&lab);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    run.kill_9();
+    let mut run = lab.run_with(&["restore", "j/1"], [] as [&str; 0]);
+    run.wait_said("goes on from image 000001");
+    run.wait_said("the job is back from image 000001");
+    assert!(numbers(&lab.output()).len() < mark + 3, "it is back where image 1 was taken");
+    count_on(&lab, &mut run, 3);
+    // Nothing newer of its own: the same image, not the future that was given up.
+    run.crash(&lab);
+    assert_eq!(run.err().matches("the job is back from image 000001").count(), 2, "{}", run.err());
+    run.kill_9();
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    run.wait_said("the job is back from image 000001");
+    count_on(&lab, &mut run, 3);
+    assert_eq!(run.snapshot(&lab), 4);
+    count_on(&lab, &mut run, 3);
+    run.crash(&lab);
+    run.wait_said("the job is back from image 000004");
+    run.kill_9();
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    run.wait_said("the job is back from image 000004");
+    finish(&lab, run);
+    assert_counts_up(&lab.output());
+}

@@ -1,0 +1,15 @@
+//! `rekindle run` and the commands around it: real processes, real CRIU, real kill -9, no GPU.
+//!
+//! Needs root and REKINDLE_CRIU; what is missing is a SKIP, or a failure where REKINDLE_TEST_REQUIRE names it
+//! (`root,criu,python`). Each test has a folder, a store and processes of its own, and leaves none of them.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
+
+#[path = "../support/supervisor.rs"]
+mod supervisor;
+
+mod kinds;
+mod ladder;
+mod launch;
+mod output;
+mod stop;

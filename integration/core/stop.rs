@@ -1,0 +1,249 @@
+//! Signals to the supervisor: a snapshot now, a last one and stop, stop at once, requeue; and its own death, at any
+//! moment.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use crate::kinds::{count_on, finish, until_after_snapshot};
+use crate::supervisor::{Lab, Running, assert_counts_up, comes, criu, numbers};
+
+fn again(lab: &Lab) -> Running {
+    lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()])
+}
+
+fn reasons(lab: &Lab) -> Vec<String> {
+    let images = lab.images();
+    images.iter().map(|i| format!("{:?}", i.manifest().unwrap().reason)).collect()
+}
+
+#[test]
+fn snapshots_on_the_interval() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.interval", "\"300ms\"").set("store.keep-last", "2")) else {
+        return;
+    };
+    let mut run = again(&lab);
+    run.wait_for("the fifth image is there", || lab.images().first().is_some_and(|i| i.id.sequence() >= 5));
+    run.wait_for("old ones go", || lab.images().len() <= 2);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    assert!(reasons(&lab).iter().all(|reason| reason == "Interval"));
+    finish(&lab, run);
+}
+
+#[test]
+fn sigterm_takes_a_last_snapshot_and_the_next_run_goes_on() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGTERM);
+    let (_, said) = run.ends_with(143);
+    assert!(said.contains("image 000001"), "{said}");
+    assert_eq!(reasons(&lab), ["Final"]);
+    let mut run = again(&lab);
+    run.wait_said("goes on from image 000001");
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGINT);
+    run.ends_with(130);
+    assert_eq!(lab.good(), [2, 1]);
+    finish(&lab, again(&lab));
+}
+
+#[test]
+fn sigusr2_is_for_the_queue() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR2);
+    run.ends_with(75);
+    let mut run = again(&lab);
+    run.wait_said("goes on from image 000001");
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// A CRIU that takes its time before it answers; it says that it began in `began`.
+fn slow_criu(lab: &Lab, verb: &str) {
+    let (real, began) = (criu(), lab.file("began"));
+    lab.script(
+        "criu",
+        &format!(
+            "case \"$*\" in *--version*) exec {real} \"$@\";; esac\n\
+             if [ -e {slow} ]; then echo $$ > {began}; exec sleep 600; fi\nexec {real} \"$@\"",
+            real = real.display(),
+            began = began.display(),
+            slow = lab.file(verb).display(),
+        ),
+    );
+}
+
+#[test]
+fn a_second_sigterm_stops_at_once() {
+    for space in ["\"private\"", "\"host\""] {
+        let Some(lab) = Lab::new() else { return };
+        let lab = lab.set_file("criu.path", "criu").set("job.pid-namespace", space);
+        slow_criu(&lab, "slow");
+        let mut run = again(&lab);
+        count_on(&lab, &mut run, 5);
+        std::fs::write(lab.file("slow"), "").unwrap();
+        run.signal(Signal::SIGTERM);
+        run.wait_for("CRIU hangs", || lab.file("began").exists());
+        let begun = Instant::now();
+        run.signal(Signal::SIGTERM);
+        run.ends_with(143);
+        assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+        lab.assert_all_gone(Duration::from_secs(1));
+        std::fs::remove_file(lab.file("slow")).unwrap();
+        let mut run = again(&lab);
+        run.wait_said("job j starts");
+        count_on(&lab, &mut run, 5);
+        assert!(lab.images().is_empty(), "nothing of the snapshot that was called off");
+    }
+}
+
+#[test]
+fn the_grace_period_is_kept() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set_file("criu.path", "criu").set("snapshot.grace", "\"1s\"");
+    slow_criu(&lab, "slow");
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    std::fs::write(lab.file("slow"), "").unwrap();
+    let begun = Instant::now();
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+    let took = begun.elapsed();
+    assert!(took > Duration::from_millis(900) && took < Duration::from_secs(4), "{took:?}");
+}
+
+/// Kills the supervisor; everything must be gone within a second. Then waits until pid 1 has reaped what became its
+/// children: in the host's PID namespace a restore needs their numbers.
+fn kill_9(lab: &Lab, run: Running) {
+    let all = lab.processes();
+    run.kill_9();
+    lab.assert_all_gone(Duration::from_secs(1));
+    let reaped = || all.iter().all(|(pid, _)| !std::path::Path::new(&format!("/proc/{pid}")).exists());
+    assert!(comes(Duration::from_secs(10), reaped), "{all:?}");
+}
+
+#[test]
+fn kill_9_takes_the_job_along_and_the_next_run_goes_on() {
+    for space in ["\"private\"", "\"host\""] {
+        let Some(lab) = Lab::new().map(|lab| lab.set("job.pid-namespace", space)) else { return };
+        let mut run = until_after_snapshot(&lab, "plain");
+        for _ in 0..2 {
+            kill_9(&lab, run);
+            run = again(&lab);
+            run.wait_said("goes on from image 000001");
+            count_on(&lab, &mut run, 5);
+        }
+        finish(&lab, run);
+    }
+}
+
+#[test]
+fn kill_9_in_the_middle_of_a_snapshot() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "memory");
+    for wait in [5, 15, 30, 45, 60, 90, 130] {
+        run.signal(Signal::SIGUSR1);
+        std::thread::sleep(Duration::from_millis(wait));
+        run.kill_9();
+        lab.assert_all_gone(Duration::from_secs(1));
+        assert!(lab.images().iter().all(|image| image.verify().is_sound()), "only whole images");
+        run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
+        run.wait_said("goes on from image");
+        count_on(&lab, &mut run, 2);
+        let leftovers = std::fs::read_dir(lab.job().images_dir()).unwrap().flatten();
+        let left: Vec<_> = leftovers.filter(|e| e.file_name().to_string_lossy().starts_with('.')).collect();
+        assert!(left.is_empty(), "{left:?}");
+    }
+    finish(&lab, run);
+}
+
+#[test]
+fn kill_9_in_the_middle_of_a_restore() {
+    for space in ["\"private\"", "\"host\""] {
+        let Some(lab) = Lab::new().map(|lab| lab.set("job.pid-namespace", space)) else { return };
+        kill_9(&lab, until_after_snapshot(&lab, "memory"));
+        for wait in [10, 25, 40, 50, 60, 70, 80, 95, 110] {
+            let run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
+            std::thread::sleep(Duration::from_millis(wait));
+            kill_9(&lab, run);
+        }
+        let mut run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
+        run.wait_said("goes on from image 000001");
+        count_on(&lab, &mut run, 2);
+        finish(&lab, run);
+    }
+}
+
+#[test]
+fn criu_killed_in_a_dump_or_hanging() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set_file("criu.path", "criu").set("snapshot.dump-timeout", "\"1s\"");
+    slow_criu(&lab, "slow");
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    // It hangs: the timeout ends it, the job runs on.
+    std::fs::write(lab.file("slow"), "").unwrap();
+    run.signal(Signal::SIGUSR1);
+    run.wait_said("CRIU did not finish within 1s");
+    std::fs::remove_file(lab.file("slow")).unwrap();
+    count_on(&lab, &mut run, 5);
+    assert!(lab.images().is_empty() && lab.published().unwrap().last_failure.unwrap().contains("1s"));
+    assert!(!lab.processes().iter().any(|(_, line)| line.contains("sleep")), "{:?}", lab.processes());
+    run.snapshot(&lab);
+    // It is killed in its work, at moments all over it.
+    for wait in [2, 6, 10, 15, 20, 30, 45] {
+        run.signal(Signal::SIGUSR1);
+        let find = || lab.processes().into_iter().find(|(_, line)| line.contains("swrk")).map(|(pid, _)| pid);
+        let mut found = None;
+        if !comes(Duration::from_secs(2), || {
+            found = find();
+            found.is_some()
+        }) {
+            continue;
+        }
+        std::thread::sleep(Duration::from_millis(wait));
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(found.unwrap()), Signal::SIGKILL);
+        count_on(&lab, &mut run, 5);
+    }
+    let begun = Instant::now();
+    while lab.published().unwrap().state != "running" {
+        assert!(begun.elapsed() < Duration::from_secs(10));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    run.snapshot(&lab);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+#[test]
+fn criu_hanging_or_killed_in_a_restore() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set_file("criu.path", "criu").set("restart.restore-timeout", "\"1s\"");
+    slow_criu(&lab, "slow");
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    run.snapshot(&lab);
+    std::fs::write(lab.file("slow"), "").unwrap();
+    let pid = run.job_pid(&lab);
+    crate::supervisor::kill(pid, Signal::SIGKILL);
+    run.wait_said("CRIU did not finish within 1s");
+    std::fs::remove_file(lab.file("slow")).unwrap();
+    run.wait_said("the job is back from image 000001");
+    assert_eq!(lab.good(), [1], "the one that did not come back is marked");
+    count_on(&lab, &mut run, 5);
+    assert!(!lab.processes().iter().any(|(_, line)| line.contains("sleep")), "{:?}", lab.processes());
+    run.kill_9();
+    // The next run gives it another chance.
+    let mut run = again(&lab);
+    run.wait_said("gets another chance");
+    run.wait_said("the job is back from image 000002");
+    assert!(numbers(&lab.output()).len() > 3);
+    finish(&lab, run);
+    assert_counts_up(&lab.output());
+}

@@ -1,0 +1,452 @@
+#!/usr/bin/env python3
+"""Jobs of many kinds that count, check themselves, and end when told to.
+
+    kinds.py KIND FOLDER
+
+Prints "n 1", "n 2" and so on, and checks its own state before each; ends with 7 when something is not as it was left.
+Once FOLDER/finish is there, it makes its last checks, prints "done" and ends with 0.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+
+KIND, FOLDER = sys.argv[1], sys.argv[2]
+
+
+def path(name):
+    return os.path.join(FOLDER, name)
+
+
+def say(*words):
+    # One write a line: the file is shared with children.
+    os.write(1, (" ".join(str(word) for word in words) + "\n").encode())
+
+
+def need(true, *words):
+    if not true:
+        say("WRONG", *words)
+        os._exit(7)
+
+
+def count(check=lambda n: None, last=lambda n: None, pause=0.02):
+    n = 0
+    while True:
+        n += 1
+        check(n)
+        say("n", n)
+        if os.path.exists(path("finish")):
+            last(n)
+            say("done")
+            sys.stdout.flush()
+            os._exit(0)
+        time.sleep(pause)
+
+
+def threads(number):
+    counters = [0] * number
+
+    def work(mine):
+        private = 0
+        while True:
+            private += 1
+            counters[mine] += 1
+            if private != counters[mine]:
+                need(False, "thread", mine, private, counters[mine])
+            time.sleep(0.05)
+
+    for mine in range(number):
+        threading.Thread(target=work, args=(mine,), daemon=True).start()
+    seen = [0] * number
+    moved = [time.monotonic()] * number
+
+    def check(_):
+        now = time.monotonic()
+        for at, value in enumerate(counters):
+            if value != seen[at]:
+                seen[at], moved[at] = value, now
+            # The time in which the job was dead counts as well.
+            need(now - moved[at] < 20, "thread", at, "stands still")
+
+    def last(_):
+        before = list(counters)
+        time.sleep(2)
+        need(all(now > then for now, then in zip(counters, before)), "a thread does not run")
+
+    count(check, last)
+
+
+def pipes():
+    to_child, from_parent = os.pipe()
+    to_parent, from_child = os.pipe()
+    if os.fork() == 0:
+        total = 0
+        while True:
+            number = os.read(to_child, 8)
+            if len(number) != 8:
+                os._exit(0)
+            total += struct.unpack("Q", number)[0]
+            os.write(from_child, struct.pack("Q", total))
+    # Nobody reads these until the end.
+    held_out, held_in = os.pipe()
+    os.write(held_in, b"x" * 30000 + b"y")
+    pair = socket.socketpair()
+    pair[0].send(b"in flight")
+    expected = 0
+
+    def check(n):
+        nonlocal expected
+        os.write(from_parent, struct.pack("Q", n))
+        expected += n
+        answer = struct.unpack("Q", os.read(to_parent, 8))[0]
+        need(answer == expected, "child says", answer, "not", expected)
+
+    def last(_):
+        need(os.read(held_out, 65536) == b"x" * 30000 + b"y", "the pipe lost something")
+        need(pair[1].recv(100) == b"in flight", "the socket pair lost something")
+
+    count(check, last)
+
+
+def udp():
+    server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    server.bind(("127.0.0.1", 0))
+    say("port", server.getsockname()[1])
+    value = 100
+
+    def serve():
+        nonlocal value
+        while True:
+            _, peer = server.recvfrom(100)
+            value += 1
+            server.sendto(str(value).encode(), peer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    count()
+
+
+def tcp_listening():
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind(("127.0.0.1", 0))
+    server.listen()
+    say("port", server.getsockname()[1])
+    value = 100
+
+    def serve():
+        nonlocal value
+        while True:
+            connection, _ = server.accept()
+            value += 1
+            connection.sendall(str(value).encode())
+            connection.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    count()
+
+
+def tcp_within():
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind(("127.0.0.1", 0))
+    server.listen()
+    if os.fork() == 0:
+        client = socket.create_connection(server.getsockname())
+        while True:
+            data = client.recv(8)
+            if not data:
+                os._exit(0)
+            client.sendall(struct.pack("Q", struct.unpack("Q", data)[0] * 2))
+    connection, _ = server.accept()
+
+    def check(n):
+        connection.sendall(struct.pack("Q", n))
+        answer = struct.unpack("Q", connection.recv(8))[0]
+        need(answer == 2 * n, "the other end says", answer)
+
+    count(check)
+
+
+def nameless(keep_link):
+    """A file that lost its name; with keep_link, another name of it stays."""
+    file = open(path("gone"), "w+b", buffering=0)
+    if keep_link:
+        os.link(path("gone"), path("kept"))
+    os.unlink(path("gone"))
+
+    def check(n):
+        file.write(struct.pack("Q", n))
+        # Somebody else's file takes the name for a moment.
+        open(path("gone"), "w").close()
+        os.unlink(path("gone"))
+
+    def last(n):
+        file.seek(0)
+        whole = file.read()
+        need(whole == b"".join(struct.pack("Q", i) for i in range(1, n + 1)), "nameless file", len(whole), n)
+        if keep_link:
+            need(os.fstat(file.fileno()).st_ino == os.stat(path("kept")).st_ino, "another file")
+
+    count(check, last)
+
+
+def files():
+    written = open(path("w.txt"), "w", buffering=1)
+    appended = open(path("a.txt"), "a", buffering=1)
+    progress = open(path("progress"), "w+", buffering=1)
+    large = open(path("large"), "w+b", buffering=0)
+    large.write(b"\0" * (5 << 20))
+    inode = os.fstat(progress.fileno()).st_ino
+
+    def check(n):
+        print(n, file=written)
+        print(n, file=appended)
+        progress.seek(0)
+        progress.write("epoch %d%s" % (n, "!" * (n % 7)))
+        progress.truncate()
+        progress.flush()
+        large.write(b"%08d" % n)
+
+    def last(n):
+        wanted = "".join("%d\n" % i for i in range(1, n + 1))
+        for name in "w.txt", "a.txt":
+            need(open(path(name)).read() == wanted, name)
+        need(open(path("progress")).read() == "epoch %d%s" % (n, "!" * (n % 7)), "progress")
+        need(os.stat(path("progress")).st_ino == inode, "progress is another file")
+        need(os.stat(path("large")).st_size == (5 << 20) + 8 * n, "large")
+
+    count(check, last)
+
+
+def shared():
+    with open(path("shared.bin"), "w+b") as file:
+        file.truncate(8192)
+        mapped = mmap.mmap(file.fileno(), 8192)
+    anonymous = mmap.mmap(-1, 8192)
+    name = "/dev/shm/" + os.path.basename(FOLDER)
+    with open(name, "w+b") as file:
+        file.truncate(4096)
+        shm = mmap.mmap(file.fileno(), 4096)
+    turn, answer = os.pipe(), os.pipe()
+    if os.fork() == 0:
+        while os.read(turn[0], 1):
+            for memory in mapped, anonymous, shm:
+                memory[8:16] = memory[0:8]
+            os.write(answer[1], b".")
+        os._exit(0)
+
+    def check(n):
+        for memory in mapped, anonymous, shm:
+            need(struct.unpack("Q", memory[0:8])[0] == n - 1, "shared memory at", n)
+            memory[0:8] = struct.pack("Q", n)
+        os.write(turn[1], b".")
+        os.read(answer[0], 1)
+        for memory in mapped, anonymous, shm:
+            need(struct.unpack("Q", memory[8:16])[0] == n, "the child's word at", n)
+
+    count(check, lambda n: os.unlink(name))
+
+
+def timers():
+    rings = 0
+    slept = 0
+
+    def ring(*_):
+        nonlocal rings
+        rings += 1
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+
+    def sleep():
+        nonlocal slept
+        while True:
+            time.sleep(0.7)
+            slept += 1
+
+    threading.Thread(target=sleep, daemon=True).start()
+
+    def last(_):
+        before = rings, slept
+        time.sleep(0.8)
+        time.sleep(0.8)
+        need(rings > before[0] + 5, "the timer stopped")
+        need(slept > before[1], "a sleep does not end")
+
+    count(last=last)
+
+
+def signals():
+    caught = 0
+
+    def catch(*_):
+        nonlocal caught
+        caught += 1
+
+    signal.signal(signal.SIGUSR2, catch)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGRTMIN + 3])
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGRTMIN + 3)
+
+    def check(n):
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(0)
+        need(caught == n, "caught", caught, "of", n)
+        pending = signal.sigpending()
+        need(signal.SIGUSR1 in pending and signal.SIGRTMIN + 3 in pending, "pending", pending)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        need(signal.SIGUSR1 in blocked, "blocked", blocked)
+
+    count(check)
+
+
+def forks():
+    born = 0
+
+    def fork_all_the_time():
+        nonlocal born
+        while True:
+            child = os.fork()
+            if child == 0:
+                os._exit(born % 100)
+            _, status = os.waitpid(child, 0)
+            need(os.waitstatus_to_exitcode(status) == born % 100, "a child ended with", status)
+            born += 1
+
+    threading.Thread(target=fork_all_the_time, daemon=True).start()
+
+    def last(_):
+        before = born
+        time.sleep(1)
+        need(born > before, "no child is born any more")
+
+    count(last=last)
+
+
+def environment():
+    if "BIG_0" not in os.environ:
+        # MAX_ARG_STRLEN is 128 KiB for one; the sum must stay below a quarter of the stack's limit.
+        big = {"BIG_%d" % i: "%d" % i * 60000 for i in range(10, 25)}
+        os.execve(sys.executable, [sys.executable, "-S"] + sys.argv, dict(os.environ, BIG_0="1", **big))
+
+    def digest():
+        with open("/proc/self/environ", "rb") as file:
+            return hashlib.sha256(repr(sorted(os.environ.items())).encode() + file.read()).digest()
+
+    begun = digest()
+    need(len(os.environ["BIG_24"]) == 120000, "environment")
+    count(lambda n: need(digest() == begun, "the environment changed"))
+
+
+def memory():
+    size = 48 << 20
+    block = bytearray(size)
+    block[0] = 1
+
+    def rewrite(n):
+        value = bytes([n % 251])
+        need(block.count(block[-1]) == size or n == 1, "memory is torn at", n)
+        block[:] = value * size
+
+    count(rewrite, pause=0)
+
+
+def daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() != 0:
+            os._exit(0)
+        lines = open(path("daemon.txt"), "a", buffering=1)
+        n = 0
+        while True:
+            n += 1
+            print("n", n, file=lines)
+            time.sleep(0.02)
+    os.wait()
+
+    def last(_):
+        before = os.stat(path("daemon.txt")).st_size
+        time.sleep(1)
+        need(os.stat(path("daemon.txt")).st_size > before, "the daemon is gone")
+
+    count(last=last)
+
+
+def mixed():
+    """Locks, a FIFO, epoll, eventfd, an inotify watch, a memfd, a nested session, a stopped child."""
+    lock = open(path("lock"), "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.mkfifo(path("fifo"))
+    fifo = os.open(path("fifo"), os.O_RDWR)
+    event = os.eventfd(0)
+    poll = select.epoll()
+    poll.register(event, select.EPOLLIN)
+    memfd = os.memfd_create("memory")
+    libc = ctypes.CDLL(None)
+    watch = libc.inotify_init1(os.O_NONBLOCK)
+    libc.inotify_add_watch(watch, FOLDER.encode(), 0x100)  # IN_CREATE
+    stopped = os.fork()
+    if stopped == 0:
+        os.setsid()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        while True:
+            time.sleep(1)
+    os.waitpid(stopped, os.WUNTRACED)
+
+    def check(n):
+        os.write(fifo, b"%08d" % n)
+        need(os.read(fifo, 8) == b"%08d" % n, "fifo")
+        os.eventfd_write(event, n)
+        need(poll.poll(1) == [(event, select.EPOLLIN)], "epoll")
+        need(os.eventfd_read(event) == n, "eventfd")
+        os.pwrite(memfd, b"%08d" % n, 8 * n)
+        with open("/proc/%d/stat" % stopped) as file:
+            # "t" where CRIU has not let go of it yet, after it let go of us.
+            need(file.read().split()[2] in "Tt", "the stopped child runs")
+
+    def last(n):
+        need(os.fstat(memfd).st_size == 8 * n + 8, "memfd")
+        other = open(path("lock"), "w")
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            need(False, "the lock was lost")
+        except BlockingIOError:
+            pass
+        open(path("noticed"), "w").close()
+        need(b"noticed" in os.read(watch, 65536), "inotify")
+
+    count(check, last)
+
+
+KINDS = {
+    "plain": count,
+    "threads": lambda: threads(8),
+    "200-threads": lambda: threads(200),
+    "pipes": pipes,
+    "udp": udp,
+    "tcp-listening": tcp_listening,
+    "tcp-within": tcp_within,
+    "ghost": lambda: nameless(False),
+    "link-remap": lambda: nameless(True),
+    "files": files,
+    "shared": shared,
+    "timers": timers,
+    "signals": signals,
+    "forks": forks,
+    "environment": environment,
+    "memory": memory,
+    "daemon": daemon,
+    "mixed": mixed,
+}
+KINDS[KIND]()
