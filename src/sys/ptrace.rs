@@ -7,19 +7,64 @@
 //! the others (ptrace(2), group-stop; kernel/ptrace.c, `__ptrace_unlink`).
 
 use std::io;
+use std::sync::mpsc;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::process;
 
 /// The thread, running. Dropped, it stops with the others again.
 ///
-/// The tracer is the thread that made this; it must also be the one that drops it, which the missing `Send` ensures.
+/// All of ptrace is done by one thread of ours, as the kernel demands; it also sets the thread going again when that
+/// stops once more. It does after a CRIU dump that left a stopped process behind: CRIU sends it SIGSTOP again, and each
+/// thread takes note of that only when it runs (seen with CRIU 4.2 on kernel 6.18).
 #[derive(Debug)]
 pub struct Alone {
+    /// Dropped, it asks the tracer to let go.
+    wanted: Option<mpsc::Sender<()>>,
+    tracer: Option<JoinHandle<()>>,
+}
+
+impl Alone {
+    /// Lets thread `tid` of a stopped process run.
+    ///
+    /// # Errors
+    /// When it can not be traced: another tracer has it, or a right is missing.
+    pub fn run(tid: i32) -> io::Result<Alone> {
+        let (ready, outcome) = mpsc::sync_channel(1);
+        let (wanted, until) = mpsc::channel();
+        let trace = move || match Traced::run(tid) {
+            Ok(mut traced) => {
+                let _ = ready.send(Ok(()));
+                traced.keep_running(&until);
+            }
+            Err(error) => drop(ready.send(Err(error))),
+        };
+        let tracer = std::thread::Builder::new().name("tracer".into()).spawn(trace)?;
+        let alone = Alone { wanted: Some(wanted), tracer: Some(tracer) };
+        outcome.recv().unwrap_or_else(|_| Err(io::Error::other("the tracing thread is gone")))?;
+        Ok(alone)
+    }
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        self.wanted = None;
+        if let Some(tracer) = self.tracer.take() {
+            let _ = tracer.join();
+        }
+    }
+}
+
+/// The tracer's side. It must stay on the thread that made it.
+struct Traced {
     tid: i32,
     mask: u64,
-    _not_send: std::marker::PhantomData<*const ()>,
+    ended: bool,
 }
+
+/// How often it is looked whether the thread has stopped again.
+const LOOK: Duration = Duration::from_micros(500);
 
 fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()> {
     // SAFETY: addresses that are passed as data belong to live locals of the callers below, of the size the request
@@ -30,35 +75,57 @@ fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()>
     }
 }
 
-impl Alone {
-    /// Lets thread `tid` of a stopped process run.
-    ///
-    /// # Errors
-    /// When it can not be traced: another tracer has it, or a right is missing.
-    pub fn run(tid: i32) -> io::Result<Alone> {
+impl Traced {
+    fn run(tid: i32) -> io::Result<Traced> {
         ptrace(libc::PTRACE_SEIZE, tid, 0, 0)?;
-        let mut alone = Alone { tid, mask: 0, _not_send: std::marker::PhantomData };
+        let mut traced = Traced { tid, mask: 0, ended: false };
         // A signal would stop it for us in the middle of the driver's work: they wait until it is let go.
-        alone.wait_for_stop()?;
-        ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut alone.mask).addr())?;
+        traced.wait_for_stop()?;
+        ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut traced.mask).addr())?;
         let all = u64::MAX;
         ptrace(libc::PTRACE_SETSIGMASK, tid, size_of::<u64>(), (&raw const all).addr())?;
         ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
-        Ok(alone)
+        Ok(traced)
     }
 
-    fn wait_for_stop(&self) -> io::Result<()> {
+    /// Until the other end of `until` is dropped.
+    fn keep_running(&mut self, until: &mpsc::Receiver<()>) {
+        while until.recv_timeout(LOOK) == Err(mpsc::RecvTimeoutError::Timeout) {
+            match self.wait(libc::WNOHANG) {
+                Ok(None) => {}
+                Ok(Some(status)) => {
+                    // What it can not block and is no stop is a fault of its own, which it has to get.
+                    let signal = libc::WSTOPSIG(status);
+                    let stop = status >> 16 != 0 || signal == libc::SIGSTOP;
+                    let deliver = if stop { 0 } else { usize::try_from(signal).unwrap_or(0) };
+                    let _ = ptrace(libc::PTRACE_CONT, self.tid, 0, deliver);
+                }
+                Err(_) => {
+                    self.ended = true;
+                    return;
+                }
+            }
+        }
+    }
+
+    /// How it stopped; `None` where it runs and WNOHANG is given.
+    fn wait(&self, flags: i32) -> io::Result<Option<i32>> {
         let mut status = 0;
         loop {
             // SAFETY: `status` is a live local.
-            let pid = unsafe { libc::waitpid(self.tid, &raw mut status, libc::__WALL) };
+            let pid = unsafe { libc::waitpid(self.tid, &raw mut status, libc::__WALL | flags) };
             match io::Error::last_os_error() {
-                _ if pid == self.tid && libc::WIFSTOPPED(status) => return Ok(()),
+                _ if pid == 0 => return Ok(None),
+                _ if pid == self.tid && libc::WIFSTOPPED(status) => return Ok(Some(status)),
                 _ if pid == self.tid => return Err(io::Error::other("the thread ended")),
                 e if e.kind() == io::ErrorKind::Interrupted => {}
                 e => return Err(e),
             }
         }
+    }
+
+    fn wait_for_stop(&self) -> io::Result<()> {
+        self.wait(0).map(drop)
     }
 
     fn let_go(&self) -> io::Result<()> {
@@ -69,10 +136,12 @@ impl Alone {
     }
 }
 
-impl Drop for Alone {
+impl Drop for Traced {
     fn drop(&mut self) {
         // A thread that is gone needs nothing; one that can not be detached is let go when this thread ends.
-        let _ = self.let_go();
+        if !self.ended {
+            let _ = self.let_go();
+        }
     }
 }
 
