@@ -18,7 +18,7 @@ fn a_restore_that_fails_in_a_snapshot_ends_the_life() {
     let Some(mut rig) = Rig::new() else { return };
     rig.ranks(2, &[]);
     let mut supervisor = rig.start();
-    supervisor.until("both ranks use CUDA", |rig| rig.cuda_pids().len() == 2);
+    supervisor.ranks_count(2);
     supervisor.snapshot();
     let second = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).max().unwrap();
     for (restarts, pid) in [(1, 1001), (2, second)] {
@@ -72,7 +72,7 @@ fn it_dies_at_any_step_and_comes_back() {
     let Some(mut rig) = Rig::new() else { return };
     rig.ranks(2, &[]);
     let mut supervisor = rig.start();
-    supervisor.until("both ranks use CUDA", |rig| rig.cuda_pids().len() == 2);
+    supervisor.ranks_count(2);
     supervisor.snapshot();
     let second = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).max().unwrap();
     let mut restarts = 0;

@@ -287,6 +287,9 @@ fn run_criu(
     Ok(restored?.root)
 }
 
+/// How long the threads of a process may take to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// How often a call of the driver under way is looked after.
 const WATCH: Duration = Duration::from_millis(20);
 
@@ -334,8 +337,10 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
         let error = |source| Error::Cuda { pid: *inner, source };
         processes.push((*inner, cuda::Process::new(outer).map_err(error)?));
     }
-    // They were stopped in the image, and stay so until their GPU is back.
+    // They were stopped in the image, and stay so until their GPU is back. CRIU sends them SIGSTOP as it lets them go:
+    // until that has come, they run.
     for (pid, process) in &processes {
+        let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
         process.alone(|| process.restore(&[])).map_err(|source| Error::Cuda { pid: *pid, source })?;
     }
     for (_, process) in &processes {

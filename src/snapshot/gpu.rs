@@ -184,6 +184,11 @@ impl Group {
         let mut result = Ok(());
         for member in self.members.iter_mut().filter(|m| m.stand == Stand::Checkpointed) {
             let process = &member.process;
+            if member.stopped {
+                // CRIU lets a stopped process go and sends it SIGSTOP again: until that has come, it runs. Where it does
+                // not come to stand, the restore says so.
+                let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
+            }
             match process.alone(|| process.restore(&[])) {
                 Ok(()) => member.stand = Stand::Locked,
                 Err(source) => {
