@@ -341,7 +341,8 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
     // until that has come, they run.
     for (pid, process) in &processes {
         let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
-        process.alone(|| process.restore(&[])).map_err(|source| Error::Cuda { pid: *pid, source })?;
+        let thread = manifest.tree.cuda_threads.get(pid).copied().unwrap_or(*pid);
+        process.alone(thread, || process.restore(&[])).map_err(|source| Error::Cuda { pid: *pid, source })?;
     }
     for (_, process) in &processes {
         // One that died is seen below.

@@ -9,6 +9,7 @@
 //! `Lost` too, as it may be locked. A process that ended is `Gone` and stops nobody: whether the job goes on without it
 //! is the job's affair.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::Error;
@@ -29,6 +30,8 @@ enum Stand {
 struct Member {
     process: Process,
     inner: i32,
+    /// The thread the driver works with, as we see it.
+    thread: i32,
     stand: Stand,
     /// Stopped by us, and to be set going again.
     stopped: bool,
@@ -71,14 +74,9 @@ impl Group {
                 continue;
             }
             let Some(inner) = process::inner_pid(pid) else { continue };
-            let found = Process::new(pid).and_then(|process| process.state().map(|state| (process, state)));
-            match found {
-                Ok((process, State::Running)) => {
-                    members.push(Member { process, inner, stand: Stand::Running, stopped: false })
-                }
-                // Left by somebody else's checkpoint: it is not ours to undo, and can not be dumped half done.
-                Ok((process, state)) => {
-                    return Err(cuda::Error::Busy { pid: process.pid(), state });
+            match look_at(pid) {
+                Ok((process, thread)) => {
+                    members.push(Member { process, inner, thread, stand: Stand::Running, stopped: false });
                 }
                 Err(error) if error.is_not_cuda() => {}
                 Err(_) if has_ended(pid) => {}
@@ -94,6 +92,12 @@ impl Group {
 
     pub(super) fn inner_pids(&self) -> Vec<i32> {
         self.members.iter().map(|m| m.inner).collect()
+    }
+
+    /// The threads the driver works with, by process, as the job numbers them.
+    pub(super) fn inner_threads(&self) -> BTreeMap<i32, i32> {
+        let inner = |member: &Member| Some((member.inner, process::inner_pid(member.thread)?));
+        self.members.iter().filter_map(inner).collect()
     }
 
     pub(super) fn outer_pids(&self) -> Vec<i32> {
@@ -172,7 +176,9 @@ impl Group {
         for member in &mut self.members {
             let began = Instant::now();
             let process = &member.process;
-            process.alone(|| process.checkpoint()).map_err(|source| Error::Cuda { phase: "checkpoint", source })?;
+            process
+                .alone(member.thread, || process.checkpoint())
+                .map_err(|source| Error::Cuda { phase: "checkpoint", source })?;
             member.stand = Stand::Checkpointed;
             tracing::debug!(pid = member.inner, took = ?began.elapsed(), "CUDA checkpoint");
         }
@@ -189,11 +195,11 @@ impl Group {
                 // not come to stand, the restore says so.
                 let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
             }
-            match process.alone(|| process.restore(&[])) {
+            match process.alone(member.thread, || process.restore(&[])) {
                 Ok(()) => member.stand = Stand::Locked,
                 Err(source) => {
                     // A process that is being killed may take a moment to be seen as dead.
-                    let _ = ask_again(&member.process);
+                    let _ = ask_again(member);
                     member.stand = if member.has_ended() { Stand::Gone } else { Stand::Lost };
                     result = result.and(Err(Error::Cuda { phase: "restore", source }));
                 }
@@ -234,7 +240,7 @@ impl Group {
     /// died needs no undo.
     fn sync_with_driver(&mut self) {
         for member in self.members.iter_mut().filter(|m| m.stand != Stand::Lost) {
-            member.stand = match ask_again(&member.process) {
+            member.stand = match ask_again(member) {
                 Ok(State::Running) => Stand::Running,
                 Ok(State::Locked) => Stand::Locked,
                 Ok(State::Checkpointed) => Stand::Checkpointed,
@@ -266,15 +272,31 @@ impl Group {
     }
 }
 
+/// A CUDA process that is running, and the thread the driver works with.
+fn look_at(pid: i32) -> Result<(Process, i32), cuda::Error> {
+    let process = Process::new(pid)?;
+    match process.state()? {
+        State::Running => {}
+        // Left by somebody else's checkpoint: it is not ours to undo, and can not be dumped half done.
+        state => return Err(cuda::Error::Busy { pid, state }),
+    }
+    let told = process.restore_thread_id()?;
+    let thread = process::find_thread(pid, told);
+    let gone = || cuda::Error::Thread { pid, tid: told, source: std::io::Error::from_raw_os_error(libc::ESRCH) };
+    Ok((process, thread.ok_or_else(gone)?))
+}
+
 /// The state, asked for a few times over 100 ms: a question that fails once must not cost the job its life.
-fn ask_again(process: &Process) -> Result<State, cuda::Error> {
-    let mut answer = process.state();
+fn ask_again(member: &Member) -> Result<State, cuda::Error> {
+    let process = &member.process;
+    let ask = || process.alone(member.thread, || process.state());
+    let mut answer = ask();
     for _ in 0..5 {
         if answer.is_ok() || has_ended(process.pid()) {
             break;
         }
         std::thread::sleep(Duration::from_millis(20));
-        answer = process.state();
+        answer = ask();
     }
     answer
 }

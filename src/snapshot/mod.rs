@@ -229,6 +229,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
             processes: work.processes(&ids.processes),
             ids: ids.all,
             cuda,
+            cuda_threads: work.gpu.inner_threads(),
         },
         open_files: work.open_files.clone(),
         saved_links: work.saved_links.clone(),

@@ -99,6 +99,7 @@ pub(super) fn manifest() -> Manifest {
             processes: Vec::new(),
             ids: vec![1, 2],
             cuda: Vec::new(),
+            cuda_threads: std::collections::BTreeMap::new(),
         },
         open_files: Vec::new(),
         saved_links: Vec::new(),

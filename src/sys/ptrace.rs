@@ -7,6 +7,8 @@
 //! the others (ptrace(2), group-stop; kernel/ptrace.c, `__ptrace_unlink`).
 
 use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -14,14 +16,9 @@ use std::time::{Duration, Instant};
 use super::process;
 
 /// The thread, running. Dropped, it stops with the others again.
-///
-/// All of ptrace is done by one thread of ours, as the kernel demands; it also sets the thread going again when that
-/// stops once more. It does after a CRIU dump that left a stopped process behind: CRIU sends it SIGSTOP again, and each
-/// thread takes note of that only when it runs (seen with CRIU 4.2 on kernel 6.18).
 #[derive(Debug)]
 pub struct Alone {
-    /// Dropped, it asks the tracer to let go.
-    wanted: Option<mpsc::Sender<()>>,
+    over: Arc<AtomicBool>,
     tracer: Option<JoinHandle<()>>,
 }
 
@@ -31,40 +28,31 @@ impl Alone {
     /// # Errors
     /// When it can not be traced: another tracer has it, or a right is missing.
     pub fn run(tid: i32) -> io::Result<Alone> {
-        let (ready, outcome) = mpsc::sync_channel(1);
-        let (wanted, until) = mpsc::channel();
-        let trace = move || match Traced::run(tid) {
-            Ok(mut traced) => {
-                let _ = ready.send(Ok(()));
-                traced.keep_running(&until);
+        let over = Arc::new(AtomicBool::new(false));
+        let (begun, result) = mpsc::sync_channel(1);
+        let until = Arc::clone(&over);
+        // Only the thread that seized may make requests, and it must look after its tracee all the time.
+        let trace = move || match Tracee::seize(tid) {
+            Ok(tracee) => {
+                let _ = begun.send(Ok(()));
+                tracee.keep_running(&until);
             }
-            Err(error) => drop(ready.send(Err(error))),
+            Err(error) => drop(begun.send(Err(error))),
         };
         let tracer = std::thread::Builder::new().name("tracer".into()).spawn(trace)?;
-        let alone = Alone { wanted: Some(wanted), tracer: Some(tracer) };
-        outcome.recv().unwrap_or_else(|_| Err(io::Error::other("the tracing thread is gone")))?;
-        Ok(alone)
+        result.recv().unwrap_or_else(|_| Err(io::Error::other("the tracing thread ended")))?;
+        Ok(Alone { over, tracer: Some(tracer) })
     }
 }
 
 impl Drop for Alone {
     fn drop(&mut self) {
-        self.wanted = None;
+        self.over.store(true, Ordering::Relaxed);
         if let Some(tracer) = self.tracer.take() {
             let _ = tracer.join();
         }
     }
 }
-
-/// The tracer's side. It must stay on the thread that made it.
-struct Traced {
-    tid: i32,
-    mask: u64,
-    ended: bool,
-}
-
-/// How often it is looked whether the thread has stopped again.
-const LOOK: Duration = Duration::from_micros(500);
 
 fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()> {
     // SAFETY: addresses that are passed as data belong to live locals of the callers below, of the size the request
@@ -75,57 +63,66 @@ fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()>
     }
 }
 
-impl Traced {
-    fn run(tid: i32) -> io::Result<Traced> {
+struct Tracee {
+    tid: i32,
+    mask: u64,
+}
+
+/// What a look at a tracee found.
+enum Seen {
+    Running,
+    Stopped,
+    Gone,
+}
+
+impl Tracee {
+    fn seize(tid: i32) -> io::Result<Tracee> {
         ptrace(libc::PTRACE_SEIZE, tid, 0, 0)?;
-        let mut traced = Traced { tid, mask: 0, ended: false };
-        // A signal would stop it for us in the middle of the driver's work: they wait until it is let go.
-        traced.wait_for_stop()?;
-        ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut traced.mask).addr())?;
+        let mut tracee = Tracee { tid, mask: 0 };
+        tracee.wait_for_stop()?;
+        // A signal handler must not run in the middle of the driver's work: signals wait until the thread is let go.
+        ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut tracee.mask).addr())?;
         let all = u64::MAX;
         ptrace(libc::PTRACE_SETSIGMASK, tid, size_of::<u64>(), (&raw const all).addr())?;
         ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
-        Ok(traced)
+        Ok(tracee)
     }
 
-    /// Until the other end of `until` is dropped.
-    fn keep_running(&mut self, until: &mpsc::Receiver<()>) {
-        while until.recv_timeout(LOOK) == Err(mpsc::RecvTimeoutError::Timeout) {
-            match self.wait(libc::WNOHANG) {
-                Ok(None) => {}
-                Ok(Some(status)) => {
-                    // What it can not block and is no stop is a fault of its own, which it has to get.
-                    let signal = libc::WSTOPSIG(status);
-                    let stop = status >> 16 != 0 || signal == libc::SIGSTOP;
-                    let deliver = if stop { 0 } else { usize::try_from(signal).unwrap_or(0) };
-                    let _ = ptrace(libc::PTRACE_CONT, self.tid, 0, deliver);
-                }
-                Err(_) => {
-                    self.ended = true;
-                    return;
-                }
+    /// CRIU leaves a SIGSTOP in the queue of a stopped task, which no mask holds back: it and whatever else stops the
+    /// thread is passed over.
+    fn keep_running(&self, over: &AtomicBool) {
+        while !over.load(Ordering::Relaxed) {
+            match self.look(libc::WNOHANG) {
+                Ok(Seen::Stopped) => drop(ptrace(libc::PTRACE_CONT, self.tid, 0, 0)),
+                Ok(Seen::Running) => std::thread::sleep(Duration::from_micros(200)),
+                Ok(Seen::Gone) | Err(_) => return,
             }
         }
+        // A thread that is gone needs nothing; one that can not be detached is let go when this thread ends.
+        let _ = self.let_go();
     }
 
-    /// How it stopped; `None` where it runs and WNOHANG is given.
-    fn wait(&self, flags: i32) -> io::Result<Option<i32>> {
+    fn look(&self, options: i32) -> io::Result<Seen> {
         let mut status = 0;
-        loop {
-            // SAFETY: `status` is a live local.
-            let pid = unsafe { libc::waitpid(self.tid, &raw mut status, libc::__WALL | flags) };
-            match io::Error::last_os_error() {
-                _ if pid == 0 => return Ok(None),
-                _ if pid == self.tid && libc::WIFSTOPPED(status) => return Ok(Some(status)),
-                _ if pid == self.tid => return Err(io::Error::other("the thread ended")),
-                e if e.kind() == io::ErrorKind::Interrupted => {}
-                e => return Err(e),
-            }
+        // SAFETY: `status` is a live local.
+        match unsafe { libc::waitpid(self.tid, &raw mut status, libc::__WALL | options) } {
+            0 => Ok(Seen::Running),
+            -1 => Err(io::Error::last_os_error()),
+            _ if libc::WIFSTOPPED(status) => Ok(Seen::Stopped),
+            _ => Ok(Seen::Gone),
         }
     }
 
     fn wait_for_stop(&self) -> io::Result<()> {
-        self.wait(0).map(drop)
+        loop {
+            match self.look(0) {
+                Ok(Seen::Stopped) => return Ok(()),
+                Ok(Seen::Running) => {}
+                Ok(Seen::Gone) => return Err(io::Error::from_raw_os_error(libc::ESRCH)),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
     }
 
     fn let_go(&self) -> io::Result<()> {
@@ -133,15 +130,6 @@ impl Traced {
         self.wait_for_stop()?;
         ptrace(libc::PTRACE_SETSIGMASK, self.tid, size_of::<u64>(), (&raw const self.mask).addr())?;
         ptrace(libc::PTRACE_DETACH, self.tid, 0, 0)
-    }
-}
-
-impl Drop for Traced {
-    fn drop(&mut self) {
-        // A thread that is gone needs nothing; one that can not be detached is let go when this thread ends.
-        if !self.ended {
-            let _ = self.let_go();
-        }
     }
 }
 

@@ -3,7 +3,6 @@
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
@@ -29,12 +28,6 @@ pub(crate) fn request(pid: i32, op: Op, timeout_ms: u32, pairs: &[Pair]) -> Resu
     let control = Mapping::new(&file).map_err(|_| code::OPERATING_SYSTEM)?;
     if control.magic.load(Ordering::Acquire) != MAGIC || control.pid.load(Ordering::Relaxed) != inner {
         return Err(code::NOT_INITIALIZED);
-    }
-    if is_stopped(pid) && matches!(op, Op::State | Op::Tid) {
-        return match op {
-            Op::State => read_state(pid, &control).map_err(|_| code::OPERATING_SYSTEM),
-            _ => Ok(control.tid.load(Ordering::Relaxed)),
-        };
     }
     control.op.store(op as i32, Ordering::Relaxed);
     control.timeout_ms.store(timeout_ms, Ordering::Relaxed);
@@ -74,19 +67,6 @@ pub(crate) fn outer_tid(pid: i32, inner: i32) -> Result<i32, i32> {
 /// The number by which the process knows itself; None where it is gone or a zombie.
 fn inner_pid(pid: i32) -> Option<i32> {
     own_number(Path::new(&format!("/proc/{pid}/status")))
-}
-
-/// Whether the process is stopped by a signal. The driver tells state and thread of such a process too.
-fn is_stopped(pid: i32) -> bool {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    status.lines().find_map(|line| line.strip_prefix("State:")).is_some_and(|state| state.trim_start().starts_with('T'))
-}
-
-/// The state from the memory of the process, which no request has to be carried out for.
-fn read_state(pid: i32, control: &Mapping) -> io::Result<i32> {
-    let mut bytes = [0; 4];
-    File::open(format!("/proc/{pid}/mem"))?.read_exact_at(&mut bytes, control.state_at.load(Ordering::Relaxed))?;
-    Ok(i32::from_ne_bytes(bytes))
 }
 
 /// The last number of NSpid is that of the innermost PID namespace.

@@ -57,17 +57,13 @@ pub(crate) const MAX_PAIRS: usize = 8;
 pub(crate) const MAGIC: u64 = 0x7374_616e_6469_6e31;
 pub(crate) const SIZE: usize = 4096;
 
-/// The page. All fields but the first four belong to the request under way, whose caller holds the file's lock.
+/// The page. All fields but the first two belong to the request under way, whose caller holds the file's lock.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) magic: AtomicU64,
     /// The job's own number of itself.
     pub(crate) pid: AtomicI32,
-    /// The thread that answers, by the job's own number.
-    pub(crate) tid: AtomicI32,
-    /// Where the state is in the job's memory, as an `i32`: a question is answered from there while the job is stopped.
-    pub(crate) state_at: AtomicU64,
     pub(crate) op: AtomicI32,
     pub(crate) timeout_ms: AtomicU32,
     pub(crate) pair_count: AtomicU32,

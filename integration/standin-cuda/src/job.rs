@@ -33,16 +33,7 @@ struct Job {
     device: Option<OwnedFd>,
 }
 
-impl Job {
-    fn enter(&mut self, state: State) {
-        self.state = state;
-        STATE.store(state as i32, Ordering::Release);
-    }
-}
-
 static JOB: Mutex<Job> = Mutex::new(Job { state: State::Running, gpu: GPUS[0], device: None });
-/// The state once more, where another process can read it.
-static STATE: AtomicI32 = AtomicI32::new(State::Running as i32);
 /// The process that started, by its own number: a forked child is no CUDA process, as with the real driver.
 static STARTED: AtomicI32 = AtomicI32::new(0);
 
@@ -74,7 +65,6 @@ pub(crate) fn start() -> Result<(), i32> {
     let folder = fs::canonicalize(folder).map_err(|_| code::NO_DEVICE)?;
     let path = folder.join(format!("{pid}.ctl"));
     let control = create(&path, pid).map_err(|_| code::OPERATING_SYSTEM)?;
-    control.state_at.store(STATE.as_ptr().expose_provenance() as u64, Ordering::Relaxed);
     job.device = Some(open_device()?);
     // Its memory is never freed: the thread outlives everything.
     let thread = thread::Builder::new().name("standin-cuda".to_owned());
@@ -123,7 +113,6 @@ fn open_device() -> Result<OwnedFd, i32> {
 fn serve(control: &Control, folder: &Path, path: &Path) {
     // SAFETY: no precondition.
     let tid = unsafe { libc::gettid() };
-    control.tid.store(tid, Ordering::Relaxed);
     let mut last = 0;
     loop {
         let request = control.request.load(Ordering::Acquire);
@@ -164,7 +153,7 @@ fn handle(control: &Control, folder: &Path, tid: i32) -> Result<i32, i32> {
     }
     if let Err(code) = fault::inject(folder, op, own_pid()) {
         if op == Op::Restore {
-            job().enter(State::Failed);
+            job().state = State::Failed;
         }
         return Err(code);
     }
@@ -175,7 +164,7 @@ fn handle(control: &Control, folder: &Path, tid: i32) -> Result<i32, i32> {
         Op::Checkpoint => checkpoint()?,
         Op::Restore => restore(&pairs(control)?)?,
         Op::Unlock => {
-            job().enter(State::Running);
+            job().state = State::Running;
             gate::open();
         }
     }
@@ -187,7 +176,7 @@ fn lock(timeout_ms: u32) -> Result<(), i32> {
     if !gate::close(timeout) {
         return Err(code::NOT_READY);
     }
-    job().enter(State::Locked);
+    job().state = State::Locked;
     Ok(())
 }
 
@@ -195,7 +184,7 @@ fn checkpoint() -> Result<(), i32> {
     let mut job = job();
     memory::checkpoint()?;
     job.device = None;
-    job.enter(State::Checkpointed);
+    job.state = State::Checkpointed;
     Ok(())
 }
 
@@ -212,7 +201,7 @@ fn restore(pairs: &[Pair]) -> Result<(), i32> {
         job.device = Some(device);
         memory::restore()
     });
-    job.enter(if done.is_ok() { State::Locked } else { State::Failed });
+    job.state = if done.is_ok() { State::Locked } else { State::Failed };
     job.gpu = gpu;
     done
 }

@@ -18,8 +18,6 @@
 //! - "Device memory" is memory that only the functions here may touch. A checkpoint takes the shape that the real
 //!   driver's has: one `mmap(NULL, total, RW, PRIVATE|ANONYMOUS|POPULATE)` through libc's symbol, then one `memcpy` of
 //!   libc for each 2 MiB out of a staging buffer, on the driver's thread, while the device side goes away.
-//! - State and thread of a process that is stopped by a signal can be asked for, as with the driver; everything else needs
-//!   the thread that answers to run.
 //! - A lock makes CUDA calls of the job block; it waits for those under way and gives up with `NOT_READY`.
 //! - One folder serves one job: two PID namespaces number their processes alike.
 //!

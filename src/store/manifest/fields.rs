@@ -1,5 +1,6 @@
 //! The fields of a manifest.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use chrono::{DateTime, Utc};
@@ -115,6 +116,10 @@ pub struct JobTree {
     pub ids: Vec<i32>,
     /// The processes that had a CUDA context and were taken through the driver's checkpoint.
     pub cuda: Vec<i32>,
+    /// The thread of each that the driver works with (`cuCheckpointProcessGetRestoreThreadId`): the others are stopped
+    /// in the image.
+    #[serde(default)]
+    pub cuda_threads: BTreeMap<i32, i32>,
 }
 
 /// In which PID namespace a job lives.

@@ -158,20 +158,19 @@ impl Process {
         self.call(Function::Unlock, ptr::null_mut())
     }
 
-    /// Does `work`, a checkpoint or a restore, on a process whose threads are stopped: only the thread that the driver
-    /// works with runs meanwhile. A process that is not stopped is left as it is.
+    /// Does `work` on a process whose threads are stopped: only `thread`, the one the driver works with
+    /// ([`Process::restore_thread_id`], asked while it ran), runs meanwhile. A process that is not stopped is left as it is.
     ///
     /// # Errors
     /// Those of `work`, and [`Error::Thread`] when the thread can not be let run.
-    pub fn alone(&self, work: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub fn alone<T>(&self, thread: i32, work: impl FnOnce() -> Result<T>) -> Result<T> {
         if !ptrace::is_stopped(self.pid) {
             return work();
         }
-        let failed = |tid| move |source| Error::Thread { pid: self.pid, tid, source };
-        let told = self.restore_thread_id()?;
+        let failed = |source| Error::Thread { pid: self.pid, tid: thread, source };
         // Which namespace the number belongs to is not documented.
-        let tid = find_thread(self.pid, told).ok_or_else(|| failed(told)(io::Error::from_raw_os_error(libc::ESRCH)))?;
-        let alone = ptrace::Alone::run(tid).map_err(failed(tid))?;
+        let tid = find_thread(self.pid, thread).ok_or_else(|| failed(io::Error::from_raw_os_error(libc::ESRCH)))?;
+        let alone = ptrace::Alone::run(tid).map_err(failed)?;
         let result = work();
         drop(alone);
         result
