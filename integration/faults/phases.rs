@@ -35,7 +35,7 @@ fn the_driver_refuses_in_each_phase() {
     let Some(mut rig) = Rig::new() else { return };
     rig.ranks(2, &[]);
     let mut supervisor = rig.start();
-    supervisor.until("both ranks use CUDA", |rig| rig.cuda_pids().len() == 2);
+    supervisor.ranks_count(2);
     let second = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).max().unwrap();
     let cases: [(&str, String, &[&str]); 8] = [
         ("fail-state", "304 times=1".into(), &["find: ", "CUDA_ERROR_OPERATING_SYSTEM (304)"]),
@@ -195,7 +195,7 @@ fn one_lock_that_is_not_ready_is_tried_again_with_all() {
     let Some(mut rig) = Rig::new() else { return };
     rig.ranks(2, &[]);
     let mut supervisor = rig.start();
-    supervisor.until("both ranks use CUDA", |rig| rig.cuda_pids().len() == 2);
+    supervisor.ranks_count(2);
     let second = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).max().unwrap();
     for pid in [1001, second] {
         rig.standin.fault("fail-lock", &format!("600 times=1 pid={pid}"));

@@ -354,6 +354,13 @@ impl Supervisor<'_> {
         });
     }
 
+    /// Waits until so many ranks count: from then on an image has the output of each open, and puts it back.
+    pub(crate) fn ranks_count(&mut self, ranks: usize) {
+        self.until("all ranks count", |rig| {
+            Self::counts_of(rig).iter().filter(|(_, number)| *number > 1).count() == ranks
+        });
+    }
+
     /// The job runs on: every CUDA process is running, every rank counts, and nothing was restarted.
     pub(crate) fn assert_unharmed(&mut self, ranks: usize) {
         self.assert_running(ranks);

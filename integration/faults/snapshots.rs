@@ -58,6 +58,8 @@ fn tree_that_grows(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, lat
     assert_eq!(cuda.len(), ranks, "the one that began late is in it");
     assert_eq!(cuda, inner_pids(rig));
     supervisor.assert_unharmed(ranks);
+    supervisor.ranks_count(ranks);
+    supervisor.snapshot();
     for _ in 0..2 {
         supervisor.kill_job();
         supervisor.said("the job is back from image");
@@ -95,7 +97,7 @@ fn rank_that_leaves(hold: &str, holder: usize) {
     let leave = rig.path().join("leave");
     rig.ranks(4, &["--leave", leave.to_str().unwrap()]);
     let mut supervisor = rig.start();
-    supervisor.until("all ranks use CUDA", |rig| rig.cuda_pids().len() == 4);
+    supervisor.ranks_count(4);
     let pids = inner_pids(&rig);
     rig.standin.fault(hold, &format!("0 delay=500 times=1 pid={}", pids[holder]));
     supervisor.ask();

@@ -211,10 +211,12 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
     };
     let job = Job::restored(world, root, manifest.tree.job);
     // A job that ends from here on was restored, and has ended: whether its image is to blame is what the policy counts
-    // early deaths for.
+    // early deaths for. One kill at this moment must not cost a good image.
     match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest))) {
         Ok(()) => Ok(Restored { job, rolled_back, timings }),
-        Err(Error::NoProcess(_)) if job.root.has_ended().unwrap_or(false) => Ok(Restored { job, rolled_back, timings }),
+        Err(Error::NoProcess(_) | Error::Cuda { .. }) if job.root.has_ended().unwrap_or(false) => {
+            Ok(Restored { job, rolled_back, timings })
+        }
         Err(error) => {
             // A CUDA restore that failed has no second try on the same process.
             job.end();
@@ -295,6 +297,9 @@ fn run_criu(
     Ok(restored?.root)
 }
 
+/// How long the threads of a process may take to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// How often a call of the driver under way is looked after.
 const WATCH: Duration = Duration::from_millis(20);
 
@@ -342,8 +347,10 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
         let error = |source| Error::Cuda { pid: *inner, source };
         processes.push((*inner, cuda::Process::new(outer).map_err(error)?));
     }
-    // They were stopped in the image, and stay so until their GPU is back.
+    // They were stopped in the image, and stay so until their GPU is back. CRIU sends them SIGSTOP as it lets them go:
+    // until that has come, they run.
     for (pid, process) in &processes {
+        let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
         let thread = manifest.tree.cuda_threads.get(pid).copied().unwrap_or(*pid);
         process.alone(thread, || process.restore(&[])).map_err(|source| Error::Cuda { pid: *pid, source })?;
     }

@@ -45,6 +45,16 @@ impl Member {
         has_ended(self.process.pid())
     }
 
+    /// Does `work` with the driver's thread alone, where the process is stopped.
+    fn alone<T>(&self, work: impl FnOnce(&Process) -> Result<T, cuda::Error>) -> Result<T, cuda::Error> {
+        if self.stopped {
+            // CRIU lets a stopped process go and sends it SIGSTOP again: until that has come, it runs. Where it does not
+            // come to stand, the driver says what it can do.
+            let _ = ptrace::stop(self.process.pid(), STOP_TIMEOUT);
+        }
+        self.process.alone(self.thread, || work(&self.process))
+    }
+
     fn may_run_on(&self) -> bool {
         matches!(self.stand, Stand::Running | Stand::Gone)
     }
@@ -175,10 +185,7 @@ impl Group {
         }
         for member in &mut self.members {
             let began = Instant::now();
-            let process = &member.process;
-            process
-                .alone(member.thread, || process.checkpoint())
-                .map_err(|source| Error::Cuda { phase: "checkpoint", source })?;
+            member.alone(Process::checkpoint).map_err(|source| Error::Cuda { phase: "checkpoint", source })?;
             member.stand = Stand::Checkpointed;
             tracing::debug!(pid = member.inner, took = ?began.elapsed(), "CUDA checkpoint");
         }
@@ -189,8 +196,7 @@ impl Group {
     pub(super) fn restore(&mut self) -> Result<(), Error> {
         let mut result = Ok(());
         for member in self.members.iter_mut().filter(|m| m.stand == Stand::Checkpointed) {
-            let process = &member.process;
-            match process.alone(member.thread, || process.restore(&[])) {
+            match member.alone(|process| process.restore(&[])) {
                 Ok(()) => member.stand = Stand::Locked,
                 Err(source) => {
                     // A process that is being killed may take a moment to be seen as dead.
@@ -284,7 +290,7 @@ fn look_at(pid: i32) -> Result<(Process, i32), cuda::Error> {
 /// The state, asked for a few times over 100 ms: a question that fails once must not cost the job its life.
 fn ask_again(member: &Member) -> Result<State, cuda::Error> {
     let process = &member.process;
-    let ask = || process.alone(member.thread, || process.state());
+    let ask = || member.alone(Process::state);
     let mut answer = ask();
     for _ in 0..5 {
         if answer.is_ok() || has_ended(process.pid()) {

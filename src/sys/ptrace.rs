@@ -145,7 +145,7 @@ pub fn stop(pid: i32, limit: Duration) -> io::Result<bool> {
     signal(pid, libc::SIGSTOP)?;
     let deadline = Instant::now() + limit;
     while !is_stopped(pid) {
-        if Instant::now() > deadline || process::state(pid).is_none() {
+        if Instant::now() > deadline || process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
             let _ = signal(pid, libc::SIGCONT);
             return Err(io::Error::other(format!("the threads of process {pid} do not stop")));
         }
