@@ -26,7 +26,7 @@ fn bench() -> Option<Bench> {
         ("criu", std::env::var_os("REKINDLE_CRIU").is_none()),
         ("python", !Path::new("/usr/bin/python3").exists()),
     ];
-    for (name, _) in missing.into_iter().filter(|(_, absent)| *absent) {
+    if let Some((name, _)) = missing.into_iter().find(|(_, absent)| *absent) {
         assert!(!required.split(',').any(|r| r == name), "REKINDLE_TEST_REQUIRE names {name}");
         eprintln!("SKIP: no {name}");
         return None;
@@ -132,6 +132,45 @@ fn nobody_needs_to_read_what_rekindle_says() {
         let wrong = output(bench.run(spoil, "[nonsense]\n", script).spawn().unwrap());
         assert_eq!(wrong.status.code(), Some(78), "{spoil}: {wrong:?}");
     }
+}
+
+#[test]
+fn children_from_before_survive_a_restore_that_fails_in_the_hosts_namespaces() {
+    let Some(bench) = bench() else { return };
+    let spoil = "import subprocess\nopen('other', 'w').write(str(subprocess.Popen(['sleep', '120']).pid))";
+    let config = "[snapshot]\ninterval = \"off\"\n[restart]\nbackoff = \"1ms\"\n[job]\npid-namespace = \"host\"\n";
+    let script = "exec 5>>file; echo begun; echo $$ > pid; sleep 60";
+    let child = bench.run(spoil, config, script).spawn().unwrap();
+    let supervisor = Pid::from_raw(child.id().cast_signed());
+    bench.wait_for_log("begun");
+    kill(supervisor, Signal::SIGUSR1).unwrap();
+    let images = bench.path("store/job/images");
+    let deadline = Instant::now() + LIMIT;
+    let published = || fs::read_dir(&images).unwrap().flatten().any(|e| e.path().join("manifest.json").exists());
+    let is_image = || {
+        published() && !fs::read_dir(&images).unwrap().flatten().any(|e| e.file_name().as_encoded_bytes()[0] == b'.')
+    };
+    while !is_image() {
+        assert!(Instant::now() < deadline, "no image");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // CRIU itself refuses this, in the middle of a restore.
+    fs::set_permissions(bench.path("file"), fs::Permissions::from_mode(0o444)).unwrap();
+    let pid = |name: &str| Pid::from_raw(fs::read_to_string(bench.path(name)).unwrap().trim().parse().unwrap());
+    kill(pid("pid"), Signal::SIGKILL).unwrap();
+    // It starts from the beginning then.
+    while bench.log().matches("begun").count() < 2 {
+        assert!(Instant::now() < deadline, "{}", bench.log());
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let other = fs::read_to_string(format!("/proc/{}/stat", pid("other"))).unwrap();
+    kill(supervisor, Signal::SIGTERM).unwrap();
+    kill(supervisor, Signal::SIGTERM).unwrap();
+    // It has our pipes open.
+    let _ = kill(pid("other"), Signal::SIGKILL);
+    let done = output(child);
+    assert!(String::from_utf8_lossy(&done.stderr).contains("CRIU refused"), "{done:?}");
+    assert!(other.contains("(sleep) S"), "{other}");
 }
 
 #[test]

@@ -121,6 +121,7 @@ enum ConfigCommand {
 /// Runs the command line of this process.
 #[must_use]
 pub fn main() -> ExitCode {
+    crate::sys::spawn::spare_present_children();
     if let Err(error) = crate::sys::inherited::put_right() {
         output::complain(&format!("can not put signals right: {error}"));
         return Exit::Internal.into();

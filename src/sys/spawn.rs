@@ -450,7 +450,13 @@ impl Child {
     }
 }
 
-/// Whether this child was started or adopted here and not reaped yet.
+/// Children that are there before anything was started here belong to a shell that exec'ed us: they are never taken for
+/// CRIU's, and so neither killed nor reaped. Not reaped, their pids are not given away again either.
+pub fn spare_present_children() {
+    register().extend(super::process::children(std::process::id().cast_signed()));
+}
+
+/// Whether this child was started or adopted here and not reaped yet, or was [spared](spare_present_children).
 #[must_use]
 pub fn is_known(pid: i32) -> bool {
     register().contains(&pid)
