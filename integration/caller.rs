@@ -174,6 +174,23 @@ fn children_from_before_survive_a_restore_that_fails_in_the_hosts_namespaces() {
 }
 
 #[test]
+fn an_end_is_recorded_when_nobody_reads_the_output_and_a_signal_ends_the_wait_for_who_should() {
+    let Some(bench) = bench() else { return };
+    // Far more than a pipe takes.
+    let mut child = bench.run("", ONCE, "head -c 1000000 /dev/zero; exit 0").spawn().unwrap();
+    let deadline = Instant::now() + LIMIT;
+    while !fs::read_to_string(bench.path("store/job/job.json")).unwrap_or_default().contains("completed") {
+        assert!(Instant::now() < deadline, "the end is not recorded");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(child.try_wait().unwrap().is_none(), "it waits for its reader");
+    std::thread::sleep(Duration::from_millis(100));
+    kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGTERM).unwrap();
+    let done = output(child);
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&done.status), Some(15));
+}
+
+#[test]
 fn few_descriptors_are_enough() {
     let Some(bench) = bench() else { return };
     let spoil = "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))";

@@ -141,10 +141,14 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let finish = finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
     // Before the rest of the output is shown: a reader that stands still must not keep the end from being recorded.
     let recorded = owner.wrap_up(&finish);
+    // All is done but for that reader: whoever does not want to wait for it can end us.
+    inherited::let_end_us(&OURS);
     drop(follower);
     recorded.map(|()| finish)
 }
 
+/// Signals that are for us.
+const OURS: [i32; 5] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR1, sig::SIGUSR2];
 /// Signals that are passed on to the job.
 const FORWARDED: [i32; 3] = [sig::SIGQUIT, sig::SIGCONT, sig::SIGWINCH];
 
@@ -152,8 +156,7 @@ const FORWARDED: [i32; 3] = [sig::SIGQUIT, sig::SIGCONT, sig::SIGWINCH];
 const MAY_BE_IGNORED: [i32; 3] = [sig::SIGHUP, sig::SIGINT, sig::SIGQUIT];
 
 fn listen(sender: mpsc::Sender<Message>) -> std::io::Result<signal_hook::iterator::Handle> {
-    let ours = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR1, sig::SIGUSR2];
-    let wanted = ours.iter().chain(&FORWARDED).filter(|s| !(MAY_BE_IGNORED.contains(s) && inherited::is_ignored(**s)));
+    let wanted = OURS.iter().chain(&FORWARDED).filter(|s| !(MAY_BE_IGNORED.contains(s) && inherited::is_ignored(**s)));
     let mut signals = signal_hook::iterator::Signals::new(wanted)?;
     let handle = signals.handle();
     let mut run = move || signals.forever().try_for_each(|signal| sender.send(Message::Signal(signal)));

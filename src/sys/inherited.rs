@@ -30,6 +30,14 @@ pub fn is_ignored(signal: i32) -> bool {
     asked == 0 && now.sa_sigaction == libc::SIG_IGN
 }
 
+/// Lets signals do again what the kernel has them do by default.
+pub fn let_end_us(signals: &[i32]) {
+    for signal in signals.iter().filter(|signal| !is_ignored(**signal)) {
+        // SAFETY: sets the default action. A number that is no signal is refused, which leaves all as it is.
+        unsafe { libc::signal(*signal, libc::SIG_DFL) };
+    }
+}
+
 /// Files that this process makes from now on are its owner's alone, CRIU's images too (CRIU asks for 0644). Returns the
 /// mask it had.
 pub fn own_files_only() -> u32 {
