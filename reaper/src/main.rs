@@ -157,9 +157,18 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
         let _ = sys::write(2, what);
         let _ = sys::write(2, b" ");
         let _ = sys::write(2, program.to_bytes());
-        let _ = sys::write(2, b": errno ");
-        let mut digits = [0u8; 10];
-        let _ = sys::write(2, sys::decimal(errno.0.unsigned_abs(), &mut digits));
+        let _ = sys::write(2, b": ");
+        match errno {
+            sys::ENOENT => drop(sys::write(2, b"it, or the interpreter it names, is not there")),
+            sys::EACCES => drop(sys::write(2, b"the user it runs as may not")),
+            sys::ENOEXEC => drop(sys::write(2, b"neither a program nor a script that begins with #!")),
+            sys::E2BIG => drop(sys::write(2, b"its arguments and environment are too long")),
+            Errno(number) => {
+                let mut digits = [0u8; 10];
+                let _ = sys::write(2, b"errno ");
+                let _ = sys::write(2, sys::decimal(number.unsigned_abs(), &mut digits));
+            }
+        }
         let _ = sys::write(2, b"\n");
         exit(code)
     };
@@ -169,13 +178,15 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
         failed(b"start a process group for", e, 125);
     }
     if args.get(3).to_bytes() != b"-" {
-        let mut groups = [0u32; 256];
+        let mut groups = [0u32; 4096];
         let mut count = 0;
         for group in args.get(5).to_bytes().split(|b| *b == b',').filter(|g| !g.is_empty()) {
-            if count < groups.len() {
-                groups[count] = parse(group).unsigned_abs();
-                count += 1;
+            if count == groups.len() {
+                // Fewer groups could be more rights: a group can be what is kept out.
+                failed(b"set more than 4096 groups for", Errno(0), 125);
             }
+            groups[count] = parse(group).cast_unsigned();
+            count += 1;
         }
         let switched = sys::set_groups(&groups[..count])
             .and_then(|()| sys::set_gid(args.number(4)))

@@ -14,6 +14,9 @@ global_asm!(".globl _start", "_start:", "mov rdi, rsp", "and rsp, -16", "call be
 pub(crate) struct Errno(pub(crate) i32);
 
 pub(crate) const ENOENT: Errno = Errno(2);
+pub(crate) const E2BIG: Errno = Errno(7);
+pub(crate) const ENOEXEC: Errno = Errno(8);
+pub(crate) const EACCES: Errno = Errno(13);
 const EINTR: Errno = Errno(4);
 
 pub(crate) const SIGKILL: i32 = 9;
@@ -185,6 +188,8 @@ pub(crate) fn keep_only_kill_capability() -> Result<(), Errno> {
 pub(crate) fn forbid_core() {
     let none: [u64; 2] = [0, 0];
     let _ = call(160, [4, none.as_ptr().addr(), 0, 0, 0]); // setrlimit RLIMIT_CORE
+    // That limit does not hold for a core that is piped to a program (core(5)), systemd-coredump for one; this does.
+    let _ = prctl(4, 0); // PR_SET_DUMPABLE
 }
 
 fn set_mask(set: &SignalSet) {

@@ -154,7 +154,7 @@ pub(crate) fn run(command: &CudaCommand, format: Format) -> anyhow::Result<Exit>
         output::print_json(&report)?;
     }
     if let Some(chain) = chain {
-        eprintln!("rekindle: {chain}");
+        output::complain(&chain);
     }
     Ok(result.err().map_or(Exit::Success, |failure| failure.exit()))
 }

@@ -121,6 +121,11 @@ enum ConfigCommand {
 /// Runs the command line of this process.
 #[must_use]
 pub fn main() -> ExitCode {
+    crate::sys::spawn::spare_present_children();
+    if let Err(error) = crate::sys::inherited::put_right() {
+        output::complain(&format!("can not put signals right: {error}"));
+        return Exit::Internal.into();
+    }
     main_with(std::env::args_os())
 }
 
@@ -137,7 +142,7 @@ fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Ok(exit) => exit.into(),
         Err(error) => {
             let text = error.chain().fold(String::new(), |text, cause| join_cause(text, &cause.to_string()));
-            eprintln!("rekindle: {text}");
+            output::complain(&text);
             exit::of_error(&error).into()
         }
     }

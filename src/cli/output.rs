@@ -42,6 +42,12 @@ pub(crate) fn print_json<J: Serialize>(json: &J) -> io::Result<()> {
     print_text(&serde_json::to_string_pretty(json)?)
 }
 
+/// Says what went wrong. Nobody may be listening any more (a closed terminal, a full disk): `eprintln` would panic then,
+/// and the exit code would not be the documented one.
+pub(crate) fn complain(text: &str) {
+    let _ = writeln!(io::stderr().lock(), "rekindle: {text}");
+}
+
 /// Prints text and a line end. A reader that went away (`| head`) is not an error.
 pub(crate) fn print_text(text: &str) -> io::Result<()> {
     match writeln!(io::stdout().lock(), "{text}") {

@@ -16,6 +16,7 @@ use crate::store::{Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord
 use crate::supervisor::state::{Finish, Stop};
 use crate::supervisor::{self, Setup};
 use crate::sys::criu::Criu;
+use crate::sys::inherited;
 use crate::sys::spawn::Ended;
 
 /// What to run.
@@ -110,6 +111,7 @@ impl Ground {
         if !nix::unistd::geteuid().is_root() {
             return Err(NoRights.into());
         }
+        let umask = inherited::own_files_only();
         let criu = Criu::find(named_criu(&config).as_deref())?;
         let spec = JobSpec {
             command: command.to_vec(),
@@ -117,7 +119,7 @@ impl Ground {
             directory,
             environment,
             identity: user,
-            umask: config.job.umask.map(|mask| mask.bits()),
+            umask: Some(config.job.umask.map_or(umask, |mask| mask.bits())),
             limits: config.job.limits.iter().map(|(name, limit)| resource(name, limit)).collect::<Result<_, _>>()?,
             stdin: standard_input(&config.job.stdin)?,
             privileges: if config.job.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow },
@@ -253,10 +255,17 @@ fn default_name(command: &[OsString], directory: &Path) -> anyhow::Result<JobNam
 
 fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
     match configured {
-        Some(directory) => Ok(directory.to_path_buf()),
-        None => {
-            std::env::current_dir().map_err(|e| anyhow::Error::new(e).context("can not tell the working directory"))
-        }
+        Some(directory) => match std::fs::metadata(directory) {
+            Ok(metadata) if metadata.is_dir() => Ok(directory.to_path_buf()),
+            Ok(_) => Err(Misuse(format!("job.directory = {directory:?}: not a folder")).into()),
+            Err(e) => Err(Misuse(format!("job.directory = {directory:?}: {e}")).into()),
+        },
+        None => std::env::current_dir().map_err(|e| {
+            Misuse(format!(
+                "can not tell the working directory: {e}; change to one that is there, or set job.directory"
+            ))
+            .into()
+        }),
     }
 }
 
@@ -282,7 +291,17 @@ fn environment(config: &Config, user: Option<&Identity>) -> BTreeMap<OsString, O
 fn standard_input(wanted: &Stdin) -> anyhow::Result<PathBuf> {
     match wanted {
         Stdin::Null => Ok("/dev/null".into()),
-        Stdin::File(path) => Ok(path.clone()),
+        Stdin::File(path) => {
+            let metadata = std::fs::metadata(path).map_err(|e| Misuse(format!("job.stdin = {path:?}: {e}")))?;
+            // To open a FIFO waits for a writer, perhaps for ever.
+            if !metadata.is_file() && path != Path::new("/dev/null") {
+                return Err(Misuse(format!(
+                    "job.stdin = {path:?}: not a regular file, which a restore could not bring back"
+                ))
+                .into());
+            }
+            Ok(path.clone())
+        }
         Stdin::Inherit => {
             let path = std::fs::read_link("/proc/self/fd/0")?;
             let kind = std::fs::metadata(&path).map(|m| m.is_file()).unwrap_or(false);

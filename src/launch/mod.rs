@@ -34,7 +34,7 @@ pub struct JobSpec {
     pub environment: BTreeMap<OsString, OsString>,
     /// Who it runs as; `None` to stay who the supervisor is.
     pub identity: Option<Identity>,
-    /// The file mode mask; `None` keeps the supervisor's.
+    /// The file mode mask; `None` keeps the supervisor's (077 under `rekindle run`).
     pub umask: Option<u32>,
     /// Resource limits, soft and hard alike: resource number of setrlimit(2) and value.
     pub limits: Vec<(u32, u64)>,

@@ -103,11 +103,12 @@ impl Follower {
     /// # Errors
     /// When they can not be watched.
     pub fn start(files: &Files) -> io::Result<Follower> {
+        Follower::copy_to(files, Box::new(io::stdout()), Box::new(io::stderr()))
+    }
+
+    fn copy_to(files: &Files, out: Box<dyn Write + Send>, err: Box<dyn Write + Send>) -> io::Result<Follower> {
         let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
-        let mut tails = [
-            Tail::new(&files.stdout, Box::new(io::stdout()), &watch)?,
-            Tail::new(&files.stderr, Box::new(io::stderr()), &watch)?,
-        ];
+        let mut tails = [Tail::new(&files.stdout, out, &watch)?, Tail::new(&files.stderr, err, &watch)?];
         let stop = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         let stopped = Arc::clone(&stop);
         let run = move || {
@@ -190,6 +191,59 @@ mod tests {
         assert_eq!(read("stdout.log"), "on");
         assert_eq!((read("stdout.log.1"), read("stdout.log.2")), ("round 4".into(), "round 3".into()));
         assert!(!dir.path().join("stdout.log.3").exists());
+    }
+
+    /// Where a follower writes in a test.
+    #[derive(Clone, Default)]
+    struct Screen(Arc<std::sync::Mutex<Vec<u8>>>);
+
+    impl Write for Screen {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.lock().unwrap().extend(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Screen {
+        fn text(&self) -> String {
+            String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+        }
+
+        fn shows(&self, text: &str) {
+            let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+            while self.text() != text {
+                assert!(std::time::Instant::now() < deadline, "{:?} is not {text:?}", self.text());
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+        }
+    }
+
+    #[test]
+    fn a_follower_shows_what_is_new_through_cuts_and_to_the_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = Files::create(dir.path()).unwrap();
+        std::fs::write(&files.stdout, "old\n").unwrap();
+        let (out, err) = (Screen::default(), Screen::default());
+        let follower = Follower::copy_to(&files, Box::new(out.clone()), Box::new(err.clone())).unwrap();
+        let mut writer = OpenOptions::new().append(true).open(&files.stdout).unwrap();
+        writeln!(writer, "one").unwrap();
+        out.shows("one\n");
+        // Rotated: the follower sees the cut before the job, which stands still in a rotation, writes on.
+        rotate(&files.stdout, 1).unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        writeln!(writer, "two").unwrap();
+        out.shows("one\ntwo\n");
+        // Put back to what an image says, in the middle of what was shown.
+        writer.set_len(2).unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        std::fs::write(&files.stderr, "last words").unwrap();
+        writeln!(writer, "X").unwrap();
+        drop(follower);
+        assert_eq!((out.text().as_str(), err.text().as_str()), ("one\ntwo\nX\n", "last words"));
     }
 
     #[test]

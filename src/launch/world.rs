@@ -188,6 +188,45 @@ fn largest_gap(taken: &[i32], limit: i32) -> i32 {
 mod tests {
     use super::*;
 
+    fn outer_parent(pid: i32) -> Option<i32> {
+        let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        text.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
+    }
+
+    #[test]
+    fn a_world_counts_pids_from_where_it_is_told_and_ends_with_all_in_it() {
+        if !nix::unistd::geteuid().is_root() {
+            eprintln!("SKIP: needs root");
+            assert!(!std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default().contains("root"));
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let reaper = crate::launch::reaper::unpack(dir.path()).unwrap();
+        let world = World::private(&reaper, FIRST_PID - 1).unwrap();
+        let init = world.init().unwrap().pid();
+        assert_eq!(process::inner_pid(init), Some(1));
+        let descriptors = std::fs::read_dir(format!("/proc/{init}/fd")).unwrap().count();
+        assert_eq!(descriptors, 0, "init holds nothing of ours open");
+
+        // One that leaves a grandchild behind, which becomes init's.
+        let script = "sleep 60 & exit 7";
+        let spawn = Spawn::new(Path::new("/bin/sh"), ["-c", script]).unwrap().world(world.entrance().unwrap());
+        let child = spawn.start().unwrap();
+        assert_eq!(process::inner_pid(child.pid()).unwrap_or(FIRST_PID), FIRST_PID);
+        assert_eq!(child.wait().unwrap(), Ended::Exit(7));
+        let orphan = process::children(init).first().copied().unwrap();
+        assert_eq!(outer_parent(orphan), Some(init));
+
+        let root =
+            Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().world(world.entrance().unwrap()).start().unwrap();
+        assert_eq!(world.end(Some(&root)), Some(Ended::Signal(libc::SIGKILL)));
+        for pid in [init, orphan, root.pid()] {
+            assert!(!Path::new(&format!("/proc/{pid}")).exists(), "{pid} is left");
+        }
+        let late = Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap().world(world.entrance().unwrap()).start();
+        assert!(matches!(late, Err(spawn::Error::Fork { .. })), "nothing can enter a world that has ended");
+    }
+
     #[test]
     fn the_next_pid_is_in_the_largest_gap() {
         assert_eq!(largest_gap(&[], 32768), 999);

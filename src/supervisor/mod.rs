@@ -26,6 +26,7 @@ use crate::snapshot::{self, Launch, Subject, Taken};
 use crate::store::retention::{self, Facts, Policy};
 use crate::store::{BadMark, BadWhy, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
 use crate::sys::criu::{Criu, Log};
+use crate::sys::inherited;
 use crate::sys::spawn::Ended;
 use crate::telemetry::log::chain;
 use state::{Action, Event, Finish, Harm, Machine, Stop};
@@ -136,19 +137,27 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         }
     }
     signals.close();
-    drop(follower);
     let finish = owner.finish.take();
     let finish = finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
-    owner.wrap_up(&finish)?;
-    Ok(finish)
+    // Before the rest of the output is shown: a reader that stands still must not keep the end from being recorded.
+    let recorded = owner.wrap_up(&finish);
+    // All is done but for that reader: whoever does not want to wait for it can end us.
+    inherited::let_end_us(&OURS);
+    drop(follower);
+    recorded.map(|()| finish)
 }
 
+/// Signals that are for us.
+const OURS: [i32; 5] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR1, sig::SIGUSR2];
 /// Signals that are passed on to the job.
 const FORWARDED: [i32; 3] = [sig::SIGQUIT, sig::SIGCONT, sig::SIGWINCH];
 
+/// Signals that are left alone where the caller had them ignored: `nohup` says that a terminal that closes ends nothing.
+const MAY_BE_IGNORED: [i32; 3] = [sig::SIGHUP, sig::SIGINT, sig::SIGQUIT];
+
 fn listen(sender: mpsc::Sender<Message>) -> std::io::Result<signal_hook::iterator::Handle> {
-    let ours = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR1, sig::SIGUSR2];
-    let mut signals = signal_hook::iterator::Signals::new(ours.iter().chain(&FORWARDED))?;
+    let wanted = OURS.iter().chain(&FORWARDED).filter(|s| !(MAY_BE_IGNORED.contains(s) && inherited::is_ignored(**s)));
+    let mut signals = signal_hook::iterator::Signals::new(wanted)?;
     let handle = signals.handle();
     let mut run = move || signals.forever().try_for_each(|signal| sender.send(Message::Signal(signal)));
     std::thread::Builder::new().name("signals".into()).spawn(move || drop(run()))?;

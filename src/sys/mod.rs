@@ -6,6 +6,7 @@ pub mod criu;
 pub mod cuda;
 pub mod durable;
 pub mod identity;
+pub mod inherited;
 pub mod nvml;
 pub mod process;
 pub mod ptrace;

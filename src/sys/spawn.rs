@@ -8,6 +8,8 @@
 //!   failed restore to us, as siblings of its own process) can be told apart and reaped by [`reap_strays`].
 //! - Between clone and exec only system calls are made: the process has other threads, whose locks are held for ever.
 
+mod child;
+
 use std::collections::BTreeSet;
 use std::ffi::{CString, OsStr};
 use std::io;
@@ -116,20 +118,6 @@ impl std::fmt::Display for Ended {
         }
     }
 }
-
-/// The steps of the child, by the number it reports when one fails.
-const STEPS: [&str; 10] = [
-    "entering the mount namespace",
-    "starting a session",
-    "changing to the working directory",
-    "opening standard input or output",
-    "placing a descriptor",
-    "setting a resource limit",
-    "closing other descriptors",
-    "resetting signals",
-    "execve",
-    "setting the parent-death signal",
-];
 
 fn register() -> std::sync::MutexGuard<'static, BTreeSet<i32>> {
     static CHILDREN: Mutex<BTreeSet<i32>> = Mutex::new(BTreeSet::new());
@@ -296,32 +284,28 @@ impl Spawn {
         }
         let (report, report_end) =
             nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|e| self.fork_error(e.into()))?;
-        let plan = ChildPlan::new(self, report_end.as_raw_fd());
+        let mut plan = child::Plan::new(self, report_end.as_raw_fd()).map_err(|e| self.fork_error(e))?;
         // The register is held over the fork, so that a stray can not be one we are just starting.
         let mut children = register();
-        let (pid, pidfd) = self.clone_process(&plan).map_err(|e| self.fork_error(e))?;
+        let (pid, pidfd) = self.clone_process(&mut plan).map_err(|e| self.fork_error(e))?;
         children.insert(pid);
         drop(children);
         drop(report_end);
         let child = Child { pid, pidfd };
-        let mut failure = [0u8; 5];
+        let mut failure = child::Failure::default();
         match io::Read::read_exact(&mut std::fs::File::from(report), &mut failure) {
             // The pipe was closed by exec: the program runs.
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(child),
             Err(e) => Err(self.fork_error(e)),
             Ok(()) => {
                 let _ = child.wait();
-                let [step, errno @ ..] = failure;
-                Err(Error::Child {
-                    program: self.program.to_string_lossy().into_owned(),
-                    step: STEPS.get(usize::from(step)).copied().unwrap_or("set-up"),
-                    source: io::Error::from_raw_os_error(i32::from_ne_bytes(errno)),
-                })
+                let (step, source) = child::explain(failure);
+                Err(Error::Child { program: self.program.to_string_lossy().into_owned(), step, source })
             }
         }
     }
 
-    fn clone_process(&self, plan: &ChildPlan<'_>) -> io::Result<(i32, OwnedFd)> {
+    fn clone_process(&self, plan: &mut child::Plan<'_>) -> io::Result<(i32, OwnedFd)> {
         let mut pidfd: RawFd = -1;
         let set_tid = self.chosen_pid.map(|pid| [pid]);
         let mut flags = u64::from(libc::CLONE_PIDFD.cast_unsigned());
@@ -337,7 +321,7 @@ impl Spawn {
             args.set_tid = pids.as_ptr().addr() as u64;
             args.set_tid_size = 1;
         }
-        // SAFETY: the arguments live over the call. Without CLONE_VM this is a fork; the child runs only `ChildPlan::run`,
+        // SAFETY: the arguments live over the call. Without CLONE_VM this is a fork; the child runs only `Plan::run`,
         // which makes system calls on memory prepared before and never returns.
         let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw mut args, size_of::<libc::clone_args>()) };
         match pid {
@@ -370,144 +354,6 @@ fn forker() -> &'static mpsc::Sender<Task> {
         let _ = std::thread::Builder::new().name("fork".into()).spawn(move || tasks.iter().for_each(|task| task()));
         sender
     })
-}
-
-/// Everything the child needs, in memory laid out before the fork.
-struct ChildPlan<'a> {
-    spawn: &'a Spawn,
-    argv: Vec<*const libc::c_char>,
-    envp: Vec<*const libc::c_char>,
-    moves: Vec<(RawFd, RawFd)>,
-    report: RawFd,
-}
-
-/// Descriptors are first lifted above this, so that placing one never covers another that is still to be placed.
-const LIFTED: RawFd = 100;
-
-impl<'a> ChildPlan<'a> {
-    fn new(spawn: &'a Spawn, report: RawFd) -> ChildPlan<'a> {
-        let pointers =
-            |texts: &[CString]| texts.iter().map(|t| t.as_ptr()).chain([std::ptr::null()]).collect::<Vec<_>>();
-        let moves = spawn.fds.iter().map(|(from, to)| (from.as_raw_fd(), *to)).collect();
-        ChildPlan { spawn, argv: pointers(&spawn.args), envp: pointers(&spawn.env), moves, report }
-    }
-
-    fn fail(&self, step: u8) -> ! {
-        let errno = io::Error::last_os_error().raw_os_error().unwrap_or(0).to_ne_bytes();
-        let message = [step, errno[0], errno[1], errno[2], errno[3]];
-        // SAFETY: `message` is valid for its length.
-        unsafe { libc::write(self.report, message.as_ptr().cast(), message.len()) };
-        // SAFETY: ends the child at once, without the parent's exit handlers.
-        unsafe { libc::_exit(125) }
-    }
-
-    fn check(&self, step: u8, result: libc::c_int) -> libc::c_int {
-        if result < 0 {
-            self.fail(step);
-        }
-        result
-    }
-
-    /// The child. Nothing here may allocate or lock.
-    fn run(&self) -> ! {
-        let spawn = self.spawn;
-        if let World::Join(pidfd) = &spawn.world {
-            // SAFETY: a system call on an open descriptor.
-            self.check(0, unsafe { libc::setns(pidfd.as_raw_fd(), libc::CLONE_NEWNS) });
-        }
-        if spawn.session {
-            // SAFETY: no memory is involved.
-            self.check(1, unsafe { libc::setsid() });
-        }
-        if let Some(directory) = &spawn.directory {
-            // SAFETY: the text is NUL-terminated.
-            self.check(2, unsafe { libc::chdir(directory.as_ptr()) });
-        }
-        if let Some(parent) = spawn.dies_with {
-            // SAFETY: a system call on numbers.
-            self.check(9, unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) });
-            // SAFETY: a system call without arguments. A parent that is gone already sends no signal.
-            if unsafe { libc::getppid() } != parent {
-                self.fail(9);
-            }
-        }
-        let mut top: RawFd = 2;
-        // The report pipe and all given descriptors go up first, out of the way of the final numbers.
-        let mut lifted = [(0 as RawFd, 0 as RawFd); 8];
-        let count = self.moves.len().min(lifted.len());
-        for (slot, (from, to)) in lifted.iter_mut().zip(&self.moves) {
-            *slot = (self.check(4, self.lift(*from)), *to);
-        }
-        let report = self.check(4, self.lift(self.report));
-        for open in &spawn.opens {
-            self.open(open, &mut top);
-        }
-        for (from, to) in &lifted[..count] {
-            // SAFETY: a system call on numbers.
-            self.check(4, unsafe { libc::dup2(*from, *to) });
-            top = top.max(*to);
-        }
-        if let Some(mask) = spawn.umask {
-            // SAFETY: a system call on a number.
-            unsafe { libc::umask(mask) };
-        }
-        for (resource, limit) in &spawn.limits {
-            // SAFETY: `limit` is valid.
-            self.check(5, unsafe { libc::setrlimit(*resource, limit) });
-        }
-        self.close_above(top, report);
-        self.reset_signals();
-        // SAFETY: argv and envp are null-terminated arrays of NUL-terminated texts that live in the copied memory.
-        unsafe { libc::execve(spawn.program.as_ptr(), self.argv.as_ptr(), self.envp.as_ptr()) };
-        ChildPlan { report, ..self.again() }.fail(8)
-    }
-
-    fn again(&self) -> ChildPlan<'a> {
-        // Empty vectors do not allocate.
-        ChildPlan { spawn: self.spawn, argv: Vec::new(), envp: Vec::new(), moves: Vec::new(), report: self.report }
-    }
-
-    fn lift(&self, fd: RawFd) -> libc::c_int {
-        // SAFETY: a system call on numbers.
-        unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, LIFTED) }
-    }
-
-    fn open(&self, open: &Open, top: &mut RawFd) {
-        // SAFETY: the text is NUL-terminated.
-        let fd = self.check(3, unsafe { libc::open(open.path.as_ptr(), open.flags | libc::O_CLOEXEC, 0o600) });
-        if fd == open.fd {
-            // SAFETY: a system call on numbers: takes back close-on-exec.
-            self.check(4, unsafe { libc::fcntl(fd, libc::F_SETFD, 0) });
-        } else {
-            // SAFETY: a system call on numbers.
-            self.check(4, unsafe { libc::dup2(fd, open.fd) });
-        }
-        *top = (*top).max(open.fd);
-    }
-
-    fn close_above(&self, top: RawFd, report: RawFd) {
-        let first = (top + 1).cast_unsigned();
-        let report = report.cast_unsigned();
-        if report > first {
-            // SAFETY: a system call on numbers.
-            self.check(6, unsafe { libc::close_range(first, report - 1, 0) });
-        }
-        // SAFETY: a system call on numbers. The report pipe itself closes with exec.
-        self.check(6, unsafe { libc::close_range(report + 1, u32::MAX, 0) });
-    }
-
-    /// As std::process does: the mask empty, SIGPIPE (which Rust's runtime ignores) back to its default. What the caller
-    /// of rekindle ignored (nohup) stays ignored.
-    fn reset_signals(&self) {
-        // SAFETY: an all-zero sigset_t is the empty set on Linux.
-        let empty: libc::sigset_t = unsafe { std::mem::zeroed() };
-        // SAFETY: the set is valid, the old one is not wanted.
-        self.check(7, unsafe { libc::sigprocmask(libc::SIG_SETMASK, &empty, std::ptr::null_mut()) });
-        // SAFETY: sets the default action.
-        if unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) } == libc::SIG_ERR {
-            self.fail(7);
-        }
-    }
 }
 
 impl Child {
@@ -631,7 +477,13 @@ impl Child {
     }
 }
 
-/// Whether this child was started or adopted here and not reaped yet.
+/// Children that are there before anything was started here belong to a shell that exec'ed us: they are never taken for
+/// CRIU's, and so neither killed nor reaped. Not reaped, their pids are not given away again either.
+pub fn spare_present_children() {
+    register().extend(super::process::children(std::process::id().cast_signed()));
+}
+
+/// Whether this child was started or adopted here and not reaped yet, or was [spared](spare_present_children).
 #[must_use]
 pub fn is_known(pid: i32) -> bool {
     register().contains(&pid)
@@ -647,3 +499,6 @@ pub fn reap_strays() -> usize {
     });
     reaped.count()
 }
+
+#[cfg(test)]
+mod tests;

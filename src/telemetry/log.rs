@@ -24,6 +24,9 @@ pub fn start(level: Level) {
         .with_writer(std::io::stderr)
         .with_ansi(colours)
         .with_target(false)
+        // It would tell of a line that can not be written by eprintln, which panics when standard error is what failed
+        // (a closed pipe, a full disk), and the job would die of it.
+        .log_internal_errors(false)
         .with_timer(ChronoLocal::new("%Y-%m-%d %H:%M:%S%.3f".into()));
     // A second start in one process (tests) keeps the first.
     let _ = logger.try_init();
