@@ -5,6 +5,7 @@
 //! after what is cut was copied beside them. When the power goes in the middle, the next run begins again with the same
 //! image, and finds files that were put back already as they should be.
 
+mod guard;
 pub mod policy;
 mod rollback;
 
@@ -17,11 +18,12 @@ use crate::launch::world::{self, World};
 use crate::launch::{Job, reaper};
 use crate::store::manifest::PidNamespace;
 use crate::store::{Image, JobFolder, Manifest};
-use crate::sys::criu::{self, Criu, Hooks, Place};
+use crate::sys::criu::{self, Criu, Hooks, Notify, Place};
 use crate::sys::cuda;
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
 
+pub(crate) use guard::given_files;
 pub use rollback::{RollbackError, RolledBack};
 
 /// What a restore needs.
@@ -289,7 +291,14 @@ fn run_criu(
         Place { criu: request.criu, init: world.init(), images: &images, work: &scratch, timeout: request.timeout };
     let abandon = || world.kill(None);
     let died = || died_while_restored(&images);
-    let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled, died: &died, abandon: &abandon };
+    let mut check_files = |moment| match (moment, request.identity) {
+        (Notify::PreResume, Some(user)) => {
+            let root = criu::find_restored(manifest.tree.root).ok_or("the restored tree can not be found")?;
+            guard::check(root, user, &manifest.given_files, &request.folder.log_dir())
+        }
+        _ => Ok(()),
+    };
+    let mut hooks = Hooks { notify: &mut check_files, cancelled, died: &died, abandon: &abandon };
     rollback::put_links_back(manifest)?;
     let restored = criu::restore(&place, manifest.tcp, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would lie beside the user's files.

@@ -232,6 +232,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
             cuda_threads: work.gpu.inner_threads(),
         },
         open_files: work.open_files.clone(),
+        given_files: work.given_files.clone(),
         saved_links: work.saved_links.clone(),
         recreate: work.recreate.clone(),
         tcp: work.tcp,

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, Utc};
 
 use super::{Error, Subject, files, gpu, preflight, tcp};
-use crate::store::manifest::{OpenFile, Phase, Recreate, SavedLink, TreeProcess};
+use crate::restart::given_files;
+use crate::store::manifest::{GivenFile, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
 use crate::store::{Draft, ImageId};
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
 use crate::sys::process;
@@ -55,6 +56,7 @@ pub(super) struct Work<'a> {
     pub(super) job_pid: i32,
     names: BTreeMap<i32, String>,
     pub(super) open_files: Vec<OpenFile>,
+    pub(super) given_files: Vec<GivenFile>,
     pub(super) saved_links: Vec<SavedLink>,
     pub(super) recreate: Vec<Recreate>,
     pub(super) timings: Vec<Phase>,
@@ -77,6 +79,7 @@ impl<'a> Work<'a> {
             job_pid: 0,
             names: BTreeMap::new(),
             open_files: Vec::new(),
+            given_files: Vec::new(),
             saved_links: Vec::new(),
             recreate: Vec::new(),
             timings: Vec::new(),
@@ -206,6 +209,10 @@ impl<'a> Work<'a> {
             self.open_files = files::open_for_writing(&dir, root).map_err(|e| e.to_string())?;
             files::copy_small(&mut self.open_files, root, &draft_dir, subject.launch.identity.as_ref())
                 .map_err(|e| format!("can not copy the job's open files: {e}"))?;
+            if let Some(user) = &subject.launch.identity {
+                let tree: Vec<i32> = process::tree(root).into_iter().filter(|pid| *pid != root).collect();
+                self.given_files = given_files(&tree, user);
+            }
             self.saved_links = files::save_links(&dir, root, &id).map_err(|e| e.to_string())?;
             files::name_by_saved(&mut self.open_files, &self.saved_links);
             criu::image::adopt_daemons(&dir).map_err(|e| e.to_string())?;

@@ -16,7 +16,8 @@ use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use fields::{
-    Gpu, Host, JobTree, Manifest, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
+    GivenFile, Gpu, Host, JobTree, Manifest, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink,
+    TreeProcess,
 };
 
 use super::id::ImageId;

@@ -102,6 +102,7 @@ pub(super) fn manifest() -> Manifest {
             cuda_threads: std::collections::BTreeMap::new(),
         },
         open_files: Vec::new(),
+        given_files: Vec::new(),
         saved_links: Vec::new(),
         recreate: Vec::new(),
         tcp: Tcp::Close,

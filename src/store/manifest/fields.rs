@@ -45,6 +45,9 @@ pub struct Manifest {
     pub tree: JobTree,
     /// Regular files that were open for writing.
     pub open_files: Vec<OpenFile>,
+    /// Files that root gave to a job of another user; a restored one may have no other files of that kind.
+    #[serde(default)]
+    pub given_files: Vec<GivenFile>,
     /// Hard links made so that files that had lost their name have one at restore.
     pub saved_links: Vec<SavedLink>,
     /// Files of ours that the job has mapped, and that must be put back before a restore.
@@ -156,6 +159,18 @@ pub struct OpenFile {
     /// The part with its content, where it is small and may be rewritten in place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<String>,
+}
+
+/// A file that a job of another user has open and could not have opened itself: root gave it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GivenFile {
+    /// As the job sees it.
+    #[serde(with = "paths")]
+    pub path: PathBuf,
+    /// `st_dev`.
+    pub device: u64,
+    /// `st_ino`.
+    pub inode: u64,
 }
 
 /// A hard link beside a file of the user that keeps a deleted file alive for the restore.

@@ -14,7 +14,7 @@ use std::process::Command;
 
 pub use log::Log;
 pub use rpc::{DumpOptions, Hooks, Restored, Tcp};
-pub use rpc::{Notify, Place, RunError, dump, restore};
+pub use rpc::{Notify, Place, RunError, dump, find_restored, restore};
 
 /// The oldest CRIU that reads and writes the images we make (page counts moved in the 4.2 page map).
 pub const MINIMUM: Version = Version(4, 0, 0);

@@ -68,6 +68,8 @@ pub enum Notify {
     PostDump,
     /// The tasks exist, none runs yet; the root's pid in its namespace.
     PostRestore(i32),
+    /// The tasks have their memory and files, none runs yet. CRIU does not heed a refusal here: we kill them first.
+    PreResume,
 }
 
 /// Called when CRIU waits; an error makes it give up, and is the error of the request. `stop` is asked while waiting.
@@ -240,7 +242,7 @@ pub fn restore(place: &Place<'_>, tcp: Tcp, hooks: &mut Hooks<'_>) -> Result<Res
     }
     let result = run.end(outcome, place.timeout).and_then(|(response, log)| {
         let pid = response.restore.map_or(0, |r| r.pid);
-        let root = find_restored(pid).ok_or(RunError::Lost { pid })?;
+        let root = find_restored(pid).and_then(|root| Child::adopt(root).ok()).ok_or(RunError::Lost { pid })?;
         Ok(Restored { root, log })
     });
     if result.is_err() {
@@ -250,12 +252,12 @@ pub fn restore(place: &Place<'_>, tcp: Tcp, hooks: &mut Hooks<'_>) -> Result<Res
     result
 }
 
-/// The child of ours that is `pid` in its own namespace and that we did not start.
-fn find_restored(pid: i32) -> Option<Child> {
+/// The child of ours that is `pid` in its own namespace and that we did not start: the root of a restore under way.
+#[must_use]
+pub fn find_restored(pid: i32) -> Option<i32> {
     let children = crate::sys::process::children(std::process::id().cast_signed());
-    let found = children.into_iter().filter(|c| !spawn::is_known(*c));
-    let root = found.into_iter().find(|c| crate::sys::process::inner_pid(*c) == Some(pid))?;
-    Child::adopt(root).ok()
+    let mut found = children.into_iter().filter(|c| !spawn::is_known(*c));
+    found.find(|c| crate::sys::process::inner_pid(*c) == Some(pid))
 }
 
 /// How a conversation can end short of an answer.
@@ -334,10 +336,14 @@ impl Run {
                 (Some("pre-dump"), _) => Some(Notify::PreDump),
                 (Some("post-dump"), _) => Some(Notify::PostDump),
                 (Some("post-restore"), Some(pid)) => Some(Notify::PostRestore(pid)),
+                (Some("pre-resume"), _) => Some(Notify::PreResume),
                 _ => None,
             };
             let answer = moment.map_or(Ok(()), &mut *hooks.notify);
             let success = answer.is_ok();
+            if !success && kind == Kind::Restore {
+                (hooks.abandon)();
+            }
             let reply = Request { kind: Kind::Notify.into(), notify_success: Some(success), ..Request::default() };
             self.send(&reply)?;
             if let Err(what) = answer {
@@ -497,6 +503,9 @@ mod tests {
         assert!(matches!(error, RunError::Talk { what: "decode", .. }), "{error:?}");
         let criu = Criu { path: "/nowhere/criu".into(), version: Version(4, 2, 0) };
         let place = Place { criu: &criu, init: None, images: Path::new("/"), work: Path::new("/"), timeout: LONG };
-        assert!(matches!(Run::start(&place, Orphan::Dies), Err(RunError::Start(spawn::Error::Child { step: "execve", .. }))));
+        assert!(matches!(
+            Run::start(&place, Orphan::Dies),
+            Err(RunError::Start(spawn::Error::Child { step: "execve", .. }))
+        ));
     }
 }
