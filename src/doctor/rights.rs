@@ -55,7 +55,9 @@ type Capability = (&'static str, u32);
 const ESSENTIAL: [Capability; 4] =
     [("CAP_SYS_ADMIN", 21), ("CAP_NET_ADMIN", 12), ("CAP_SETPCAP", 8), ("CAP_SYS_CHROOT", 18)];
 /// Without these jobs of other users fail: their files, their ids, their memory.
-const USEFUL: [Capability; 7] = [
+const USEFUL: [Capability; 8] = [
+    // CRIU reads the limits of each task with prlimit(2), which takes it for a task of another user.
+    ("CAP_SYS_RESOURCE", 24),
     ("CAP_SYS_PTRACE", 19),
     ("CAP_CHOWN", 0),
     ("CAP_DAC_OVERRIDE", 1),
@@ -64,8 +66,8 @@ const USEFUL: [Capability; 7] = [
     ("CAP_SETGID", 6),
     ("CAP_SETUID", 7),
 ];
-/// CRIU does without: CAP_SYS_ADMIN includes the first, and without the second limits stay below the hard ones.
-const INFORMATIONAL: [Capability; 2] = [("CAP_CHECKPOINT_RESTORE", 40), ("CAP_SYS_RESOURCE", 24)];
+/// CRIU does without: CAP_SYS_ADMIN includes it.
+const INFORMATIONAL: [Capability; 1] = [("CAP_CHECKPOINT_RESTORE", 40)];
 
 pub(super) fn judge(facts: &Facts, trial: &trial::Outcome) -> Vec<Check> {
     let mut checks = vec![user(facts), capabilities(facts, trial), seccomp(facts, trial)];

@@ -10,7 +10,7 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -18,12 +18,15 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
 /// The two files of a job.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct Files {
     /// Standard output.
     pub stdout: PathBuf,
     /// Standard error.
     pub stderr: PathBuf,
+    /// How often each was rotated. Held over a rotation and over each read of a follower, never while it writes: a
+    /// terminal that is slow must not lengthen a freeze.
+    rotations: Arc<Mutex<[u32; 2]>>,
 }
 
 /// An output file can not be used.
@@ -47,7 +50,8 @@ impl Files {
     /// # Errors
     /// When they can not be created.
     pub fn create(dir: &Path) -> Result<Files, Error> {
-        let files = Files { stdout: dir.join("stdout.log"), stderr: dir.join("stderr.log") };
+        let (stdout, stderr) = (dir.join("stdout.log"), dir.join("stderr.log"));
+        let files = Files { stdout, stderr, rotations: Arc::default() };
         for path in [&files.stdout, &files.stderr] {
             OpenOptions::new().append(true).create(true).mode(0o600).open(path).map_err(error("create", path))?;
         }
@@ -60,14 +64,20 @@ impl Files {
     /// # Errors
     /// When a file can not be copied; it is not cut then.
     pub fn rotate(&self, limit: u64, keep: u32) -> Result<(), Error> {
-        for path in [&self.stdout, &self.stderr] {
+        let mut rotations = lock(&self.rotations);
+        for (path, count) in [&self.stdout, &self.stderr].into_iter().zip(rotations.iter_mut()) {
             let length = std::fs::metadata(path).map_err(error("look at", path))?.len();
             if length > limit {
                 rotate(path, keep).map_err(error("rotate", path))?;
+                *count += 1;
             }
         }
         Ok(())
     }
+}
+
+fn lock(rotations: &Mutex<[u32; 2]>) -> MutexGuard<'_, [u32; 2]> {
+    rotations.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn numbered(path: &Path, n: u32) -> PathBuf {
@@ -108,7 +118,7 @@ impl Follower {
 
     fn copy_to(files: &Files, out: Box<dyn Write + Send>, err: Box<dyn Write + Send>) -> io::Result<Follower> {
         let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
-        let mut tails = [Tail::new(&files.stdout, out, &watch)?, Tail::new(&files.stderr, err, &watch)?];
+        let mut tails = [Tail::new(files, 0, out, &watch)?, Tail::new(files, 1, err, &watch)?];
         let stop = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         let stopped = Arc::clone(&stop);
         let run = move || {
@@ -141,34 +151,58 @@ impl Drop for Follower {
 }
 
 struct Tail {
+    path: PathBuf,
     file: File,
     at: u64,
     to: Box<dyn Write + Send>,
+    rotations: Arc<Mutex<[u32; 2]>>,
+    /// Which of the two it is.
+    which: usize,
+    /// Rotations that were seen.
+    seen: u32,
 }
 
 impl Tail {
-    fn new(path: &Path, to: Box<dyn Write + Send>, watch: &Inotify) -> io::Result<Tail> {
+    fn new(files: &Files, which: usize, to: Box<dyn Write + Send>, watch: &Inotify) -> io::Result<Tail> {
+        let path = if which == 0 { &files.stdout } else { &files.stderr };
         let file = File::open(path)?;
         watch.add_watch(path, AddWatchFlags::IN_MODIFY)?;
-        Ok(Tail { at: file.metadata()?.len(), file, to })
+        let rotations = Arc::clone(&files.rotations);
+        let seen = lock(&rotations)[which];
+        Ok(Tail { path: path.clone(), at: file.metadata()?.len(), file, to, rotations, which, seen })
     }
 
     fn copy(&mut self) {
-        let length = self.file.metadata().map(|m| m.len()).unwrap_or(0);
-        if length < self.at {
-            // Cut: rotated, or put back to the length it had at a snapshot.
-            self.at = length;
-        }
         let mut buffer = [0u8; 16 << 10];
-        if self.file.seek(SeekFrom::Start(self.at)).is_err() {
-            return;
-        }
-        while let Ok(count @ 1..) = self.file.read(&mut buffer) {
+        while let Ok(count @ 1..) = self.read(&mut buffer) {
             // A terminal that went away must not end the job: what can not be shown is still in the file.
             let _ = self.to.write_all(buffer.get(..count).unwrap_or_default());
-            self.at += count as u64;
         }
         let _ = self.to.flush();
+    }
+
+    /// What comes next, from the file itself or from the one it was rotated to meanwhile.
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let rotations = lock(&self.rotations);
+        while self.seen < rotations[self.which] {
+            // Older ones that are not kept any more can not be shown.
+            if let Ok(mut rotated) = File::open(numbered(&self.path, rotations[self.which] - self.seen)) {
+                rotated.seek(SeekFrom::Start(self.at))?;
+                let count = rotated.read(buffer)?;
+                self.at += count as u64;
+                if count > 0 {
+                    return Ok(count);
+                }
+            }
+            self.seen += 1;
+            self.at = 0;
+        }
+        // Put back to the length it had at a snapshot.
+        self.at = self.at.min(self.file.metadata()?.len());
+        self.file.seek(SeekFrom::Start(self.at))?;
+        let count = self.file.read(buffer)?;
+        self.at += count as u64;
+        Ok(count)
     }
 }
 

@@ -291,14 +291,23 @@ fn run_criu(
         Place { criu: request.criu, init: world.init(), images: &images, work: &scratch, timeout: request.timeout };
     let abandon = || world.kill(None);
     let died = || died_while_restored(&images);
-    let mut check_files = |moment| match (moment, request.identity) {
-        (Notify::PreResume, Some(user)) => {
-            let root = criu::find_restored(manifest.tree.root).ok_or("the restored tree can not be found")?;
-            guard::check(root, user, &manifest.given_files, &request.folder.log_dir())
+    let mut before_it_runs = |moment| {
+        if moment != Notify::PreResume {
+            return Ok(());
         }
-        _ => Ok(()),
+        let root = criu::find_restored(manifest.tree.root).ok_or("the restored tree can not be found")?;
+        if let Some(user) = request.identity {
+            guard::check(root, user, &manifest.given_files, &request.folder.log_dir())?;
+        }
+        // CRIU would send it only after it has let go: until then a thread could look for memory that is not back yet,
+        // or take a lock of the driver with it into its sleep.
+        if !manifest.tree.cuda.is_empty() {
+            let is_cuda = |pid: &i32| process::inner_pid(*pid).is_some_and(|inner| manifest.tree.cuda.contains(&inner));
+            process::tree(root).into_iter().filter(is_cuda).for_each(|pid| drop(ptrace::stop_when_let_go(pid)));
+        }
+        Ok(())
     };
-    let mut hooks = Hooks { notify: &mut check_files, cancelled, died: &died, abandon: &abandon };
+    let mut hooks = Hooks { notify: &mut before_it_runs, cancelled, died: &died, abandon: &abandon };
     rollback::put_links_back(manifest)?;
     let restored = criu::restore(&place, manifest.tcp, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would lie beside the user's files.

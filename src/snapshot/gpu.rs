@@ -110,6 +110,11 @@ impl Group {
         self.members.iter().filter_map(inner).collect()
     }
 
+    /// Those that we stopped, as we see them.
+    pub(super) fn stopped_pids(&self) -> Vec<i32> {
+        self.members.iter().filter(|m| m.stopped).map(|m| m.process.pid()).collect()
+    }
+
     pub(super) fn outer_pids(&self) -> Vec<i32> {
         self.members.iter().map(|m| m.process.pid()).collect()
     }

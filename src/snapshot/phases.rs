@@ -10,8 +10,8 @@ use crate::restart::given_files;
 use crate::store::manifest::{GivenFile, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
 use crate::store::{Draft, ImageId};
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
-use crate::sys::process;
 use crate::sys::spawn::Ended;
+use crate::sys::{process, ptrace};
 use crate::telemetry::log::chain;
 
 /// CRIU's images within an image.
@@ -204,6 +204,10 @@ impl<'a> Work<'a> {
         let mut still = |moment| -> Result<(), String> {
             if moment != Notify::PostDump {
                 return Ok(());
+            }
+            // CRIU would send it only after it has let go.
+            for pid in self.gpu.stopped_pids() {
+                let _ = ptrace::stop_when_let_go(pid);
             }
             self.taken = Some(Utc::now());
             self.open_files = files::open_for_writing(&dir, root).map_err(|e| e.to_string())?;

@@ -154,6 +154,15 @@ pub fn stop(pid: i32, limit: Duration) -> io::Result<bool> {
     Ok(true)
 }
 
+/// Puts a SIGSTOP into the queue of a process that a tracer holds: it stands before it executes an instruction when the
+/// tracer lets it go.
+///
+/// # Errors
+/// When it is gone.
+pub fn stop_when_let_go(pid: i32) -> io::Result<()> {
+    signal(pid, libc::SIGSTOP)
+}
+
 /// Lets a stopped process go on.
 ///
 /// # Errors
