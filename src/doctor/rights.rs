@@ -172,7 +172,7 @@ mod tests {
         assert!(judge(&root(), &untried()).iter().all(|c| c.state == State::Ok));
         let container = Facts { capabilities: Some(0x1ff_feff_ffff), ..root() };
         let check = find(&container, &untried(), "rights.capabilities");
-        assert_eq!(check.state, State::Ok, "CAP_SYS_RESOURCE is not needed");
+        assert_eq!(check.state, State::Warn, "without CAP_SYS_RESOURCE only root's jobs can be kept");
         assert!(check.found.contains("CAP_SYS_RESOURCE"), "{}", check.found);
     }
 

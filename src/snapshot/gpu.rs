@@ -37,6 +37,10 @@ struct Member {
     stopped: bool,
 }
 
+/// How long a call of the driver may take before the other threads are let go on: twice what it takes to copy the memory
+/// of the largest GPUs (140 GB at 2.5 GB/s).
+const PATIENCE: Duration = Duration::from_secs(120);
+
 /// How long the threads of a process may take to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -52,7 +56,7 @@ impl Member {
             // come to stand, the driver says what it can do.
             let _ = ptrace::stop(self.process.pid(), STOP_TIMEOUT);
         }
-        self.process.alone(self.thread, || work(&self.process))
+        self.process.alone(self.thread, PATIENCE, || work(&self.process))
     }
 
     fn may_run_on(&self) -> bool {

@@ -129,6 +129,10 @@ fn error_text(line: &str) -> Option<String> {
 /// Texts of CRIU 4.2 and what helps, the more specific first.
 const HINTS: &[(&str, &str)] = &[
     (
+        "Can't get rlimit",
+        "for a job of another user than root (job.user) CRIU needs CAP_SYS_RESOURCE: start rekindle with it, or run the job as root",
+    ),
+    (
         "anon_inode:[io_uring",
         "the job uses io_uring, which CRIU can not dump; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment",
     ),

@@ -1,6 +1,7 @@
 //! One CUDA process and the calls on it.
 
 use std::ffi::{c_int, c_void};
+use std::sync::mpsc;
 use std::time::Duration;
 use std::{fmt, fs, io, ptr};
 
@@ -161,9 +162,13 @@ impl Process {
     /// Does `work` on a process whose threads are stopped: only `thread`, the one the driver works with
     /// ([`Process::restore_thread_id`], asked while it ran), runs meanwhile. A process that is not stopped is left as it is.
     ///
+    /// A thread that was stopped in the driver may hold a lock that the work waits for (seen with JAX on driver 580: one
+    /// restore in seven waited for ever). So after `patience` the others are let go on: what they can break by then is
+    /// a process that would have to be killed.
+    ///
     /// # Errors
     /// Those of `work`, and [`Error::Thread`] when the thread can not be let run.
-    pub fn alone<T>(&self, thread: i32, work: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub fn alone<T>(&self, thread: i32, patience: Duration, work: impl FnOnce() -> Result<T>) -> Result<T> {
         if !ptrace::is_stopped(self.pid) {
             return work();
         }
@@ -171,7 +176,17 @@ impl Process {
         // Which namespace the number belongs to is not documented.
         let tid = find_thread(self.pid, thread).ok_or_else(|| failed(io::Error::from_raw_os_error(libc::ESRCH)))?;
         let alone = ptrace::Alone::run(tid).map_err(failed)?;
-        let result = work();
+        let result = std::thread::scope(|scope| {
+            let (done, over) = mpsc::channel::<()>();
+            scope.spawn(move || {
+                if over.recv_timeout(patience) == Err(mpsc::RecvTimeoutError::Timeout) {
+                    let _ = ptrace::go_on(self.pid);
+                }
+            });
+            let result = work();
+            drop(done);
+            result
+        });
         drop(alone);
         result
     }
