@@ -332,6 +332,7 @@ impl<'a> Machine<'a> {
                     (Some((stop, _)), _) if taken || lost => {
                         (State::Ending { stop: Ending::Stop(stop), deadline: None, life }, vec![Action::Kill])
                     }
+                    (Some(_), Some(Ended::Exit(0))) => finish(Finish::Completed),
                     (Some((stop, until)), _) => {
                         let ending = State::Ending { stop: Ending::Stop(stop), deadline: Some(until), life };
                         (ending, vec![Action::Terminate])
@@ -368,8 +369,9 @@ impl<'a> Machine<'a> {
         now: Instant,
     ) -> (State, Vec<Action>) {
         match (event, stop) {
-            // It used the time to finish by itself.
-            (Event::Ended { ended: Ended::Exit(0), .. }, _) => finish(Finish::Completed),
+            // It was at its end when it was to be killed. After a SIGTERM an exit with 0 says nothing of the kind: many
+            // programs end so when they are told to, and their work is not done.
+            (Event::Ended { ended: Ended::Exit(0), .. }, _) if deadline.is_none() => finish(Finish::Completed),
             (Event::Ended { .. }, Ending::Stop(stop)) => finish(Finish::Stopped(stop)),
             (Event::Ended { images, .. }, Ending::Lost) => self.died(Death::Lost, &life, &images, now),
             (Event::Stop(wanted) | Event::StopNow(wanted), Ending::Lost) => {

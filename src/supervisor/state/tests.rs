@@ -97,6 +97,16 @@ fn a_stop_whose_snapshot_fails_asks_the_job_then_kills_it() {
 }
 
 #[test]
+fn an_exit_with_0_completes_a_job_unless_it_was_told_to_end() {
+    let (failed, exit) = (Event::SnapshotFailed(Harm::None), Event::Ended { ended: Ended::Exit(0), images: vec![] });
+    let last = |events: &[(u64, Event)]| Bench::new().run(events).1.pop();
+    let told = [(0, Event::Started), (5, Event::Stop(TERM)), (1, failed.clone()), (1, exit.clone())];
+    assert_eq!(last(&told), Some(Action::Finish(Finish::Stopped(TERM))));
+    let before = [(0, Event::Started), (5, Event::Stop(TERM)), (1, exit), (0, failed)];
+    assert_eq!(last(&before), Some(Action::Finish(Finish::Completed)));
+}
+
+#[test]
 fn grace_bounds_the_last_snapshot() {
     let events = [(0, Event::Started), (5, Event::Stop(TERM)), (30, Event::Tick), (0, killed(&[1]))];
     let (_, actions) = Bench::new().run(&events);
