@@ -162,8 +162,12 @@ came_back() {
 }
 
 # kill_job: kills the job as soon as an image was published that is not among `known`.
+has_begun() { [ "$(epoch)" -ge 1 ] 2>/dev/null; }
+
 kill_job() {
   local at began
+  # An image of a job that is still importing its libraries would prove little.
+  has_begun || { wait_for 120 'the first epoch' has_begun; known=$(images); }
   wait_for 90 'a new image' new_image
   find_job || die 'the job is not there to be killed'
   victim=$job

@@ -12,6 +12,8 @@ use std::time::Duration;
 /// Lines kept from the beginning and from the end. A restore that loops once logged 83 GB in 40 minutes.
 const HEAD: usize = 200;
 const TAIL: usize = 2000;
+/// Logged by every run without CAP_SYS_RESOURCE, whether it succeeds or not.
+const HARMLESS: &str = "Can't setup RLIMIT_NOFILE";
 /// Bytes of a line that are looked at.
 const LINE: u64 = 4096;
 
@@ -92,7 +94,7 @@ impl Log {
         let end = all.iter().rposition(|l| l.contains("Dumping FAILED") || l.contains("Restoring FAILED"));
         let before = &all[..end.unwrap_or(all.len())];
         let mut errors: Vec<String> = before.iter().filter_map(|line| error_text(line)).collect();
-        errors.retain(|e| !e.contains("Can't setup RLIMIT_NOFILE"));
+        errors.retain(|e| !e.contains(HARMLESS));
         errors.dedup();
         errors.split_off(errors.len().saturating_sub(6))
     }
@@ -104,11 +106,14 @@ impl Log {
     }
 
     /// Whether a task was killed with SIGKILL meanwhile (`sigchld_handler` and `compel_stop_on_syscall` of CRIU say so): by
-    /// the kernel, short of memory, or by somebody.
+    /// the kernel, short of memory, or by somebody. After an error of its own CRIU kills the others itself: that does not
+    /// count.
     #[must_use]
     pub fn says_killed(&self) -> bool {
         let says = |line: &str| line.contains("killed by signal 9:") || line.contains("signaled with 9:");
-        self.head.iter().chain(&self.tail).any(|line| says(line))
+        let is_reason = |line: &str| error_text(line).is_some_and(|text| !text.contains(HARMLESS));
+        let first = self.head.iter().chain(&self.tail).find(|line| says(line) || is_reason(line));
+        first.is_some_and(|line| says(line))
     }
 
     /// What to do about it, where the failure is a known one.
@@ -244,6 +249,17 @@ mod tests {
         ]);
         assert_eq!(log.errors(), ["File tmp/o.txt has bad size 486 (expect 270)"]);
         assert!(log.hint().unwrap().contains("replaced"));
+    }
+
+    #[test]
+    fn a_task_that_criu_killed_after_an_error_was_not_killed_by_others() {
+        let harmless =
+            "(00.1) Error (criu/util.c:1): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted";
+        let killed = "(00.3) Error (criu/cr-restore.c:1): 1001 killed by signal 9: Killed";
+        let mode = "(00.2) Error (criu/files-reg.c:1): File tmp/file has bad mode 0100444 (expect 0100644)";
+        assert!(log(&[harmless, killed]).says_killed());
+        assert!(!log(&[harmless, mode, killed]).says_killed());
+        assert!(!log(&[harmless, mode]).says_killed());
     }
 
     #[test]

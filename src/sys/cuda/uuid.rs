@@ -39,6 +39,8 @@ impl FromStr for GpuUuid {
 fn parse(text: &str) -> Option<[u8; 16]> {
     let digits = match text.get(..4) {
         Some(prefix) if prefix.eq_ignore_ascii_case("gpu-") => text.get(4..)?,
+        // The hyphens were taken out, the one behind the prefix as well.
+        Some(prefix) if prefix.to_ascii_lowercase().starts_with("gpu") => text.get(3..)?,
         _ => text,
     };
     let digits = digits.as_bytes();
@@ -133,6 +135,7 @@ mod tests {
             "00112233-4455-6677-8899-aabbccddeeff",
             "00112233445566778899aabbccddeeff",
             "GPU-00112233445566778899AABBCCDDEEFF",
+            "GPU00112233445566778899aabbccddeeff",
             "gpu-00112233-4455-6677-8899-AABBCCDDEEFF",
             " GPU-00112233-4455-6677-8899-aabbccddeeff\n",
         ] {
