@@ -65,7 +65,10 @@ step() { printf '  '; "$rekindle" cuda "$@" --pid "$sample"; }
 
 answer
 read -r word pid first <<<"$line"
-[ "$word" = ready ] && [ "$pid" = "$sample" ] || { echo "checkpoint-sample: unexpected: $line" >&2; exit 1; }
+if [ "$word" != ready ] || [ "$pid" != "$sample" ]; then
+  echo "checkpoint-sample: unexpected: $line" >&2
+  exit 1
+fi
 echo "process $pid: $mib MiB in GPU memory, hash $first"
 printf '  state: '; "$rekindle" cuda state --pid "$sample"
 printf '  restore thread: '; "$rekindle" cuda restore-tid --pid "$sample"
