@@ -33,5 +33,7 @@ pub mod store;
 pub mod supervisor;
 pub mod sys;
 pub mod telemetry;
+#[cfg(test)]
+mod test_gate;
 
 pub use sys::cuda;

@@ -236,9 +236,7 @@ mod tests {
 
     #[test]
     fn what_is_no_criu_fails_within_the_limit_and_leaves_nothing() {
-        if !nix::unistd::geteuid().is_root() {
-            eprintln!("SKIP: needs root");
-            assert!(!std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default().contains("root"));
+        if !crate::test_gate::root() {
             return;
         }
         let criu = Criu { path: "/bin/false".into(), version: criu::Version(4, 2, 0) };

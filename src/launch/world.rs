@@ -195,9 +195,7 @@ mod tests {
 
     #[test]
     fn a_world_counts_pids_from_where_it_is_told_and_ends_with_all_in_it() {
-        if !nix::unistd::geteuid().is_root() {
-            eprintln!("SKIP: needs root");
-            assert!(!std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default().contains("root"));
+        if !crate::test_gate::root() {
             return;
         }
         let dir = tempfile::tempdir().unwrap();

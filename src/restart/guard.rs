@@ -105,9 +105,7 @@ mod tests {
 
     #[test]
     fn a_file_of_root_is_seen_in_another_users_hands() {
-        if !nix::unistd::geteuid().is_root() {
-            eprintln!("SKIP: needs root");
-            assert!(!std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default().contains("root"));
+        if !crate::test_gate::root() {
             return;
         }
         let dir = tempfile::tempdir().unwrap();

@@ -16,6 +16,7 @@ use tempfile::TempDir;
 
 use super::manifest::{Host, JobTree, Part, PidNamespace, Reason, Tcp};
 use super::*;
+use crate::test_gate::require;
 
 /// A store with one job.
 pub(super) struct Home {
@@ -133,14 +134,4 @@ fn eventually<T>(mut ask: impl FnMut() -> Option<T>) -> T {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
     panic!("not within five seconds")
-}
-
-/// Whether a gate is met; SKIP and the reason where it is not, a failure where it must be.
-fn require(what: &str, met: bool, why: &str) -> bool {
-    let required = std::env::var("REKINDLE_TEST_REQUIRE").is_ok_and(|all| all.split(',').any(|it| it == what));
-    assert!(met || !required, "REKINDLE_TEST_REQUIRE wants {what}: {why}");
-    if !met {
-        eprintln!("SKIP: {why}");
-    }
-    met
 }

@@ -63,9 +63,7 @@ mod tests {
 
     #[test]
     fn root_loses_its_rights_to_others_files_and_only_in_there() {
-        if !nix::unistd::geteuid().is_root() {
-            eprintln!("SKIP: needs root");
-            assert!(!std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default().contains("root"));
+        if !crate::test_gate::root() {
             return;
         }
         let dir = tempfile::tempdir().unwrap();

@@ -4,17 +4,7 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
 
 use super::*;
-
-/// Says SKIP where we are not root, and fails where the environment says that we must be.
-fn root() -> bool {
-    let is_root = nix::unistd::Uid::effective().is_root();
-    if !is_root {
-        let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-        assert!(!required.split(',').any(|gate| gate == "root"), "REKINDLE_TEST_REQUIRE wants root, this is not root");
-        println!("SKIP: the trust in files is checked as root only");
-    }
-    is_root
-}
+use crate::test_gate::root;
 
 /// A folder with a valid file, both ours alone.
 fn place() -> (tempfile::TempDir, PathBuf) {

@@ -21,15 +21,6 @@ fn step_of(error: Error) -> (&'static str, io::ErrorKind) {
     }
 }
 
-fn may_make_namespaces() -> bool {
-    if nix::unistd::geteuid().is_root() {
-        return true;
-    }
-    eprintln!("SKIP: needs root");
-    assert!(!std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default().contains("root"));
-    false
-}
-
 #[test]
 fn a_child_has_its_standard_descriptors_and_no_other() {
     let null = |fd| Open { fd, path: c"/dev/null".into(), flags: libc::O_RDWR };
@@ -97,7 +88,7 @@ fn a_step_that_fails_is_named() {
 
 #[test]
 fn a_child_in_a_new_world_is_its_first_and_another_can_join() {
-    if !may_make_namespaces() {
+    if !crate::test_gate::root() {
         return;
     }
     let first = Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().world(World::New).start().unwrap();
