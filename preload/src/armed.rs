@@ -1,0 +1,178 @@
+//! Whether the supervisor wants this process's device memory in a landing file, and the file.
+
+use core::mem::MaybeUninit;
+use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+
+use crate::sys::{self, Errno, File};
+
+/// The folder of landing files. Threads that copy: as many, for whoever knows better than half of the CPUs.
+const FOLDER: &[u8] = b"REKINDLE_LANDING=";
+const THREADS: &[u8] = b"REKINDLE_COPY_THREADS=";
+
+/// Room for the folder; a longer one leaves the interposer inert.
+const ROOM: usize = 1024;
+
+static PATH: [AtomicU8; ROOM] = [const { AtomicU8::new(0) }; ROOM];
+/// Bytes of PATH; 0 when there is none.
+static LENGTH: AtomicUsize = AtomicUsize::new(0);
+/// As the environment says; 0 when it does not.
+static WANTED_THREADS: AtomicUsize = AtomicUsize::new(0);
+
+/// How many threads the environment wants to copy.
+pub(crate) fn wanted_threads() -> usize {
+    WANTED_THREADS.load(Ordering::Relaxed)
+}
+
+/// Finds our variables. From /proc and not from the libc: its `environ` is set by a constructor that may come after ours.
+/// Where /proc is not mounted the interposer stays inert.
+pub(crate) fn read_environment() {
+    let Ok(file) = File::read_only(c"/proc/self/environ") else { return };
+    let mut buffer = [const { MaybeUninit::<u8>::uninit() }; 4096];
+    let mut parser = Parser::new();
+    while let Ok(count) = file.read(buffer.as_mut_ptr().cast(), buffer.len()) {
+        if count == 0 {
+            break;
+        }
+        for byte in buffer.iter().take(count) {
+            // SAFETY: the kernel wrote this many bytes.
+            parser.feed(unsafe { byte.assume_init() });
+        }
+    }
+    let (folder, threads) = parser.finish();
+    WANTED_THREADS.store(threads, Ordering::Relaxed);
+    LENGTH.store(folder, Ordering::Relaxed);
+}
+
+/// Reads `NAME=value` texts that end with NUL, byte by byte: nothing here can hold an environment, which may have
+/// megabytes.
+struct Parser {
+    /// Bytes of the current text so far.
+    at: usize,
+    is_folder: bool,
+    is_threads: bool,
+    /// Length of the folder that is being read; None when it is too long.
+    folder: Option<usize>,
+    found_folder: usize,
+    threads: usize,
+    found_threads: usize,
+}
+
+impl Parser {
+    fn new() -> Parser {
+        let folder = Some(0);
+        Parser { at: 0, is_folder: true, is_threads: true, folder, found_folder: 0, threads: 0, found_threads: 0 }
+    }
+
+    fn feed(&mut self, byte: u8) {
+        if byte == 0 {
+            self.end_text();
+            return;
+        }
+        if self.is_folder {
+            match FOLDER.get(self.at) {
+                Some(name) => self.is_folder = *name == byte,
+                None => self.folder_byte(byte),
+            }
+        }
+        if self.is_threads {
+            match THREADS.get(self.at) {
+                Some(name) => self.is_threads = *name == byte,
+                None if byte.is_ascii_digit() => {
+                    self.threads = self.threads.wrapping_mul(10).wrapping_add(usize::from(byte - b'0'));
+                }
+                None => self.is_threads = false,
+            }
+        }
+        self.at = self.at.wrapping_add(1);
+    }
+
+    fn folder_byte(&mut self, byte: u8) {
+        let Some(length) = self.folder else { return };
+        // A relative folder would change with the working directory.
+        let slot = PATH.get(length).filter(|_| length > 0 || byte == b'/');
+        self.folder = slot.map(|slot| {
+            slot.store(byte, Ordering::Relaxed);
+            length + 1
+        });
+    }
+
+    fn end_text(&mut self) {
+        // The first of a name counts, as for getenv; the name itself must have been there whole.
+        if self.is_folder && self.at > FOLDER.len() && self.found_folder == 0 {
+            self.found_folder = self.folder.unwrap_or(0);
+        }
+        if self.is_threads && self.at > THREADS.len() && self.found_threads == 0 {
+            self.found_threads = self.threads;
+        }
+        self.at = 0;
+        self.is_folder = self.found_folder == 0;
+        self.is_threads = true;
+        self.folder = Some(0);
+        self.threads = 0;
+    }
+
+    fn finish(mut self) -> (usize, usize) {
+        self.end_text();
+        (self.found_folder, self.found_threads)
+    }
+}
+
+/// Opens this process's landing file; None when there is none, and so nothing is to be done.
+pub(crate) fn open() -> Option<File> {
+    let length = LENGTH.load(Ordering::Relaxed);
+    if length == 0 {
+        return None;
+    }
+    let mut path = [const { MaybeUninit::<u8>::uninit() }; ROOM + 16];
+    let mut end = 0;
+    let mut push = |byte: u8| {
+        if let Some(slot) = path.get_mut(end) {
+            slot.write(byte);
+            end += 1;
+        }
+    };
+    for byte in PATH.iter().take(length) {
+        push(byte.load(Ordering::Relaxed));
+    }
+    push(b'/');
+    // Asked each time: a forked child is another process, and not armed.
+    let pid = sys::pid().unsigned_abs();
+    let mut divisor = 1_000_000_000;
+    while divisor > 0 {
+        if pid >= divisor {
+            push(b'0' + (pid / divisor % 10) as u8);
+        }
+        divisor /= 10;
+    }
+    push(0);
+    let opened: Result<File, Errno> = File::open_no_follow(path.as_ptr().cast());
+    opened.ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One test: the folder is a static.
+    #[test]
+    fn the_variables_are_found_among_others() {
+        let parse = |environment: &[u8]| {
+            let mut parser = Parser::new();
+            environment.iter().for_each(|byte| parser.feed(*byte));
+            let (length, threads) = parser.finish();
+            let folder: Vec<u8> = PATH.iter().take(length).map(|byte| byte.load(Ordering::Relaxed)).collect();
+            (String::from_utf8(folder).unwrap(), threads)
+        };
+        let expect = |folder: &str, threads| (folder.to_string(), threads);
+        assert_eq!(parse(b""), expect("", 0));
+        assert_eq!(parse(b"A=1\0REKINDLE_LANDING=/run/x\0B=2\0"), expect("/run/x", 0));
+        assert_eq!(parse(b"REKINDLE_COPY_THREADS=12\0REKINDLE_LANDING=/y"), expect("/y", 12));
+        assert_eq!(parse(b"REKINDLE_LANDING=relative\0"), expect("", 0));
+        assert_eq!(parse(b"REKINDLE_LANDING=\0REKINDLE_LANDING"), expect("", 0));
+        assert_eq!(parse(b"XREKINDLE_LANDING=/x\0REKINDLE_LANDINGS=/x\0\0"), expect("", 0));
+        assert_eq!(parse(b"REKINDLE_LANDING=/first\0REKINDLE_LANDING=/second-longer\0"), expect("/first", 0));
+        assert_eq!(parse(b"REKINDLE_COPY_THREADS=4x\0"), expect("", 0));
+        let long = [FOLDER, b"/".repeat(ROOM + 1).as_slice(), b"\0A=1"].concat();
+        assert_eq!(parse(&long), expect("", 0));
+    }
+}

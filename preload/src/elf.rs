@@ -1,0 +1,307 @@
+//! A loaded object, read where the loader has put it (ELF-64, gABI chapters 4 and 5, and the x86-64 psABI).
+//!
+//! Nothing is believed: every address is looked up in the object's own readable mappings before it is read, and whatever
+//! is not as the linkers for x86-64 make it ends the search.
+
+use core::mem::MaybeUninit;
+use core::ptr::with_exposed_provenance;
+use core::slice;
+
+use crate::maps::{self, Mapping};
+use crate::sys::PROT_READ;
+
+/// Mappings of one object: four or five, and a few more where protections were changed.
+const MOST_PARTS: usize = 32;
+/// An object has about 30 dynamic tags and a dozen program headers.
+const MOST_TAGS: usize = 256;
+const MOST_HEADERS: usize = 64;
+
+const EHDR_SIZE: usize = 64;
+const PHDR_SIZE: usize = 56;
+const RELA_SIZE: usize = 24;
+const SYM_SIZE: usize = 24;
+
+/// The relocation types that put a function's address into memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// R_X86_64_JUMP_SLOT or R_X86_64_GLOB_DAT: only calls and address-taking code read it.
+    Slot,
+    /// R_X86_64_64: a pointer in the object's data.
+    Pointer,
+}
+
+/// What is mapped of an object's file, by address, and where its address 0 is.
+#[derive(Debug)]
+pub(crate) struct Object {
+    parts: [MaybeUninit<Mapping>; MOST_PARTS],
+    count: usize,
+    base: usize,
+}
+
+/// What the dynamic section says.
+#[derive(Debug, Default)]
+struct Dynamic {
+    symbols: usize,
+    strings: usize,
+    rela: usize,
+    rela_size: usize,
+    /// Relocations at the beginning of `rela` that name no symbol.
+    relative: usize,
+    plt: usize,
+    plt_size: usize,
+}
+
+impl Object {
+    pub(crate) const fn new() -> Object {
+        Object { parts: [const { MaybeUninit::uninit() }; MOST_PARTS], count: 0, base: 0 }
+    }
+
+    /// Finds the object that holds `address`, which is in the mapping `code`. A file can be mapped more than once: it is
+    /// the one whose program headers put that mapping where it is.
+    pub(crate) fn find(&mut self, code: &Mapping, address: usize) -> Option<()> {
+        self.count = 0;
+        let mut fits = true;
+        maps::scan(|mapping| {
+            if mapping.inode == code.inode && mapping.is_libcuda == code.is_libcuda {
+                fits = self.parts.get_mut(self.count).map(|part| part.write(*mapping)).is_some();
+                self.count += usize::from(fits);
+            }
+            fits
+        });
+        let is_base = |part: &&Mapping| part.offset == 0 && self.is_base(part.start, code, address);
+        self.base = self.parts().iter().filter(|_| fits).find(is_base)?.start;
+        Some(())
+    }
+
+    fn parts(&self) -> &[Mapping] {
+        // SAFETY: as many were written, and `count` is at most the length of the array.
+        unsafe { slice::from_raw_parts(self.parts.as_ptr().cast(), self.count) }
+    }
+
+    /// The readable mapping of the object with these bytes.
+    pub(crate) fn part(&self, address: usize, length: usize) -> Option<&Mapping> {
+        let end = address.checked_add(length)?;
+        let mut readable = self.parts().iter().filter(|part| part.prot & PROT_READ != 0);
+        readable.find(|part| part.start <= address && end <= part.end)
+    }
+
+    pub(crate) fn word(&self, address: usize) -> Option<usize> {
+        self.part(address, size_of::<usize>())?;
+        // SAFETY: mapped and readable; libcuda is running its code, so that it stays.
+        Some(unsafe { with_exposed_provenance::<usize>(address).read_unaligned() })
+    }
+
+    fn is_at(&self, address: usize, text: &[u8]) -> bool {
+        if self.part(address, text.len()).is_none() {
+            return false;
+        }
+        // SAFETY: as above.
+        let found = |at| unsafe { with_exposed_provenance::<u8>(address + at).read_volatile() };
+        text.iter().enumerate().all(|(at, byte)| found(at) == *byte)
+    }
+
+    /// Calls `visit` with the address of each program header, its type and its virtual address.
+    fn headers(&self, base: usize, mut visit: impl FnMut(usize, usize, usize)) -> Option<()> {
+        // e_ident: ELF, 64 bits, little-endian, version 1. e_type 3: a shared object; e_machine 62: x86-64.
+        let ident = self.word(base)? & 0x00ff_ffff_ffff_ffff == 0x0001_0102_464c_457f;
+        let kind = self.word(base.checked_add(16)?)? & 0xffff_ffff == 62 << 16 | 3;
+        let table = base.checked_add(self.word(base.checked_add(32)?)?)?;
+        let sizes = self.word(base.checked_add(48)?)?;
+        let count = self.word(base.checked_add(EHDR_SIZE - 8)?)? & 0xffff;
+        if !ident || !kind || sizes >> 48 != PHDR_SIZE || sizes >> 32 & 0xffff != EHDR_SIZE || count > MOST_HEADERS {
+            return None;
+        }
+        for number in 0..count {
+            let header = table.checked_add(number * PHDR_SIZE)?;
+            self.part(header, PHDR_SIZE)?;
+            visit(header, self.word(header)? & 0xffff_ffff, self.word(header + 16)?);
+        }
+        Some(())
+    }
+
+    fn is_base(&self, base: usize, code: &Mapping, address: usize) -> bool {
+        const PT_LOAD: usize = 1;
+        let mut found = false;
+        let read = self.headers(base, |header, kind, start| {
+            if let (PT_LOAD, Some(offset), Some(size)) = (kind, self.word(header + 8), self.word(header + 40)) {
+                let placed = base.wrapping_add(start).wrapping_sub(offset) == code.start.wrapping_sub(code.offset);
+                found |= placed && address.wrapping_sub(base.wrapping_add(start)) < size;
+            }
+        });
+        read.is_some() && found
+    }
+
+    /// What a dynamic tag points to. glibc has put the load address into some, other loaders into none.
+    fn pointer(&self, value: usize) -> usize {
+        if self.part(value, 1).is_some() { value } else { self.base.wrapping_add(value) }
+    }
+
+    fn dynamic(&self) -> Option<Dynamic> {
+        const PT_DYNAMIC: usize = 2;
+        let mut section = None;
+        self.headers(self.base, |_, kind, start| {
+            if kind == PT_DYNAMIC {
+                section = Some(self.base.wrapping_add(start));
+            }
+        })?;
+        let section = section?;
+        let mut found = Dynamic::default();
+        for number in 0..MOST_TAGS {
+            let tag = section.checked_add(number * 16)?;
+            let value = self.word(tag.checked_add(8)?)?;
+            match self.word(tag)? {
+                0 => return Some(found),                  // DT_NULL
+                2 => found.plt_size = value,              // DT_PLTRELSZ
+                5 => found.strings = self.pointer(value), // DT_STRTAB
+                6 => found.symbols = self.pointer(value), // DT_SYMTAB
+                7 => found.rela = self.pointer(value),    // DT_RELA
+                8 => found.rela_size = value,             // DT_RELASZ
+                9 if value != RELA_SIZE => return None,   // DT_RELAENT
+                11 if value != SYM_SIZE => return None,   // DT_SYMENT
+                20 if value != 7 => return None,          // DT_PLTREL, which is DT_RELA
+                23 => found.plt = self.pointer(value),    // DT_JMPREL
+                0x6fff_fff9 => found.relative = value,    // DT_RELACOUNT
+                _ => {}
+            }
+        }
+        None
+    }
+
+    /// Calls `visit` with each place in memory that the loader fills with the address of the function `name`, which ends
+    /// with NUL. A place can be named twice.
+    pub(crate) fn slots(&self, name: &[u8], mut visit: impl FnMut(usize, Kind)) -> Option<()> {
+        let dynamic = self.dynamic()?;
+        let skipped = dynamic.relative.checked_mul(RELA_SIZE)?;
+        let rest = (dynamic.rela.checked_add(skipped)?, dynamic.rela_size.saturating_sub(skipped));
+        for (table, size) in [(dynamic.plt, dynamic.plt_size), rest] {
+            // One mapping holds it all, which bounds the loop.
+            if size == 0 || self.part(table, size).is_none() {
+                continue;
+            }
+            for number in 0..size / RELA_SIZE {
+                let entry = table + number * RELA_SIZE;
+                let info = self.word(entry + 8)?;
+                let kind = match (info & 0xffff_ffff, self.word(entry + 16)?) {
+                    (6 | 7, _) => Kind::Slot,
+                    (1, 0) => Kind::Pointer,
+                    _ => continue,
+                };
+                if self.is_named(&dynamic, info >> 32, name) {
+                    visit(self.base.wrapping_add(self.word(entry)?), kind);
+                }
+            }
+        }
+        Some(())
+    }
+
+    fn is_named(&self, dynamic: &Dynamic, symbol: usize, name: &[u8]) -> bool {
+        // The number has 32 bits.
+        let Some(symbol) = dynamic.symbols.checked_add(symbol * SYM_SIZE) else { return false };
+        let text = self.word(symbol).and_then(|word| dynamic.strings.checked_add(word & 0xffff_ffff));
+        text.is_some_and(|text| self.is_at(text, name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use core::ffi::{c_int, c_void};
+
+    use super::*;
+    use crate::sys;
+
+    unsafe extern "C" {
+        fn memcpy(to: *mut c_void, from: *const c_void, length: usize) -> *mut c_void;
+        fn getpid() -> c_int;
+    }
+
+    fn found_around(address: usize) -> Option<Object> {
+        let mut object = Object::new();
+        object.find(&maps::find(address).unwrap(), address).map(|()| object)
+    }
+
+    fn values(object: &Object, name: &[u8]) -> Vec<usize> {
+        let mut values = Vec::new();
+        object.slots(name, |slot, _| values.push(object.word(slot).unwrap())).unwrap();
+        values
+    }
+
+    #[test]
+    fn the_slots_of_this_program_hold_what_the_loader_put_there() {
+        let this = found_around(found_around as *const () as usize).unwrap();
+        let copies = values(&this, b"memcpy\0");
+        assert!(!copies.is_empty() && copies.iter().all(|value| *value == memcpy as *const () as usize));
+        assert!(values(&this, b"getpid\0").contains(&(getpid as *const () as usize)));
+        assert_eq!(values(&this, b"memcp\0"), []);
+        assert_eq!(values(&this, b"emcpy\0"), []);
+    }
+
+    #[test]
+    fn other_objects_and_addresses_that_are_none_do_no_harm() {
+        // libc's tables are another linker's, and it uses its own functions.
+        assert!(found_around(getpid as *const () as usize).is_some());
+        let local = 1;
+        assert!(found_around((&raw const local).addr()).is_none(), "a stack");
+        let mut object = Object::new();
+        let code = maps::find(found_around as *const () as usize).unwrap();
+        assert!(object.find(&code, code.end + (1 << 40)).is_none());
+        assert!(object.word(usize::MAX - 3).is_none() && object.word(0).is_none());
+    }
+
+    const IMAGE: usize = 512;
+
+    /// A small object: its headers, its dynamic section, one relocation of a symbol, and its tables.
+    fn image(relocated_by: usize) -> Vec<u8> {
+        let mut bytes = vec![0_u8; IMAGE];
+        let mut put = |at: usize, words: &[usize]| {
+            for (word, to) in words.iter().zip(bytes[at..].chunks_exact_mut(8)) {
+                to.copy_from_slice(&word.to_le_bytes());
+            }
+        };
+        put(0, &[0x0001_0102_464c_457f, 0, 1 << 32 | 62 << 16 | 3, 0, 64, 0, 56 << 48 | 64 << 32, 2]);
+        put(64, &[5 << 32 | 1, 0, 0, 0, IMAGE, IMAGE, 4096]);
+        put(120, &[6 << 32 | 2, 176, 176, 176, 144, 144, 8]);
+        let at = |address: usize| address + relocated_by;
+        put(176, &[5, at(464), 6, at(416), 23, at(344), 2, 24, 20, 7, 7, at(368), 8, 48, 0x6fff_fff9, 1, 9, 24, 0, 0]);
+        put(344, &[480, 1 << 32 | 7, 0]);
+        put(368, &[488, 8, 3, 488, 1 << 32 | 1, 0]);
+        put(440, &[1]);
+        bytes[465..472].copy_from_slice(b"memcpy\0");
+        bytes
+    }
+
+    /// Before a page that can not be read: a read that leaves the mapping ends the test.
+    #[test]
+    fn a_damaged_object_is_read_within_its_bounds() {
+        let around = sys::MAP_PRIVATE | sys::MAP_ANONYMOUS;
+        let pages = sys::map(0, 8192, PROT_READ | sys::PROT_WRITE, around, -1, 0).unwrap();
+        sys::protect(pages + 4096, 4096, sys::PROT_NONE).unwrap();
+        let start = pages + 4096 - IMAGE;
+        let end = pages + 4096;
+        let part = Mapping { start, end, offset: 0, inode: 1, prot: PROT_READ, is_private: true, is_libcuda: true };
+        let mut object = Object::new();
+        object.parts[0].write(part);
+        (object.count, object.base) = (1, start);
+        let found = |bytes: &[u8]| {
+            // SAFETY: room for the image, which nobody else knows of.
+            unsafe { std::ptr::copy(bytes.as_ptr(), core::ptr::with_exposed_provenance_mut(start), IMAGE) };
+            let mut slots = Vec::new();
+            let whole = object.slots(b"memcpy\0", |slot, kind| slots.push((slot.wrapping_sub(start), kind)));
+            (object.is_base(start, &part, start + 100), whole.is_some(), slots)
+        };
+        let expected = (true, true, vec![(480, Kind::Slot), (488, Kind::Pointer)]);
+        // As glibc leaves it, and as others do.
+        assert_eq!((found(&image(0)), found(&image(start))), (expected.clone(), expected));
+        let mut refused = 0;
+        for relocated_by in [0, start] {
+            for at in 0..IMAGE {
+                for flip in [1, 2, 8, 0x10, 0x80, 0xff] {
+                    let mut bytes = image(relocated_by);
+                    bytes[at] ^= flip;
+                    refused += usize::from(!found(&bytes).1);
+                }
+            }
+        }
+        assert!(refused > 500, "{refused}");
+        sys::unmap(pages, 8192).unwrap();
+    }
+}

@@ -1,0 +1,114 @@
+//! What libcuda's own calls of `memcpy` go through: the slots of its global offset table. While there is a region they
+//! lead to [`crate::copy`], and nobody else's calls do.
+//!
+//! The old value of a slot is kept as it is: where functions are bound when they are first called, it is the address of
+//! the stub that does so. The tables are usually read-only once they are filled (RELRO), so a page is writable for a
+//! moment. What is not as expected is left alone: then the driver copies alone, which is slower and as right.
+//!
+//! Slots and old values are in this object's memory, so they go with the process: into a forked child, whose calls are
+//! handed on, and through an image.
+
+use core::ptr::with_exposed_provenance_mut;
+use core::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::elf::{Kind, Object};
+use crate::landing::PAGE;
+use crate::lock::Lock;
+use crate::maps::{self, Mapping};
+use crate::{copy, sys};
+
+/// A slot that leads to us; address 0 where there is none.
+#[derive(Debug)]
+struct Slot {
+    address: AtomicUsize,
+    old: AtomicUsize,
+}
+
+/// Linkers make one slot for calls and one for other uses of a function.
+static SLOTS: [Slot; 8] = [const { Slot { address: AtomicUsize::new(0), old: AtomicUsize::new(0) } }; 8];
+/// Held while slots are changed.
+static CHANGING: Lock = Lock::new();
+
+fn ours() -> usize {
+    (copy::memcpy as *const ()).addr()
+}
+
+/// Leads the calls of the libcuda that has `caller` in its mapping `code` to us.
+pub(crate) fn redirect(code: &Mapping, caller: usize) {
+    let Some(_changing) = CHANGING.take(sys::pid()) else { return };
+    // Those of a region whose end was missed.
+    put_all_back();
+    let mut object = Object::new();
+    if object.find(code, caller).is_none() {
+        return;
+    }
+    object.slots(b"memcpy\0", |address, kind| {
+        let (Some(part), Some(old)) = (object.part(address, size_of::<usize>()), object.word(address)) else { return };
+        // A pointer that libcuda can change may be another function's by now.
+        let is_fixed = kind == Kind::Slot || part.prot & sys::PROT_WRITE == 0;
+        let free = SLOTS.iter().find(|slot| slot.address.load(Ordering::Relaxed) == 0);
+        if let Some(slot) = free
+            && is_fixed
+            && old != 0
+            && old != ours()
+        {
+            slot.old.store(old, Ordering::Relaxed);
+            slot.address.store(address, Ordering::Relaxed);
+            if !store(part, address, ours()) {
+                slot.address.store(0, Ordering::Relaxed);
+            }
+        }
+    });
+}
+
+/// Ends what [`redirect`] began.
+pub(crate) fn put_back() {
+    if let Some(_changing) = CHANGING.take(sys::pid()) {
+        put_all_back();
+    }
+}
+
+fn put_all_back() {
+    let taken = |slot: &&Slot| slot.address.load(Ordering::Relaxed) != 0;
+    if !SLOTS.iter().any(|slot| taken(&slot)) {
+        return;
+    }
+    maps::scan(|mapping| {
+        for slot in SLOTS.iter().filter(taken) {
+            let address = slot.address.load(Ordering::Relaxed);
+            if mapping.start <= address && address < mapping.end {
+                // A libcuda may have been closed since, and the address be anything's.
+                let is_there = mapping.is_libcuda && mapping.prot & sys::PROT_READ != 0;
+                if !is_there || load(address) != ours() || store(mapping, address, slot.old.load(Ordering::Relaxed)) {
+                    slot.address.store(0, Ordering::Relaxed);
+                }
+            }
+        }
+        true
+    });
+}
+
+/// Of an aligned address in a readable mapping.
+fn load(address: usize) -> usize {
+    // SAFETY: the caller's promise.
+    unsafe { with_exposed_provenance_mut::<usize>(address).read_volatile() }
+}
+
+/// Stores in `mapping`, which holds the address. Answers whether it did.
+fn store(mapping: &Mapping, address: usize, value: usize) -> bool {
+    // A table is data, of this process alone.
+    if !address.is_multiple_of(align_of::<usize>()) || mapping.prot & sys::PROT_EXEC != 0 || !mapping.is_private {
+        return false;
+    }
+    let (page, is_locked) = (address / PAGE * PAGE, mapping.prot & sys::PROT_WRITE == 0);
+    if is_locked && sys::protect(page, PAGE, mapping.prot | sys::PROT_WRITE).is_err() {
+        return false;
+    }
+    // SAFETY: mapped, writable and aligned. Other threads read it as one word, before or after.
+    unsafe { AtomicUsize::from_ptr(with_exposed_provenance_mut(address)) }.store(value, Ordering::Release);
+    if is_locked {
+        // Where this fails the table stays writable, as it is in an object without RELRO.
+        let _ = sys::protect(page, PAGE, mapping.prot);
+    }
+    true
+}

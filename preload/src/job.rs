@@ -1,0 +1,156 @@
+//! One copy, cut into chunks that any thread can take.
+//!
+//! Nobody is counted on: a helper that never runs takes no chunk, and its share is done by the others. `ticket` holds the
+//! number of the copy and the next chunk of it in one word. A thread reads what the copy is about and then takes a chunk
+//! by exchanging the very ticket it saw; had the copy been over meanwhile, the ticket would be another. Numbers of copies
+//! repeat after 2^32 of them, which no thread sleeps through.
+
+use core::hint::spin_loop;
+use core::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
+use core::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use crate::stream::{self, Way};
+use crate::sys;
+
+/// 32 KiB: 64 chunks to a piece of the driver, so that eight threads end within a chunk's 6 us of each other; a multiple
+/// of the page, so that the prefetchers of two cores do not meet.
+const CHUNK: usize = 32 << 10;
+
+/// What a copy is about.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Copy {
+    pub(crate) to: usize,
+    pub(crate) from: usize,
+    pub(crate) length: usize,
+    pub(crate) way: Way,
+}
+
+/// A word on a cache line of its own: each is written by one side and watched by others.
+#[derive(Debug)]
+#[repr(align(64))]
+struct Line<T>(T);
+
+/// The copy under way.
+#[derive(Debug)]
+pub(crate) struct Job {
+    ticket: Line<AtomicU64>,
+    /// Chunks that are done, with their stores visible.
+    done: Line<AtomicUsize>,
+    to: Line<AtomicUsize>,
+    from: AtomicUsize,
+    length: AtomicUsize,
+    way: AtomicUsize,
+}
+
+impl Job {
+    pub(crate) const fn new() -> Job {
+        Job {
+            ticket: Line(AtomicU64::new(0)),
+            done: Line(AtomicUsize::new(0)),
+            to: Line(AtomicUsize::new(0)),
+            from: AtomicUsize::new(0),
+            length: AtomicUsize::new(0),
+            way: AtomicUsize::new(0),
+        }
+    }
+
+    /// Begins a copy. The one before is over; there is one caller at a time.
+    ///
+    /// # Safety
+    /// Memory as for memcpy(3), untouched by others until [`Job::finish`] has returned.
+    pub(crate) unsafe fn publish(&self, copy: Copy) {
+        self.done.0.store(0, Ordering::Relaxed);
+        self.to.0.store(copy.to, Ordering::Relaxed);
+        self.from.store(copy.from, Ordering::Relaxed);
+        self.length.store(copy.length, Ordering::Relaxed);
+        self.way.store(copy.way.to_word(), Ordering::Relaxed);
+        let number = (self.ticket.0.load(Ordering::Relaxed) >> 32).wrapping_add(1);
+        self.ticket.0.store(number << 32, Ordering::Release);
+    }
+
+    /// Copies chunks until none is left to take. Answers whether there was one.
+    pub(crate) fn work(&self) -> bool {
+        let mut count = 0;
+        while self.take_one() {
+            count += 1;
+        }
+        if count > 0 {
+            stream::settle();
+            self.done.0.fetch_add(count, Ordering::Release);
+        }
+        count > 0
+    }
+
+    fn take_one(&self) -> bool {
+        loop {
+            let ticket = self.ticket.0.load(Ordering::Acquire);
+            let at = (ticket & 0xffff_ffff) as usize * CHUNK;
+            let (to, from) = (self.to.0.load(Ordering::Relaxed), self.from.load(Ordering::Relaxed));
+            let length = self.length.load(Ordering::Relaxed);
+            let way = Way::from_word(self.way.load(Ordering::Relaxed));
+            if at >= length {
+                return false;
+            }
+            if self.ticket.0.compare_exchange(ticket, ticket + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+                let (to, from) = (with_exposed_provenance_mut(to + at), with_exposed_provenance(from + at));
+                // SAFETY: the promise made to `publish`; this chunk is ours alone, and the copy is not over before it
+                // is done.
+                unsafe { stream::copy(way, to, from, CHUNK.min(length - at)) };
+                return true;
+            }
+        }
+    }
+
+    /// Waits until all chunks are done that others took. Each of them runs: the only thread of a stopped process that
+    /// does not is one that has not begun, or one that stands with this one.
+    pub(crate) fn finish(&self) {
+        let chunks = self.length.load(Ordering::Relaxed).div_ceil(CHUNK);
+        while self.done.0.load(Ordering::Acquire) < chunks {
+            for _ in 0..64 {
+                spin_loop();
+            }
+            // Where there are more threads than CPUs, one of them waits for ours.
+            sys::yield_now();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+    use crate::cpu;
+
+    #[test]
+    fn every_copy_is_whole_with_helpers_that_come_and_go() {
+        let (job, over) = (Job::new(), AtomicBool::new(false));
+        let from: Vec<u8> = (0..5 * CHUNK + 777).map(|at| (at * 31 % 251) as u8).collect();
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while !over.load(Ordering::Relaxed) {
+                        job.work();
+                    }
+                });
+            }
+            for round in 0..2000 {
+                let length = (round * 977) % from.len();
+                let mut to = vec![0; length + 1];
+                let (way, start) = (Way { level: cpu::level(), flush_source: round % 2 == 0 }, from.len() - length);
+                let copy = Copy {
+                    to: to.as_mut_ptr().expose_provenance(),
+                    from: from.as_ptr().expose_provenance() + start,
+                    length,
+                    way,
+                };
+                // SAFETY: both vectors outlive the copy.
+                unsafe { job.publish(copy) };
+                job.work();
+                job.finish();
+                assert!(to[..length] == from[start..] && to[length] == 0, "round {round}");
+            }
+            over.store(true, Ordering::Relaxed);
+        });
+    }
+}

@@ -1,0 +1,233 @@
+//! The system calls of the interposer. They go past the libc: its wrappers set errno, and some are cancellation points.
+
+use core::arch::asm;
+use core::ffi::CStr;
+
+/// A positive error number.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Errno(pub(crate) i32);
+
+pub(crate) const EINVAL: Errno = Errno(22);
+
+pub(crate) const PROT_NONE: i32 = 0;
+pub(crate) const PROT_READ: i32 = 1;
+pub(crate) const PROT_WRITE: i32 = 2;
+pub(crate) const PROT_EXEC: i32 = 4;
+pub(crate) const MAP_SHARED: i32 = 1;
+pub(crate) const MAP_PRIVATE: i32 = 2;
+pub(crate) const MAP_FIXED: i32 = 0x10;
+pub(crate) const MAP_ANONYMOUS: i32 = 0x20;
+pub(crate) const MAP_NORESERVE: i32 = 0x4000;
+pub(crate) const MAP_POPULATE: i32 = 0x8000;
+
+const TMPFS_MAGIC: usize = 0x0102_1994;
+
+fn call(number: usize, args: [usize; 6]) -> Result<usize, Errno> {
+    let result: isize;
+    // SAFETY: the kernel checks the arguments; callers pass pointers that outlive the call. rcx and r11 are what the
+    // instruction itself overwrites.
+    unsafe {
+        asm!("syscall", inlateout("rax") number => result,
+            in("rdi") args[0], in("rsi") args[1], in("rdx") args[2], in("r10") args[3], in("r8") args[4],
+            in("r9") args[5], lateout("rcx") _, lateout("r11") _, options(nostack));
+    }
+    // Addresses of user space are positive; only the last page of numbers are errors.
+    if (-4095..0).contains(&result) { Err(Errno(-(result as i32))) } else { Ok(result as usize) }
+}
+
+/// Sign-extends as the kernel's ABI wants it.
+fn arg(value: i32) -> usize {
+    value as isize as usize
+}
+
+pub(crate) fn pid() -> i32 {
+    call(39, [0; 6]).map_or(0, |pid| pid as i32)
+}
+
+/// An open file, closed when dropped.
+#[derive(Debug)]
+pub(crate) struct File(i32);
+
+impl Drop for File {
+    fn drop(&mut self) {
+        let _ = call(3, [arg(self.0), 0, 0, 0, 0, 0]);
+    }
+}
+
+/// What is known of a file.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Status {
+    pub(crate) is_regular: bool,
+    pub(crate) inode: usize,
+    pub(crate) size: usize,
+    /// Bytes that have memory or disk behind them.
+    pub(crate) allocated: usize,
+}
+
+impl File {
+    pub(crate) fn read_only(path: &CStr) -> Result<File, Errno> {
+        File::open(path.as_ptr().addr(), 0)
+    }
+
+    /// For reading and writing; not through a symbolic link. `path` ends with NUL.
+    pub(crate) fn open_no_follow(path: *const u8) -> Result<File, Errno> {
+        File::open(path.addr(), 2 | 0o400_000) // O_RDWR | O_NOFOLLOW
+    }
+
+    fn open(path: usize, flags: usize) -> Result<File, Errno> {
+        // openat, as filters know it better than open; from AT_FDCWD, with O_CLOEXEC.
+        call(257, [arg(-100), path, flags | 0o2_000_000, 0, 0, 0]).map(|fd| File(fd as i32))
+    }
+
+    pub(crate) fn read(&self, buffer: *mut u8, length: usize) -> Result<usize, Errno> {
+        call(0, [arg(self.0), buffer.addr(), length, 0, 0, 0])
+    }
+
+    pub(crate) fn status(&self) -> Result<Status, Errno> {
+        // struct stat: st_ino 8, st_mode 24, st_size 48, st_blocks 64.
+        let mut stat = [0_usize; 18];
+        call(5, [arg(self.0), stat.as_mut_ptr().addr(), 0, 0, 0, 0])?;
+        let is_regular = stat[3] & 0o170_000 == 0o100_000;
+        Ok(Status { is_regular, inode: stat[1], size: stat[6], allocated: stat[8].wrapping_mul(512) })
+    }
+
+    /// Whether it lies in memory.
+    pub(crate) fn is_in_tmpfs(&self) -> bool {
+        // struct statfs is 120 bytes; f_type is the first word.
+        let mut statfs = [0_usize; 15];
+        call(138, [arg(self.0), statfs.as_mut_ptr().addr(), 0, 0, 0, 0]).is_ok() && statfs[0] == TMPFS_MAGIC
+    }
+
+    pub(crate) fn truncate(&self, length: usize) -> Result<(), Errno> {
+        call(77, [arg(self.0), length, 0, 0, 0, 0]).map(drop)
+    }
+
+    pub(crate) fn allocate(&self, length: usize) -> Result<(), Errno> {
+        call(285, [arg(self.0), 0, 0, length, 0, 0]).map(drop)
+    }
+
+    /// Maps it from its beginning.
+    pub(crate) fn map(&self, address: usize, length: usize, prot: i32, flags: i32) -> Result<usize, Errno> {
+        map(address, length, prot, flags, self.0, 0)
+    }
+}
+
+pub(crate) fn map(a: usize, length: usize, prot: i32, flags: i32, fd: i32, offset: isize) -> Result<usize, Errno> {
+    call(9, [a, length, arg(prot), arg(flags), arg(fd), offset as usize])
+}
+
+pub(crate) fn unmap(address: usize, length: usize) -> Result<(), Errno> {
+    call(11, [address, length, 0, 0, 0, 0]).map(drop)
+}
+
+pub(crate) fn protect(address: usize, length: usize, prot: i32) -> Result<(), Errno> {
+    call(10, [address, length, arg(prot), 0, 0, 0]).map(drop)
+}
+
+/// Gives every page of a mapping its memory now (MADV_POPULATE_READ, Linux 5.14): an error where a touch would be SIGBUS.
+pub(crate) fn populate(address: usize, length: usize) -> Result<(), Errno> {
+    call(28, [address, length, 22, 0, 0, 0]).map(drop)
+}
+
+/// How large a file this process may make. A longer one would be answered with SIGXFSZ, which ends it.
+pub(crate) fn file_size_limit() -> usize {
+    let mut limit = [0_usize; 2];
+    match call(302, [0, 1, 0, limit.as_mut_ptr().addr(), 0, 0]) {
+        Ok(_) => limit[0],
+        Err(_) => 0,
+    }
+}
+
+/// CLOCK_MONOTONIC in nanoseconds.
+pub(crate) fn now() -> u64 {
+    let mut time = [0_u64; 2];
+    let _ = call(228, [1, time.as_mut_ptr().addr(), 0, 0, 0, 0]);
+    time[0].wrapping_mul(1_000_000_000).wrapping_add(time[1])
+}
+
+/// How many CPUs the calling thread may use.
+pub(crate) fn cpus() -> usize {
+    // 8192 CPUs, the most that a kernel is built for. Only what it answers is looked at.
+    let mut set = [const { core::mem::MaybeUninit::<usize>::uninit() }; 128];
+    let Ok(bytes) = call(204, [0, 1024, set.as_mut_ptr().addr(), 0, 0, 0]) else { return 1 };
+    let words = set.iter().take(bytes / 8);
+    // SAFETY: the kernel wrote this many bytes.
+    words.map(|word| unsafe { word.assume_init() }.count_ones() as usize).sum()
+}
+
+pub(crate) fn yield_now() {
+    let _ = call(24, [0; 6]);
+}
+
+/// A kernel signal set: 64 bits on x86-64.
+pub(crate) type SignalSet = u64;
+
+/// Sets the calling thread's mask and returns the old one.
+pub(crate) fn set_signal_mask(set: SignalSet) -> SignalSet {
+    let mut old: SignalSet = 0;
+    let (new, old_at) = ((&raw const set).addr(), (&raw mut old).addr());
+    let _ = call(14, [2, new, old_at, size_of::<SignalSet>(), 0, 0]); // SIG_SETMASK
+    old
+}
+
+/// The name of the calling thread, at most 15 bytes.
+pub(crate) fn name_thread(name: &CStr) {
+    let _ = call(157, [15, name.as_ptr().addr(), 0, 0, 0, 0]); // PR_SET_NAME
+}
+
+/// Ends the calling thread only.
+pub(crate) fn end_thread() -> ! {
+    loop {
+        let _ = call(60, [0; 6]);
+    }
+}
+
+/// A thread of this process on a stack of its own. The kernel zeroes `ended` and wakes nobody when it is gone.
+///
+/// It has no thread pointer: a stray use of thread-local storage must not reach another thread's variables.
+///
+/// # Safety
+/// `stack` is the end of memory that nobody else uses until `ended` is zero, aligned to 16; `main` uses neither libc nor
+/// thread-local storage.
+pub(crate) unsafe fn start_thread(stack: usize, ended: usize, main: extern "C" fn() -> !) -> Result<(), Errno> {
+    const VM: usize = 0x100;
+    const FS: usize = 0x200;
+    const FILES: usize = 0x400;
+    const SIGHAND: usize = 0x800;
+    const THREAD: usize = 0x1_0000;
+    const SYSVSEM: usize = 0x4_0000;
+    const SETTLS: usize = 0x8_0000;
+    const CHILD_CLEARTID: usize = 0x20_0000;
+    let flags = VM | FS | FILES | SIGHAND | THREAD | SYSVSEM | SETTLS | CHILD_CLEARTID;
+    let result: isize;
+    // SAFETY: the new thread begins behind the instruction with the registers of this one but for the stack pointer, and
+    // leaves this code at once; for this one the call is as any.
+    unsafe {
+        asm!(
+            "syscall",
+            "test rax, rax",
+            "jnz 2f",
+            "xor ebp, ebp",
+            "call {main}",
+            "ud2",
+            "2:",
+            main = in(reg) main,
+            inlateout("rax") 56_usize => result,
+            in("rdi") flags, in("rsi") stack, in("rdx") 0, in("r10") ended, in("r8") 0,
+            // Not late: the address of `main` is still needed after the instruction has overwritten them.
+            out("rcx") _, out("r11") _);
+    }
+    if result < 0 { Err(Errno(-(result as i32))) } else { Ok(()) }
+}
+
+/// Copies without a call.
+///
+/// # Safety
+/// `length` readable bytes at `from` and writable ones at `to`, which do not overlap.
+pub(crate) unsafe fn copy_bytes(to: *mut u8, from: *const u8, length: usize) {
+    // SAFETY: copies exactly `length` bytes; the direction flag is clear by the ABI.
+    unsafe {
+        asm!("rep movsb", inout("rcx") length => _, inout("rdi") to => _, inout("rsi") from => _,
+            options(nostack, preserves_flags));
+    }
+}
