@@ -4,23 +4,29 @@
 //! ```text
 //!  launch ----> run ----(interval, signal)----> snapshot ----> resume
 //!                |                                  |
-//!              crash                                v
-//!                |                            store: hash, fsync, publish, rotate
+//!                |                            store::staging: the image is whole in memory
+//!              crash                                |   while the job runs:
+//!                |                            store::persist: copy, hash, fsync, publish, rotate
 //!                v                                  |
-//!            restart <------- newest good image <---+
+//!            restart <------- newest good image <---+   in memory, or in the store
 //! ```
+//!
+//! Without room in memory an image is made in the store at once. The job may have our interposer loaded (the crate in
+//! `preload/`, embedded by build.rs and unpacked by [`launch::interposer`]): it has the CUDA driver's copy of device memory
+//! land in the image.
 //!
 //! The modules in the order of that flow:
 //!
 //! - [`cli`]: what was typed, turned into calls of the modules below; tables, JSON and exit codes.
 //! - [`config`]: TOML, typed and then validated; touches nothing.
-//! - [`launch`]: the job's world: namespaces, init, reaper, user, limits, output.
-//! - [`snapshot`]: freeze and capture, an ordered list of phases with an undo each.
-//! - [`store`]: one folder a job, one image a snapshot; publish, verify, rotate.
+//! - [`launch`]: the job's world: namespaces, init, reaper, interposer, user, limits, output.
+//! - [`snapshot`]: freeze and capture, an ordered list of phases with an undo each; CRIU's pages are received in memory.
+//! - [`store`]: one folder a job, one image a snapshot, in memory first; persist, publish, verify, rotate.
 //! - [`restart`]: why did it end, is it worth another try, from which image; put files back, restore.
 //! - [`supervisor`]: the one owner of the state; a pure `step` function and the loop that carries out its actions.
 //! - [`doctor`]: what `run` needs of the machine: found, judged, each with a fix.
-//! - [`sys`]: the only code with `unsafe`: spawning into namespaces, CRIU's protocol, libcuda, durable writes.
+//! - [`sys`]: the only code with `unsafe` of this crate: spawning into namespaces, CRIU's protocol, libcuda, ptrace, pages of
+//!   files, durable writes.
 //! - [`telemetry`]: logs for people.
 
 pub mod cli;

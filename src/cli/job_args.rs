@@ -18,8 +18,9 @@ pub(super) fn image(store: &Store, text: &str) -> anyhow::Result<(JobFolder, Ima
     for name in store.jobs()? {
         let folder = store.job(&name)?;
         // Only whole ids and their beginnings: a bare number means a job's own count.
-        let matching = folder.images()?.into_iter().filter(|image| image.id.to_string().starts_with(text));
-        found.extend(matching.map(|image| (folder.clone(), image)));
+        let known = folder.known()?;
+        let matching = known.iter().filter(|known| known.id().to_string().starts_with(text));
+        found.extend(matching.map(|known| (folder.clone(), known.best().clone())));
     }
     match (found.pop(), found.is_empty()) {
         (Some(one), true) => Ok(one),

@@ -6,8 +6,9 @@ use serde::Serialize;
 use super::output::{Format, print_table};
 use super::{Exit, Global};
 use crate::store::manifest::Reason;
-use crate::store::{Image, ImageId, JobFolder, JobName, Outcome, State, Store, Writer};
-use crate::supervisor::Published;
+use crate::store::{ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store};
+use crate::supervisor::interval::Choice;
+use crate::supervisor::{Persisting, Published};
 
 pub(super) fn list(global: &Global, job: Option<&str>) -> anyhow::Result<Exit> {
     let store = global.open_store()?;
@@ -29,7 +30,16 @@ struct JobRow {
     restarts: Option<u32>,
     images: usize,
     newest: Option<ImageId>,
+    /// Of the images in the store.
     bytes: u64,
+    /// Of those in memory.
+    memory_bytes: u64,
+    /// What is on its way from memory to the store.
+    persisting: Option<Persisting>,
+    /// Why the last image did not get there.
+    persist_failure: Option<String>,
+    /// The interval in force, where it is chosen.
+    interval: Option<Choice>,
     last_failure: Option<String>,
     command: Vec<String>,
 }
@@ -42,24 +52,26 @@ fn jobs(store: &Store, format: Format) -> anyhow::Result<()> {
     let cells = rows.iter().map(|row| {
         vec![
             row.job.to_string(),
-            row.state.clone(),
+            match &row.persisting {
+                Some(persisting) => format!("{}, storing {} %", row.state, persisting.percent()),
+                None => row.state.clone(),
+            },
             row.images.to_string(),
             row.newest.map_or_else(|| "-".into(), |id| id.to_string()),
             size(row.bytes),
+            if row.memory_bytes > 0 { size(row.memory_bytes) } else { "-".into() },
             row.command.join(" "),
         ]
     });
-    Ok(print_table(format, &["JOB", "STATE", "IMAGES", "NEWEST", "SIZE", "COMMAND"], cells, &rows)?)
+    let header = ["JOB", "STATE", "IMAGES", "NEWEST", "STORE", "MEMORY", "COMMAND"];
+    Ok(print_table(format, &header, cells, &rows)?)
 }
 
 fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
-    let images = folder.images()?;
+    let images = folder.known()?;
     let record = folder.record()?;
     // What a supervisor published counts only while there is one.
-    let live = match folder.writer()? {
-        Writer::Nobody => None,
-        Writer::Known(_) | Writer::Unnamed => Published::read(&folder.state_file()).ok(),
-    };
+    let live = Published::live(folder)?;
     let state = match (&live, record.as_ref().map(|r| &r.outcome)) {
         (Some(live), _) => live.state.clone(),
         (None, Some(Outcome::Running)) => "interrupted".into(),
@@ -68,14 +80,22 @@ fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
         (None, Some(Outcome::Stopped)) => "stopped".into(),
         (None, None) => "new".into(),
     };
+    let bytes = |place| {
+        let copies = images.iter().filter_map(|known| known.copy(place)?.manifest());
+        copies.map(|manifest| manifest.bytes).sum()
+    };
     Ok(JobRow {
         job: folder.name().clone(),
         state,
         pid: live.as_ref().and_then(|l| l.pid),
         restarts: live.as_ref().map(|l| l.restarts),
         images: images.len(),
-        newest: images.iter().find(|i| i.is_good()).map(|i| i.id),
-        bytes: images.iter().filter_map(|i| i.manifest()).map(|m| m.bytes).sum(),
+        newest: images.iter().find(|known| known.best().is_good()).map(Known::id),
+        bytes: bytes(Place::Stored),
+        memory_bytes: bytes(Place::Staged),
+        persisting: live.as_ref().and_then(|l| l.persisting.clone()),
+        persist_failure: live.as_ref().and_then(|l| l.persist_failure.clone()),
+        interval: live.as_ref().and_then(|l| l.interval.clone()),
         last_failure: live.and_then(|l| l.last_failure),
         command: record.map(|r| r.command).unwrap_or_default(),
     })
@@ -87,18 +107,25 @@ fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
 struct ImageRow {
     id: ImageId,
     taken: DateTime<Utc>,
+    /// In memory, in the store, or both.
+    places: Vec<Place>,
+    /// How far its way from memory to the store is.
+    persisting: Option<Persisting>,
     /// good, bad or damaged.
     state: &'static str,
     /// Why it is not good.
     detail: Option<String>,
     bytes: Option<u64>,
     freeze_us: Option<u64>,
+    /// The interval that was in force, where it was chosen.
+    interval: Option<Choice>,
     reason: Option<Reason>,
     lineage: Option<String>,
 }
 
-impl From<&Image> for ImageRow {
-    fn from(image: &Image) -> ImageRow {
+impl ImageRow {
+    fn new(known: &Known, live: Option<&Published>) -> ImageRow {
+        let image = known.best();
         let (state, detail) = match &image.state {
             State::Good(_) => ("good", None),
             State::Bad { mark, .. } => ("bad", Some(format!("{}: {}", mark.why, mark.detail))),
@@ -108,10 +135,13 @@ impl From<&Image> for ImageRow {
         ImageRow {
             id: image.id,
             taken: manifest.map_or_else(|| image.id.taken(), |m| m.taken),
+            places: known.places(),
+            persisting: live.and_then(|live| live.persisting_image(image.id)).cloned(),
             state,
             detail,
             bytes: manifest.map(|m| m.bytes),
             freeze_us: manifest.map(|m| m.freeze_us),
+            interval: manifest.and_then(|m| m.interval.clone()),
             reason: manifest.map(|m| m.reason),
             lineage: manifest.map(|m| m.lineage.clone()),
         }
@@ -119,7 +149,8 @@ impl From<&Image> for ImageRow {
 }
 
 fn images(folder: &JobFolder, format: Format) -> anyhow::Result<()> {
-    let rows: Vec<ImageRow> = folder.images()?.iter().map(ImageRow::from).collect();
+    let live = Published::live(folder)?;
+    let rows: Vec<ImageRow> = folder.known()?.iter().map(|known| ImageRow::new(known, live.as_ref())).collect();
     let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
     let cells = rows.iter().map(|row| {
         vec![
@@ -128,10 +159,18 @@ fn images(folder: &JobFolder, format: Format) -> anyhow::Result<()> {
             or_dash(row.bytes.map(size)),
             or_dash(row.freeze_us.map(milliseconds)),
             or_dash(row.reason.map(|r| reason(r).into())),
+            whereabouts(&row.places, row.persisting.as_ref()),
             row.detail.as_ref().map_or_else(|| row.state.into(), |detail| format!("{}: {detail}", row.state)),
         ]
     });
-    Ok(print_table(format, &["IMAGE", "TAKEN", "SIZE", "FREEZE", "REASON", "STATE"], cells, &rows)?)
+    Ok(print_table(format, &["IMAGE", "TAKEN", "SIZE", "FREEZE", "REASON", "WHERE", "STATE"], cells, &rows)?)
+}
+
+/// Where an image is, for people.
+pub(super) fn whereabouts(places: &[Place], persisting: Option<&Persisting>) -> String {
+    let mut words: Vec<String> = places.iter().map(ToString::to_string).collect();
+    words.extend(persisting.map(|persisting| format!("{} % stored", persisting.percent())));
+    words.join(", ")
 }
 
 /// Bytes for people.

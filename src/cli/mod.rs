@@ -85,12 +85,12 @@ enum Command {
         /// JOB (its newest good image), JOB/ID or ID
         image: String,
     },
-    /// Read images and compare every byte with what was written
+    /// Read images and compare every byte with what was written; of images in memory only, the sizes
     Verify {
         /// JOB, JOB/ID or ID; everything without it
         image: Option<String>,
     },
-    /// Remove images that store.keep-last does not keep
+    /// Remove images from the store that store.keep-last does not keep; those in memory go by themselves
     Prune(prune::PruneArgs),
     /// Check what `run` needs of this machine, and say what helps; exit code 69 where `run` can not work
     Doctor,

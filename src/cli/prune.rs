@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::output::print_table;
 use super::{Exit, Global, Misuse, job_args};
 use crate::store::retention::{self, Facts, Plan, Policy, Verdict};
-use crate::store::{ImageId, JobFolder, JobName};
+use crate::store::{ImageId, JobFolder, JobName, Known, Place};
 
 /// What to prune.
 #[derive(Debug, clap::Args)]
@@ -39,6 +39,13 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
     let mut rows = Vec::new();
     for folder in &folders {
         let plan = if args.dry_run { plan(folder, &policy)? } else { carry_out(folder, &policy)? };
+        let only_in_memory = |known: &&Known| known.copy(Place::Stored).is_none();
+        rows.extend(folder.known()?.iter().filter(only_in_memory).map(|known| Row {
+            job: folder.name().clone(),
+            image: known.id(),
+            action: "keep",
+            reason: "in memory only: it goes when a newer one takes its place".into(),
+        }));
         rows.extend(plan.decisions.iter().map(|decision| Row {
             job: folder.name().clone(),
             image: decision.id,

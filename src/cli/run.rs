@@ -7,17 +7,21 @@ use std::path::{Path, PathBuf};
 use chrono::Utc;
 
 use super::{Exit, Global, Misuse, job_args, named_criu, start_log};
-use crate::config::{ColdStart, Config, EnvironmentMode, Limit, Overrides, Stdin};
+use crate::config::{ColdStart, Config, EnvironmentMode, Interposer, Limit, Overrides, Staging, Stdin};
 use crate::launch::identity::{self, Identity};
-use crate::launch::{self, JobSpec, Privileges, reaper};
+use crate::launch::{self, JobSpec, Privileges, interposer, reaper};
 use crate::restart::policy::From;
 use crate::snapshot::Launch;
+use crate::store::staging::Area;
 use crate::store::{Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock};
 use crate::supervisor::state::{Finish, Stop};
 use crate::supervisor::{self, Setup};
+use crate::sys::cgroup;
 use crate::sys::criu::Criu;
+use crate::sys::cuda;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
+use crate::telemetry::log::chain;
 
 /// What to run.
 #[derive(Debug, clap::Args)]
@@ -25,7 +29,7 @@ pub(crate) struct RunArgs {
     /// The job's name; without it one made of the command and its directory
     #[arg(long)]
     name: Option<String>,
-    /// Time between snapshots: "10m", or "off" (snapshot.interval)
+    /// Time between snapshots: "10m", "auto" or "off" (snapshot.interval)
     #[arg(long, value_name = "TIME")]
     interval: Option<String>,
     /// Start anew, even if there is something to go on from
@@ -82,7 +86,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
         image.clear_bad()?;
     }
     // What came after this image is left alone, and is not what a later crash goes back to.
-    let newest = folder.images()?.iter().find(|i| i.is_good()).map(|i| i.id);
+    let newest = folder.copies()?.iter().find(|i| i.is_good()).map(|i| i.id);
     let (lineage, base) = match newest == Some(image.id) {
         true => (manifest.lineage, None),
         false => (new_lineage(), Some(image.id)),
@@ -156,15 +160,64 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
         directory: spec.directory.clone(),
         user: config.job.user.clone(),
         identity: spec.identity.clone(),
-        lineage: start.lineage,
+        lineage: start.lineage.clone(),
     };
     let reaper = reaper::unpack(&folder.bin_dir())?;
     match start.from {
         From::Cold => tracing::info!("job {} starts", folder.name()),
         From::Image(id) => tracing::info!("job {} goes on from image {id}", folder.name()),
     }
-    let setup = Setup { config, folder, lock, criu, spec, launch, reaper, from: start.from, base: start.base };
+    let staging = staging(&config, &folder, &lock);
+    let interposer = match &staging {
+        Some(area) => interposer(&config, &mut spec, &folder, area),
+        None => None,
+    };
+    let Start { from, base, .. } = start;
+    let setup = Setup { config, folder, lock, criu, spec, launch, reaper, interposer, staging, from, base };
     Ok(exit(supervisor::run(setup)?))
+}
+
+/// The job's place in memory. Without one snapshots take longer, and work.
+fn staging(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Option<Area> {
+    if config.snapshot.staging == Staging::Store {
+        return None;
+    }
+    // What is really used is decided for each snapshot; the bound only keeps a mistake from taking all there is.
+    let size = cgroup::memory_total()?;
+    match Area::open(&config.snapshot.staging_directory, folder, lock, size) {
+        Ok(area) => Some(area),
+        Err(error) => {
+            tracing::warn!("images go to the store at once, which takes longer: {}", chain(&error));
+            None
+        }
+    }
+}
+
+/// Has the job load the interposer, where there is a driver that calls it. Without it snapshots take longer, and work.
+fn interposer(config: &Config, spec: &mut JobSpec, folder: &JobFolder, area: &Area) -> Option<PathBuf> {
+    let has_driver = || Path::new("/dev/nvidiactl").exists() || cuda::Driver::load().is_ok();
+    if config.snapshot.interposer == Interposer::Off || !has_driver() {
+        return None;
+    }
+    // The store is closed to other users; what is mounted in memory goes when somebody unmounts it. So each where it must.
+    let dir = if spec.identity.is_some() { area.path().to_path_buf() } else { folder.bin_dir() };
+    let name = OsStr::new("LD_PRELOAD");
+    let set = || -> anyhow::Result<(PathBuf, OsString)> {
+        let path = interposer::unpack(&dir)?;
+        let value = interposer::preload_value(&path, spec.environment.get(name).map(OsString::as_os_str))?;
+        Ok((path, value))
+    };
+    match set() {
+        Ok((path, value)) => {
+            spec.environment.insert(name.into(), value);
+            spec.environment.insert(interposer::LANDING_VARIABLE.into(), area.landing_dir().into());
+            Some(path)
+        }
+        Err(error) => {
+            tracing::warn!("the job runs without the interposer, and its snapshots take longer: {error:#}");
+            None
+        }
+    }
 }
 
 fn exit(finish: Finish) -> Exit {
@@ -196,7 +249,7 @@ fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart
         return Ok(anew());
     }
     same_command(&record, command, folder.name())?;
-    let mut images = folder.images()?;
+    let mut images = folder.copies()?;
     let ours =
         |image: &Image| image.manifest().is_some_and(|m| m.lineage == record.lineage || Some(m.id) == record.base);
     for image in images.iter_mut().filter(|image| ours(image)) {

@@ -1,17 +1,48 @@
 //! `rekindle show`: all that is known of an image.
 
-use chrono::Local;
+use std::path::PathBuf;
 
-use super::list::{milliseconds, size};
+use chrono::Local;
+use serde::Serialize;
+
+use super::list::{milliseconds, size, whereabouts};
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global, job_args};
-use crate::store::{Image, Manifest, State};
+use super::{Exit, Global, Misuse, job_args};
+use crate::store::manifest::Landing;
+use crate::store::{Known, Manifest, Place, State};
+use crate::supervisor::{Persisting, Published};
+
+/// A copy of the image.
+#[derive(Debug, Serialize)]
+struct Copy {
+    place: Place,
+    folder: PathBuf,
+}
+
+/// The manifest, and what is not in it.
+#[derive(Debug, Serialize)]
+struct Shown<'a> {
+    #[serde(flatten)]
+    manifest: &'a Manifest,
+    copies: Vec<Copy>,
+    /// How far its way from memory to the store is.
+    persisting: Option<&'a Persisting>,
+}
 
 pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
-    let (_, image) = job_args::image(&global.open_store()?, text)?;
+    let (folder, image) = job_args::image(&global.open_store()?, text)?;
+    // Its place in memory may have been taken by the next one just now.
+    let gone = || Misuse(format!("image {} is not there any more", image.id));
+    let known = folder.known()?.into_iter().find(|known| known.id() == image.id).ok_or_else(gone)?;
+    let live = Published::live(&folder)?;
+    let persisting = live.as_ref().and_then(|live| live.persisting_image(known.id()));
+    let image = known.best();
     match (global.format(), image.manifest()) {
-        (Format::Json, Some(manifest)) => print_json(manifest)?,
-        (_, Some(manifest)) => print_text(&describe(&image, manifest))?,
+        (Format::Json, Some(manifest)) => {
+            let copies = known.copies().map(|copy| Copy { place: copy.place, folder: copy.dir.clone() });
+            print_json(&Shown { manifest, copies: copies.collect(), persisting })?;
+        }
+        (_, Some(manifest)) => print_text(&describe(&known, manifest, live.as_ref()))?,
         (_, None) => {
             let State::Damaged { why } = &image.state else { return Ok(Exit::Unsound) };
             print_text(&format!("{}  damaged: {why}", image.id))?;
@@ -21,8 +52,9 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     Ok(Exit::Success)
 }
 
-fn describe(image: &Image, m: &Manifest) -> String {
-    let state = match &image.state {
+fn describe(known: &Known, m: &Manifest, live: Option<&Published>) -> String {
+    let persisting = live.and_then(|live| live.persisting_image(known.id()));
+    let state = match &known.best().state {
         State::Bad { mark, .. } => format!("bad since {}: {}: {}", mark.when, mark.why, mark.detail),
         _ => "good".into(),
     };
@@ -32,7 +64,7 @@ fn describe(image: &Image, m: &Manifest) -> String {
         ("state", state),
         ("taken", m.taken.with_timezone(&Local).to_rfc3339()),
         ("lineage", m.lineage.clone()),
-        ("folder", image.dir.display().to_string()),
+        ("where", whereabouts(&known.places(), persisting)),
         ("command", m.command.join(" ")),
         ("directory", m.directory.display().to_string()),
         ("user", m.user.clone().unwrap_or_else(|| "the supervisor's".into())),
@@ -41,11 +73,25 @@ fn describe(image: &Image, m: &Manifest) -> String {
         ("size", size(m.bytes)),
         ("freeze", milliseconds(m.freeze_us)),
     ];
+    lines.extend(known.copies().map(|copy| ("folder", format!("{} ({})", copy.dir.display(), copy.place))));
+    if let Some(persisting) = persisting {
+        let (done, total) = (size(persisting.done), size(persisting.total));
+        lines.push(("storing", format!("{done} of {total}, {} %", persisting.percent())));
+    } else if known.copy(Place::Stored).is_none() {
+        // Of the last image that was to be stored.
+        let why = live.filter(|live| live.last_image == Some(known.id())).and_then(|live| live.persist_failure.clone());
+        lines.extend(why.map(|why| ("not stored", why)));
+    }
+    lines.extend(m.interval.iter().map(|choice| ("interval", choice.to_string())));
     lines.extend(m.phases.iter().map(|p| ("phase", format!("{:<10} {:>12}", p.phase, milliseconds(p.took_us)))));
     if let Some(driver) = &m.driver {
         lines.push(("driver", driver.clone()));
     }
     lines.extend(m.gpus.iter().map(|gpu| ("gpu", format!("{} {}", gpu.name, gpu.uuid))));
+    lines.extend(m.landing.iter().map(|landing| {
+        let Landing { pid, path, bytes, .. } = landing;
+        ("landing", format!("{} of GPU memory of process {pid} ({})", size(*bytes), path.display()))
+    }));
     lines.extend(m.tree.processes.iter().map(|p| {
         let cuda = if m.tree.cuda.contains(&p.pid) { " (CUDA)" } else { "" };
         ("process", format!("{} {}{cuda}", p.pid, p.name))

@@ -10,6 +10,7 @@
 //! - As root, a file that others can write is not obeyed.
 //! - Values of `job.environment` are in no message, table or JSON.
 
+mod auto;
 mod error;
 mod file;
 mod keys;
@@ -26,12 +27,13 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+pub use auto::{MeanTime, Percentage};
 pub use error::{Error, Fault, Problem};
 pub use model::{
-    ColdStart, Config, Criu, EnvironmentMode, Job, LIMITS, Level, Log, OnSuccess, PidNamespace, Restart, Snapshot,
-    Store, Tcp, VERSION,
+    ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,
+    Restart, Snapshot, Staging, Store, Tcp, VERSION,
 };
-pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Stdin, Umask};
+pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate, Stdin, Umask};
 
 use layers::{Layers, Setting};
 

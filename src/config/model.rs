@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::value::{ByteSize, Environment, Interval, Limit, Stdin, Umask, duration};
+use super::auto::{MeanTime, Percentage};
+use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 
 /// The only configuration format there is so far.
 pub const VERSION: u32 = 1;
@@ -105,7 +106,11 @@ pub enum PidNamespace {
 pub struct Snapshot {
     /// Time between the end of one snapshot and the start of the next.
     pub interval: Interval,
-    /// How long a stop may take for its last snapshot.
+    /// Most of the time that a job may stand still for snapshots where the interval is [`Interval::Auto`].
+    pub max_overhead: Percentage,
+    /// Mean time between failures where the interval is [`Interval::Auto`].
+    pub mean_time_between_failures: MeanTime,
+    /// How long a stop may take for its last snapshot, without the way of that from memory to the store.
     #[serde(with = "duration")]
     pub grace: Duration,
     /// How long the CUDA driver may wait for running kernels; at least 1 ms, because the driver takes 0 for ever.
@@ -127,8 +132,36 @@ pub struct Snapshot {
     pub ghost_limit: ByteSize,
     /// What happens to established TCP connections.
     pub tcp: Tcp,
-    /// Host memory that must stay free while GPU memory is copied into it.
+    /// Host memory that must stay free while an image is made in memory, or GPU memory is copied into it.
     pub memory_reserve: ByteSize,
+    /// Where an image is whole first, which ends the freeze.
+    pub staging: Staging,
+    /// Absolute folder with one folder for each job that is staged in memory.
+    pub staging_directory: PathBuf,
+    /// Whether the job is run with the library that shortens the CUDA driver's copies.
+    pub interposer: Interposer,
+}
+
+/// `snapshot.staging`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Staging {
+    /// In memory; it is copied to the store while the job runs again.
+    #[default]
+    Ram,
+    /// In the store.
+    Store,
+}
+
+/// `snapshot.interposer`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Interposer {
+    /// Where the machine has an NVIDIA driver.
+    #[default]
+    Auto,
+    /// Never.
+    Off,
 }
 
 /// `snapshot.tcp`.
@@ -152,10 +185,22 @@ pub struct Store {
     pub directory: PathBuf,
     /// Good images kept for a job, at least 1.
     pub keep_last: u32,
-    /// Space of the file system that a snapshot must leave free.
+    /// Space of the file system that an image must leave free.
     pub min_free: ByteSize,
+    /// Most that is written each second of an image that was staged in memory.
+    pub persist_rate: Rate,
+    /// Threads that copy and hash it, 1 to 64.
+    pub persist_threads: u32,
     /// What happens to the images when the job ends with exit code 0.
     pub on_success: OnSuccess,
+}
+
+impl Store {
+    /// [`Store::persist_threads`] as a number of things.
+    #[must_use]
+    pub fn threads(&self) -> usize {
+        usize::try_from(self.persist_threads).unwrap_or(1)
+    }
 }
 
 /// `store.on-success`.
@@ -199,6 +244,19 @@ pub struct Restart {
     /// How long a restore may take; CRIU hangs for ever on some broken images.
     #[serde(with = "duration")]
     pub restore_timeout: Duration,
+    /// Whether the job runs before its memory is back.
+    pub lazy: Lazy,
+}
+
+/// `restart.lazy`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Lazy {
+    /// Its memory is back first.
+    #[default]
+    Off,
+    /// What it touches is fetched first, the rest while it runs.
+    On,
 }
 
 /// `restart.cold-start`.
@@ -271,6 +329,8 @@ impl Default for Snapshot {
     fn default() -> Snapshot {
         Snapshot {
             interval: Interval::Every(seconds(600)),
+            max_overhead: Percentage::millionths(10_000),
+            mean_time_between_failures: MeanTime::default(),
             grace: seconds(30),
             lock_timeout: seconds(10),
             freeze_timeout: seconds(10),
@@ -281,6 +341,9 @@ impl Default for Snapshot {
             ghost_limit: ByteSize::gib(1),
             tcp: Tcp::default(),
             memory_reserve: ByteSize::mib(512),
+            staging: Staging::default(),
+            staging_directory: PathBuf::from("/run/rekindle"),
+            interposer: Interposer::default(),
         }
     }
 }
@@ -291,6 +354,9 @@ impl Default for Store {
             directory: PathBuf::from("/var/lib/rekindle"),
             keep_last: 3,
             min_free: ByteSize::gib(1),
+            persist_rate: Rate::default(),
+            // One that reads and hashes, one that waits for the disk: the job needs the other processors.
+            persist_threads: 2,
             on_success: OnSuccess::default(),
         }
     }
@@ -310,6 +376,7 @@ impl Default for Restart {
             never_retry_exit_codes: vec![2, 126, 127],
             cold_start: ColdStart::default(),
             restore_timeout: seconds(600),
+            lazy: Lazy::default(),
         }
     }
 }

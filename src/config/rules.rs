@@ -3,9 +3,10 @@
 use std::path::Path;
 use std::time::Duration;
 
+use super::auto::{MeanTime, Percentage};
 use super::keys;
 use super::model::{Config, LIMITS, VERSION};
-use super::value::{Interval, Stdin};
+use super::value::{ByteSize, Interval, Rate, Stdin};
 
 /// A key, an entry in it included, and the rule that its value breaks.
 pub(super) type Broken = (String, String);
@@ -31,6 +32,22 @@ struct Rules(Vec<Broken>);
 
 /// Longer is a slip ("10M" is ten months, "10m" ten minutes), and the clock's arithmetic must not overflow.
 const LONGEST: Duration = Duration::from_secs(30 * 24 * 3600);
+
+/// Less than this is a slip: of ten thousand seconds, one.
+const LEAST_OVERHEAD: Percentage = Percentage::millionths(100);
+
+/// With more, and with freezes that are long against the mean time between failures, Daly's formula is no longer
+/// monotone in it.
+const MOST_OVERHEAD: Percentage = Percentage::millionths(500_000);
+
+/// Of 365.25 days, as humantime counts years.
+const LONGEST_MEAN_TIME: Duration = Duration::from_secs(10 * 31_557_600);
+
+/// 64 GiB, which is little for a training job, then take 18 hours.
+const SLOWEST: ByteSize = ByteSize::mib(1);
+
+/// More do not make any disk faster.
+const MOST_THREADS: u32 = 64;
 
 impl Rules {
     fn that(&mut self, holds: bool, key: &str, rule: impl FnOnce() -> String) {
@@ -108,6 +125,19 @@ fn snapshot(config: &Config, rules: &mut Rules) {
         let reason = ", or \"off\", because the job stands still during each snapshot";
         rules.time("snapshot.interval", interval, Duration::from_millis(100), reason);
     }
+    rules.that((LEAST_OVERHEAD..=MOST_OVERHEAD).contains(&snapshot.max_overhead), "snapshot.max-overhead", || {
+        format!(
+            "must be from {LEAST_OVERHEAD} to {MOST_OVERHEAD}; with more the job would stand still longer than it runs"
+        )
+    });
+    if let MeanTime::Known(time) = snapshot.mean_time_between_failures {
+        let key = "snapshot.mean-time-between-failures";
+        rules.that(time >= second, key, || "must be at least 1s".to_owned());
+        rules.that(time <= LONGEST_MEAN_TIME, key, || {
+            "must be at most 10years (m is a minute, M a month); set snapshot.interval for a job that never fails"
+                .to_owned()
+        });
+    }
     rules.time("snapshot.grace", snapshot.grace, second, ", because a stop takes its last snapshot within it");
     let reason = ", because the driver takes 0 for 'wait for ever'";
     rules.time("snapshot.lock-timeout", snapshot.lock_timeout, Duration::from_millis(1), reason);
@@ -125,12 +155,21 @@ fn snapshot(config: &Config, rules: &mut Rules) {
     rules.that(u32::try_from(snapshot.ghost_limit.bytes()).is_ok(), "snapshot.ghost-limit", || {
         "must be less than 4GiB, because CRIU takes it as a 32-bit number of bytes".to_owned()
     });
+    rules.path("snapshot.staging-directory", Some(&snapshot.staging_directory));
 }
 
 fn store(config: &Config, rules: &mut Rules) {
     rules.path("store.directory", Some(&config.store.directory));
     rules.that(config.store.keep_last >= 1, "store.keep-last", || {
         "must be at least 1, because the newest good image is never removed".to_owned()
+    });
+    if let Rate::PerSecond(rate) = config.store.persist_rate {
+        rules.that(rate >= SLOWEST, "store.persist-rate", || {
+            format!("must be at least {SLOWEST}, or \"unlimited\", because a slower copy of an image takes days")
+        });
+    }
+    rules.that((1..=MOST_THREADS).contains(&config.store.persist_threads), "store.persist-threads", || {
+        format!("must be from 1 to {MOST_THREADS}")
     });
 }
 

@@ -60,6 +60,8 @@ no-new-privileges = true
 limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
 [snapshot]
 interval = "90s"
+max-overhead = "2.5%"
+mean-time-between-failures = "12h"
 grace = "1m 30s"
 lock-timeout = "1500ms"
 freeze-timeout = "20s"
@@ -69,10 +71,15 @@ retry-max = "5s"
 ghost-limit = "4095MiB"
 tcp = "close"
 memory-reserve = "200GB"
+staging = "store"
+staging-directory = "/dev/shm/rekindle"
+interposer = "off"
 [store]
 directory = "/mnt/images"
 keep-last = 1
 min-free = 4096
+persist-rate = "500MB"
+persist-threads = 64
 on-success = "remove"
 [restart]
 max-restarts = 0
@@ -85,6 +92,7 @@ retry-exit-codes = [1, 255]
 never-retry-exit-codes = []
 cold-start = "never"
 restore-timeout = "30days"
+lazy = "on"
 [log]
 level = "trace"
 max-size = "1.5MiB"
@@ -104,11 +112,17 @@ fn every_key_can_be_set() {
     assert_eq!(config.job.limits.get("memlock"), Some(&Limit::Unlimited));
     assert_eq!(config.job.limits.get("stack"), Some(&Limit::Value(64 << 20)));
     assert_eq!(config.snapshot.interval, Interval::Every(Duration::from_secs(90)));
+    assert_eq!(config.snapshot.max_overhead, Percentage::millionths(25_000));
+    assert_eq!(config.snapshot.mean_time_between_failures, MeanTime::Known(Duration::from_secs(12 * 3600)));
     assert_eq!(config.snapshot.grace, Duration::from_secs(90));
     assert_eq!(config.snapshot.lock_timeout, Duration::from_millis(1500));
     assert_eq!(config.snapshot.memory_reserve.bytes(), 200_000_000_000);
+    assert_eq!(config.snapshot.staging, Staging::Store);
+    assert_eq!(config.snapshot.interposer, Interposer::Off);
     assert_eq!(config.store.min_free.bytes(), 4096);
+    assert_eq!(config.store.persist_rate, Rate::PerSecond(ByteSize::new(500_000_000)));
     assert_eq!(config.restart.retry_exit_codes, [1, 255]);
+    assert_eq!(config.restart.lazy, Lazy::On);
     assert_eq!(config.log.max_size.bytes(), 3 << 19);
     // Nothing was left at its default, so no key of the list is read into nowhere.
     let (set, built_in) = (table(&config), table(&Config::default()));

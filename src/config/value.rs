@@ -149,12 +149,45 @@ impl From<Limit> for NumberOrText {
     }
 }
 
+/// How much may be written each second.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "NumberOrText", into = "String")]
+pub enum Rate {
+    /// As fast as it goes.
+    #[default]
+    Unlimited,
+    /// So many bytes.
+    PerSecond(ByteSize),
+}
+
+impl TryFrom<NumberOrText> for Rate {
+    type Error = Malformed;
+
+    fn try_from(from: NumberOrText) -> Result<Rate, Malformed> {
+        match from {
+            NumberOrText::Text(text) if text == "unlimited" => Ok(Rate::Unlimited),
+            other => ByteSize::try_from(other).map(Rate::PerSecond),
+        }
+    }
+}
+
+impl From<Rate> for String {
+    fn from(rate: Rate) -> String {
+        match rate {
+            Rate::Unlimited => "unlimited".to_owned(),
+            Rate::PerSecond(size) => size.to_string(),
+        }
+    }
+}
+
 /// How often to snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Interval {
     /// With this much time between the end of one and the start of the next.
     Every(Duration),
+    /// Chosen from what a snapshot costs and how often the job fails ([`crate::supervisor::interval`]).
+    Auto,
     /// Only when asked to.
     Off,
 }
@@ -164,6 +197,7 @@ impl FromStr for Interval {
 
     fn from_str(text: &str) -> Result<Interval, Malformed> {
         match text {
+            "auto" => Ok(Interval::Auto),
             "off" => Ok(Interval::Off),
             other => humantime::parse_duration(other).map(Interval::Every).map_err(|_| Malformed),
         }
@@ -182,6 +216,7 @@ impl fmt::Display for Interval {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Interval::Every(time) => humantime::format_duration(*time).fmt(f),
+            Interval::Auto => f.write_str("auto"),
             Interval::Off => f.write_str("off"),
         }
     }

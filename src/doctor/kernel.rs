@@ -132,11 +132,7 @@ pub(super) fn judge(facts: &Facts, trial: &trial::Outcome, wanted: PidNamespace)
         events(facts),
         sockets(facts),
         time_namespace(facts),
-        informational(
-            "kernel.userfaultfd",
-            facts.userfaultfd,
-            "CONFIG_USERFAULTFD (for lazy restores, which rekindle does not do)",
-        ),
+        informational("kernel.userfaultfd", facts.userfaultfd, "CONFIG_USERFAULTFD (for restart.lazy)"),
         informational(
             "kernel.soft-dirty",
             facts.soft_dirty,

@@ -8,7 +8,8 @@
 //! fact too; `judge` only decides. The judgement that counts most is a job that really goes through a dump and a restore
 //! (`trial.rs`): rights, filters and kernel options that look wrong are forgiven where that works.
 //!
-//! Nothing is changed: the store is not made, and what the trial writes is in a temporary folder that it removes.
+//! Nothing is changed: the store is not made, what the trial writes is in a temporary folder that it removes, and a tmpfs is
+//! mounted for a moment only.
 
 mod cgroup;
 mod criu;
@@ -16,6 +17,7 @@ mod kernel;
 mod memory;
 mod nvidia;
 mod rights;
+mod staging;
 mod store;
 mod trial;
 
@@ -120,6 +122,7 @@ struct Facts {
     cgroup: cgroup::Facts,
     nvidia: nvidia::Facts,
     memory: memory::Facts,
+    staging: staging::Facts,
     store: store::Facts,
 }
 
@@ -146,6 +149,7 @@ fn gather(config: &Config, named: Option<PathBuf>) -> Facts {
             cgroup: cgroup::gather(),
             nvidia: nvidia.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
             memory: memory::gather(),
+            staging: staging::gather(config),
             store: store::gather(&config.store.directory),
         }
     })
@@ -162,6 +166,7 @@ fn judge(facts: &Facts, config: &Config) -> Report {
     checks.extend(nvidia::judge(&facts.nvidia));
     checks.push(memory::judge_huge_pages(&facts.memory, &facts.nvidia.gpus.gpus));
     checks.push(memory::judge_room(&facts.memory, &facts.nvidia.gpus.gpus, facts.cgroup.headroom, reserve));
+    checks.extend(staging::judge(&facts.staging, config, &facts.memory, &facts.nvidia, facts.cgroup.headroom));
     checks.extend(store::judge(&facts.store, config.store.min_free.bytes()));
     Report { run_works: checks.iter().all(|check| check.state != State::Missing), checks }
 }

@@ -180,7 +180,7 @@ pub(super) mod tests {
         }
     }
 
-    fn facts(version: &str) -> Facts {
+    pub(in crate::doctor) fn facts(version: &str) -> Facts {
         let old = Function::ALL.into_iter().filter(|function| function.since() <= 570).collect();
         Facts {
             on_bus: 1,

@@ -158,8 +158,7 @@ fn mounted(facts: &Facts) -> Check {
         return Check::missing(name, found, remount("exec"));
     }
     if NETWORK.contains(&kind) || kind.starts_with("fuse.") {
-        let found =
-            format!("{kind} at {mount}: not a local disk, and the job stands still until its image is written there");
+        let found = format!("{kind} at {mount}: not a local disk, and an image takes long to get there and back");
         return Check::warn(name, found, elsewhere);
     }
     if VOLATILE.contains(&kind) {

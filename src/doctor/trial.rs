@@ -47,7 +47,7 @@ pub(super) fn run(criu: Option<&Criu>, namespace: PidNamespace, store: &Path) ->
 }
 
 /// The reaper is run from it, so a file system mounted noexec will not do.
-fn temporary_folder(store: &Path) -> Option<tempfile::TempDir> {
+pub(super) fn temporary_folder(store: &Path) -> Option<tempfile::TempDir> {
     let places = [std::env::temp_dir(), "/var/tmp".into(), "/run".into(), store.to_path_buf()];
     let executable = |dir: &&PathBuf| statvfs(dir.as_path()).is_ok_and(|fs| !fs.flags().contains(FsFlags::ST_NOEXEC));
     let make = |dir: &PathBuf| tempfile::Builder::new().prefix(".rekindle-doctor-").tempdir_in(dir).ok();
@@ -120,7 +120,7 @@ impl Trial<'_> {
         let world = self.world(last_pid_for(&ids))?;
         let abandon = || world.kill(None);
         let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, abandon: &abandon, died: &|| None };
-        let restored = criu::restore(&self.place(&world), Tcp::Close, &mut hooks);
+        let restored = criu::restore(&self.place(&world), Tcp::Close, criu::Memory::AtOnce, &mut hooks);
         let root = match restored {
             Ok(restored) => restored.root,
             Err(error) => {

@@ -4,7 +4,9 @@
 //! is opened inside its mount namespace; it gets standard input, output and error and nothing else of ours. When the
 //! power goes, nothing here needs mending: a job is started anew or restored from an image.
 
+pub mod embedded;
 pub mod identity;
+pub mod interposer;
 pub mod output;
 pub mod reaper;
 pub mod world;

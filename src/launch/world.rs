@@ -141,6 +141,11 @@ impl World {
         }
         spawn::reap_strays();
         if let World::Private(init) = self {
+            // What a restore that failed has made are children of ours too, and some are still dying: each has to be
+            // reaped, or init waits for it, and this for init, for ever.
+            while !ends_within(init, Duration::from_millis(10)) {
+                spawn::reap_strays();
+            }
             // The namespace is empty once this returns.
             let _ = init.wait();
         }
@@ -172,8 +177,23 @@ fn ends_within(child: &Child, limit: Duration) -> bool {
 /// gap, so that neither CRIU's helpers nor the job's next children meet a pid of the image.
 #[must_use]
 pub fn last_pid_for(taken: &[i32]) -> i32 {
+    largest_gap(taken, pid_max())
+}
+
+/// The highest pid that is none of these. When a namespace ends the kernel kills its processes from the lowest pid on
+/// (`zap_pid_ns_processes`): this one last.
+#[must_use]
+pub fn last_free_pid(taken: &[i32]) -> i32 {
+    highest_but(taken, pid_max())
+}
+
+fn highest_but(taken: &[i32], limit: i32) -> i32 {
+    (FIRST_PID..limit).rev().find(|pid| !taken.contains(pid)).unwrap_or(FIRST_PID - 1)
+}
+
+fn pid_max() -> i32 {
     let limit = std::fs::read_to_string("/proc/sys/kernel/pid_max").ok().and_then(|t| t.trim().parse().ok());
-    largest_gap(taken, limit.unwrap_or(32768))
+    limit.unwrap_or(32768)
 }
 
 fn largest_gap(taken: &[i32], limit: i32) -> i32 {
@@ -203,8 +223,13 @@ mod tests {
         let world = World::private(&reaper, FIRST_PID - 1).unwrap();
         let init = world.init().unwrap().pid();
         assert_eq!(process::inner_pid(init), Some(1));
-        let descriptors = std::fs::read_dir(format!("/proc/{init}/fd")).unwrap().count();
-        assert_eq!(descriptors, 0, "init holds nothing of ours open");
+        // It closes the pipe on which it has said that it is ready a moment later.
+        let descriptors = || std::fs::read_dir(format!("/proc/{init}/fd")).unwrap().count();
+        let deadline = std::time::Instant::now() + Duration::from_secs(5);
+        while descriptors() > 0 {
+            assert!(std::time::Instant::now() < deadline, "init holds {} of ours open", descriptors());
+            std::thread::sleep(Duration::from_millis(1));
+        }
 
         // One that leaves a grandchild behind, which becomes init's.
         let script = "sleep 60 & exit 7";
@@ -231,5 +256,11 @@ mod tests {
         assert_eq!(largest_gap(&[1000, 1001, 1500], 32768), 1500);
         assert_eq!(largest_gap(&[1000, 32000, 32700], 32768), 1000);
         assert_eq!(largest_gap(&[2, 30000, 1000], 32768), 1000);
+    }
+
+    #[test]
+    fn the_last_free_pid_is_none_of_the_job() {
+        assert_eq!(highest_but(&[1000, 1001], 32768), 32767);
+        assert_eq!(highest_but(&[1000, 32767, 32766], 32768), 32765);
     }
 }

@@ -29,11 +29,16 @@ pub(crate) fn given_files(tree: &[i32], user: &Identity) -> Vec<GivenFile> {
 /// # Errors
 /// Names the first file that the user may not open, in words.
 pub(super) fn check(root: i32, user: &Identity, given: &[GivenFile], log_dir: &Path) -> Result<(), String> {
-    for pid in process::tree(root).into_iter().filter(|pid| *pid != root) {
-        for (path, file) in open_files(pid) {
+    let tree: Vec<i32> = process::tree(root).into_iter().filter(|pid| *pid != root).collect();
+    for pid in &tree {
+        for (path, file) in open_files(*pid) {
             let known = |g: &GivenFile| g.device == file.metadata.dev() && g.inode == file.metadata.ino();
             // On another machine the output has other inodes, but only we can write to its folder.
-            if !(file.is_allowed(user) || given.iter().any(known) || path.starts_with(log_dir)) {
+            if !(file.is_allowed(user)
+                || given.iter().any(known)
+                || path.starts_with(log_dir)
+                || is_about(&path, &tree, user))
+            {
                 return Err(format!(
                     "{} is open in the restored job, and user {} may not open it: it was replaced since the snapshot; put it back, or take another image",
                     path.display(),
@@ -43,6 +48,15 @@ pub(super) fn check(root: i32, user: &Identity, given: &[GivenFile], log_dir: &P
         }
     }
     Ok(())
+}
+
+/// Whether it is an entry of /proc about a process of the tree that the user is. The kernel gives such entries to root
+/// until the process has executed a program again (proc(5), `dumpable`).
+fn is_about(path: &Path, tree: &[i32], user: &Identity) -> bool {
+    let mut parts = path.strip_prefix("/proc").into_iter().flat_map(Path::components);
+    let number = parts.next().and_then(|part| part.as_os_str().to_str()?.parse::<i32>().ok());
+    let process = tree.iter().find(|pid| number.is_some() && process::inner_pid(**pid) == number);
+    process.is_some_and(|pid| process::user_ids(*pid).is_some_and(|ids| ids.iter().all(|id| *id == user.uid)))
 }
 
 /// A file that a process has, and the access it has: bits of a permission triple.

@@ -5,25 +5,30 @@
 //! after what is cut was copied beside them. When the power goes in the middle, the next run begins again with the same
 //! image, and finds files that were put back already as they should be.
 
+mod error;
 mod guard;
+mod landing;
 pub mod policy;
 mod rollback;
 
-use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use crate::config::Lazy;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, World};
-use crate::launch::{Job, reaper};
+use crate::launch::{Job, embedded};
 use crate::store::manifest::PidNamespace;
 use crate::store::{Image, JobFolder, Manifest};
-use crate::sys::criu::{self, Criu, Hooks, Notify, Place};
+use crate::sys::criu::lazy::{self, Daemon};
+use crate::sys::criu::{self, Criu, Hooks, Memory, Notify, Place};
 use crate::sys::cuda;
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
 
+pub use error::{Blame, Error};
 pub(crate) use guard::given_files;
+pub use landing::Error as LandingError;
 pub use rollback::{RollbackError, RolledBack};
 
 /// What a restore needs.
@@ -41,6 +46,8 @@ pub struct Request<'a> {
     pub identity: Option<&'a Identity>,
     /// The bound on CRIU's part.
     pub timeout: Duration,
+    /// Whether it shall run before its memory is back, where that is possible.
+    pub lazy: Lazy,
 }
 
 /// A job that is back.
@@ -48,130 +55,15 @@ pub struct Request<'a> {
 pub struct Restored {
     /// The running job.
     pub job: Job,
+    /// What brings its memory while it runs. When that ends with anything but exit code 0, the job must be killed before
+    /// this is dropped.
+    pub loader: Option<Daemon>,
+    /// Why its memory was brought back before it ran, though it was to be lazy.
+    pub not_lazy: Option<lazy::Error>,
     /// Files that were put back to their size or content of then.
     pub rolled_back: Vec<RolledBack>,
     /// How long each part took, in order.
     pub timings: Vec<(&'static str, Duration)>,
-}
-
-/// Why an image was not restored.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// The image has no readable manifest.
-    #[error("image {0} can not be used: its manifest is damaged")]
-    NoManifest(crate::store::ImageId),
-    /// Files of the image are not what was written.
-    #[error("image {id} is damaged: {what}")]
-    Damaged {
-        /// The image.
-        id: crate::store::ImageId,
-        /// The parts.
-        what: String,
-    },
-    /// The image was made by a newer CRIU, which writes what an older one can not read.
-    #[error("image {id} was made by CRIU {made}, and this is CRIU {here}: install CRIU {made} or newer")]
-    OlderCriu {
-        /// The image.
-        id: crate::store::ImageId,
-        /// The image's.
-        made: criu::Version,
-        /// Ours.
-        here: criu::Version,
-    },
-    /// A file of ours that the job runs could not be put in place.
-    #[error("can not put {} back", path.display())]
-    Recreate {
-        /// The file.
-        path: PathBuf,
-        /// The kernel's answer.
-        #[source]
-        source: std::io::Error,
-    },
-    /// A file of the job could not be put back.
-    #[error(transparent)]
-    Rollback(#[from] RollbackError),
-    /// The world could not be made.
-    #[error(transparent)]
-    World(#[from] world::Error),
-    /// CRIU could not restore the tree.
-    #[error("{0}")]
-    Criu(#[from] criu::RunError),
-    /// In the host's PID namespace, another process has a pid of the image.
-    #[error("{0}")]
-    PidTaken(#[source] criu::RunError),
-    /// The job's folder can not be used.
-    #[error(transparent)]
-    Store(#[from] crate::store::Error),
-    /// A process of the image that used CUDA is not there after the restore.
-    #[error("process {0}, which used CUDA, is not there after the restore")]
-    NoProcess(i32),
-    /// The CUDA driver could not bring a process back.
-    #[error("the CUDA state of process {pid} did not come back: {source}")]
-    Cuda {
-        /// As the job sees it.
-        pid: i32,
-        /// The driver's answer.
-        #[source]
-        source: cuda::Error,
-    },
-    /// The CUDA driver did not answer in time.
-    #[error("the CUDA driver did not bring the job back within {}: raise restart.restore-timeout, or see what the GPU is doing", humantime::format_duration(*limit))]
-    CudaTimeout {
-        /// The bound.
-        limit: Duration,
-    },
-    /// It was not wanted any more.
-    #[error("cancelled")]
-    Cancelled,
-}
-
-const KILLED: Ended = Ended::Signal(libc::SIGKILL);
-
-/// Who is to blame, which decides whether the image is passed over from now on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Blame {
-    /// Its files are not what was written.
-    Damaged,
-    /// It does not come back here.
-    Image,
-    /// The machine: another image would not do better, and this one is as good as it was.
-    Machine,
-    /// Nobody: it was called off.
-    Nobody,
-}
-
-impl Error {
-    /// Who is to blame.
-    #[must_use]
-    pub fn blame(&self) -> Blame {
-        match self {
-            Error::NoManifest(_) | Error::Damaged { .. } => Blame::Damaged,
-            Error::Criu(criu::RunError::Image(_)) => Blame::Damaged,
-            Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
-            Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
-            Error::World(_) | Error::Store(_) | Error::OlderCriu { .. } | Error::Recreate { .. } => Blame::Machine,
-            // It may be a zombie of the life before, which pid 1 has yet to reap.
-            Error::PidTaken(_) => Blame::Machine,
-            // No driver, no right, a GPU that is full or gone, a process killed meanwhile: nothing in the image can
-            // change that.
-            Error::NoProcess(_) | Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
-            // The kernel, short of memory, or somebody with a kill -9: neither CRIU nor a task ends this way by itself.
-            Error::Criu(
-                criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },
-            ) => Blame::Machine,
-            Error::Criu(criu::RunError::Refused { log }) if log.says_killed() => Blame::Machine,
-            Error::Criu(_) | Error::Rollback(_) => Blame::Image,
-        }
-    }
-
-    /// CRIU's log, where CRIU was what failed.
-    #[must_use]
-    pub fn criu_log(&self) -> Option<&criu::Log> {
-        match self {
-            Error::Criu(error) | Error::PidTaken(error) => error.log(),
-            _ => None,
-        }
-    }
 }
 
 /// Brings a job back from an image.
@@ -189,6 +81,8 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
         recreate(image, manifest)?;
         Ok(rollback::put_back(image, manifest, request.folder, request.identity)?)
     })?;
+    // Until the driver has read it back, which is before this function ends.
+    let _landing = timed.run("landing", || landing::put(image, manifest, request.identity))?;
     if cancelled() {
         return Err(Error::Cancelled);
     }
@@ -196,9 +90,15 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
         PidNamespace::Private => World::private(request.reaper, world::last_pid_for(&manifest.tree.ids)),
         PidNamespace::Host => Ok(World::Host),
     })?;
-    let root = match timed.run("criu", || run_criu(request, manifest, &world, cancelled)) {
+    let (mut loader, not_lazy) = match timed.run("lazy", || start_loader(request, manifest, &world, cancelled)) {
+        Ok(loader) => (loader, None),
+        Err(error) => (None, Some(error)),
+    };
+    let root = match timed.run("criu", || run_criu(request, manifest, &world, loader.as_mut(), cancelled)) {
         Ok(root) => root,
         Err(error) => {
+            // Dead and not reaped it would keep its namespace from ending.
+            drop(loader);
             world.end(None);
             return Err(match error {
                 Error::Criu(criu::RunError::Cancelled) => Error::Cancelled,
@@ -215,11 +115,14 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
     // A job that ends from here on was restored, and has ended: whether its image is to blame is what the policy counts
     // early deaths for. One kill at this moment must not cost a good image.
     match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest))) {
-        Ok(()) => Ok(Restored { job, rolled_back, timings }),
+        Ok(()) => Ok(Restored { job, loader, not_lazy, rolled_back, timings }),
         Err(Error::NoProcess(_) | Error::Cuda { .. }) if job.root.has_ended().unwrap_or(false) => {
-            Ok(Restored { job, rolled_back, timings })
+            Ok(Restored { job, loader, not_lazy, rolled_back, timings })
         }
         Err(error) => {
+            // There is one for a job without CUDA only, for which nothing can fail here but by being called off.
+            job.world.kill(Some(&job.root));
+            drop(loader);
             // A CUDA restore that failed has no second try on the same process.
             job.end();
             Err(error)
@@ -272,17 +175,45 @@ fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
             if let Some(dir) = file.path.parent() {
                 std::fs::create_dir_all(dir)?;
             }
-            reaper::put(&file.path, &content)
+            embedded::put(&file.path, &content, file.mode)
         };
         put().map_err(|source| Error::Recreate { path: file.path.clone(), source })?;
     }
     Ok(())
 }
 
+/// Starts what brings the memory, where that is wanted and pays. Device memory is most of a job that uses CUDA, and the
+/// driver reads the rest at once.
+fn start_loader(
+    request: &Request<'_>,
+    manifest: &Manifest,
+    world: &World,
+    cancelled: &dyn Fn() -> bool,
+) -> Result<Option<Daemon>, lazy::Error> {
+    if request.lazy == Lazy::Off || !manifest.tree.cuda.is_empty() {
+        return Ok(None);
+    }
+    let images = request.image.dir.join("criu");
+    let work = request
+        .folder
+        .scratch_dir()
+        .map_err(|error| lazy::Error::Talk { what: "its folder", source: std::io::Error::other(error) })?;
+    let place =
+        Place { criu: request.criu, init: world.init(), images: &images, work: &work, timeout: request.timeout };
+    Daemon::start(&place, world::last_free_pid(&manifest.tree.ids), cancelled).map(Some)
+}
+
+/// The processes of an image that were alive.
+fn alive_in(images: &std::path::Path) -> usize {
+    let names = std::fs::read_dir(images).into_iter().flatten().flatten().map(|entry| entry.file_name());
+    names.filter(|name| name.to_str().is_some_and(|name| name.starts_with("mm-") && name.ends_with(".img"))).count()
+}
+
 fn run_criu(
     request: &Request<'_>,
     manifest: &Manifest,
     world: &World,
+    mut loader: Option<&mut Daemon>,
     cancelled: &dyn Fn() -> bool,
 ) -> Result<crate::sys::spawn::Child, Error> {
     let images = request.image.dir.join("criu");
@@ -291,7 +222,13 @@ fn run_criu(
         Place { criu: request.criu, init: world.init(), images: &images, work: &scratch, timeout: request.timeout };
     let abandon = || world.kill(None);
     let died = || died_while_restored(&images);
+    let memory = if loader.is_some() { Memory::Lazily } else { Memory::AtOnce };
     let mut before_it_runs = |moment| {
+        // Later the daemon may have delivered some already: only then is it told that the tasks are restored
+        // (`lazy_pages_finish_restore`).
+        if let (Notify::PostRestore(_), Some(loader)) = (moment, loader.as_deref_mut()) {
+            loader.hold(alive_in(&images)).map_err(|error| error.to_string())?;
+        }
         if moment != Notify::PreResume {
             return Ok(());
         }
@@ -309,7 +246,7 @@ fn run_criu(
     };
     let mut hooks = Hooks { notify: &mut before_it_runs, cancelled, died: &died, abandon: &abandon };
     rollback::put_links_back(manifest)?;
-    let restored = criu::restore(&place, manifest.tcp, &mut hooks);
+    let restored = criu::restore(&place, manifest.tcp, memory, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would lie beside the user's files.
     rollback::drop_links(manifest);
     Ok(restored?.root)

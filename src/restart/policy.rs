@@ -36,6 +36,8 @@ pub enum Death {
     Ended(Ended),
     /// A snapshot could not set it going again, so it was killed.
     Lost,
+    /// The rest of its memory did not come, so it was killed. That says nothing about the image.
+    Unloaded,
 }
 
 /// What the supervisor remembers of earlier lives.
@@ -104,7 +106,7 @@ impl History {
         if uptime >= policy.healthy_uptime {
             *self = History::default();
         }
-        let early = uptime < policy.min_uptime;
+        let early = uptime < policy.min_uptime && death != Death::Unloaded;
         let mut mark = None;
         match from {
             From::Image(id) if early => {

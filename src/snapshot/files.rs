@@ -104,13 +104,18 @@ pub(super) fn drop_links(links: &[SavedLink], root: i32) {
     }
 }
 
-/// Puts the reaper into the image: a restore may happen after an upgrade, or on another machine.
-pub(super) fn keep_reaper(draft: &Path, reaper: &Path) -> io::Result<Vec<Recreate>> {
-    let dir = draft.join("files");
-    std::fs::create_dir_all(&dir)?;
-    let part = dir.join("reaper");
-    std::fs::copy(reaper, &part)?;
-    Ok(vec![Recreate { path: PathBuf::from(reaper), mode: 0o700, part: "files/reaper".into() }])
+/// Puts files of ours that the job has mapped into the image: a restore may happen after an upgrade, or on another
+/// machine.
+pub(super) fn keep_ours(image: &Path, ours: &[PathBuf]) -> io::Result<Vec<Recreate>> {
+    std::fs::create_dir_all(image.join("files"))?;
+    let keep = |path: &PathBuf| {
+        let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+        let part = format!("files/{name}");
+        std::fs::copy(path, image.join(&part))?;
+        let mode = std::fs::metadata(path)?.mode() & 0o777;
+        Ok(Recreate { path: path.clone(), mode, part })
+    };
+    ours.iter().map(keep).collect()
 }
 
 /// Why files could not be recorded.

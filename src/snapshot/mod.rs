@@ -3,41 +3,48 @@
 //! ```text
 //!  preflight   may it be tried at all: memory, disk, what CRIU can not dump        job runs
 //!  find        the CUDA processes of the tree                                       job runs
+//!  prepare     a place for the image, its pages made ready    undo: give it up      job runs
 //!  lock        all of them, at once                     undo: unlock               ---- freeze begins (CUDA)
 //!  checkpoint  device memory to host memory             undo: restore
-//!  dump        CRIU writes the tree, lets it run on     undo: remove the draft
+//!  dump        CRIU writes the tree, lets it run on     undo: drop saved links
 //!  restore     host memory to device memory
 //!  unlock
 //!  check       every CUDA process is running again                                  ---- freeze ends
-//!  publish     hash, fsync, rename; the job runs        undo: remove the draft
+//!  publish     a manifest in memory, or hash, fsync, rename; the job runs
 //! ```
 //!
 //! Invariants:
 //! - A phase that fails undoes all before it, in reverse order, and the job runs on. Where that is not possible (the
 //!   driver can not restore a process: there is no second try) the error says so ([`Error::job_is_lost`]), and the job
 //!   has to be brought back from an image.
-//! - Nothing is in the store under an image's name before it is whole ([`crate::store`]). When the power goes, at most a
-//!   draft is left, which the next start sweeps.
+//! - Nothing is in memory or in the store under an image's name before it is whole ([`crate::store`]). When the power
+//!   goes, at most a draft is left, which the next start sweeps.
 
 mod files;
 mod gpu;
+mod landing;
+pub mod pages;
 mod phases;
 mod preflight;
+mod prepare;
+mod target;
 mod tcp;
 
-use std::path::Path;
-use std::time::Duration;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 use chrono::Utc;
 
 use crate::config::Config;
 use crate::launch::{self, Job};
 use crate::store::manifest::{self, Manifest, PidNamespace, Reason};
+use crate::store::staging::{self, Area, admission};
 use crate::store::{Image, JobFolder, PublishError, WriterLock};
+use crate::supervisor::interval::Choice;
 use crate::sys::criu::{self, Criu};
 use crate::sys::cuda;
 
-pub use preflight::Refusal;
+pub use preflight::{Refusal, check_disk};
 
 /// Everything a snapshot needs; nothing in it changes while the job runs.
 #[derive(Debug)]
@@ -54,10 +61,14 @@ pub struct Subject<'a> {
     pub criu: &'a Criu,
     /// How the job was launched.
     pub launch: &'a Launch,
-    /// The job's reaper, to be kept in the image.
-    pub reaper: &'a Path,
+    /// Files of ours that the job has mapped, to be kept in the image.
+    pub ours: Vec<PathBuf>,
+    /// Where images land in memory; without it they go to the store at once.
+    pub staging: Option<&'a Area>,
     /// The job's output, rotated while it stands still.
     pub output: &'a launch::output::Files,
+    /// The interval in force, where it was chosen.
+    pub interval: Option<&'a Choice>,
 }
 
 /// What a manifest says of the launch.
@@ -82,6 +93,8 @@ pub struct Taken {
     pub image: Image,
     /// How long the job stood still.
     pub freeze: Duration,
+    /// How long it took to make the image lasting, while the job ran.
+    pub persist: Duration,
     /// What could not be done and does not matter for the image, in words.
     pub notes: Vec<String>,
 }
@@ -129,6 +142,15 @@ pub enum Error {
     /// The image could not be published.
     #[error("publish: {0}")]
     Publish(#[from] PublishError),
+    /// There is no room for it in memory.
+    #[error("not tried: {0}")]
+    NoRoom(#[from] admission::Refusal),
+    /// The place in memory failed.
+    #[error("staging: {0}")]
+    Staging(#[from] staging::Error),
+    /// The job's memory could not be taken from CRIU.
+    #[error("dump: {0}")]
+    Pages(#[from] pages::Error),
     /// A file of ours could not be read or written.
     #[error("{what}")]
     Io {
@@ -180,13 +202,20 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &dyn Fn() -> bool)
     let mut work = phases::Work::new(subject, cancelled);
     work.freeze()?;
     let freeze = work.frozen();
+    // The driver has read its memory back.
+    work.armed = landing::Armed::default();
+    let begun = Instant::now();
     let published = work.time("publish", |work| {
+        work.complete()?;
         let manifest = describe(work, reason)?;
-        let draft = work.draft.take().ok_or(Error::Cancelled)?;
-        Ok(draft.publish(manifest)?)
+        let target = work.target.take().ok_or(Error::Cancelled)?;
+        target.finish(manifest, subject.config.store.threads())
     });
     match published {
-        Ok(image) => Ok(Taken { image, freeze, notes: std::mem::take(&mut work.notes) }),
+        Ok(image) => {
+            let notes = std::mem::take(&mut work.notes);
+            Ok(Taken { image, freeze, persist: begun.elapsed(), notes })
+        }
         Err(error) => {
             work.undo_publish();
             Err(error)
@@ -197,8 +226,8 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &dyn Fn() -> bool)
 /// Everything about the image but its parts, which publishing adds.
 fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> {
     let subject = work.subject;
-    let draft = work.draft.as_ref().ok_or(Error::Cancelled)?;
-    let ids = criu::image::ids(&draft.dir().join(phases::CRIU_DIR))?;
+    let target = work.target.as_ref().ok_or(Error::Cancelled)?;
+    let ids = criu::image::ids(&target.dir().join(phases::CRIU_DIR))?;
     let cuda = work.gpu.inner_pids();
     let inventory = (!cuda.is_empty()).then(crate::sys::nvml::GpuInventory::read).unwrap_or_default();
     let gpu = |gpu: &crate::sys::nvml::Gpu| manifest::Gpu {
@@ -206,7 +235,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         name: gpu.name.clone().unwrap_or_default(),
     };
     Ok(Manifest {
-        id: draft.id(),
+        id: target.id(),
         job: subject.folder.name().clone(),
         lineage: subject.launch.lineage.clone(),
         taken: work.taken.unwrap_or_else(Utc::now),
@@ -235,9 +264,11 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         given_files: work.given_files.clone(),
         saved_links: work.saved_links.clone(),
         recreate: work.recreate.clone(),
+        landing: work.landing.clone(),
         tcp: work.tcp,
         phases: work.timings.clone(),
         freeze_us: u64::try_from(work.frozen().as_micros()).unwrap_or(u64::MAX),
+        interval: subject.interval.cloned(),
         bytes: 0,
         parts: Vec::new(),
     })

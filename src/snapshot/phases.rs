@@ -5,10 +5,12 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 
-use super::{Error, Subject, files, gpu, preflight, tcp};
+use super::pages::{Drained, Expected, Receivers, expect};
+use super::target::Target;
+use super::{Error, Subject, files, gpu, landing, preflight, prepare, tcp};
 use crate::restart::given_files;
-use crate::store::manifest::{GivenFile, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
-use crate::store::{Draft, ImageId};
+use crate::store::ImageId;
+use crate::store::manifest::{GivenFile, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
@@ -28,11 +30,12 @@ struct Step {
 const NOTHING: fn(&mut Work<'_>) -> Result<(), String> = |_| Ok(());
 
 /// In this order. A phase that fails is undone too, as it may have done half of its work.
-const STEPS: [Step; 8] = [
+const STEPS: [Step; 9] = [
     Step { name: "preflight", run: |w| w.preflight(), undo: NOTHING },
     Step { name: "find", run: |w| w.find(), undo: NOTHING },
+    Step { name: "prepare", run: |w| w.prepare(), undo: |w| w.undo_prepare() },
     Step { name: "lock", run: |w| w.lock(), undo: |w| w.gpu.undo_lock() },
-    Step { name: "checkpoint", run: |w| w.gpu.checkpoint(), undo: |w| w.gpu.undo_checkpoint() },
+    Step { name: "checkpoint", run: |w| w.checkpoint(), undo: |w| w.gpu.undo_checkpoint() },
     Step { name: "dump", run: |w| w.dump(), undo: |w| w.undo_dump() },
     Step { name: "restore", run: |w| w.gpu.restore(), undo: NOTHING },
     Step { name: "unlock", run: |w| w.gpu.unlock(), undo: NOTHING },
@@ -47,11 +50,21 @@ pub(super) struct Work<'a> {
     pub(super) taken: Option<DateTime<Utc>>,
     pub(super) gpu: gpu::Group,
     pub(super) tcp: Tcp,
-    pub(super) draft: Option<Draft>,
-    /// The draft's, once there was one.
+    pub(super) target: Option<Target>,
+    /// The target's, once there was one.
     id: Option<ImageId>,
-    /// Bytes of host memory that the image will hold, as preflight saw it.
-    host_memory: u64,
+    /// What CRIU would write of the host memory, as it was before the freeze.
+    pub(super) expected: Vec<Expected>,
+    /// Bytes of device memory of each CUDA process, in the order of the group.
+    pub(super) device_memory: Vec<u64>,
+    /// What takes CRIU's page files from it, where the image is made in memory.
+    receivers: Option<Receivers>,
+    /// The same, with all pages.
+    drained: Option<Drained>,
+    /// Landing files that processes find when they look for one.
+    pub(super) armed: landing::Armed,
+    /// Those that were taken.
+    pub(super) landing: Vec<Landing>,
     /// The job's own process, as it sees itself.
     pub(super) job_pid: i32,
     names: BTreeMap<i32, String>,
@@ -73,9 +86,14 @@ impl<'a> Work<'a> {
             taken: None,
             gpu: gpu::Group::default(),
             tcp: Tcp::Close,
-            draft: None,
+            target: None,
             id: None,
-            host_memory: 0,
+            expected: Vec::new(),
+            device_memory: Vec::new(),
+            receivers: None,
+            drained: None,
+            armed: landing::Armed::default(),
+            landing: Vec::new(),
             job_pid: 0,
             names: BTreeMap::new(),
             open_files: Vec::new(),
@@ -143,7 +161,7 @@ impl<'a> Work<'a> {
         pids.iter().map(|pid| TreeProcess { pid: *pid, name: name(pid) }).collect()
     }
 
-    fn root(&self) -> i32 {
+    pub(super) fn root(&self) -> i32 {
         self.subject.job.root.pid()
     }
 
@@ -155,14 +173,51 @@ impl<'a> Work<'a> {
             }
         }
         self.job_pid = self.subject.job.main_pid().and_then(process::inner_pid).ok_or(Error::JobEnded)?;
-        self.host_memory = preflight::check(&tree, self.subject)?;
+        preflight::check(&tree, self.subject)?;
+        self.expected = expect(&tree);
         self.tcp = tcp::choose(self.subject.config.snapshot.tcp, &tree);
         Ok(())
     }
 
     fn find(&mut self) -> Result<(), Error> {
         self.gpu = gpu::Group::find(self.root()).map_err(|source| Error::Cuda { phase: "find", source })?;
-        preflight::check_device_memory(&self.gpu.outer_pids(), self.host_memory, self.subject)?;
+        self.device_memory = preflight::device_memory(&self.gpu.outer_pids());
+        Ok(())
+    }
+
+    fn prepare(&mut self) -> Result<(), Error> {
+        let target = prepare::target(self)?;
+        let dir = target.dir().join(CRIU_DIR);
+        self.id = Some(target.id());
+        if let (Target::Slot(slot), Some(area)) = (&target, self.subject.staging) {
+            let landers = prepare::landers(self);
+            self.receivers = Some(Receivers::start(&dir, &slot.spool(), &prepare::pages(self, &landers))?);
+            self.armed = landing::arm(area, slot, &landers)?;
+        } else {
+            std::fs::create_dir(&dir)
+                .map_err(|source| Error::Io { what: format!("can not make {}", dir.display()), source })?;
+        }
+        self.target = Some(target);
+        Ok(())
+    }
+
+    fn undo_prepare(&mut self) -> Result<(), String> {
+        self.armed = landing::Armed::default();
+        self.receivers = None;
+        self.drained = None;
+        self.target = None;
+        Ok(())
+    }
+
+    fn checkpoint(&mut self) -> Result<(), Error> {
+        self.gpu.checkpoint()?;
+        self.landing = self.armed.taken();
+        for pid in self.armed.refused() {
+            tracing::debug!(
+                pid,
+                "its device memory is in CRIU's page files: it has no interposer, or could not use it"
+            );
+        }
         Ok(())
     }
 
@@ -175,16 +230,13 @@ impl<'a> Work<'a> {
     fn dump(&mut self) -> Result<(), Error> {
         let subject = self.subject;
         let config = &subject.config.snapshot;
-        let draft = subject.folder.begin_image(subject.lock, Utc::now())?;
-        let dir = draft.dir().join(CRIU_DIR);
-        let (id, draft_dir) = (draft.id(), draft.dir().to_path_buf());
-        self.id = Some(id);
-        self.draft = Some(draft);
+        let target = self.target.as_ref().ok_or(Error::Cancelled)?;
+        let (id, image_dir) = (target.id(), target.dir().to_path_buf());
+        let dir = image_dir.join(CRIU_DIR);
         let io = |what: &str| {
             let what = format!("dump: {what}");
             move |source| Error::Io { what, source }
         };
-        std::fs::create_dir(&dir).map_err(io("make the image's folder"))?;
         let scratch = subject.folder.scratch_dir().map_err(Error::Store)?;
         let place = Place {
             criu: subject.criu,
@@ -200,10 +252,16 @@ impl<'a> Work<'a> {
             freeze_timeout: config.freeze_timeout,
         };
         let (cancelled, root) = (self.cancelled, self.root());
+        let (mut receivers, mut drained) = (self.receivers.take(), None);
+        let deadline = Instant::now() + config.dump_timeout;
         // What is recorded here belongs to the very moment of the image: all tasks stand still.
         let mut still = |moment| -> Result<(), String> {
             if moment != Notify::PostDump {
                 return Ok(());
+            }
+            // Before anything runs again: what is still on its way are the job's pages themselves, not copies.
+            if let Some(receivers) = receivers.take() {
+                drained = Some(receivers.drain(deadline).map_err(|e| chain(&e))?);
             }
             // CRIU would send it only after it has let go.
             for pid in self.gpu.stopped_pids() {
@@ -211,7 +269,7 @@ impl<'a> Work<'a> {
             }
             self.taken = Some(Utc::now());
             self.open_files = files::open_for_writing(&dir, root).map_err(|e| e.to_string())?;
-            files::copy_small(&mut self.open_files, root, &draft_dir, subject.launch.identity.as_ref())
+            files::copy_small(&mut self.open_files, root, &image_dir, subject.launch.identity.as_ref())
                 .map_err(|e| format!("can not copy the job's open files: {e}"))?;
             if let Some(user) = &subject.launch.identity {
                 let tree: Vec<i32> = process::tree(root).into_iter().filter(|pid| *pid != root).collect();
@@ -233,28 +291,32 @@ impl<'a> Work<'a> {
             Err(criu::RunError::Cancelled) => return Err(Error::Cancelled),
             Err(error) => return Err(error.into()),
         };
+        self.drained = drained;
         self.criu_frozen = criu::image::frozen_time(&scratch).unwrap_or_default();
-        if let Some(draft) = &self.draft {
-            std::fs::write(draft.dir().join("dump.log"), log.text()).map_err(io("keep CRIU's log"))?;
-            self.recreate = files::keep_reaper(draft.dir(), subject.reaper).map_err(io("keep the reaper"))?;
+        std::fs::write(image_dir.join("dump.log"), log.text()).map_err(io("keep CRIU's log"))?;
+        self.recreate = files::keep_ours(&image_dir, &subject.ours).map_err(io("keep our files"))?;
+        Ok(())
+    }
+
+    /// The rest of the image, for which the job need not stand still.
+    pub(super) fn complete(&mut self) -> Result<(), Error> {
+        if let Some(drained) = self.drained.take() {
+            drained.place()?;
         }
-        criu::image::check_pages(&dir)?;
+        let target = self.target.as_ref().ok_or(Error::Cancelled)?;
+        criu::image::check_pages(&target.dir().join(CRIU_DIR))?;
         Ok(())
     }
 
     fn undo_dump(&mut self) -> Result<(), String> {
         files::drop_links(&self.saved_links, self.root());
         self.saved_links.clear();
-        // A draft that is dropped removes its folder.
-        self.draft = None;
         Ok(())
     }
 
     /// The draft is gone, or has its lasting name and could not be synced: then it is an image and needs its links.
     pub(super) fn undo_publish(&mut self) {
-        let id = self.draft.take().map(|draft| draft.id()).or(self.id);
-        let images = self.subject.folder.images_dir();
-        if !id.is_some_and(|id| images.join(id.to_string()).exists()) {
+        if !self.id.is_some_and(|id| self.subject.folder.is_stored(id)) {
             files::drop_links(&self.saved_links, self.root());
         }
     }
@@ -278,4 +340,4 @@ fn died_traced(root: i32) -> Option<(i32, Ended)> {
 }
 
 /// Up to this phase a cancellation is asked for before each; later the job is set going again in any case.
-const CANCELLABLE: usize = 3;
+const CANCELLABLE: usize = 4;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use bytesize::ByteSize;
 
 use super::Subject;
+use crate::store::JobFolder;
 use crate::sys::cgroup;
 use crate::sys::nvml::GpuInventory;
 use crate::sys::process;
@@ -86,20 +87,18 @@ pub enum Refusal {
     },
 }
 
-/// What is asked before every snapshot. Answers how many bytes of host memory the image will hold.
-pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<u64, Refusal> {
+/// What is asked before every snapshot: whether CRIU can dump what the processes have.
+pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
     let root = subject.job.root.pid();
-    for pid in tree {
-        check_process(*pid, root)?;
-    }
-    let need = tree.iter().map(|pid| process::private_memory(*pid)).sum();
-    check_disk(need, subject)?;
-    Ok(need)
+    tree.iter().try_for_each(|pid| check_process(*pid, root))
 }
 
-fn check_disk(need: u64, subject: &Subject<'_>) -> Result<(), Refusal> {
-    let path = subject.folder.path().to_path_buf();
-    let keep = subject.config.store.min_free.bytes();
+/// Whether an image of `need` bytes may be written to the store, which must have `keep` bytes left then.
+///
+/// # Errors
+/// [`Refusal::Disk`], [`Refusal::Statfs`].
+pub fn check_disk(need: u64, keep: u64, folder: &JobFolder) -> Result<(), Refusal> {
+    let path = folder.path().to_path_buf();
     match free_space(&path) {
         Ok(free) => admit_disk(need, free, keep, path),
         Err(e) => Err(Refusal::Statfs { path, why: e.to_string() }),
@@ -119,22 +118,26 @@ fn admit_disk(need: u64, free: u64, keep: u64, path: PathBuf) -> Result<(), Refu
     if need.saturating_add(keep) > free { Err(Refusal::Disk { need, free, keep, path }) } else { Ok(()) }
 }
 
-/// Asked once the CUDA processes are known: their device memory will lie in host memory, and in the image beside the
-/// `host` bytes that are there already.
-pub(super) fn check_device_memory(pids: &[i32], host: u64, subject: &Subject<'_>) -> Result<(), Refusal> {
+/// Bytes of device memory of each process.
+pub(super) fn device_memory(pids: &[i32]) -> Vec<u64> {
     if pids.is_empty() {
-        return Ok(());
+        return Vec::new();
     }
     let inventory = GpuInventory::read();
     let used = |pid: &i32| inventory.used_by(u32::try_from(*pid).ok()?);
-    // In a container NVML may not know our pids; then all that is in use is the upper bound, if it knows that much.
-    let need = match pids.iter().map(used).sum::<Option<u64>>() {
-        Some(need) => need,
-        None => inventory.gpus.iter().filter_map(|gpu| gpu.memory_used).sum(),
-    };
+    let each: Option<Vec<u64>> = pids.iter().map(used).collect();
+    each.unwrap_or_else(|| {
+        // In a container NVML may not know our pids; then all that is in use is the upper bound, if it knows that much.
+        let all: u64 = inventory.gpus.iter().filter_map(|gpu| gpu.memory_used).sum();
+        let one = all.div_ceil(u64::try_from(pids.len()).unwrap_or(1));
+        vec![one; pids.len()]
+    })
+}
+
+/// Whether so much device memory may lie in host memory for as long as the snapshot takes.
+pub(super) fn check_memory(device: u64, subject: &Subject<'_>) -> Result<(), Refusal> {
     let left = cgroup::memory_headroom(subject.job.root.pid());
-    admit_memory(need, cgroup::memory_available(), left, subject.config.snapshot.memory_reserve.bytes())?;
-    check_disk(need.saturating_add(host), subject)
+    admit_memory(device, cgroup::memory_available(), left, subject.config.snapshot.memory_reserve.bytes())
 }
 
 fn admit_memory(need: u64, available: Option<u64>, left: Option<u64>, keep: u64) -> Result<(), Refusal> {

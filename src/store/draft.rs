@@ -125,11 +125,12 @@ impl Draft {
         &self.dir
     }
 
-    /// Makes it an image, by the protocol above. Sets `id`, `job`, `bytes` and `parts` of the manifest.
+    /// Makes it an image, by the protocol above, with at most so many threads. Sets `id`, `job`, `bytes` and `parts` of the
+    /// manifest.
     ///
     /// # Errors
     /// One for each step; the draft is gone then.
-    pub fn publish(self, mut manifest: Manifest) -> Result<Image, PublishError> {
+    pub fn publish(self, mut manifest: Manifest, threads: usize) -> Result<Image, PublishError> {
         let entries = files::walk(&self.dir).map_err(|(path, source)| PublishError::List { path, source })?;
         let (mut paths, mut folders) = (Vec::new(), vec![self.dir.clone()]);
         for entry in entries {
@@ -139,7 +140,7 @@ impl Draft {
                 _ => return Err(PublishError::Foreign(self.dir.join(&entry.relative))),
             }
         }
-        manifest.parts = hash_and_sync(&self.dir, paths)?;
+        manifest.parts = hash_and_sync(&self.dir, paths, threads)?;
         for path in folders {
             durable::sync_dir(&path).map_err(|source| PublishError::Sync { path, source })?;
         }
@@ -162,14 +163,14 @@ impl Drop for Draft {
     }
 }
 
-fn hash_and_sync(dir: &Path, paths: Vec<(String, u64)>) -> Result<Vec<manifest::Part>, PublishError> {
-    let mut parts = files::in_parallel(paths, |path| {
+fn hash_and_sync(dir: &Path, paths: Vec<(String, u64)>, threads: usize) -> Result<Vec<manifest::Part>, PublishError> {
+    let mut parts = files::in_parallel(paths, threads, |path| {
         let full = dir.join(&path);
         let read = |source| PublishError::Read { path: full.clone(), source };
         let file = durable::open_for_reading(&full).map_err(read)?;
         let (size, blake3) = files::hash(&file).map_err(read)?;
         file.sync_all().map_err(|source| PublishError::Sync { path: full.clone(), source })?;
-        Ok(manifest::Part { path, size, blake3 })
+        Ok(manifest::Part { path, size, blake3: Some(blake3) })
     })?;
     parts.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(parts)

@@ -2,15 +2,14 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
-use std::thread;
+
+use crate::sys::parallel;
 
 /// Large enough that the system call costs nothing, small enough for the cache of a core.
 const BUFFER: usize = 1 << 20;
 /// More threads than this read a disk no faster, and the job runs on the other cores.
-const MAX_THREADS: usize = 8;
+pub(super) const MAX_THREADS: usize = 8;
 
 /// What was found in a folder.
 #[derive(Debug)]
@@ -67,9 +66,11 @@ pub(super) fn hash(mut file: &File) -> io::Result<(u64, blake3::Hash)> {
     }
 }
 
-/// Does `work` for each item, the largest first, on several threads, until one fails. The answers are in no order.
+/// Does `work` for each item, the largest first, on at most `threads` threads, until one fails. The answers are in no
+/// order.
 pub(super) fn in_parallel<T, R, E>(
     mut items: Vec<(T, u64)>,
+    threads: usize,
     work: impl Fn(T) -> Result<R, E> + Sync,
 ) -> Result<Vec<R>, E>
 where
@@ -77,28 +78,9 @@ where
     R: Send,
     E: Send,
 {
-    let threads = thread::available_parallelism().map_or(1, NonZeroUsize::get).min(MAX_THREADS).min(items.len());
     // Taken from the end.
     items.sort_by_key(|(_, size)| *size);
-    let queue = Mutex::new(items);
-    let queue = || queue.lock().unwrap_or_else(PoisonError::into_inner);
-    let next = || queue().pop();
-    let run = || {
-        let done = std::iter::from_fn(next).map(|(item, _)| work(item)).collect::<Result<Vec<R>, E>>();
-        done.inspect_err(|_| queue().clear())
-    };
-    thread::scope(|scope| {
-        let others: Vec<_> = (1..threads).map(|_| scope.spawn(run)).collect();
-        let mut done = run();
-        for other in others {
-            let more = other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            done = done.and_then(|mut done| {
-                done.extend(more?);
-                Ok(done)
-            });
-        }
-        done
-    })
+    parallel::in_parallel(items, threads, |(item, _)| work(item))
 }
 
 #[cfg(test)]
@@ -106,26 +88,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_work_is_done_once() {
-        for n in [0_u64, 1, 2, 1000] {
-            let mut done = in_parallel((0..n).map(|i| (i, i)).collect(), Ok::<_, ()>).unwrap();
-            done.sort_unstable();
-            assert_eq!(done, (0..n).collect::<Vec<_>>());
-        }
-    }
-
-    #[test]
-    fn a_failure_is_the_answer_and_ends_the_work() {
-        let looked_at = std::sync::atomic::AtomicUsize::new(0);
-        let work = |i: u32| {
-            looked_at.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            // Largest first: this one comes at once. The others wait, so that the queue is cleared before it is empty.
-            thread::sleep(std::time::Duration::from_millis(u64::from(i != 0)));
-            if i == 0 { Err("no") } else { Ok(()) }
+    fn the_largest_is_first() {
+        let begun = std::sync::Mutex::new(Vec::new());
+        let note = |n: u64| {
+            begun.lock().unwrap().push(n);
+            Ok::<_, ()>(())
         };
-        let items = (0..10_000).map(|i| (i, if i == 0 { 9 } else { 0 })).collect();
-        assert_eq!(in_parallel(items, work).map(|all| all.len()), Err("no"));
-        assert!(looked_at.into_inner() < 10_000);
+        in_parallel(vec![(1, 1), (3, 3), (2, 2)], 1, note).unwrap();
+        assert_eq!(begun.into_inner().unwrap(), [3, 2, 1]);
     }
 
     #[test]

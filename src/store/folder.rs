@@ -11,9 +11,10 @@ use super::draft::Draft;
 use super::error::{Error, Result};
 use super::id::{ImageId, JobName};
 use super::image::{Image, State};
+use super::known::Known;
 use super::lock::{self, Writer, WriterLock};
 use super::record::{self, JobRecord};
-use super::{DELETED_PREFIX, remove, rights, select};
+use super::{DELETED_PREFIX, remove, rights, select, staging};
 use crate::sys::durable::{self, TEMP_PREFIX};
 
 /// The folder of one job. Reading needs no lock; what changes `images/` takes the [`WriterLock`] as a witness.
@@ -138,24 +139,81 @@ impl JobFolder {
     /// # Errors
     /// [`Error::UnknownImage`], [`Error::AmbiguousImage`], [`Error::NoGoodImage`], [`Error::Read`].
     pub fn find(&self, selector: &str) -> Result<Image> {
-        select::select(&self.name, self.images()?, selector)
+        let best = self.known()?.into_iter().map(Known::into_best).collect();
+        select::select(&self.name, best, selector)
     }
 
-    /// Begins an image: makes `.tmp-ID` with the next number, higher than any that can be seen in the folder.
+    /// Whether the store has the image, good or not. What can not be told is a no: then the one in memory is kept.
+    #[must_use]
+    pub fn is_stored(&self, id: ImageId) -> bool {
+        self.images_dir().join(id.to_string()).is_dir()
+    }
+
+    /// Whole images in the job's staging area, newest first. Some of them may be in the store as well.
+    #[must_use]
+    pub fn staged(&self) -> Vec<Image> {
+        staging::staged(&self.path)
+    }
+
+    /// Every copy of every image, newest first; one in memory comes before the same in the store.
     ///
     /// # Errors
-    /// [`Error::WrongLock`], [`Error::Read`], [`Error::Create`], [`Error::NumbersUsedUp`].
-    pub fn begin_image(&self, lock: &WriterLock, now: DateTime<Utc>) -> Result<Draft> {
-        self.check_lock(lock)?;
-        let dir = self.images_dir();
-        let names = list(&dir)?;
+    /// [`Error::Read`].
+    pub fn copies(&self) -> Result<Vec<Image>> {
+        let mut copies: Vec<Image> = self.staged().into_iter().chain(self.images()?).collect();
+        // Stable: of two with one name the first stays first.
+        copies.sort_by_key(|image| std::cmp::Reverse(image.id));
+        Ok(copies)
+    }
+
+    /// All images, newest first, each with where it is.
+    ///
+    /// # Errors
+    /// [`Error::Read`].
+    pub fn known(&self) -> Result<Vec<Known>> {
+        Ok(Known::gather(self.copies()?))
+    }
+
+    /// Removes the hard links beside the user's files that the image in a slot keeps, unless the store has that image and
+    /// still needs them. To be called before the slot is emptied or begun anew.
+    pub fn drop_links(&self, slot: &staging::Slot) {
+        let image = slot.image().filter(|image| !self.is_stored(image.id));
+        for link in image.as_ref().and_then(Image::manifest).into_iter().flat_map(|manifest| &manifest.saved_links) {
+            let _ = std::fs::remove_file(&link.saved);
+        }
+    }
+
+    /// A name for the next image, with a number higher than any that can be seen in the folder or in memory.
+    ///
+    /// # Errors
+    /// [`Error::Read`], [`Error::NumbersUsedUp`].
+    pub fn next_id(&self, now: DateTime<Utc>) -> Result<ImageId> {
+        let names = list(&self.images_dir())?;
         let seen = names.iter().filter_map(|name| {
             let id = name.strip_prefix(TEMP_PREFIX).or_else(|| name.strip_prefix(DELETED_PREFIX)).unwrap_or(name);
             id.parse::<ImageId>().ok()
         });
-        let last = seen.map(|id| id.sequence()).max().unwrap_or(0);
+        let staged = self.staged().into_iter().map(|image| image.id);
+        let last = seen.chain(staged).map(|id| id.sequence()).max().unwrap_or(0);
         let next = last.checked_add(1).ok_or_else(|| Error::NumbersUsedUp(self.name.clone()))?;
-        let id = ImageId::new(next, now);
+        Ok(ImageId::new(next, now))
+    }
+
+    /// Begins an image: makes `.tmp-ID` with the next number.
+    ///
+    /// # Errors
+    /// [`Error::WrongLock`], [`Error::Read`], [`Error::Create`], [`Error::NumbersUsedUp`].
+    pub fn begin_image(&self, lock: &WriterLock, now: DateTime<Utc>) -> Result<Draft> {
+        self.begin_image_as(lock, self.next_id(now)?)
+    }
+
+    /// Begins an image that has its name already: makes `.tmp-ID`.
+    ///
+    /// # Errors
+    /// [`Error::WrongLock`], [`Error::Create`].
+    pub fn begin_image_as(&self, lock: &WriterLock, id: ImageId) -> Result<Draft> {
+        self.check_lock(lock)?;
+        let dir = self.images_dir();
         let path = dir.join(format!("{TEMP_PREFIX}{id}"));
         let made = DirBuilder::new().mode(0o700).create(&path);
         made.map_err(|source| Error::Create { path: path.clone(), source })?;
@@ -182,7 +240,7 @@ impl JobFolder {
         remove::image(self, *id)
     }
 
-    fn check_lock(&self, lock: &WriterLock) -> Result<()> {
+    pub(super) fn check_lock(&self, lock: &WriterLock) -> Result<()> {
         if lock.guards(&self.path) { Ok(()) } else { Err(Error::WrongLock(self.name.clone())) }
     }
 }

@@ -21,6 +21,28 @@ pub struct Image {
     pub dir: PathBuf,
     /// Whether it can be used.
     pub state: State,
+    /// Where it is.
+    pub place: Place,
+}
+
+/// Where an image is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum Place {
+    /// In memory: as long as the machine runs.
+    #[serde(rename = "memory")]
+    Staged,
+    /// On the disk.
+    #[serde(rename = "store")]
+    Stored,
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Place::Staged => "memory",
+            Place::Stored => "store",
+        })
+    }
 }
 
 /// Whether an image can be used, as far as its manifest tells; [`Image::verify`] reads the rest.
@@ -85,8 +107,24 @@ impl Image {
     #[must_use]
     pub fn load(dir: &Path, id: ImageId) -> Image {
         let found = Manifest::read(dir).and_then(|manifest| {
-            if manifest.id == id { Ok(Box::new(manifest)) } else { Err(ManifestError::OtherImage(manifest.id)) }
+            if manifest.id != id {
+                return Err(ManifestError::OtherImage(manifest.id));
+            }
+            match manifest.parts.iter().find(|part| part.blake3.is_none()) {
+                Some(part) => Err(ManifestError::NoChecksum(part.path.clone())),
+                None => Ok(Box::new(manifest)),
+            }
         });
+        Image::judge(dir, id, found, Place::Stored)
+    }
+
+    /// Looks at the slot in `dir`; None where there is no whole image.
+    pub(super) fn load_staged(dir: &Path) -> Option<Image> {
+        let manifest = Manifest::read(dir).ok()?;
+        Some(Image::judge(dir, manifest.id, Ok(Box::new(manifest)), Place::Staged))
+    }
+
+    fn judge(dir: &Path, id: ImageId, found: Result<Box<Manifest>, ManifestError>, place: Place) -> Image {
         let state = match found {
             Ok(manifest) => match mark::read(dir, manifest.taken) {
                 None => State::Good(manifest),
@@ -94,7 +132,27 @@ impl Image {
             },
             Err(error) => State::Damaged { why: error.into() },
         };
-        Image { id, dir: dir.to_owned(), state }
+        Image { id, dir: dir.to_owned(), state, place }
+    }
+
+    /// The same image as it is now. One in memory that was replaced meanwhile is damaged.
+    pub(super) fn look_again(&self) -> Image {
+        match self.place {
+            Place::Stored => Image::load(&self.dir, self.id),
+            Place::Staged => {
+                let found = Manifest::read(&self.dir).and_then(|manifest| match manifest.id == self.id {
+                    true => Ok(Box::new(manifest)),
+                    false => Err(ManifestError::OtherImage(manifest.id)),
+                });
+                Image::judge(&self.dir, self.id, found, Place::Staged)
+            }
+        }
+    }
+
+    /// Whether it is in memory.
+    #[must_use]
+    pub fn is_staged(&self) -> bool {
+        self.place == Place::Staged
     }
 
     /// Whether a restart may use it.
@@ -121,7 +179,7 @@ impl Image {
         let failed = |source| Error::Write { path: path.clone(), source };
         let bytes = serde_json::to_vec_pretty(&mark).map_err(io::Error::from).map_err(failed)?;
         durable::write_file(&path, &bytes, 0o600).map_err(failed)?;
-        *self = Image::load(&self.dir, self.id);
+        *self = self.look_again();
         Ok(())
     }
 
@@ -136,7 +194,7 @@ impl Image {
             Err(source) => return Err(Error::Remove { path, source }),
             Ok(()) => durable::sync_dir(&self.dir).map_err(|source| Error::Write { path: self.dir.clone(), source })?,
         }
-        *self = Image::load(&self.dir, self.id);
+        *self = self.look_again();
         Ok(())
     }
 }

@@ -16,7 +16,7 @@ use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use fields::{
-    GivenFile, Gpu, Host, JobTree, Manifest, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink,
+    GivenFile, Gpu, Host, JobTree, Landing, Manifest, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink,
     TreeProcess,
 };
 
@@ -65,14 +65,17 @@ pub enum ManifestError {
     /// The folder was renamed or copied over.
     #[error("its manifest belongs to image {0}")]
     OtherImage(ImageId),
+    /// A part that was never hashed: an image of the store has none.
+    #[error("its manifest has no checksum for the part \"{0}\"")]
+    NoChecksum(String),
     /// A path that leads out of the image or is reserved.
     #[error("its manifest names the part \"{0}\", which is no path inside an image")]
     PartPath(String),
     /// Two parts with one path.
     #[error("its manifest names the part \"{0}\" twice")]
     PartTwice(String),
-    /// A file to be recreated has no part.
-    #[error("its manifest wants a file recreated from \"{0}\", which is not among the parts")]
+    /// A file that a restore has to put somewhere has no part.
+    #[error("its manifest wants a file put back from \"{0}\", which is not among the parts")]
     NoSuchPart(String),
 }
 
@@ -168,8 +171,9 @@ impl Manifest {
                 return Err(ManifestError::PartTwice(path.clone()));
             }
         }
-        match self.recreate.iter().find(|file| !seen.contains(file.part.as_str())) {
-            Some(file) => Err(ManifestError::NoSuchPart(file.part.clone())),
+        let named = self.recreate.iter().map(|file| &file.part).chain(self.landing.iter().map(|landing| &landing.part));
+        match named.into_iter().find(|part| !seen.contains(part.as_str())) {
+            Some(part) => Err(ManifestError::NoSuchPart(part.clone())),
             None => Ok(()),
         }
     }

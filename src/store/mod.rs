@@ -3,7 +3,7 @@
 //! ```text
 //! STORE/  0700
 //!   JOB/  0700
-//!     lock  job.json  state.json  log/  bin/
+//!     lock  job.json  state.json  log/  bin/  staging (a link to the images in RAM, see [`staging`])
 //!     images/
 //!       000042-20261120T132105Z/       an image: manifest.json, bad.json where it is marked, parts at any depth
 //!       .tmp-000043-20261120T132205Z/  a draft
@@ -26,15 +26,19 @@ mod files;
 mod folder;
 mod id;
 mod image;
+mod known;
 mod lock;
 pub mod manifest;
 mod mark;
+pub(crate) mod micros;
 mod paths;
+pub mod persist;
 mod record;
 mod remove;
 pub mod retention;
 mod rights;
 mod select;
+pub mod staging;
 mod verify;
 
 use std::fs::{self, DirBuilder};
@@ -46,7 +50,8 @@ pub use draft::{Draft, PublishError};
 pub use error::{Error, Result};
 pub use folder::JobFolder;
 pub use id::{ImageId, JobName, NameError};
-pub use image::{Damage, DamageKind, Image, State};
+pub use image::{Damage, DamageKind, Image, Place, State};
+pub use known::Known;
 pub use lock::{Holder, Writer, WriterLock};
 pub use manifest::Manifest;
 pub use mark::{BadMark, BadWhy};
@@ -149,3 +154,5 @@ fn make_all(path: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub(crate) use tests::manifest as sample_manifest;

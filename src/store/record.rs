@@ -2,13 +2,14 @@
 
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use super::error::{Error, Result};
 use super::id::ImageId;
-use super::paths;
+use super::{micros, paths};
 use crate::sys::durable;
 
 pub(super) const FILE_NAME: &str = "job.json";
@@ -36,6 +37,13 @@ pub struct JobRecord {
     pub outcome: Outcome,
     /// What the job exited with, if it did.
     pub exit_code: Option<i32>,
+    /// How long the job has run in all, under every supervisor, up to the last change of this record: written at the begin
+    /// and the end of a run, at a death and at each snapshot.
+    #[serde(rename = "uptime_us", default, with = "micros")]
+    pub uptime: Duration,
+    /// How often it failed in that time; see [`crate::supervisor::interval::Failures`].
+    #[serde(default)]
+    pub failures: u32,
 }
 
 /// How a run ended.

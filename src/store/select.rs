@@ -47,12 +47,15 @@ fn matches(ids: &[ImageId], wanted: &str) -> Vec<ImageId> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::Place;
     use crate::store::image::{Damage, DamageKind, State};
 
     fn images(ids: &[&str]) -> Vec<Image> {
         let why = Damage { kind: DamageKind::Broken, detail: String::new() };
         let state = State::Damaged { why };
-        ids.iter().map(|id| Image { id: id.parse().unwrap(), dir: "/".into(), state: state.clone() }).collect()
+        ids.iter()
+            .map(|id| Image { id: id.parse().unwrap(), dir: "/".into(), state: state.clone(), place: Place::Stored })
+            .collect()
     }
 
     const IDS: [&str; 4] =

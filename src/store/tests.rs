@@ -42,7 +42,7 @@ impl Home {
     fn publish(&self, seconds: i64) -> Image {
         let draft = self.folder.begin_image(&self.lock, at(seconds)).unwrap();
         fill(draft.dir());
-        draft.publish(manifest()).unwrap()
+        draft.publish(manifest(), 8).unwrap()
     }
 
     fn image_path(&self, name: &str) -> PathBuf {
@@ -71,7 +71,7 @@ fn fill(dir: &Path) {
 }
 
 /// A manifest as the snapshot hands it over: without parts.
-pub(super) fn manifest() -> Manifest {
+pub(crate) fn manifest() -> Manifest {
     Manifest {
         id: ImageId::new(0, at(0)),
         job: name("unset"),
@@ -106,9 +106,11 @@ pub(super) fn manifest() -> Manifest {
         given_files: Vec::new(),
         saved_links: Vec::new(),
         recreate: Vec::new(),
+        landing: Vec::new(),
         tcp: Tcp::Close,
         phases: Vec::new(),
         freeze_us: 1,
+        interval: None,
         bytes: 0,
         parts: Vec::<Part>::new(),
     }

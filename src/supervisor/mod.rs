@@ -3,10 +3,14 @@
 //! One thread owns everything; it waits on one channel. Threads beside it do what blocks (launching, restoring, taking a
 //! snapshot, waiting for the end, receiving signals) and report there. When the supervisor dies, the kernel takes the
 //! job's namespaces down ([`crate::launch::world`]); the next run sweeps what is left in the store and goes on from the
-//! newest image.
+//! newest image, be it in memory or in the store.
 
+pub mod interval;
+mod keep;
+mod load;
 mod publish;
-pub use publish::Published;
+pub use publish::{Persisting, Published};
+mod start;
 pub mod state;
 
 use std::path::PathBuf;
@@ -14,22 +18,21 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use chrono::Utc;
 use signal_hook::consts as sig;
 
-use crate::config::{Config, OnSuccess, PidNamespace};
-use crate::launch::world::{FIRST_PID, World};
-use crate::launch::{self, Job, JobSpec, output};
+use crate::config::{Config, OnSuccess};
+use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
-use crate::restart::{self, Blame};
-use crate::snapshot::{self, Launch, Subject, Taken};
-use crate::store::retention::{self, Facts, Policy};
-use crate::store::{BadMark, BadWhy, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
-use crate::sys::criu::{Criu, Log};
+use crate::snapshot::{self, Launch, Taken};
+use crate::store::staging::Area;
+use crate::store::{BadWhy, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
+use crate::sys::criu::Criu;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
 use crate::telemetry::log::chain;
-use state::{Action, Event, Finish, Harm, Machine, Stop};
+use interval::{Failures, Pace};
+use start::{StartFailure, StartedJob};
+use state::{Action, Event, Finish, Machine, Stop};
 
 /// Everything a run needs, checked before.
 #[derive(Debug)]
@@ -48,10 +51,21 @@ pub struct Setup {
     pub launch: Launch,
     /// This version's reaper, unpacked.
     pub reaper: PathBuf,
+    /// This version's interposer, unpacked, where the job is to have it.
+    pub interposer: Option<PathBuf>,
+    /// Where images land in memory.
+    pub staging: Option<Area>,
     /// What to begin with.
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
     pub base: Option<ImageId>,
+}
+
+impl Setup {
+    /// Files of ours that a job has mapped.
+    fn ours(&self) -> Vec<PathBuf> {
+        [Some(&self.reaper), self.interposer.as_ref()].into_iter().flatten().cloned().collect()
+    }
 }
 
 /// Why the supervisor itself failed. The job is not left behind.
@@ -79,20 +93,10 @@ enum Message {
     Signal(i32),
     /// The reaper of this life has ended.
     Ended(u32),
-    Started(Result<StartedJob, StartFailure>),
+    Started(Box<Result<StartedJob, StartFailure>>),
     Snapshot(Box<Result<Taken, snapshot::Error>>),
-}
-
-struct StartedJob {
-    job: Job,
-    notes: Vec<String>,
-}
-
-enum StartFailure {
-    Launch(launch::Error),
-    World(launch::world::Error),
-    Restore(Box<Image>, Box<restart::Error>),
-    Store(crate::store::Error),
+    Persisted(Box<keep::Outcome>),
+    Loaded(Box<load::Outcome>),
 }
 
 /// Supervises the job until it is over.
@@ -107,6 +111,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let (sender, messages) = mpsc::channel();
     let signals = listen(sender.clone()).map_err(|source| Error::Io { what: "handling signals", source })?;
     let (machine, actions) = Machine::new(&shared.config, shared.from);
+    let machine = machine.recalling(recall(&shared));
     let mut owner = Owner {
         shared: &shared,
         files,
@@ -118,27 +123,28 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         cancel: Arc::new(AtomicBool::new(false)),
         stops: 0,
         published: publish::Published::new(&shared.launch.lineage),
+        persist: None,
+        loading: None,
+        read: Arc::new(AtomicBool::new(false)),
+        lazy_failures: 0,
         finish: None,
     };
     owner.record(Outcome::Running, None)?;
     owner.carry_out(actions);
+    // What an interrupted run left in memory.
+    owner.persist_newest();
     while owner.finish.is_none() {
-        let message = match owner.machine.state().deadline() {
-            Some(at) => match messages.recv_timeout(at.saturating_duration_since(Instant::now())) {
-                Ok(message) => Some(message),
-                Err(mpsc::RecvTimeoutError::Timeout) => None,
-                Err(mpsc::RecvTimeoutError::Disconnected) => break,
-            },
-            None => messages.recv().ok(),
-        };
-        match message {
-            Some(message) => owner.receive(message),
-            None => owner.step(Event::Tick),
+        match messages.recv_timeout(owner.patience()) {
+            Ok(message) => owner.receive(message),
+            Err(mpsc::RecvTimeoutError::Timeout) => owner.timed_out(),
+            Err(mpsc::RecvTimeoutError::Disconnected) => break,
         }
     }
-    signals.close();
     let finish = owner.finish.take();
     let finish = finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
+    owner.end_job();
+    owner.leave_memory(&finish, &messages);
+    signals.close();
     // Before the rest of the output is shown: a reader that stands still must not keep the end from being recorded.
     let recorded = owner.wrap_up(&finish);
     // All is done but for that reader: whoever does not want to wait for it can end us.
@@ -149,6 +155,8 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
 
 /// Signals that are for us.
 const OURS: [i32; 5] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR1, sig::SIGUSR2];
+/// Those that ask for an end.
+const STOPS: [i32; 4] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig::SIGUSR2];
 /// Signals that are passed on to the job.
 const FORWARDED: [i32; 3] = [sig::SIGQUIT, sig::SIGCONT, sig::SIGWINCH];
 
@@ -179,13 +187,46 @@ struct Owner<'a> {
     /// Signals that asked to stop.
     stops: u32,
     published: publish::Published,
+    /// The image that is on its way from memory to the store.
+    persist: Option<keep::Persist>,
+    /// The life whose memory is still being brought back, and the image that it comes from.
+    loading: Option<(u32, ImageId)>,
+    /// The same for other threads: whether an image is being read.
+    read: Arc<AtomicBool>,
+    /// How often that failed.
+    lazy_failures: u32,
     finish: Option<Finish>,
 }
+
+/// How often what others see of a persist is renewed.
+const PROGRESS: Duration = Duration::from_secs(1);
+
+/// Without anything to wait for; any bound will do.
+const LONG: Duration = Duration::from_secs(3600);
 
 impl Owner<'_> {
     fn step(&mut self, event: Event) {
         let actions = self.machine.step(event, Instant::now());
         self.carry_out(actions);
+    }
+
+    /// How long to wait for a message.
+    fn patience(&self) -> Duration {
+        let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
+        match (&self.persist, &self.shared.staging) {
+            (Some(_), _) => tick.min(PROGRESS),
+            (None, Some(_)) => tick.min(keep::LOOK),
+            (None, None) => tick,
+        }
+    }
+
+    fn timed_out(&mut self) {
+        if self.machine.deadline().is_some_and(|at| at <= Instant::now()) {
+            self.step(Event::Tick);
+        } else if self.persist.is_some() {
+            self.publish();
+        }
+        self.give_memory_back();
     }
 
     fn carry_out(&mut self, actions: Vec<Action>) {
@@ -207,7 +248,7 @@ impl Owner<'_> {
                 }
             }
             Action::MarkDiesAgain(id) => {
-                self.mark(id, BadWhy::DiesAgain, "the job died from it twice within restart.min-uptime")
+                self.mark_copies(id, BadWhy::DiesAgain, "the job died from it twice within restart.min-uptime");
             }
             Action::Announce { from, after } => {
                 self.published.restarts += 1;
@@ -222,16 +263,20 @@ impl Owner<'_> {
             Message::Signal(signal) => self.signalled(signal),
             Message::Ended(life) if life == self.life => self.job_ended(),
             Message::Ended(_) => {}
-            Message::Started(Ok(started)) => self.started(started),
-            Message::Started(Err(failure)) => self.start_failed(failure),
+            Message::Started(result) => match *result {
+                Ok(started) => self.started(started),
+                Err(failure) => self.start_failed(failure),
+            },
             Message::Snapshot(result) => self.snapshot_done(*result),
+            Message::Persisted(outcome) => self.persisted(*outcome),
+            Message::Loaded(outcome) => self.loaded(*outcome),
         }
     }
 
     fn signalled(&mut self, signal: i32) {
         let event = match signal {
             sig::SIGUSR1 => Event::SnapshotNow,
-            sig::SIGTERM | sig::SIGINT | sig::SIGHUP | sig::SIGUSR2 => {
+            signal if STOPS.contains(&signal) => {
                 self.stops += 1;
                 let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
                 if self.stops > 1 && signal != sig::SIGUSR2 { Event::StopNow(stop) } else { Event::Stop(stop) }
@@ -250,80 +295,10 @@ impl Owner<'_> {
         }
     }
 
-    // ---- starting ----
-
-    fn start(&mut self, from: From) {
-        self.cancel = Arc::new(AtomicBool::new(false));
-        let (setup, files, cancel, sender) =
-            (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
-        let work = move || {
-            let result = match from {
-                From::Cold => launch_job(&setup, &files),
-                From::Image(id) => restore_job(&setup, id, &cancel),
-            };
-            let _ = sender.send(Message::Started(result));
-        };
-        self.spawn("start", work);
-    }
-
     /// A thread that can not be started is the end: nothing can be done without.
     fn spawn(&mut self, name: &str, work: impl FnOnce() + Send + 'static) {
         if let Err(error) = std::thread::Builder::new().name(name.into()).spawn(work) {
             self.finish = Some(Finish::Failed { why: format!("can not start a thread: {error}"), last: None });
-        }
-    }
-
-    fn started(&mut self, started: StartedJob) {
-        started.notes.iter().for_each(|note| tracing::info!("{note}"));
-        let job = Arc::new(started.job);
-        self.life += 1;
-        self.ended = None;
-        let (life, sender, waiting) = (self.life, self.sender.clone(), Arc::clone(&job));
-        self.job = Some(job);
-        self.spawn("wait", move || {
-            let _ = waiting.root.wait_for_end();
-            drop(waiting);
-            let _ = sender.send(Message::Ended(life));
-        });
-        self.step(Event::Started);
-    }
-
-    fn start_failed(&mut self, failure: StartFailure) {
-        let event = match failure {
-            StartFailure::World(error) => Event::Impossible { why: chain(&error) },
-            StartFailure::Launch(error) => Event::Impossible { why: chain(&error) },
-            StartFailure::Store(error) => Event::StartFailed { why: chain(&error) },
-            StartFailure::Restore(image, error) => self.restore_failed(*image, &error),
-        };
-        self.step(event);
-    }
-
-    fn restore_failed(&mut self, image: Image, error: &restart::Error) -> Event {
-        let why = chain(error);
-        self.keep_criu_log("restore", error.criu_log());
-        let bad = match error.blame() {
-            Blame::Nobody => return Event::StartFailed { why },
-            Blame::Machine => {
-                tracing::error!("can not restore image {} now: {why}", image.id);
-                return Event::StartFailed { why };
-            }
-            Blame::Damaged => BadWhy::Damaged,
-            Blame::Image => BadWhy::DoesNotRestore,
-        };
-        tracing::error!("image {} does not restore: {why}", image.id);
-        self.mark(image.id, bad, &why);
-        match self.good_images() {
-            Ok(images) => Event::ImageFailed { images: images.into_iter().filter(|id| *id != image.id).collect() },
-            Err(error) => Event::StartFailed { why: chain(&error) },
-        }
-    }
-
-    fn mark(&self, id: ImageId, why: BadWhy, detail: &str) {
-        let mark = BadMark { why, detail: detail.into(), when: Utc::now() };
-        let marked = self.shared.folder.find(&id.to_string()).and_then(|mut image| image.mark_bad(mark));
-        match marked {
-            Ok(()) => tracing::warn!("image {id} is marked as bad ({why}); it is kept"),
-            Err(error) => tracing::error!("can not mark image {id} as bad: {}", chain(&error)),
         }
     }
 
@@ -349,6 +324,7 @@ impl Owner<'_> {
             Vec::new()
         });
         self.step(Event::Ended { ended, images });
+        self.remember();
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
             self.job = None;
         }
@@ -356,111 +332,32 @@ impl Owner<'_> {
 
     /// The good images of this lineage, newest first.
     fn good_images(&self) -> Result<Vec<ImageId>, crate::store::Error> {
-        let images = self.shared.folder.images()?;
-        let ours = |image: &Image| {
-            let lineage = &self.shared.launch.lineage;
-            image.is_good() && image.manifest().is_some_and(|m| m.lineage == *lineage || Some(m.id) == self.shared.base)
-        };
-        Ok(images.iter().filter(|image| ours(image)).map(|image| image.id).collect())
+        let images = self.shared.folder.copies()?;
+        let mut ids: Vec<ImageId> = images.iter().filter(|image| self.is_usable(image)).map(|image| image.id).collect();
+        ids.dedup();
+        Ok(ids)
     }
 
-    // ---- snapshots ----
-
-    fn snapshot(&mut self, reason: crate::store::manifest::Reason) {
-        let Some(job) = self.job.clone() else { return };
-        self.cancel = Arc::new(AtomicBool::new(false));
-        let (setup, files, cancel, sender) =
-            (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
-        self.spawn("snapshot", move || {
-            let subject = Subject {
-                job: &job,
-                folder: &setup.folder,
-                lock: &setup.lock,
-                config: &setup.config,
-                criu: &setup.criu,
-                launch: &setup.launch,
-                reaper: &setup.reaper,
-                output: &files,
-            };
-            let result = snapshot::take(&subject, reason, &|| cancel.load(Ordering::Relaxed));
-            drop(job);
-            let _ = sender.send(Message::Snapshot(Box::new(result)));
-        });
-    }
-
-    fn snapshot_done(&mut self, result: Result<Taken, snapshot::Error>) {
-        let event = match result {
-            Ok(taken) => {
-                taken.notes.iter().for_each(|note| tracing::warn!("{note}"));
-                let bytes = taken.image.manifest().map_or(0, |m| m.bytes);
-                let freeze = humantime::format_duration(Duration::from_millis(
-                    u64::try_from(taken.freeze.as_millis()).unwrap_or(u64::MAX),
-                ));
-                let size = bytesize::ByteSize::b(bytes);
-                tracing::info!("image {}: {size}, the job stood still for {freeze}", taken.image.id);
-                self.published.taken(&taken);
-                self.rotate();
-                Event::SnapshotTaken
-            }
-            Err(error) => {
-                let lost = error.job_is_lost();
-                if self.ended.is_none() {
-                    let why = chain(&error);
-                    self.keep_criu_log("dump", error.criu_log());
-                    match error {
-                        _ if lost => tracing::error!("the snapshot failed and the job can not go on: {why}"),
-                        snapshot::Error::Cancelled => tracing::info!("the snapshot was called off; the job runs on"),
-                        snapshot::Error::JobEnded => tracing::info!("no snapshot: {why}"),
-                        _ => tracing::error!("the snapshot failed, the job runs on: {why}"),
-                    }
-                    self.published.snapshot_failed(why);
-                }
-                Event::SnapshotFailed(if lost { Harm::Lost } else { Harm::None })
-            }
-        };
-        self.step(event);
-        // An end that came during the snapshot was put aside; the images of now count.
-        if let (Some(ended), true) = (self.ended, self.job.is_some()) {
-            self.report_end(ended);
-        }
-    }
-
-    /// Removes what the plan says. What can not be read stays.
-    fn rotate(&self) {
-        let folder = &self.shared.folder;
-        let policy = Policy { keep_last: self.shared.config.store.keep_last };
-        let removed = folder.images().and_then(|images| {
-            let facts: Vec<Facts> = images.iter().map(Facts::from).collect();
-            retention::plan(&facts, &policy).removals().try_for_each(|id| {
-                tracing::debug!("removing image {id}");
-                folder.remove(&self.shared.lock, &id)
-            })
-        });
-        if let Err(error) = removed {
-            tracing::warn!("old images were not removed: {}", chain(&error));
-        }
-    }
-
-    /// CRIU's log of a failure, for who has to find out; one for each kind, the last.
-    fn keep_criu_log(&self, kind: &str, log: Option<&Log>) {
-        let Some(log) = log else { return };
-        let path = self.shared.folder.log_dir().join(format!("criu-{kind}.log"));
-        match std::fs::write(&path, log.text()) {
-            Ok(()) => tracing::info!("CRIU's log is in {}", path.display()),
-            Err(error) => tracing::warn!("can not keep CRIU's log in {}: {error}", path.display()),
-        }
+    /// Whether it is good, and of this lineage or what that began from.
+    fn is_usable(&self, image: &Image) -> bool {
+        let Setup { launch, base, .. } = &**self.shared;
+        image.is_good() && image.manifest().is_some_and(|m| m.lineage == launch.lineage || Some(m.id) == *base)
     }
 
     // ---- what others see ----
 
     fn publish(&mut self) {
         self.published.update(self.machine.state(), self.job.as_deref());
+        self.published.persisting = self.persist.as_ref().map(keep::Persist::seen);
+        self.published.loading = self.loading.map(|(_, image)| image);
+        self.published.chosen(self.machine.choice());
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
             tracing::debug!("can not publish the state: {error}");
         }
     }
 
     fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), crate::store::Error> {
+        let observed = self.machine.failures(Instant::now());
         let record = JobRecord {
             command: self.shared.launch.command.clone(),
             directory: self.shared.launch.directory.clone(),
@@ -469,15 +366,32 @@ impl Owner<'_> {
             created: self.published.begun,
             outcome,
             exit_code,
+            uptime: observed.uptime,
+            failures: observed.failures,
         };
         self.shared.folder.write_record(&self.shared.lock, &record)
     }
 
-    /// Records how it ended; removes the images of a completed job where that is wanted.
-    fn wrap_up(&mut self, finish: &Finish) -> Result<(), Error> {
+    /// Records what was observed so far, for a run that goes on after this one was ended by force. One that is about to end
+    /// does so at its end.
+    fn remember(&self) {
+        if matches!(self.machine.state(), state::State::Running(_) | state::State::Waiting { .. })
+            && let Err(error) = self.record(Outcome::Running, None)
+        {
+            tracing::warn!("can not record how long the job ran: {}", chain(&error));
+        }
+    }
+
+    fn end_job(&mut self) {
         if let Some(job) = self.job.take() {
             job.end();
         }
+        // It has ended with the job.
+        self.no_longer_loading();
+    }
+
+    /// Records how it ended; removes the images of a completed job where that is wanted.
+    fn wrap_up(&mut self, finish: &Finish) -> Result<(), Error> {
         let (outcome, code) = match finish {
             Finish::Completed => (Outcome::Completed, Some(0)),
             Finish::Stopped(_) => (Outcome::Stopped, None),
@@ -489,8 +403,9 @@ impl Owner<'_> {
         };
         self.record(outcome, code)?;
         if *finish == Finish::Completed && self.shared.config.store.on_success == OnSuccess::Remove {
-            for id in self.good_images()? {
-                self.shared.folder.remove(&self.shared.lock, &id)?;
+            let images = self.shared.folder.images()?;
+            for id in self.good_images()?.iter().filter(|id| images.iter().any(|image| image.id == **id)) {
+                self.shared.folder.remove(&self.shared.lock, id)?;
             }
         }
         self.publish();
@@ -498,49 +413,14 @@ impl Owner<'_> {
     }
 }
 
-fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartFailure> {
-    let world = match setup.config.job.pid_namespace {
-        PidNamespace::Private => World::private(&setup.reaper, FIRST_PID - 1).map_err(StartFailure::World)?,
-        PidNamespace::Host => World::Host,
-    };
-    match launch::start(&world, &setup.reaper, &setup.spec, files) {
-        Ok(root) => {
-            let job = Job::new(world, root);
-            job.wait_for_main();
-            Ok(StartedJob { job, notes: Vec::new() })
-        }
-        Err(error) => {
-            world.end(None);
-            Err(StartFailure::Launch(error))
-        }
-    }
-}
-
-fn restore_job(setup: &Setup, id: ImageId, cancel: &AtomicBool) -> Result<StartedJob, StartFailure> {
-    let image = setup.folder.find(&id.to_string()).map_err(StartFailure::Store)?;
-    let request = restart::Request {
-        image: &image,
-        folder: &setup.folder,
-        criu: &setup.criu,
-        reaper: &setup.reaper,
-        identity: setup.spec.identity.as_ref(),
-        timeout: setup.config.restart.restore_timeout,
-    };
-    match restart::restore(&request, &|| cancel.load(Ordering::Relaxed)) {
-        Ok(restored) => {
-            let mut notes: Vec<String> = restored
-                .rolled_back
-                .iter()
-                .map(|r| {
-                    format!("{} was put back; {} bytes are kept in {}", r.path.display(), r.bytes, r.kept.display())
-                })
-                .collect();
-            let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();
-            let took =
-                humantime::format_duration(Duration::from_millis(u64::try_from(took.as_millis()).unwrap_or(u64::MAX)));
-            notes.push(format!("the job is back from image {id} after {took}"));
-            Ok(StartedJob { job: restored.job, notes })
-        }
-        Err(error) => Err(StartFailure::Restore(Box::new(image), Box::new(error))),
-    }
+/// What earlier runs of the job left for the choice of the interval. What can not be read is learnt anew.
+fn recall(setup: &Setup) -> Pace {
+    let read = setup.folder.record().and_then(|record| Ok((record, setup.folder.images()?)));
+    let (record, images) = read.unwrap_or_else(|error| {
+        tracing::warn!("what earlier runs left is not used for the interval: {}", chain(&error));
+        (None, Vec::new())
+    });
+    let ours = images.iter().rev().filter_map(Image::manifest).filter(|m| m.lineage == setup.launch.lineage);
+    let freezes = ours.map(|m| Duration::from_micros(m.freeze_us));
+    Pace::recalled(record.as_ref().map(Failures::after).unwrap_or_default(), freezes)
 }

@@ -9,10 +9,11 @@ use std::path::Path;
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use super::interval::Choice;
 use super::state::State;
 use crate::launch::Job;
 use crate::snapshot::Taken;
-use crate::store::ImageId;
+use crate::store::{self, ImageId, JobFolder, Writer};
 use crate::sys::durable;
 
 /// The content of `state.json`.
@@ -38,8 +39,39 @@ pub struct Published {
     pub last_image: Option<ImageId>,
     /// How long the job stood still for it, in microseconds.
     pub last_freeze_us: Option<u64>,
+    /// The interval in force, where it is chosen (`snapshot.interval = "auto"`) and something was measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub interval: Option<Choice>,
     /// Why the last snapshot failed, if it did.
     pub last_failure: Option<String>,
+    /// The image that is on its way from memory to the store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub persisting: Option<Persisting>,
+    /// The image that the job's memory is still being brought back from.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loading: Option<ImageId>,
+    /// Why the last image did not get from memory to the store, if it did not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub persist_failure: Option<String>,
+}
+
+/// How far the way of an image from memory to the store is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Persisting {
+    /// Which.
+    pub image: ImageId,
+    /// Bytes that were copied.
+    pub done: u64,
+    /// Bytes in all.
+    pub total: u64,
+}
+
+impl Persisting {
+    /// How much of it is done, in hundredths. What is copied still has to be synced: it is never 100.
+    #[must_use]
+    pub fn percent(&self) -> u64 {
+        (self.done.saturating_mul(100) / self.total.max(1)).min(99)
+    }
 }
 
 impl Published {
@@ -56,7 +88,11 @@ impl Published {
             restarts: 0,
             last_image: None,
             last_freeze_us: None,
+            interval: None,
             last_failure: None,
+            persisting: None,
+            loading: None,
+            persist_failure: None,
         }
     }
 
@@ -74,6 +110,17 @@ impl Published {
         self.last_failure = None;
     }
 
+    pub(super) fn chosen(&mut self, choice: Option<&Choice>) {
+        if let Some(choice) = choice
+            && self.interval.as_ref().is_none_or(|before| choice.is_news_after(before))
+        {
+            tracing::info!("interval {choice}");
+        }
+        if self.interval.as_ref() != choice {
+            self.interval = choice.cloned();
+        }
+    }
+
     pub(super) fn snapshot_failed(&mut self, why: String) {
         self.last_failure = Some(why);
     }
@@ -81,6 +128,23 @@ impl Published {
     pub(super) fn write(&self, path: &Path) -> io::Result<()> {
         let bytes = serde_json::to_vec_pretty(self)?;
         durable::replace_file(path, &bytes, 0o600)
+    }
+
+    /// What the job's supervisor published; nothing where there is none.
+    ///
+    /// # Errors
+    /// When it can not be told whether there is one.
+    pub fn live(folder: &JobFolder) -> Result<Option<Published>, store::Error> {
+        Ok(match folder.writer()? {
+            Writer::Nobody => None,
+            Writer::Known(_) | Writer::Unnamed => Published::read(&folder.state_file()).ok(),
+        })
+    }
+
+    /// How far the way of this image to the store is, if it is on it.
+    #[must_use]
+    pub fn persisting_image(&self, id: ImageId) -> Option<&Persisting> {
+        self.persisting.as_ref().filter(|persisting| persisting.image == id)
     }
 
     /// Reads what a supervisor published.

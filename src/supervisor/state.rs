@@ -10,185 +10,34 @@
 //!                  Stopping --(ended)--> Done
 //! ```
 //!
+//! While an image is brought from memory to the store, or the memory of a job that runs already is brought back from one,
+//! no snapshot is begun: what asks for one then waits, a stop too.
+//!
 //! No clock and no I/O: facts come with the events, actions are carried out by [`super`]. Invariants, held by a property
 //! test over event sequences: at most one life of the job is started at a time; a snapshot is asked for only while the
-//! job runs and none is being taken; `Finish` comes exactly once and last; a stop that is asked for ends in `Done`.
+//! job runs, with all of its memory, and none is being taken or brought to the store; `Finish` comes exactly once and last; a stop that is asked for ends in `Done`.
+
+mod events;
+mod states;
 
 use std::time::{Duration, Instant};
 
-use crate::config::{Config, Interval};
+pub use events::{Action, Event, Finish, Harm, Stop};
+pub use states::{Ending, Life, State};
+
+use super::interval::{Choice, Failures, Pace};
+use crate::config::Config;
 use crate::restart::policy::{Death, Decision, From, History};
 use crate::store::ImageId;
 use crate::store::manifest::Reason;
 use crate::sys::spawn::Ended;
 
-/// Who asked for the end, which decides the exit code.
+/// What waits until the image before it is in the store, and the memory of the job is back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Stop {
-    /// A signal: 128 plus its number.
-    Signal(i32),
-    /// To be queued again: 75.
-    Requeue,
-}
-
-/// How it all ended.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Finish {
-    /// The job exited with 0.
-    Completed,
-    /// Stopped as asked; it can be continued.
-    Stopped(Stop),
-    /// It can not be started here at all.
-    Impossible {
-        /// Why, in words.
-        why: String,
-    },
-    /// Given up.
-    Failed {
-        /// Why, in words.
-        why: String,
-        /// How the job ended last, where it was the job that ended.
-        last: Option<Ended>,
-    },
-}
-
-/// Where the job stands.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum State {
-    /// It is being launched or restored.
-    Starting {
-        /// From what.
-        from: From,
-        /// A stop that came meanwhile.
-        stop: Option<Stop>,
-    },
-    /// It runs.
-    Running(Life),
-    /// It runs or stands still while a snapshot is taken.
-    Snapshotting {
-        /// The life.
-        life: Life,
-        /// A stop to carry out afterwards, and until when it may take.
-        stop: Option<(Stop, Instant)>,
-        /// It ended meanwhile.
-        ended: Option<Ended>,
-    },
-    /// It was told to end.
-    Ending {
-        /// Why.
-        stop: Ending,
-        /// When it is killed.
-        deadline: Option<Instant>,
-        /// The life.
-        life: Life,
-    },
-    /// The next try comes later.
-    Waiting {
-        /// From what.
-        from: From,
-        /// When.
-        until: Instant,
-    },
-    /// All is over.
-    Done,
-}
-
-/// Why a job was told to end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ending {
-    /// It was asked for.
-    Stop(Stop),
-    /// It can not go on after a snapshot.
-    Lost,
-}
-
-/// One life of the job.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Life {
-    /// What it began with.
-    pub from: From,
-    /// When it began.
-    pub since: Instant,
-    /// When the next snapshot is due.
-    pub next: Option<Instant>,
-    /// Snapshots that failed in a row.
-    pub failures: u32,
-}
-
-/// What happens.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
-    /// The job runs.
-    Started,
-    /// The image can not be restored and was marked; these good ones are left, newest first.
-    ImageFailed {
-        /// Good images, newest first.
-        images: Vec<ImageId>,
-    },
-    /// It could not be started, by no fault of an image.
-    StartFailed {
-        /// Why, in words.
-        why: String,
-    },
-    /// It could not be started and never will: the command is wrong.
-    Impossible {
-        /// Why, in words.
-        why: String,
-    },
-    /// The job ended.
-    Ended {
-        /// How.
-        ended: Ended,
-        /// Good images, newest first.
-        images: Vec<ImageId>,
-    },
-    /// A snapshot is in the store.
-    SnapshotTaken,
-    /// A snapshot failed; the job runs on, unless it is lost.
-    SnapshotFailed(Harm),
-    /// Take one now.
-    SnapshotNow,
-    /// Take a last one, then stop.
-    Stop(Stop),
-    /// Stop at once.
-    StopNow(Stop),
-    /// A time that [`State::deadline`] named may have come.
-    Tick,
-}
-
-/// What a snapshot that failed did to the job.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Harm {
-    /// None.
-    None,
-    /// It can not go on.
-    Lost,
-}
-
-/// What is to be done.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Action {
-    /// Launch or restore.
-    Start(From),
-    /// Take a snapshot.
+enum Postponed {
     Snapshot(Reason),
-    /// Give up the snapshot or the start that is under way.
-    Cancel,
-    /// Ask the job to end (SIGTERM).
-    Terminate,
-    /// End it.
-    Kill,
-    /// Note that the job dies from this image.
-    MarkDiesAgain(ImageId),
-    /// Say why it is tried again, and when.
-    Announce {
-        /// From what.
-        from: From,
-        /// After this long.
-        after: Duration,
-    },
-    /// The last action.
-    Finish(Finish),
+    /// A stop with its last snapshot, and until when that may take.
+    Stop(Stop, Instant),
 }
 
 /// The state with what it needs to decide.
@@ -197,42 +46,64 @@ pub struct Machine<'a> {
     config: &'a Config,
     state: State,
     history: History,
-}
-
-impl State {
-    /// When [`Event::Tick`] is wanted.
-    #[must_use]
-    pub fn deadline(&self) -> Option<Instant> {
-        match self {
-            State::Running(life) => life.next,
-            State::Snapshotting { stop, .. } => stop.map(|(_, at)| at),
-            State::Ending { deadline, .. } => *deadline,
-            State::Waiting { until, .. } => Some(*until),
-            State::Starting { .. } | State::Done => None,
-        }
-    }
-
-    /// One word for it.
-    #[must_use]
-    pub fn name(&self) -> &'static str {
-        match self {
-            State::Starting { from: From::Cold, .. } => "starting",
-            State::Starting { from: From::Image(_), .. } => "restoring",
-            State::Running(_) => "running",
-            State::Snapshotting { .. } => "snapshotting",
-            State::Ending { .. } => "stopping",
-            State::Waiting { .. } => "waiting",
-            State::Done => "done",
-        }
-    }
+    /// Whether an image is on its way from memory to the store.
+    persisting: bool,
+    /// Whether the memory of this life is still being brought back.
+    loading: bool,
+    /// Only while the job runs.
+    postponed: Option<Postponed>,
+    pace: Pace,
 }
 
 impl<'a> Machine<'a> {
     /// Begins with `from`; carry out the actions.
     #[must_use]
     pub fn new(config: &'a Config, from: From) -> (Machine<'a>, Vec<Action>) {
-        let machine = Machine { config, state: State::Starting { from, stop: None }, history: History::default() };
+        let machine = Machine {
+            config,
+            state: State::Starting { from, stop: None },
+            history: History::default(),
+            persisting: false,
+            loading: false,
+            pace: Pace::default(),
+            postponed: None,
+        };
         (machine, vec![Action::Start(from)])
+    }
+
+    /// When [`Event::Tick`] is wanted.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        match self.postponed {
+            Some(Postponed::Stop(_, until)) => Some(until),
+            // Its turn comes with the end of the other one.
+            Some(Postponed::Snapshot(_)) => None,
+            None => self.state.deadline(),
+        }
+    }
+
+    /// Whether a snapshot waits for the image before it to be in the store, or for the job's memory.
+    #[must_use]
+    pub fn is_postponed(&self) -> bool {
+        self.postponed.is_some()
+    }
+
+    /// Goes on from what earlier runs left.
+    #[must_use]
+    pub fn recalling(self, pace: Pace) -> Machine<'a> {
+        Machine { pace, ..self }
+    }
+
+    /// The interval in force, where it is chosen.
+    #[must_use]
+    pub fn choice(&self) -> Option<&Choice> {
+        self.pace.choice()
+    }
+
+    /// How long the job has run in all, and how often it failed.
+    #[must_use]
+    pub fn failures(&self, now: Instant) -> Failures {
+        self.pace.failures(self.state.life().map_or(Duration::ZERO, |life| now.saturating_duration_since(life.since)))
     }
 
     /// Where the job stands.
@@ -243,6 +114,17 @@ impl<'a> Machine<'a> {
 
     /// Takes an event; answers what is to be done, in this order. Events that make no sense in a state change nothing.
     pub fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
+        match event {
+            Event::PersistBegan => self.persisting = true,
+            Event::PersistEnded(took) => {
+                self.persisting = false;
+                took.into_iter().for_each(|took| self.pace.persisted(took));
+            }
+            Event::LoadBegan => self.loading = true,
+            Event::LoadEnded(_) => self.loading = false,
+            _ => {}
+        }
+        let since = self.state.life().map(|life| life.since);
         let state = std::mem::replace(&mut self.state, State::Done);
         let (next, actions) = match state {
             State::Starting { from, stop } => self.starting(from, stop, event, now),
@@ -252,6 +134,15 @@ impl<'a> Machine<'a> {
             State::Waiting { from, until } => waiting(from, until, event, now),
             State::Done => (State::Done, Vec::new()),
         };
+        if let (Some(since), None) = (since, next.life()) {
+            self.pace.lived(now.saturating_duration_since(since));
+        }
+        if !matches!(next, State::Running(_)) {
+            self.postponed = None;
+        }
+        if next.life().is_none() {
+            self.loading = false;
+        }
         if next.name() != self.state.name() || !actions.is_empty() {
             tracing::debug!(to = next.name(), ?actions, "state");
         }
@@ -262,7 +153,7 @@ impl<'a> Machine<'a> {
     fn starting(&mut self, from: From, stop: Option<Stop>, event: Event, now: Instant) -> (State, Vec<Action>) {
         match (event, stop) {
             (Event::Started, None) => {
-                let life = Life { from, since: now, next: self.due(now), failures: 0 };
+                let life = Life { from, since: now, next: self.due(now, now), failures: 0 };
                 (State::Running(life), vec![])
             }
             // Asked to stop while it was coming up: nothing was done since the image, so there is nothing to save.
@@ -293,6 +184,21 @@ impl<'a> Machine<'a> {
     fn running(&mut self, life: Life, event: Event, now: Instant) -> (State, Vec<Action>) {
         let snapshot = |life, stop| State::Snapshotting { life, stop, ended: None };
         match event {
+            Event::LoadEnded(Harm::Lost) => {
+                let stop = match self.postponed {
+                    Some(Postponed::Stop(stop, _)) => Ending::Stop(stop),
+                    _ => Ending::Unloaded,
+                };
+                (State::Ending { stop, deadline: None, life }, vec![Action::Kill])
+            }
+            Event::Tick | Event::SnapshotNow | Event::Stop(_) if self.is_busy() => self.postpone(life, event, now),
+            Event::PersistEnded(_) | Event::LoadEnded(Harm::None) if !self.is_busy() => match self.postponed.take() {
+                Some(Postponed::Snapshot(reason)) => (snapshot(life, None), vec![Action::Snapshot(reason)]),
+                Some(Postponed::Stop(stop, until)) => {
+                    (snapshot(life, Some((stop, until))), vec![Action::Snapshot(Reason::Final)])
+                }
+                None => (State::Running(life), vec![]),
+            },
             Event::Tick if life.next.is_some_and(|at| at <= now) => {
                 (snapshot(life, None), vec![Action::Snapshot(Reason::Interval)])
             }
@@ -304,9 +210,39 @@ impl<'a> Machine<'a> {
             Event::StopNow(stop) => {
                 (State::Ending { stop: Ending::Stop(stop), deadline: None, life }, vec![Action::Kill])
             }
-            Event::Ended { ended, images } => self.died(Death::Ended(ended), &life, &images, now),
+            Event::Ended { ended, images } => match self.postponed {
+                Some(Postponed::Stop(..)) if ended == Ended::Exit(0) => finish(Finish::Completed),
+                Some(Postponed::Stop(stop, _)) => finish(Finish::Stopped(stop)),
+                _ => self.died(Death::Ended(ended), &life, &images, now),
+            },
             _ => (State::Running(life), vec![]),
         }
+    }
+
+    /// Whether a snapshot can not be begun yet.
+    fn is_busy(&self) -> bool {
+        self.persisting || self.loading
+    }
+
+    /// What would begin a snapshot waits: memory that is not back yet can not be dumped, and there is one slot beside the image that is being brought to the store, and a
+    /// snapshot that took it would leave none for the next.
+    fn postpone(&mut self, life: Life, event: Event, now: Instant) -> (State, Vec<Action>) {
+        match (event, self.postponed) {
+            // No time is left for a snapshot; the image that is on its way is the last.
+            (_, Some(Postponed::Stop(stop, until))) if until <= now => {
+                return (State::Ending { stop: Ending::Stop(stop), deadline: None, life }, vec![Action::Kill]);
+            }
+            (_, Some(Postponed::Stop(..))) => {}
+            (Event::Stop(stop), _) => {
+                self.postponed = Some(Postponed::Stop(stop, now + self.config.snapshot.grace));
+            }
+            (Event::SnapshotNow, _) => self.postponed = Some(Postponed::Snapshot(Reason::Signal)),
+            (_, None) if life.next.is_some_and(|at| at <= now) => {
+                self.postponed = Some(Postponed::Snapshot(Reason::Interval));
+            }
+            _ => {}
+        }
+        (State::Running(life), vec![])
     }
 
     fn snapshotting(
@@ -318,11 +254,15 @@ impl<'a> Machine<'a> {
         now: Instant,
     ) -> (State, Vec<Action>) {
         match event {
-            Event::SnapshotTaken | Event::SnapshotFailed(_) => {
-                let taken = event == Event::SnapshotTaken;
+            Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) => {
+                let taken = matches!(event, Event::SnapshotTaken { .. });
+                if let Event::SnapshotTaken { freeze, persist } = event {
+                    self.pace.frozen(freeze);
+                    persist.into_iter().for_each(|took| self.pace.persisted(took));
+                }
                 let lost = event == Event::SnapshotFailed(Harm::Lost);
                 life.failures = if taken { 0 } else { life.failures + 1 };
-                life.next = if taken { self.due(now) } else { Some(now + self.retry(life.failures)) };
+                life.next = if taken { self.due(life.since, now) } else { Some(now + self.retry(life.failures)) };
                 match (stop, ended) {
                     // Its end is still to be reported, with the images of then.
                     (None, Some(_)) if !lost => (State::Running(Life { next: None, ..life }), vec![]),
@@ -374,7 +314,8 @@ impl<'a> Machine<'a> {
             (Event::Ended { ended: Ended::Exit(0), .. }, _) if deadline.is_none() => finish(Finish::Completed),
             (Event::Ended { .. }, Ending::Stop(stop)) => finish(Finish::Stopped(stop)),
             (Event::Ended { images, .. }, Ending::Lost) => self.died(Death::Lost, &life, &images, now),
-            (Event::Stop(wanted) | Event::StopNow(wanted), Ending::Lost) => {
+            (Event::Ended { images, .. }, Ending::Unloaded) => self.died(Death::Unloaded, &life, &images, now),
+            (Event::Stop(wanted) | Event::StopNow(wanted), Ending::Lost | Ending::Unloaded) => {
                 (State::Ending { stop: Ending::Stop(wanted), deadline, life }, vec![Action::Kill])
             }
             (Event::StopNow(_), _) => (State::Ending { stop, deadline: None, life }, vec![Action::Kill]),
@@ -389,18 +330,20 @@ impl<'a> Machine<'a> {
         let uptime = now.saturating_duration_since(life.since);
         let policy = &self.config.restart;
         let decision = self.history.after_death(death, life.from, uptime, images, policy, now);
+        // One that dies sooner has a bad image or a wrong command, against which more snapshots help nothing.
+        if decision != Decision::Complete && uptime >= policy.min_uptime {
+            self.pace.failed();
+        }
         let last = match death {
             Death::Ended(ended) => Some(ended),
-            Death::Lost => None,
+            Death::Lost | Death::Unloaded => None,
         };
         decided(decision, last, now)
     }
 
-    fn due(&self, now: Instant) -> Option<Instant> {
-        match self.config.snapshot.interval {
-            Interval::Every(interval) => Some(now + interval),
-            Interval::Off => None,
-        }
+    /// When a life that began at `since` is due for its next snapshot.
+    fn due(&mut self, since: Instant, now: Instant) -> Option<Instant> {
+        Some(now + self.pace.next(&self.config.snapshot, now.saturating_duration_since(since))?)
     }
 
     /// The pause after so many failures in a row.

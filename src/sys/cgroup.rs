@@ -72,8 +72,18 @@ fn groups(membership: &str, mounts: &str) -> Vec<Group> {
 /// `MemAvailable` of /proc/meminfo, in bytes.
 #[must_use]
 pub fn memory_available() -> Option<u64> {
+    memory_info("MemAvailable:")
+}
+
+/// `MemTotal` of /proc/meminfo, in bytes.
+#[must_use]
+pub fn memory_total() -> Option<u64> {
+    memory_info("MemTotal:")
+}
+
+fn memory_info(field: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let line = text.lines().find_map(|line| line.strip_prefix(field))?;
     Some(line.split_whitespace().next()?.parse::<u64>().ok()? * 1024)
 }
 

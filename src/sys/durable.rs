@@ -49,6 +49,16 @@ pub fn replace_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     written.inspect_err(|_| drop(fs::remove_file(&temp)))
 }
 
+/// Makes the symbolic link `path` lead to `target`, in place of a link that is there.
+///
+/// # Errors
+/// The step that failed; the old link is then still there.
+pub fn replace_link(target: &Path, path: &Path) -> io::Result<()> {
+    let temp = temp_name(path)?;
+    let made = std::os::unix::fs::symlink(target, &temp).and_then(|()| fs::rename(&temp, path));
+    made.inspect_err(|_| drop(fs::remove_file(&temp)))
+}
+
 /// Waits until the content of the file is on the disk.
 ///
 /// # Errors

@@ -8,6 +8,8 @@ pub mod durable;
 pub mod identity;
 pub mod inherited;
 pub mod nvml;
+pub mod pages;
+pub mod parallel;
 pub mod process;
 pub mod ptrace;
 pub mod spawn;

@@ -110,11 +110,52 @@ pub fn tracer(pid: i32) -> Option<i32> {
     status(pid, "TracerPid")?.parse().ok()
 }
 
+/// Lets the others have the processor first; holds for this thread and those that it starts (setpriority(2), NPTL).
+pub fn be_nice() {
+    // SAFETY: a system call on numbers; 0 is the calling thread.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
+}
+
+/// Real, effective, saved and file system user id.
+#[must_use]
+pub fn user_ids(pid: i32) -> Option<Vec<u32>> {
+    ids(pid, "Uid")
+}
+
+/// Real, effective, saved and file system group id.
+#[must_use]
+pub fn group_ids(pid: i32) -> Option<Vec<u32>> {
+    ids(pid, "Gid")
+}
+
+fn ids(pid: i32, field: &str) -> Option<Vec<u32>> {
+    status(pid, field)?.split_whitespace().map(|id| id.parse().ok()).collect()
+}
+
+/// Memory of a process, bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Memory {
+    /// Its own pages, present or swapped out; not file caches.
+    pub anonymous: u64,
+    /// Present pages of memory that can be shared (anonymous, memfd, tmpfs, System V).
+    pub shared: u64,
+}
+
+/// What an image of this process must hold; nothing for one that has ended.
+#[must_use]
+pub fn memory(pid: i32) -> Memory {
+    let bytes = |field| {
+        let kib = status(pid, field).and_then(|v| v.split_whitespace().next()?.parse::<u64>().ok());
+        kib.unwrap_or(0) * 1024
+    };
+    Memory { anonymous: bytes("RssAnon") + bytes("VmSwap"), shared: bytes("RssShmem") }
+}
+
 /// Bytes of memory that an image of this process must hold: anonymous and shared pages, not file caches.
 #[must_use]
 pub fn private_memory(pid: i32) -> u64 {
-    let kib = |field| status(pid, field).and_then(|v| v.split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0);
-    (kib("RssAnon") + kib("RssShmem")) * 1024
+    let memory = memory(pid);
+    memory.anonymous + memory.shared
 }
 
 /// The executable, or `None` for a process that has ended.

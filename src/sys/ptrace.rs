@@ -5,6 +5,11 @@
 //! threads are stopped (SIGSTOP) for as long. The driver's work is done by one thread of the process, which has to run
 //! meanwhile. A tracer can let a single thread of a stopped process go on; when it detaches, the thread stops again with
 //! the others (ptrace(2), group-stop; kernel/ptrace.c, `__ptrace_unlink`).
+//!
+//! A thread that is made in a stopped process stops before its first instruction (kernel/signal.c,
+//! `task_join_group_stop`). Those that the running thread makes, above all the helpers of our interposer, are therefore
+//! traced from their birth and let run too. The helpers end by themselves; an image must not hold them, so the end of
+//! [`Alone`] waits for that.
 
 use std::io;
 use std::sync::Arc;
@@ -33,7 +38,7 @@ impl Alone {
         let until = Arc::clone(&over);
         // Only the thread that seized may make requests, and it must look after its tracee all the time.
         let trace = move || match Tracee::seize(tid) {
-            Ok(tracee) => {
+            Ok(mut tracee) => {
                 let _ = begun.send(Ok(()));
                 tracee.keep_running(&until);
             }
@@ -63,23 +68,38 @@ fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()>
     }
 }
 
+/// How often the tracer looks. A thread that makes a helper stands until it has; so it looks without a pause for a
+/// while after each.
+const PAUSE: Duration = Duration::from_micros(50);
+const ATTENTION: Duration = Duration::from_millis(1);
+
+/// How long helpers may take to end; they do within 2 ms of their last work, unless there is no CPU for them.
+const HELPERS_END: Duration = Duration::from_millis(100);
+
+/// The name that the interposer gives to its threads.
+const HELPER: &str = "rekindle-copy";
+
 struct Tracee {
     tid: i32,
     mask: u64,
+    /// Threads that it has made, and so on; they are traced too.
+    made: Vec<i32>,
 }
 
-/// What a look at a tracee found.
+/// What a look at tracees found.
+#[derive(Clone, Copy)]
 enum Seen {
-    Running,
-    Stopped,
-    Gone,
+    Nothing,
+    Stopped(i32),
+    Gone(i32),
 }
 
 impl Tracee {
     fn seize(tid: i32) -> io::Result<Tracee> {
-        ptrace(libc::PTRACE_SEIZE, tid, 0, 0)?;
-        let mut tracee = Tracee { tid, mask: 0 };
-        tracee.wait_for_stop()?;
+        let options = usize::try_from(libc::PTRACE_O_TRACECLONE).unwrap_or_default();
+        ptrace(libc::PTRACE_SEIZE, tid, 0, options)?;
+        let mut tracee = Tracee { tid, mask: 0, made: Vec::new() };
+        wait_for_stop(tid)?;
         // A signal handler must not run in the middle of the driver's work: signals wait until the thread is let go.
         ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut tracee.mask).addr())?;
         let all = u64::MAX;
@@ -88,48 +108,88 @@ impl Tracee {
         Ok(tracee)
     }
 
-    /// CRIU leaves a SIGSTOP in the queue of a stopped task, which no mask holds back: it and whatever else stops the
+    /// CRIU leaves a SIGSTOP in the queue of a stopped task, which no mask holds back: it and whatever else stops a
     /// thread is passed over.
-    fn keep_running(&self, over: &AtomicBool) {
+    fn keep_running(&mut self, over: &AtomicBool) {
+        // The default slack, 50 us, would double the pause. It is this thread's own.
+        // SAFETY: a system call on numbers.
+        unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
+        let mut attention = Instant::now();
         while !over.load(Ordering::Relaxed) {
-            match self.look(libc::WNOHANG) {
-                Ok(Seen::Stopped) => drop(ptrace(libc::PTRACE_CONT, self.tid, 0, 0)),
-                Ok(Seen::Running) => std::thread::sleep(Duration::from_micros(200)),
-                Ok(Seen::Gone) | Err(_) => return,
+            match self.look() {
+                Ok(Seen::Stopped(_)) => attention = Instant::now() + ATTENTION,
+                Ok(Seen::Gone(tid)) if tid == self.tid => break,
+                Err(_) => return,
+                Ok(_) if Instant::now() < attention => std::hint::spin_loop(),
+                Ok(_) => std::thread::sleep(PAUSE),
+            }
+        }
+        let deadline = Instant::now() + HELPERS_END;
+        while self.has_helper() && Instant::now() < deadline {
+            if !matches!(self.look(), Ok(Seen::Stopped(_))) {
+                std::thread::sleep(PAUSE);
             }
         }
         // A thread that is gone needs nothing; one that can not be detached is let go when this thread ends.
-        let _ = self.let_go();
-    }
-
-    fn look(&self, options: i32) -> io::Result<Seen> {
-        let mut status = 0;
-        // SAFETY: `status` is a live local.
-        match unsafe { libc::waitpid(self.tid, &raw mut status, libc::__WALL | options) } {
-            0 => Ok(Seen::Running),
-            -1 => Err(io::Error::last_os_error()),
-            _ if libc::WIFSTOPPED(status) => Ok(Seen::Stopped),
-            _ => Ok(Seen::Gone),
+        for tid in std::mem::take(&mut self.made) {
+            let _ = self.let_go(tid);
         }
+        let _ = self.let_go(self.tid);
     }
 
-    fn wait_for_stop(&self) -> io::Result<()> {
-        loop {
-            match self.look(0) {
-                Ok(Seen::Stopped) => return Ok(()),
-                Ok(Seen::Running) => {}
-                Ok(Seen::Gone) => return Err(io::Error::from_raw_os_error(libc::ESRCH)),
-                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-                Err(e) => return Err(e),
+    fn has_helper(&self) -> bool {
+        // One that has not run yet still has the name of its maker. It stands with the others when it is let go, before
+        // its first instruction, and ends when they go on.
+        self.made.iter().any(|tid| process::name(*tid).is_some_and(|name| name == HELPER))
+    }
+
+    /// Looks at all tracees of this thread and lets one go on that stands.
+    fn look(&mut self) -> io::Result<Seen> {
+        let seen = wait(-1, libc::__WNOTHREAD | libc::WNOHANG)?;
+        match seen {
+            Seen::Stopped(tid) => {
+                // The stop of a new thread can be seen before that of its maker, which tells of it.
+                if tid != self.tid && !self.made.contains(&tid) {
+                    self.made.push(tid);
+                }
+                // It may have been killed since.
+                let _ = ptrace(libc::PTRACE_CONT, tid, 0, 0);
             }
+            Seen::Gone(tid) => self.made.retain(|made| *made != tid),
+            Seen::Nothing => {}
         }
+        Ok(seen)
     }
 
-    fn let_go(&self) -> io::Result<()> {
-        ptrace(libc::PTRACE_INTERRUPT, self.tid, 0, 0)?;
-        self.wait_for_stop()?;
-        ptrace(libc::PTRACE_SETSIGMASK, self.tid, size_of::<u64>(), (&raw const self.mask).addr())?;
-        ptrace(libc::PTRACE_DETACH, self.tid, 0, 0)
+    /// With the mask that the maker had: the threads it made have inherited the one that it was given here.
+    fn let_go(&self, tid: i32) -> io::Result<()> {
+        ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
+        wait_for_stop(tid)?;
+        ptrace(libc::PTRACE_SETSIGMASK, tid, size_of::<u64>(), (&raw const self.mask).addr())?;
+        ptrace(libc::PTRACE_DETACH, tid, 0, 0)
+    }
+}
+
+fn wait(tid: i32, options: i32) -> io::Result<Seen> {
+    let mut status = 0;
+    // SAFETY: `status` is a live local.
+    match unsafe { libc::waitpid(tid, &raw mut status, libc::__WALL | options) } {
+        0 => Ok(Seen::Nothing),
+        -1 => Err(io::Error::last_os_error()),
+        tid if libc::WIFSTOPPED(status) => Ok(Seen::Stopped(tid)),
+        tid => Ok(Seen::Gone(tid)),
+    }
+}
+
+fn wait_for_stop(tid: i32) -> io::Result<()> {
+    loop {
+        match wait(tid, 0) {
+            Ok(Seen::Stopped(_)) => return Ok(()),
+            Ok(Seen::Nothing) => {}
+            Ok(Seen::Gone(_)) => return Err(io::Error::from_raw_os_error(libc::ESRCH)),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
     }
 }
 
@@ -188,7 +248,8 @@ fn signal(pid: i32, signal: i32) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::process::{Child, Command};
+    use std::io::{Read, Write};
+    use std::process::{Child, Command, Stdio};
 
     use super::*;
 
@@ -221,6 +282,42 @@ mod tests {
         until(|| is_stopped(pid));
         go_on(pid).unwrap();
         until(|| process::state(pid) == Some('R'));
+    }
+
+    /// What the interposer does: a thread of a stopped process makes another one, which must run.
+    #[test]
+    fn a_thread_that_it_makes_runs_and_its_signals_are_not_blocked_afterwards() {
+        let script = "import sys, threading, time\n\
+                      sys.stdin.read(1)\n\
+                      thread = threading.Thread(target=lambda: (print('ran', flush=True), time.sleep(60)))\n\
+                      thread.start()\n\
+                      time.sleep(60)";
+        let mut child = Command::new("python3");
+        let child = child.args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut child = Reaped(child);
+        let pid = child.0.id().cast_signed();
+        std::thread::sleep(Duration::from_millis(200));
+        let blocked = |tid: i32| {
+            let status = std::fs::read_to_string(format!("/proc/{tid}/status")).unwrap();
+            status.lines().find(|line| line.starts_with("SigBlk:")).unwrap().to_owned()
+        };
+        let before = blocked(pid);
+        assert!(stop(pid, Duration::from_secs(5)).unwrap());
+        let alone = Alone::run(pid).unwrap();
+        child.0.stdin.take().unwrap().write_all(b"x").unwrap();
+        let mut ran = [0; 4];
+        child.0.stdout.take().unwrap().read_exact(&mut ran).unwrap();
+        assert_eq!(&ran, b"ran\n");
+        drop(alone);
+        until(|| is_stopped(pid));
+        assert_eq!(process::tracer(pid), Some(0));
+        let threads = process::threads(pid);
+        assert_eq!(threads.len(), 2);
+        go_on(pid).unwrap();
+        for tid in threads {
+            assert_eq!(process::tracer(tid), Some(0));
+            assert_eq!(blocked(tid), before);
+        }
     }
 
     #[test]

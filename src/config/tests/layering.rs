@@ -51,6 +51,10 @@ fn a_variable_is_read_as_the_type_of_its_key() {
         ("REKINDLE_RESTART_RETRY_EXIT_CODES", "1, 137"),
         ("REKINDLE_RESTART_NEVER_RETRY_EXIT_CODES", ""),
         ("REKINDLE_STORE_MIN_FREE", "1048576"),
+        ("REKINDLE_STORE_PERSIST_RATE", "2097152"),
+        ("REKINDLE_SNAPSHOT_INTERVAL", "auto"),
+        ("REKINDLE_SNAPSHOT_MAX_OVERHEAD", "0.5%"),
+        ("REKINDLE_SNAPSHOT_MEAN_TIME_BETWEEN_FAILURES", "6h"),
         ("REKINDLE_JOB_LIMITS", "nofile=2,core=unlimited"),
         ("REKINDLE_JOB_ENVIRONMENT", "A=b=c, D="),
     ];
@@ -63,6 +67,10 @@ fn a_variable_is_read_as_the_type_of_its_key() {
     assert_eq!(config.restart.retry_exit_codes, [1, 137]);
     assert_eq!(config.restart.never_retry_exit_codes, [0_u8; 0]);
     assert_eq!(config.store.min_free.bytes(), 1 << 20);
+    assert_eq!(config.store.persist_rate, Rate::PerSecond(ByteSize::mib(2)));
+    assert_eq!(config.snapshot.interval, Interval::Auto);
+    assert_eq!(config.snapshot.max_overhead, Percentage::millionths(5_000));
+    assert_eq!(config.snapshot.mean_time_between_failures, MeanTime::Known(Duration::from_secs(6 * 3600)));
     assert_eq!(config.job.limits.get("nofile"), Some(&Limit::Value(2)));
     assert_eq!(config.job.environment.iter().collect::<Vec<_>>(), [("A", "b=c"), ("D", "")]);
     assert_eq!(origin(&effective, "job.limits.core"), "REKINDLE_JOB_LIMITS");
@@ -86,8 +94,8 @@ fn a_wrong_variable_or_flag_is_named() {
             "REKINDLE_JOB_LIMITS: job.limits = \"nofile\": must be NAME=VALUE with commas between; values with commas \
              belong in the file",
             "REKINDLE_JOB_NO_NEW_PRIVILEGES: job.no-new-privileges = \"yes\": must be true or false",
-            "REKINDLE_SNAPSHOT_INTERVAL: snapshot.interval = \"soon\": must be \"off\" or a duration with a unit, such \
-             as \"90s\" or \"10m\"",
+            "REKINDLE_SNAPSHOT_INTERVAL: snapshot.interval = \"soon\": must be \"auto\", \"off\" or a duration with a \
+             unit, such as \"90s\" or \"10m\"",
             "REKINDLE_STORE_DIRECTORY: store.directory = \"/x\u{fffd}\": must be valid UTF-8",
             "REKINDLE_STORE_KEEPLAST: unknown variable REKINDLE_STORE_KEEPLAST: did you mean REKINDLE_STORE_KEEP_LAST?",
             "REKINDLE_STORE_KEEP_LAST: store.keep-last = \"few\": must be a whole number from 0 to 4294967295",

@@ -18,8 +18,13 @@ fn each_rule_refuses_with_key_value_and_rule() {
     let codes = "must be a list of exit codes from 1 to 255, such as [1, 137]";
     let limit = "must be \"unlimited\", a whole number or a size such as \"64MiB\" for each limit";
     let longest = "must be at most 30days (m is a minute, M a month)";
-    let interval = "must be \"off\" or a duration with a unit, such as \"90s\" or \"10m\"";
+    let interval = "must be \"auto\", \"off\" or a duration with a unit, such as \"90s\" or \"10m\"";
     let whole = "must be a whole number from 0 to 4294967295";
+    let share = "must be a share of the time with its sign, such as \"1%\" or \"0.5%\"";
+    let overhead = "must be from 0.01% to 50%; with more the job would stand still longer than it runs";
+    let mean_time = "must be \"observed\" or a duration with a unit, such as \"12h\" or \"30days\"";
+    let rate = "must be \"unlimited\", or a size for each second such as \"500MB\" or a whole number of bytes";
+    let slow = "must be at least 1MiB, or \"unlimited\", because a slower copy of an image takes days";
     let long = format!("\"{}\"", "n".repeat(65));
     let refused: &[(&str, &str, &str, &str)] = &[
         ("job", "name", "\"\"", name),
@@ -49,10 +54,25 @@ fn each_rule_refuses_with_key_value_and_rule() {
             "\"99ms\"",
             "must be at least 100ms, or \"off\", because the job stands still during each snapshot",
         ),
-        ("snapshot", "interval", "\"auto\"", interval),
+        ("snapshot", "interval", "\"Auto\"", interval),
         ("snapshot", "interval", "600", interval),
         ("snapshot", "interval", "\"600\"", interval),
         ("snapshot", "interval", "\"10M\"", longest),
+        ("snapshot", "max-overhead", "1", share),
+        ("snapshot", "max-overhead", "0.01", share),
+        ("snapshot", "max-overhead", "\"1\"", share),
+        ("snapshot", "max-overhead", "\"-1%\"", share),
+        ("snapshot", "max-overhead", "\"0%\"", overhead),
+        ("snapshot", "max-overhead", "\"50.0001%\"", overhead),
+        ("snapshot", "mean-time-between-failures", "\"known\"", mean_time),
+        ("snapshot", "mean-time-between-failures", "24", mean_time),
+        ("snapshot", "mean-time-between-failures", "\"999ms\"", "must be at least 1s"),
+        (
+            "snapshot",
+            "mean-time-between-failures",
+            "\"11years\"",
+            "must be at most 10years (m is a minute, M a month); set snapshot.interval for a job that never fails",
+        ),
         ("snapshot", "grace", "\"0s\"", "must be at least 1s, because a stop takes its last snapshot within it"),
         ("snapshot", "lock-timeout", "\"0s\"", "must be at least 1ms, because the driver takes 0 for 'wait for ever'"),
         (
@@ -76,11 +96,20 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("snapshot", "tcp", "\"drop\"", "must be \"auto\", \"keep\" or \"close\""),
         ("snapshot", "memory-reserve", "-1", size),
         ("snapshot", "memory-reserve", "\"1 parsec\"", size),
+        ("snapshot", "staging", "\"disk\"", "must be \"ram\" or \"store\""),
+        ("snapshot", "staging-directory", "\"run\"", path),
+        ("snapshot", "interposer", "\"on\"", "must be \"auto\" or \"off\""),
         ("store", "directory", "\"images\"", path),
         ("store", "directory", "\"/a\\u0000b\"", "must not contain a zero byte"),
         ("store", "keep-last", "0", "must be at least 1, because the newest good image is never removed"),
         ("store", "keep-last", "-1", whole),
         ("store", "keep-last", "4294967296", whole),
+        ("store", "persist-rate", "\"fast\"", rate),
+        ("store", "persist-rate", "-1", rate),
+        ("store", "persist-rate", "0", slow),
+        ("store", "persist-rate", "\"1MB\"", slow),
+        ("store", "persist-threads", "0", "must be from 1 to 64"),
+        ("store", "persist-threads", "65", "must be from 1 to 64"),
         ("store", "on-success", "\"delete\"", "must be \"remove\" or \"keep\""),
         ("restart", "max-restarts", "1.5", whole),
         ("restart", "window", "\"0s\"", "must be at least 1s, because restarts are counted in it"),
@@ -99,6 +128,8 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ),
         ("restart", "cold-start", "false", "must be \"allow\" or \"never\""),
         ("restart", "restore-timeout", "\"0s\"", "must be at least 1s"),
+        ("restart", "lazy", "true", "must be \"off\" or \"on\""),
+        ("restart", "lazy", "\"auto\"", "must be \"off\" or \"on\""),
         ("log", "level", "\"loud\"", "must be \"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
         ("log", "max-size", "4095", "must be at least 4KiB, because each rotation leaves a file"),
         ("log", "keep", "\"5\"", whole),
@@ -126,12 +157,19 @@ fn what_just_keeps_a_rule_is_accepted() {
         ("job.limits", "rtprio = 0"),
         ("snapshot", "interval = \"off\""),
         ("snapshot", "interval = \"100ms\""),
+        ("snapshot", "interval = \"auto\""),
+        ("snapshot", "max-overhead = \"0.01%\""),
+        ("snapshot", "max-overhead = \"50 %\""),
+        ("snapshot", "mean-time-between-failures = \"1s\""),
+        ("snapshot", "mean-time-between-failures = \"10years\""),
         ("snapshot", "lock-timeout = \"1ms\""),
         ("snapshot", "freeze-timeout = \"1s\""),
         ("snapshot", "retry-max = \"30s\""),
         ("snapshot", "ghost-limit = 4294967295"),
         ("snapshot", "dump-timeout = \"30days\""),
         ("store", "keep-last = 4294967295"),
+        ("store", "persist-rate = 1048576"),
+        ("store", "persist-threads = 1"),
         ("restart", "backoff-max = \"1s\""),
         ("restart", "retry-exit-codes = [1, 255]"),
         ("log", "max-size = \"4KiB\""),
@@ -153,6 +191,11 @@ fn unknown_keys_name_the_line_and_the_nearest() {
         ("[store]\nKeep-Last = 3", "3: unknown key store.Keep-Last: did you mean store.keep-last?"),
         ("[store]\nkeep = 3", "3: unknown key store.keep: did you mean store.keep-last?"),
         ("[snapshot]\n\nkeep-last = 3", "4: unknown key snapshot.keep-last: did you mean store.keep-last?"),
+        (
+            "[snapshot]\nmax-overhaed = \"1%\"",
+            "3: unknown key snapshot.max-overhaed: did you mean snapshot.max-overhead?",
+        ),
+        ("[snapshot]\npersist-rate = 3", "3: unknown key snapshot.persist-rate: did you mean store.persist-rate?"),
         ("[store]\ninterval = 3", "3: unknown key store.interval: did you mean snapshot.interval?"),
         ("interval = \"5m\"", "2: unknown key interval: did you mean snapshot.interval?"),
         ("versoin = 1", "2: unknown key versoin: did you mean version?"),

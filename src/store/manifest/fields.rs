@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::store::id::{ImageId, JobName};
 use crate::store::paths;
+use crate::supervisor::interval::Choice;
 use crate::sys::criu::Tcp;
 
 /// All that is known of an image. It holds no environment variable, neither name nor value; like the memory in the
@@ -52,12 +53,18 @@ pub struct Manifest {
     pub saved_links: Vec<SavedLink>,
     /// Files of ours that the job has mapped, and that must be put back before a restore.
     pub recreate: Vec<Recreate>,
+    /// Device memory of CUDA processes that is in a file of its own, which the process has mapped in the image.
+    #[serde(default)]
+    pub landing: Vec<Landing>,
     /// What happens to established TCP connections at a restore.
     pub tcp: Tcp,
     /// The phases of the snapshot, in order.
     pub phases: Vec<Phase>,
     /// How long the job stood still, in microseconds.
     pub freeze_us: u64,
+    /// The interval that was in force, where it was chosen (`snapshot.interval = "auto"`) and not the first snapshot.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub interval: Option<Choice>,
     /// Sum of the sizes of the parts, in bytes. Set by [`crate::store::Draft::publish`].
     pub bytes: u64,
     /// Every file of the image but this one, by path. Set by [`crate::store::Draft::publish`].
@@ -201,6 +208,20 @@ pub struct Recreate {
     pub part: String,
 }
 
+/// The landing file of a CUDA process: CRIU's image names it, and the driver reads it back at the restore.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Landing {
+    /// The process, as it sees itself.
+    pub pid: i32,
+    /// Where it has to be, as the job sees it.
+    #[serde(with = "paths")]
+    pub path: PathBuf,
+    /// The part of this image that holds its content.
+    pub part: String,
+    /// Its size, in bytes.
+    pub bytes: u64,
+}
+
 /// How long a phase of the snapshot took.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Phase {
@@ -219,9 +240,10 @@ pub struct Part {
     pub path: String,
     /// In bytes.
     pub size: u64,
-    /// BLAKE3 of its content; hexadecimal in the file.
-    #[serde(with = "hex")]
-    pub blake3: blake3::Hash,
+    /// BLAKE3 of its content; hexadecimal in the file. None in an image that is in memory only: it is taken when the image
+    /// is brought to the store.
+    #[serde(default, with = "hex::optional", skip_serializing_if = "Option::is_none")]
+    pub blake3: Option<blake3::Hash>,
 }
 
 pub(super) mod hex {
@@ -237,5 +259,25 @@ pub(super) mod hex {
         let hash = blake3::Hash::from_hex(&text).map_err(de::Error::custom)?;
         // from_hex takes upper case as well; a flipped bit makes one of the other.
         if hash.to_hex().as_str() == text { Ok(hash) } else { Err(de::Error::custom("not in lower case")) }
+    }
+
+    pub(in crate::store::manifest) mod optional {
+        use super::*;
+
+        pub(in crate::store::manifest) fn serialize<S: Serializer>(
+            hash: &Option<blake3::Hash>,
+            s: S,
+        ) -> Result<S::Ok, S::Error> {
+            match hash {
+                Some(hash) => super::serialize(hash, s),
+                None => s.serialize_none(),
+            }
+        }
+
+        pub(in crate::store::manifest) fn deserialize<'de, D: Deserializer<'de>>(
+            d: D,
+        ) -> Result<Option<blake3::Hash>, D::Error> {
+            super::deserialize(d).map(Some)
+        }
     }
 }

@@ -1,11 +1,13 @@
 use super::*;
 use crate::store::tests::manifest;
+use crate::supervisor::interval;
 use proptest::prelude::*;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
+use std::time::Duration;
 
 fn part(path: &str) -> Part {
-    Part { path: path.to_owned(), size: 3, blake3: blake3::hash(b"abc") }
+    Part { path: path.to_owned(), size: 3, blake3: Some(blake3::hash(b"abc")) }
 }
 
 #[test]
@@ -29,6 +31,13 @@ fn a_manifest_survives_its_bytes() {
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "bin/x".to_owned() }],
         phases: vec![Phase { phase: "dump".to_owned(), started_us: 1, took_us: 2 }],
         parts: vec![part("bin/x"), part("criu/core-1.img")],
+        interval: Some(interval::choose(&interval::Facts {
+            freeze: Duration::from_millis(2200),
+            mtbf: Duration::from_secs(86_400),
+            mtbf_source: interval::MtbfSource::Observed { uptime: Duration::from_secs(1), failures: 2 },
+            max_overhead: crate::config::Percentage::millionths(10_000),
+            persist: Some(Duration::from_secs(9)),
+        })),
         ..manifest()
     };
     assert_eq!(Manifest::parse(&manifest.to_bytes().unwrap()).unwrap(), manifest);
@@ -42,6 +51,7 @@ fn the_file_is_json_that_others_can_read() {
     assert_eq!(json["version"], 1);
     assert_eq!(json["manifest"]["reason"], "interval");
     assert_eq!(json["manifest"]["tree"]["pid_namespace"], "private");
+    assert_eq!(json["manifest"].get("interval"), None, "as before there was such a field");
     assert_eq!(json["manifest"]["parts"][0]["blake3"], blake3::hash(b"abc").to_hex().as_str());
 }
 

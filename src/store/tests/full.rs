@@ -47,7 +47,7 @@ fn a_full_disk_leaves_the_old_images_and_no_half_one() {
         let draft = home.folder.begin_image(&home.lock, at(1)).unwrap();
         fs::write(draft.dir().join("part"), vec![3; 4096]).unwrap();
         let filler = disk.fill(free);
-        match draft.publish(manifest()) {
+        match draft.publish(manifest(), 8) {
             Ok(image) => {
                 done += 1;
                 assert!(image.verify().is_sound());

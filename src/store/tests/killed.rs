@@ -19,7 +19,7 @@ fn writer() {
     loop {
         let draft = folder.begin_image(&lock, at(0)).unwrap();
         fill(draft.dir());
-        draft.publish(manifest()).unwrap();
+        draft.publish(manifest(), 8).unwrap();
         let facts: Vec<Facts> = folder.images().unwrap().iter().map(Facts::from).collect();
         for id in plan(&facts, &Policy { keep_last: KEEP }).removals() {
             folder.remove(&lock, &id).unwrap();

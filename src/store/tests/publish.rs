@@ -52,7 +52,7 @@ fn what_is_no_file_is_refused() {
     }] {
         let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
         make(&draft.dir().join("odd"));
-        let error = draft.publish(manifest()).unwrap_err();
+        let error = draft.publish(manifest(), 8).unwrap_err();
         assert!(matches!(&error, PublishError::Foreign(path) if path.ends_with("odd")), "{error}");
     }
     assert!(snapshot(&home.folder.images_dir()).is_empty());
@@ -63,7 +63,7 @@ fn a_manifest_that_contradicts_the_files_is_refused() {
     let home = Home::new();
     let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
     let recreate = vec![manifest::Recreate { path: "/x".into(), mode: 0o755, part: "bin/x".to_owned() }];
-    let error = draft.publish(Manifest { recreate, ..manifest() }).unwrap_err();
+    let error = draft.publish(Manifest { recreate, ..manifest() }, 8).unwrap_err();
     assert!(matches!(error, PublishError::Describe { .. }), "{error}");
     assert!(snapshot(&home.folder.images_dir()).is_empty());
 }
@@ -74,7 +74,7 @@ fn an_image_is_never_replaced() {
     let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
     let there = home.image_path(&draft.id().to_string());
     fs::create_dir(&there).unwrap();
-    let error = draft.publish(manifest()).unwrap_err();
+    let error = draft.publish(manifest(), 8).unwrap_err();
     assert!(matches!(error, PublishError::Publish { .. }), "{error}");
     assert_eq!(snapshot(&home.folder.images_dir()).len(), 1);
 }
@@ -174,6 +174,8 @@ fn the_record_of_a_job() {
         created: at(0),
         outcome: Outcome::Running,
         exit_code: None,
+        uptime: std::time::Duration::from_micros(7),
+        failures: 3,
     };
     for outcome in
         [Outcome::Running, Outcome::Completed, Outcome::Failed { why: "no image".to_owned() }, Outcome::Stopped]
@@ -184,6 +186,12 @@ fn the_record_of_a_job() {
     }
     let path = home.folder.path().join("job.json");
     let text = fs::read_to_string(&path).unwrap();
+    // Written before failures were counted.
+    let mut old: serde_json::Map<String, serde_json::Value> = serde_json::from_str(&text).unwrap();
+    assert!(old.remove("uptime_us").is_some() && old.remove("failures").is_some(), "{text}");
+    fs::write(&path, serde_json::to_vec(&old).unwrap()).unwrap();
+    let expected = JobRecord { uptime: std::time::Duration::ZERO, failures: 0, ..record.clone() };
+    assert_eq!(home.folder.record().unwrap(), Some(expected));
     fs::write(&path, text.replace("\"version\": 1", "\"version\": 2")).unwrap();
     assert!(matches!(home.folder.record(), Err(Error::NewerRecord { version: 2, .. })));
     fs::write(&path, &text[..text.len() / 2]).unwrap();

@@ -32,12 +32,13 @@ fn killed(images: &[u32]) -> Event {
     Event::Ended { ended: Ended::Signal(9), images: images.iter().map(|n| id(*n)).collect() }
 }
 
+const TAKEN: Event = Event::SnapshotTaken { freeze: Duration::from_secs(2), persist: Some(Duration::from_secs(5)) };
 const TERM: Stop = Stop::Signal(15);
 
 #[test]
 fn the_happy_path() {
     let exit = Event::Ended { ended: Ended::Exit(0), images: vec![] };
-    let events = [(0, Event::Started), (600, Event::Tick), (1, Event::SnapshotTaken), (10, exit)];
+    let events = [(0, Event::Started), (600, Event::Tick), (1, TAKEN), (10, exit)];
     let (state, actions) = Bench::new().run(&events);
     assert_eq!(state, State::Done);
     let expected = [Action::Start(From::Cold), Action::Snapshot(Reason::Interval), Action::Finish(Finish::Completed)];
@@ -56,8 +57,69 @@ fn the_next_snapshot_is_an_interval_after_the_last() {
     assert_eq!(due, now + Duration::from_secs(600));
     machine.step(Event::Tick, due);
     let done = due + Duration::from_secs(20);
-    machine.step(Event::SnapshotTaken, done);
+    machine.step(TAKEN, done);
     assert_eq!(machine.state().deadline(), Some(done + Duration::from_secs(600)));
+}
+
+/// A machine that chooses its interval, with a job that runs.
+fn choosing(config: &Config, failures: Failures, now: Instant) -> Machine<'_> {
+    let (machine, _) = Machine::new(config, From::Cold);
+    let mut machine = machine.recalling(Pace::recalled(failures, []));
+    machine.step(Event::Started, now);
+    machine
+}
+
+fn auto() -> Config {
+    let mut config = Config::default();
+    config.snapshot.interval = crate::config::Interval::Auto;
+    config
+}
+
+#[test]
+fn a_chosen_interval_follows_what_was_measured() {
+    let (config, now) = (auto(), Instant::now());
+    let mut machine = choosing(&config, Failures::default(), now);
+    let first = machine.state().deadline().unwrap();
+    assert_eq!((first, machine.choice()), (now + Duration::from_secs(60), None));
+    machine.step(Event::Tick, first);
+    let done = first + Duration::from_secs(7);
+    machine.step(TAKEN, done);
+    // sqrt(2 * 2s * 24h) is 588 s. The job ran for 67 s more than the day that is assumed.
+    let choice = machine.choice().unwrap().clone();
+    assert_eq!((choice.freeze, choice.persist), (Duration::from_secs(2), Some(Duration::from_secs(5))));
+    assert_eq!(choice.mtbf, Duration::from_secs(24 * 3600 + 67));
+    assert_eq!(choice.interval.as_secs(), 586);
+    assert_eq!(machine.state().deadline(), Some(done + choice.interval));
+}
+
+#[test]
+fn what_counts_as_a_failure() {
+    let (config, now) = (auto(), Instant::now());
+    let hours = |n: u64| Duration::from_secs(3600 * n);
+    let after = |events: &[(u64, Event)]| {
+        let mut machine = choosing(&config, Failures { uptime: hours(10), failures: 1 }, now);
+        let mut now = now;
+        for (seconds, event) in events {
+            now += Duration::from_secs(*seconds);
+            machine.step(event.clone(), now);
+        }
+        // Time in which no job runs is not counted.
+        let later = if machine.state().life().is_some() { now } else { now + hours(5) };
+        machine.failures(later)
+    };
+    let exit = |code| Event::Ended { ended: Ended::Exit(code), images: vec![] };
+    let expect = |uptime: Duration, failures| Failures { uptime: hours(10) + uptime, failures };
+    assert_eq!(after(&[]), expect(Duration::ZERO, 1));
+    assert_eq!(after(&[(3600, Event::Tick)]), expect(hours(1), 1), "it is still running");
+    assert_eq!(after(&[(3600, killed(&[]))]), expect(hours(1), 2));
+    assert_eq!(after(&[(3600, exit(2))]), expect(hours(1), 2), "it is given up, and its work is lost");
+    assert_eq!(after(&[(3600, exit(0))]), expect(hours(1), 1), "it completed");
+    assert_eq!(after(&[(29, killed(&[]))]), expect(Duration::from_secs(29), 1), "within restart.min-uptime");
+    assert_eq!(after(&[(3600, Event::StopNow(TERM)), (0, killed(&[]))]), expect(hours(1), 1), "it was stopped");
+    let lost = [(3600, Event::SnapshotNow), (0, Event::SnapshotFailed(Harm::Lost)), (0, killed(&[]))];
+    assert_eq!(after(&lost), expect(hours(1), 2), "it did not survive a snapshot");
+    let lives = [(3600, killed(&[1])), (3600, Event::Tick), (0, Event::Started), (7200, killed(&[1]))];
+    assert_eq!(after(&lives), expect(hours(3), 3));
 }
 
 #[test]
@@ -76,13 +138,13 @@ fn failed_snapshots_back_off_and_recover() {
     assert_eq!(waits[..3], [snapshot.retry_after, snapshot.retry_after * 2, snapshot.retry_after * 4]);
     assert_eq!(waits[7], snapshot.retry_max);
     machine.step(Event::SnapshotNow, now);
-    machine.step(Event::SnapshotTaken, now);
+    machine.step(TAKEN, now);
     assert_eq!(machine.state().deadline(), Some(now + Duration::from_secs(600)));
 }
 
 #[test]
 fn a_stop_takes_a_last_snapshot_and_kills() {
-    let events = [(0, Event::Started), (5, Event::Stop(TERM)), (1, Event::SnapshotTaken), (0, killed(&[1]))];
+    let events = [(0, Event::Started), (5, Event::Stop(TERM)), (1, TAKEN), (0, killed(&[1]))];
     let (state, actions) = Bench::new().run(&events);
     assert_eq!(state, State::Done);
     assert_eq!(actions[1..], [Action::Snapshot(Reason::Final), Action::Kill, Action::Finish(Finish::Stopped(TERM)),]);
@@ -132,6 +194,67 @@ fn a_job_that_was_lost_in_a_snapshot_comes_back() {
     assert!(matches!(state, State::Waiting { from: From::Image(i), .. } if i == id(2)));
 }
 
+const PERSISTED: Event = Event::PersistEnded(Some(Duration::from_secs(40)));
+
+#[test]
+fn a_snapshot_waits_until_the_image_before_it_is_in_the_store() {
+    let bench = Bench::new();
+    let busy = [(0, Event::Started), (600, Event::Tick), (1, Event::PersistBegan), (0, TAKEN), (600, Event::Tick)];
+    let (state, actions) = bench.run(&busy);
+    assert_eq!((state.name(), actions.len()), ("running", 2), "the interval stretches");
+    let (state, actions) = bench.run(&[busy.as_slice(), &[(40, PERSISTED)]].concat());
+    assert_eq!((state.name(), actions.last()), ("snapshotting", Some(&Action::Snapshot(Reason::Interval))));
+    // One that was asked for waits as well.
+    let asked = [busy[..4].to_vec(), vec![(1, Event::SnapshotNow), (1, Event::PersistEnded(None))]].concat();
+    assert_eq!(bench.run(&asked).1.last(), Some(&Action::Snapshot(Reason::Signal)));
+}
+
+#[test]
+fn a_stop_waits_for_its_last_snapshot_as_long_as_the_grace_lasts() {
+    let bench = Bench::new();
+    let busy = [(0, Event::Started), (600, Event::Tick), (1, Event::PersistBegan), (0, TAKEN), (5, Event::Stop(TERM))];
+    let then = |more: &[(u64, Event)]| bench.run(&[&busy, more].concat()).1[2..].to_vec();
+    let stopped = Action::Finish(Finish::Stopped(TERM));
+    let all = then(&[(20, PERSISTED), (1, TAKEN), (0, killed(&[2]))]);
+    assert_eq!(all, [Action::Snapshot(Reason::Final), Action::Kill, stopped.clone()]);
+    assert_eq!(then(&[(30, Event::Tick), (0, killed(&[1]))]), [Action::Kill, stopped.clone()]);
+    assert_eq!(then(&[(1, killed(&[1]))]), std::slice::from_ref(&stopped), "it is not started again");
+    assert_eq!(then(&[(1, Event::StopNow(TERM)), (0, killed(&[1]))]), [Action::Kill, stopped]);
+    let exit = Event::Ended { ended: Ended::Exit(0), images: vec![] };
+    assert_eq!(then(&[(1, exit)]), [Action::Finish(Finish::Completed)]);
+}
+
+#[test]
+fn a_snapshot_waits_until_the_memory_is_back() {
+    let bench = Bench::new();
+    let busy = [(0, Event::Started), (0, Event::LoadBegan), (1, Event::SnapshotNow)];
+    let (state, actions) = bench.run(&busy);
+    assert_eq!((state.name(), actions.len()), ("running", 1));
+    let then = |more: &[(u64, Event)]| bench.run(&[&busy, more].concat()).1[1..].to_vec();
+    let back = Event::LoadEnded(Harm::None);
+    assert_eq!(then(&[(1, back.clone())]), [Action::Snapshot(Reason::Signal)]);
+    assert_eq!(then(&[(0, Event::PersistBegan), (1, back.clone())]), [], "both are to be over");
+    let both = then(&[(0, Event::PersistBegan), (1, back), (1, PERSISTED)]);
+    assert_eq!(both, [Action::Snapshot(Reason::Signal)]);
+    let stop = then(&[(0, Event::Stop(TERM)), (30, Event::Tick), (0, killed(&[1]))]);
+    assert_eq!(stop, [Action::Kill, Action::Finish(Finish::Stopped(TERM))]);
+}
+
+#[test]
+fn memory_that_does_not_come_is_not_the_fault_of_the_image() {
+    let config = Config::default();
+    let now = Instant::now();
+    let (mut machine, _) = Machine::new(&config, From::Image(id(1)));
+    for _ in 0..3 {
+        machine.step(Event::Started, now);
+        machine.step(Event::LoadBegan, now);
+        assert_eq!(machine.step(Event::LoadEnded(Harm::Lost), now), [Action::Kill]);
+        let actions = machine.step(killed(&[1]), now);
+        assert!(matches!(actions[..], [Action::Announce { from: From::Image(i), .. }] if i == id(1)), "{actions:?}");
+        machine.step(Event::Tick, now + Duration::from_secs(3600));
+    }
+}
+
 fn event() -> impl Strategy<Value = Event> {
     let images = proptest::collection::vec(1u32..4, 0..3).prop_map(|mut n| {
         n.sort_unstable();
@@ -143,10 +266,15 @@ fn event() -> impl Strategy<Value = Event> {
     prop_oneof![
         3 => Just(Event::Started),
         3 => Just(Event::Tick),
-        2 => Just(Event::SnapshotTaken),
+        2 => Just(TAKEN),
         1 => Just(Event::SnapshotFailed(Harm::None)),
         1 => Just(Event::SnapshotFailed(Harm::Lost)),
         2 => Just(Event::SnapshotNow),
+        2 => Just(Event::PersistBegan),
+        3 => Just(Event::PersistEnded(Some(Duration::from_secs(3)))),
+        2 => Just(Event::LoadBegan),
+        2 => Just(Event::LoadEnded(Harm::None)),
+        1 => Just(Event::LoadEnded(Harm::Lost)),
         1 => Just(Event::StartFailed { why: "why".into() }),
         1 => Just(Event::Impossible { why: "why".into() }),
         1 => images.clone().prop_map(|images| Event::ImageFailed { images }),
@@ -159,12 +287,15 @@ fn event() -> impl Strategy<Value = Event> {
 proptest! {
     /// Events arrive only where the loop could send them: a result only for what is under way.
     #[test]
-    fn invariants_hold_over_any_sequence(events in proptest::collection::vec((0u64..700, event()), 0..60)) {
-        let config = Config::default();
+    fn invariants_hold_over_any_sequence(
+        events in proptest::collection::vec((0u64..700, event()), 0..60),
+        config in prop_oneof![Just(Config::default()), Just(auto())],
+    ) {
         let (mut machine, first) = Machine::new(&config, From::Cold);
         let mut now = Instant::now();
         let (mut alive, mut starting, mut snapshot, mut finished) = (false, false, false, 0);
-        let mut check = |actions: Vec<Action>, alive: &mut bool, starting: &mut bool, snapshot: &mut bool| {
+        let (mut persisting, mut loading) = (false, false);
+        let mut check = |actions: Vec<Action>, alive: &mut bool, starting: &mut bool, snapshot: &mut bool, busy: bool| {
             for action in actions {
                 prop_assert_eq!(finished, 0, "nothing comes after Finish");
                 match action {
@@ -174,6 +305,7 @@ proptest! {
                     }
                     Action::Snapshot(_) => {
                         prop_assert!(*alive && !*snapshot, "a snapshot of nothing, or two at once");
+                        prop_assert!(!busy, "one is on its way to the store, or the memory is not back");
                         *snapshot = true;
                     }
                     Action::Finish(_) => finished += 1,
@@ -182,13 +314,18 @@ proptest! {
             }
             Ok(())
         };
-        check(first, &mut alive, &mut starting, &mut snapshot)?;
+        check(first, &mut alive, &mut starting, &mut snapshot, persisting || loading)?;
         for (seconds, event) in events {
             now += Duration::from_secs(seconds);
             let possible = match &event {
                 Event::Started | Event::StartFailed { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting,
-                Event::SnapshotTaken | Event::SnapshotFailed(_) => snapshot,
+                Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) => snapshot,
                 Event::Ended { .. } => alive,
+                Event::PersistBegan => !persisting,
+                Event::PersistEnded(_) => persisting,
+                // It comes with the start.
+                Event::LoadBegan => alive && !snapshot && !loading,
+                Event::LoadEnded(_) => loading,
                 _ => true,
             };
             if !possible {
@@ -197,13 +334,17 @@ proptest! {
             match &event {
                 Event::Started => (starting, alive) = (false, true),
                 Event::StartFailed { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting = false,
-                Event::SnapshotTaken | Event::SnapshotFailed(_) => snapshot = false,
+                Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) => snapshot = false,
                 // The loop reports an end during a snapshot again afterwards.
-                Event::Ended { .. } if !snapshot => alive = false,
+                Event::Ended { .. } if !snapshot => (alive, loading) = (false, false),
+                Event::PersistBegan => persisting = true,
+                Event::PersistEnded(_) => persisting = false,
+                Event::LoadBegan => loading = true,
+                Event::LoadEnded(_) => loading = false,
                 _ => {}
             }
             let actions = machine.step(event, now);
-            check(actions, &mut alive, &mut starting, &mut snapshot)?;
+            check(actions, &mut alive, &mut starting, &mut snapshot, persisting || loading)?;
         }
         // Whatever came before: a stop ends it.
         for event in [Event::StopNow(TERM), Event::SnapshotFailed(Harm::None), Event::StartFailed { why: String::new() }] {

@@ -175,7 +175,15 @@ fn lead_sessions(entries: &mut [PstreeEntry]) {
 pub fn ids(dir: &Path) -> Result<Ids, Error> {
     let path = dir.join("pstree.img");
     let entries: Vec<PstreeEntry> = Records::open(path.clone(), PSTREE)?.all()?;
-    let signed = |id: u32| i32::try_from(id).map_err(|_| damaged(&path, "a pid is out of range"));
+    let signed = |id: u32| {
+        i32::try_from(id).map_err(|_| match id {
+            // What the kernel says of the group and the session of a task that is just going (fs/proc/array.c, do_task_stat).
+            u32::MAX => {
+                damaged(&path, "a process of the job was ending in the moment of the dump: the next one will do")
+            }
+            _ => damaged(&path, "a pid is out of range"),
+        })
+    };
     let mut ids = Ids::default();
     for entry in entries {
         ids.processes.push(signed(entry.pid)?);
@@ -294,6 +302,25 @@ fn check_pagemap(dir: &Path, path: PathBuf) -> Result<u64, Error> {
     Ok(have)
 }
 
+/// The page maps of an image that CRIU is writing: what stands between `pagemap-` and `.img` (a pid, or `shmem-` and the
+/// inode of the shared memory) with the number of the pages file. Without a number it is the one that CRIU has just begun:
+/// it writes a page map in blocks, and one after the other.
+///
+/// # Errors
+/// When the folder can not be read.
+pub fn page_maps(dir: &Path) -> Result<Vec<(String, Option<u32>)>, Error> {
+    let read = |source| Error::Read { path: dir.into(), source };
+    let mut all = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(read)? {
+        let name = entry.map_err(read)?.file_name().to_string_lossy().into_owned();
+        if let Some(owner) = name.strip_prefix("pagemap-").and_then(|rest| rest.strip_suffix(".img")) {
+            let head = Records::open(dir.join(&name), PAGEMAP).and_then(|mut records| records.next::<PagemapHead>());
+            all.push((owner.to_string(), head.ok().flatten().map(|head| head.pages_id)));
+        }
+    }
+    Ok(all)
+}
+
 /// How long the tasks stood still for CRIU, from stats-dump, which CRIU writes after a dump that succeeded.
 ///
 /// # Errors
@@ -306,107 +333,4 @@ pub fn frozen_time(dir: &Path) -> Result<std::time::Duration, Error> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn write(path: &Path, magic: u32, records: &[Vec<u8>]) {
-        let mut bytes = [COMMON.to_le_bytes(), magic.to_le_bytes()].concat();
-        for record in records {
-            bytes.extend(u32::try_from(record.len()).unwrap().to_le_bytes());
-            bytes.extend(record);
-        }
-        std::fs::write(path, bytes).unwrap();
-    }
-
-    fn pagemap(dir: &Path, entries: &[PagemapEntry]) {
-        let mut records = vec![PagemapHead { pages_id: 7 }.encode_to_vec()];
-        records.extend(entries.iter().map(Message::encode_to_vec));
-        write(&dir.join("pagemap-12.img"), PAGEMAP, &records);
-    }
-
-    #[test]
-    fn daemons_of_a_foreign_session_lead_their_own() {
-        let entry = |pid, ppid, pgid, sid| PstreeEntry { pid, ppid, pgid, sid, threads: vec![pid] };
-        let mut entries = vec![
-            entry(1000, 0, 1000, 1000),
-            entry(1001, 1000, 1001, 1000),
-            entry(1005, 1001, 1005, 1005),
-            // Forked twice; its leader 1003 is gone. It has a child, one that leads a group, and one in its own session.
-            entry(1004, 1000, 1003, 1003),
-            entry(1006, 1004, 1003, 1003),
-            entry(1007, 1004, 1007, 1003),
-            entry(1008, 1007, 1007, 1003),
-            entry(1009, 1004, 1009, 1009),
-            // Another of that session.
-            entry(1010, 1000, 1003, 1003),
-            // Its session's leader lives elsewhere.
-            entry(1011, 1000, 1005, 1005),
-            // Left by a shell of the job: in the root's session.
-            entry(1012, 1000, 1001, 1000),
-        ];
-        lead_sessions(&mut entries);
-        let found: Vec<_> = entries.iter().map(|e| (e.pid, e.pgid, e.sid)).collect();
-        let expected = [
-            (1000, 1000, 1000),
-            (1001, 1001, 1000),
-            (1005, 1005, 1005),
-            (1004, 1004, 1004),
-            (1006, 1004, 1004),
-            (1007, 1007, 1004),
-            (1008, 1007, 1004),
-            (1009, 1009, 1009),
-            (1010, 1010, 1010),
-            (1011, 1011, 1011),
-            (1012, 1001, 1000),
-        ];
-        assert_eq!(found, expected);
-        let before = entries.clone();
-        lead_sessions(&mut entries);
-        assert_eq!(entries, before);
-    }
-
-    #[test]
-    fn a_short_pages_file_is_found() {
-        let dir = tempfile::tempdir().unwrap();
-        let new = PagemapEntry { flags: Some(PRESENT), nr_pages: Some(2), ..PagemapEntry::default() };
-        let old = PagemapEntry { compat_nr_pages: Some(1), ..PagemapEntry::default() };
-        let lazy = PagemapEntry { flags: Some(2), nr_pages: Some(9), ..PagemapEntry::default() };
-        pagemap(dir.path(), &[new, old, lazy]);
-        std::fs::write(dir.path().join("pages-7.img"), vec![0; 3 * 4096]).unwrap();
-        assert_eq!(check_pages(dir.path()).unwrap(), 3 * 4096);
-        std::fs::write(dir.path().join("pages-7.img"), vec![0; 3 * 4096 - 1]).unwrap();
-        assert!(check_pages(dir.path()).unwrap_err().to_string().contains("its page map says 12288"));
-        std::fs::remove_file(dir.path().join("pages-7.img")).unwrap();
-        assert!(matches!(check_pages(dir.path()), Err(Error::Read { .. })));
-    }
-
-    #[test]
-    fn a_missing_page_map_is_found() {
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::write(dir.path().join("mm-12.img"), "").unwrap();
-        assert!(check_pages(dir.path()).unwrap_err().to_string().contains("pagemap-12.img"));
-        pagemap(dir.path(), &[]);
-        assert_eq!(check_pages(dir.path()).unwrap(), 0);
-    }
-
-    #[test]
-    fn cut_records_and_foreign_files_are_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("pstree.img");
-        let entry = PstreeEntry { pid: 1000, ppid: 0, pgid: 1000, sid: 1000, threads: vec![1000, 1007] };
-        write(&path, PSTREE, &[entry.encode_to_vec()]);
-        let found = ids(dir.path()).unwrap();
-        assert_eq!((found.processes, found.all), (vec![1000], vec![1000, 1007]));
-        let whole = std::fs::read(&path).unwrap();
-        for length in [0, 3, 7, 9, whole.len() - 1] {
-            std::fs::write(&path, &whole[..length]).unwrap();
-            assert!(ids(dir.path()).is_err(), "cut to {length}");
-        }
-        let mut huge = whole.clone();
-        huge[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
-        std::fs::write(&path, huge).unwrap();
-        assert!(ids(dir.path()).is_err());
-        std::fs::write(&path, [FILES.to_le_bytes(), PSTREE.to_le_bytes()].concat()).unwrap();
-        assert!(ids(dir.path()).unwrap_err().to_string().contains("magic"));
-    }
-}
+mod tests;

@@ -4,6 +4,7 @@
 //! taken from its log, which it writes to a pipe of ours, bounded. It runs in the job's namespaces, as pid 2 there.
 
 pub mod image;
+pub mod lazy;
 mod log;
 pub(crate) mod proto;
 mod rpc;
@@ -13,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 pub use log::Log;
-pub use rpc::{DumpOptions, Hooks, Restored, Tcp};
+pub use rpc::{DumpOptions, Hooks, Memory, Restored, Tcp};
 pub use rpc::{Notify, Place, RunError, dump, find_restored, restore};
 
 /// The oldest CRIU that reads and writes the images we make (page counts moved in the 4.2 page map).

@@ -59,6 +59,8 @@ pub(crate) struct Options {
     /// Seconds, for freezing only.
     #[prost(uint32, optional, tag = "45")]
     pub timeout: Option<u32>,
+    #[prost(bool, optional, tag = "48")]
+    pub lazy_pages: Option<bool>,
     #[prost(bool, optional, tag = "52")]
     pub tcp_close: Option<bool>,
     /// 3 is SKIP: the tasks are frozen anyway, and the other ways need iptables or nftables.

@@ -46,6 +46,15 @@ pub enum Tcp {
     Close,
 }
 
+/// When a restored tree gets its memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Memory {
+    /// Before it runs.
+    AtOnce,
+    /// From a [`Daemon`](super::lazy::Daemon) at the same place, while it runs.
+    Lazily,
+}
+
 /// What a dump needs to know.
 #[derive(Debug, Clone, Copy)]
 pub struct DumpOptions {
@@ -232,9 +241,10 @@ pub fn dump(place: &Place<'_>, options: DumpOptions, hooks: &mut Hooks<'_>) -> R
 ///
 /// # Errors
 /// When CRIU does not start, refuses, is cancelled or takes too long. Nothing of the tree is left then.
-pub fn restore(place: &Place<'_>, tcp: Tcp, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
+pub fn restore(place: &Place<'_>, tcp: Tcp, memory: Memory, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
     image::check_pages(place.images)?;
-    let wanted = Options { rst_sibling: Some(true), ..common(place, tcp) };
+    let lazy_pages = (memory == Memory::Lazily).then_some(true);
+    let wanted = Options { rst_sibling: Some(true), lazy_pages, ..common(place, tcp) };
     let mut run = Run::start(place, Orphan::CleansUp)?;
     let outcome = run.converse(Kind::Restore, wanted, place.timeout, hooks);
     if outcome.is_err() {
@@ -456,56 +466,4 @@ fn wait_bounded(child: &Child, limit: Duration) -> io::Result<Ended> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::os::unix::fs::PermissionsExt;
-
-    use super::*;
-    use crate::sys::criu::Version;
-
-    /// Asks a program that stands in for CRIU for a dump.
-    fn ask(script: &str, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<Log, RunError> {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("criu");
-        std::fs::write(&path, format!("#!/bin/sh\n{script}")).unwrap();
-        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
-        let criu = Criu { path, version: Version(4, 2, 0) };
-        let place = Place { criu: &criu, init: None, images: dir.path(), work: dir.path(), timeout };
-        let options =
-            DumpOptions { root: 1000, tcp: Tcp::Close, ghost_limit: 1, freeze_timeout: Duration::from_secs(1) };
-        let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled, abandon: &|| {}, died: &|| None };
-        dump(&place, options, &mut hooks)
-    }
-
-    const LONG: Duration = Duration::from_secs(20);
-
-    #[test]
-    fn one_that_goes_away_without_an_answer_is_quoted() {
-        let script = "echo 'Error (criu/a.c:1): out of luck' >&2\nexit 3";
-        let error = ask(script, LONG, &|| false).unwrap_err();
-        assert!(matches!(error, RunError::Gone { ended: Ended::Exit(3), .. }), "{error:?}");
-        assert_eq!(error.to_string(), "CRIU ended without an answer (exit code 3): out of luck");
-    }
-
-    #[test]
-    fn one_that_hangs_is_killed_and_so_is_one_that_is_not_wanted_any_more() {
-        let began = Instant::now();
-        let error = ask("exec sleep 300", Duration::from_millis(200), &|| false).unwrap_err();
-        assert!(matches!(error, RunError::Timeout { .. }), "{error:?}");
-        let error = ask("exec sleep 300", LONG, &|| true).unwrap_err();
-        assert!(matches!(error, RunError::Cancelled), "{error:?}");
-        assert!(began.elapsed() < LONG);
-    }
-
-    #[test]
-    fn an_answer_that_is_none_and_a_program_that_is_none() {
-        // The socket is descriptor 3; the shell's echo is one packet.
-        let error = ask("echo nonsense >&3\nexec sleep 300", LONG, &|| false).unwrap_err();
-        assert!(matches!(error, RunError::Talk { what: "decode", .. }), "{error:?}");
-        let criu = Criu { path: "/nowhere/criu".into(), version: Version(4, 2, 0) };
-        let place = Place { criu: &criu, init: None, images: Path::new("/"), work: Path::new("/"), timeout: LONG };
-        assert!(matches!(
-            Run::start(&place, Orphan::Dies),
-            Err(RunError::Start(spawn::Error::Child { step: "execve", .. }))
-        ));
-    }
-}
+mod tests;

@@ -1,0 +1,74 @@
+//! Executable files of ours that are embedded in our own, and unpacked by content hash.
+//!
+//! A job maps them, so every image names them, and CRIU wants the same file at the same path at a restore. Their names
+//! therefore hold the hash of their content: another version of rekindle unpacks another file and leaves this one alone.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::sys::durable;
+
+/// A file can not be put in place.
+#[derive(Debug, thiserror::Error)]
+#[error("can not put the {name} at {path}")]
+pub struct Error {
+    name: &'static str,
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+/// A file that build.rs made.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Embedded {
+    /// What it is, and how its file's name begins.
+    pub(super) name: &'static str,
+    /// What comes behind the hash.
+    pub(super) suffix: &'static str,
+    pub(super) content: &'static [u8],
+    pub(super) mode: u32,
+}
+
+impl Embedded {
+    /// Makes sure that `dir` holds this version's file, whole, and returns its path.
+    pub(super) fn unpack(&self, dir: &Path) -> Result<PathBuf, Error> {
+        let hash = blake3::hash(self.content).to_hex();
+        let path = dir.join(format!("{}-{}{}", self.name, hash.get(..16).unwrap_or_default(), self.suffix));
+        let result = put(&path, self.content, self.mode);
+        result.map_err(|source| Error { name: self.name, path: path.clone(), source })?;
+        Ok(path)
+    }
+}
+
+/// Puts `content` at `path` with the permission bits `mode`, unless it is there already.
+///
+/// # Errors
+/// When the file can not be read or written.
+pub fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
+    match std::fs::read(path) {
+        Ok(found) if found == content => return Ok(()),
+        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+        _ => {}
+    }
+    durable::write_file(path, content, mode).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    #[test]
+    fn a_cut_file_is_mended() {
+        let file = Embedded { name: "thing", suffix: ".so", content: b"whole", mode: 0o750 };
+        let dir = tempfile::tempdir().unwrap();
+        let path = file.unpack(dir.path()).unwrap();
+        std::fs::write(&path, b"cut").unwrap();
+        assert_eq!(file.unpack(dir.path()).unwrap(), path);
+        assert_eq!(std::fs::read(&path).unwrap(), b"whole");
+        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o750);
+        let name = path.file_name().unwrap().to_str().unwrap();
+        assert!(name.starts_with("thing-") && name.ends_with(".so"), "{name}");
+    }
+}

@@ -1,0 +1,137 @@
+//! Why an image was not restored, and who is to blame.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::rollback::RollbackError;
+use crate::launch::world;
+use crate::sys::criu;
+use crate::sys::cuda;
+use crate::sys::spawn::Ended;
+
+/// Why an image was not restored.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The image has no readable manifest.
+    #[error("image {0} can not be used: its manifest is damaged")]
+    NoManifest(crate::store::ImageId),
+    /// Files of the image are not what was written.
+    #[error("image {id} is damaged: {what}")]
+    Damaged {
+        /// The image.
+        id: crate::store::ImageId,
+        /// The parts.
+        what: String,
+    },
+    /// The image was made by a newer CRIU, which writes what an older one can not read.
+    #[error("image {id} was made by CRIU {made}, and this is CRIU {here}: install CRIU {made} or newer")]
+    OlderCriu {
+        /// The image.
+        id: crate::store::ImageId,
+        /// The image's.
+        made: criu::Version,
+        /// Ours.
+        here: criu::Version,
+    },
+    /// A file of ours that the job runs could not be put in place.
+    #[error("can not put {} back", path.display())]
+    Recreate {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: std::io::Error,
+    },
+    /// Device memory could not be put where the driver looks for it.
+    #[error(transparent)]
+    Landing(#[from] super::LandingError),
+    /// A file of the job could not be put back.
+    #[error(transparent)]
+    Rollback(#[from] RollbackError),
+    /// The world could not be made.
+    #[error(transparent)]
+    World(#[from] world::Error),
+    /// CRIU could not restore the tree.
+    #[error("{0}")]
+    Criu(#[from] criu::RunError),
+    /// In the host's PID namespace, another process has a pid of the image.
+    #[error("{0}")]
+    PidTaken(#[source] criu::RunError),
+    /// The job's folder can not be used.
+    #[error(transparent)]
+    Store(#[from] crate::store::Error),
+    /// A process of the image that used CUDA is not there after the restore.
+    #[error("process {0}, which used CUDA, is not there after the restore")]
+    NoProcess(i32),
+    /// The CUDA driver could not bring a process back.
+    #[error("the CUDA state of process {pid} did not come back: {source}")]
+    Cuda {
+        /// As the job sees it.
+        pid: i32,
+        /// The driver's answer.
+        #[source]
+        source: cuda::Error,
+    },
+    /// The CUDA driver did not answer in time.
+    #[error("the CUDA driver did not bring the job back within {}: raise restart.restore-timeout, or see what the GPU is doing", humantime::format_duration(*limit))]
+    CudaTimeout {
+        /// The bound.
+        limit: Duration,
+    },
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+}
+
+const KILLED: Ended = Ended::Signal(libc::SIGKILL);
+
+/// Who is to blame, which decides whether the image is passed over from now on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Blame {
+    /// Its files are not what was written.
+    Damaged,
+    /// It does not come back here.
+    Image,
+    /// The machine: another image would not do better, and this one is as good as it was.
+    Machine,
+    /// Nobody: it was called off.
+    Nobody,
+}
+
+impl Error {
+    /// Who is to blame.
+    #[must_use]
+    pub fn blame(&self) -> Blame {
+        match self {
+            Error::NoManifest(_) | Error::Damaged { .. } => Blame::Damaged,
+            Error::Criu(criu::RunError::Image(_)) => Blame::Damaged,
+            Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
+            Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
+            Error::World(_)
+            | Error::Store(_)
+            | Error::OlderCriu { .. }
+            | Error::Recreate { .. }
+            | Error::Landing(_) => Blame::Machine,
+            // It may be a zombie of the life before, which pid 1 has yet to reap.
+            Error::PidTaken(_) => Blame::Machine,
+            // No driver, no right, a GPU that is full or gone, a process killed meanwhile: nothing in the image can
+            // change that.
+            Error::NoProcess(_) | Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
+            // The kernel, short of memory, or somebody with a kill -9: neither CRIU nor a task ends this way by itself.
+            Error::Criu(
+                criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },
+            ) => Blame::Machine,
+            Error::Criu(criu::RunError::Refused { log }) if log.says_killed() => Blame::Machine,
+            Error::Criu(_) | Error::Rollback(_) => Blame::Image,
+        }
+    }
+
+    /// CRIU's log, where CRIU was what failed.
+    #[must_use]
+    pub fn criu_log(&self) -> Option<&criu::Log> {
+        match self {
+            Error::Criu(error) | Error::PidTaken(error) => error.log(),
+            _ => None,
+        }
+    }
+}

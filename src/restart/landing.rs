@@ -1,0 +1,139 @@
+//! Landing files at a restart: CRIU maps them by their path, and the driver reads the device memory back from there.
+//!
+//! From an image in memory the file is the slot's own under a second name: nothing is copied. From the store its content is
+//! copied to where the image says. The names go when the driver is done.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::launch::identity::Identity;
+use crate::store::manifest::Landing;
+use crate::store::{Image, Manifest};
+use crate::sys::cgroup;
+use crate::sys::pages;
+use crate::sys::parallel::in_parallel;
+
+/// Files that lie where the image wants them. Dropped, they are gone from there.
+#[derive(Debug, Default)]
+pub(super) struct InPlace(Vec<PathBuf>);
+
+impl Drop for InPlace {
+    fn drop(&mut self) {
+        for path in &self.0 {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// A landing file could not be put where it has to be.
+#[derive(Debug, thiserror::Error)]
+#[error("can not put the GPU memory of process {pid} at {}", path.display())]
+pub struct Error {
+    pid: i32,
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+/// Puts all of them in place.
+pub(super) fn put(image: &Image, manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
+    let mut put = InPlace::default();
+    for landing in &manifest.landing {
+        put.0.push(landing.path.clone());
+        put_one(image, landing, user).map_err(|source| Error {
+            pid: landing.pid,
+            path: landing.path.clone(),
+            source,
+        })?;
+    }
+    Ok(put)
+}
+
+fn put_one(image: &Image, landing: &Landing, user: Option<&Identity>) -> io::Result<()> {
+    let from = image.dir.join(&landing.part);
+    if let Some(folder) = landing.path.parent() {
+        // There already, unless the job's store or its staging directory has moved since.
+        fs::create_dir_all(folder)?;
+    }
+    match fs::remove_file(&landing.path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    if image.is_staged() && fs::hard_link(&from, &landing.path).is_ok() {
+        return Ok(());
+    }
+    copy(&from, &landing.path)?;
+    // It is the user's memory, and has to be the user's file for the look at what a restored job has open.
+    user.map_or(Ok(()), |user| std::os::unix::fs::chown(&landing.path, Some(user.uid), Some(user.gid)))
+}
+
+/// Copied at once by one thread.
+const STRETCH: u64 = 256 << 20;
+
+fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    let source = File::open(from)?;
+    let target = File::options().read(true).write(true).create_new(true).mode(0o600).open(to)?;
+    let len = source.metadata()?.size();
+    // On a tmpfs as large as the machine's memory it would not be an error but the end of some process.
+    if cgroup::memory_available().is_some_and(|available| available < len) {
+        return Err(io::Error::new(io::ErrorKind::StorageFull, "memory is short of its size"));
+    }
+    // A tmpfs that is too small must be an error here and not a SIGBUS in the driver.
+    pages::make_present(&target, len)?;
+    let stretches = (0..len.div_ceil(STRETCH)).collect();
+    let copy_one = |n: u64| {
+        let (mut source, mut target) = (File::open(from)?, File::options().write(true).open(to)?);
+        let start = n * STRETCH;
+        io::Seek::seek(&mut source, io::SeekFrom::Start(start))?;
+        io::Seek::seek(&mut target, io::SeekFrom::Start(start))?;
+        let wanted = STRETCH.min(len - start);
+        match io::copy(&mut io::Read::take(source, wanted), &mut target)? {
+            copied if copied == wanted => Ok(()),
+            _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    };
+    in_parallel(stretches, pages::spare_threads(), copy_one).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::{ImageId, Place, State};
+
+    #[test]
+    fn content_is_in_place_until_it_is_not_needed_any_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let part = dir.path().join("image/gpu/7");
+        fs::create_dir_all(part.parent().unwrap()).unwrap();
+        fs::write(&part, vec![3; 5 << 20]).unwrap();
+        let path = dir.path().join("elsewhere/landing/7");
+        let landing = Landing { pid: 7, path: path.clone(), part: "gpu/7".into(), bytes: 5 << 20 };
+        let manifest = Manifest { landing: vec![landing], ..crate::store::sample_manifest() };
+        for place in [Place::Staged, Place::Stored] {
+            let image = Image {
+                id: ImageId::new(1, chrono::DateTime::UNIX_EPOCH),
+                dir: dir.path().join("image"),
+                state: State::Good(Box::new(manifest.clone())),
+                place,
+            };
+            let put = put(&image, &manifest, None).unwrap();
+            assert_eq!(fs::read(&path).unwrap(), vec![3; 5 << 20]);
+            let same = fs::metadata(&path).unwrap().ino() == fs::metadata(&part).unwrap().ino();
+            assert_eq!(same, place == Place::Staged, "{place:?}");
+            drop(put);
+            assert!(!path.exists() && part.exists());
+        }
+        fs::remove_file(&part).unwrap();
+        let image = Image {
+            id: ImageId::new(1, chrono::DateTime::UNIX_EPOCH),
+            dir: dir.path().join("image"),
+            state: State::Good(Box::new(manifest.clone())),
+            place: Place::Stored,
+        };
+        let error = put(&image, &manifest, None).unwrap_err();
+        assert!(error.to_string().contains("process 7"), "{error}");
+        assert!(!path.exists());
+    }
+}

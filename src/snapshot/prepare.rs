@@ -1,0 +1,104 @@
+//! A place for the image, found and made ready while the job runs.
+
+use chrono::Utc;
+
+use super::landing::Lander;
+use super::pages::{Expected, Source};
+use super::phases::Work;
+use super::target::Target;
+use super::{Error, preflight};
+use crate::launch::interposer;
+use crate::store::staging::Area;
+use crate::store::staging::admission::{self, Choice, Memory, SlotFacts};
+use crate::sys::cgroup;
+
+/// Chooses between memory and store, checks that there is room, and begins.
+pub(super) fn target(work: &Work<'_>) -> Result<Target, Error> {
+    let subject = work.subject;
+    let pids = work.gpu.outer_pids();
+    let device: u64 = work.device_memory.iter().sum();
+    let host: u64 = work.expected.iter().map(|e| e.bytes).sum();
+    match subject.staging {
+        Some(area) if area.is_there() => {
+            let besides = if pids.iter().all(|pid| interposer::is_in(*pid)) { 0 } else { device };
+            slot(work, area, host.saturating_add(device), besides)
+        }
+        area => {
+            if let Some(area) = area {
+                tracing::warn!(
+                    "{} is not there any more, this image goes to the store at once; the next start makes it anew",
+                    area.path().display()
+                );
+            }
+            preflight::check_memory(device, subject)?;
+            let keep = subject.config.store.min_free.bytes();
+            preflight::check_disk(device.saturating_add(host), keep, subject.folder)?;
+            Ok(Target::Draft(subject.folder.begin_image(subject.lock, Utc::now())?))
+        }
+    }
+}
+
+fn slot(work: &Work<'_>, area: &Area, image: u64, besides: u64) -> Result<Target, Error> {
+    let subject = work.subject;
+    let slots = area.slots();
+    let facts = |at: usize| SlotFacts {
+        image: slots[at].image().filter(crate::store::Image::is_good).map(|image| image.id),
+        allocated: slots[at].allocated(),
+    };
+    let memory = Memory {
+        image,
+        besides,
+        available: cgroup::memory_available(),
+        below_limit: cgroup::memory_headroom(subject.job.root.pid()),
+        keep: subject.config.snapshot.memory_reserve.bytes(),
+        keep_beside: cgroup::memory_total().unwrap_or(0) / KEPT_BESIDE,
+    };
+    let stored = |id: crate::store::ImageId| subject.folder.is_stored(id);
+    let at = match admission::choose(&[facts(0), facts(1)], &memory, stored)? {
+        Choice::Beside(at) => at,
+        Choice::Instead(at) => {
+            tracing::warn!(
+                "memory has room for one image only: while the next one is made, image {} is in the store alone",
+                facts(at).image.map(|id| id.to_string()).unwrap_or_default()
+            );
+            subject.folder.drop_links(&slots[1 - at]);
+            slots[1 - at].empty()?;
+            at
+        }
+    };
+    let id = subject.folder.next_id(Utc::now())?;
+    subject.folder.drop_links(&slots[at]);
+    Ok(Target::Slot(slots[at].begin(id)?))
+}
+
+/// With two images in memory, at least this part of the machine's memory stays free.
+const KEPT_BESIDE: u64 = 16;
+
+/// The CUDA processes that can take a landing file, with what is expected to land.
+pub(super) fn landers(work: &Work<'_>) -> Vec<Lander> {
+    let Some(area) = work.subject.staging else { return Vec::new() };
+    let all = work.gpu.inner_pids().into_iter().zip(work.gpu.outer_pids()).zip(work.device_memory.iter().copied());
+    all.filter(|((_, outer), _)| interposer::is_in(*outer))
+        .map(|((inner, outer), used)| Lander { inner, outer, bytes: last_time(area, inner).unwrap_or(used) })
+        .collect()
+}
+
+/// What CRIU's page files will hold: the host memory, and the device memory of those that do not land.
+pub(super) fn pages(work: &Work<'_>, landers: &[Lander]) -> Vec<Expected> {
+    let mut all = work.expected.clone();
+    let inner = work.gpu.inner_pids();
+    for (pid, bytes) in
+        inner.iter().zip(&work.device_memory).filter(|(pid, _)| !landers.iter().any(|l| l.inner == **pid))
+    {
+        all.iter_mut().filter(|e| e.source == Source::Process(*pid)).for_each(|e| e.bytes += bytes);
+    }
+    all
+}
+
+/// The driver asks for somewhat less than NVML says is in use. What it asked for last time is the better guess: a job that
+/// has grown since has the rest added while it stands still.
+fn last_time(area: &Area, inner: i32) -> Option<u64> {
+    let images = area.images();
+    let landings = images.iter().filter_map(|image| image.manifest()).flat_map(|manifest| &manifest.landing);
+    landings.into_iter().find(|landing| landing.pid == inner).map(|landing| landing.bytes)
+}

@@ -1,0 +1,322 @@
+//! Snapshots, and the way of their images from memory to the store.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use super::publish::Persisting;
+use super::state::{Event, Finish, Harm, State};
+use super::{Message, Owner, PROGRESS, Setup};
+use crate::config::Rate;
+use crate::snapshot::{self, Subject, Taken};
+use crate::store::persist::{self, Bounds, Progress};
+use crate::store::retention::{self, Facts, Policy};
+use crate::store::staging::Area;
+use crate::store::{Image, ImageId};
+use crate::sys::criu::Log;
+use crate::sys::{cgroup, process};
+use crate::telemetry::log::chain;
+
+/// How often it is looked at how much memory is left.
+pub(super) const LOOK: Duration = Duration::from_secs(2);
+
+/// An image on its way from memory to the store.
+pub(super) struct Persist {
+    image: ImageId,
+    progress: Arc<Progress>,
+    cancel: Arc<AtomicBool>,
+}
+
+impl Persist {
+    /// What others see of it.
+    pub(super) fn seen(&self) -> Persisting {
+        let (done, total) = self.progress.bytes();
+        Persisting { image: self.image, done, total }
+    }
+}
+
+/// How that went.
+pub(super) struct Outcome {
+    image: ImageId,
+    result: Result<Image, PersistError>,
+    /// Without the removal of older ones.
+    took: Duration,
+}
+
+/// Why an image stays in memory only.
+#[derive(Debug, thiserror::Error)]
+enum PersistError {
+    #[error(transparent)]
+    Store(#[from] crate::store::Error),
+    #[error(transparent)]
+    Refused(#[from] snapshot::Refusal),
+    #[error(transparent)]
+    Persist(#[from] persist::Error),
+}
+
+impl Owner<'_> {
+    pub(super) fn snapshot(&mut self, reason: crate::store::manifest::Reason) {
+        let Some(job) = self.job.clone() else { return };
+        self.cancel = Arc::new(AtomicBool::new(false));
+        let (setup, files, cancel, sender) =
+            (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
+        let interval = self.machine.choice().cloned();
+        self.spawn("snapshot", move || {
+            let subject = Subject {
+                job: &job,
+                folder: &setup.folder,
+                lock: &setup.lock,
+                config: &setup.config,
+                criu: &setup.criu,
+                launch: &setup.launch,
+                ours: setup.ours(),
+                staging: setup.staging.as_ref(),
+                output: &files,
+                interval: interval.as_ref(),
+            };
+            let result = snapshot::take(&subject, reason, &|| cancel.load(Ordering::Relaxed));
+            drop(job);
+            if result.as_ref().is_ok_and(|taken| !taken.image.is_staged()) {
+                rotate(&setup);
+            }
+            let _ = sender.send(Message::Snapshot(Box::new(result)));
+        });
+    }
+
+    pub(super) fn snapshot_done(&mut self, result: Result<Taken, snapshot::Error>) {
+        let event = match result {
+            Ok(taken) => {
+                taken.notes.iter().for_each(|note| tracing::warn!("{note}"));
+                let bytes = taken.image.manifest().map_or(0, |m| m.bytes);
+                let freeze = shown(taken.freeze);
+                let size = bytesize::ByteSize::b(bytes);
+                tracing::info!("image {}: {size}, the job stood still for {freeze}", taken.image.id);
+                self.published.taken(&taken);
+                let persist = match taken.image.is_staged() {
+                    true => {
+                        self.persist(taken.image);
+                        None
+                    }
+                    false => Some(taken.persist),
+                };
+                Event::SnapshotTaken { freeze: taken.freeze, persist }
+            }
+            Err(error) => {
+                let lost = error.job_is_lost();
+                if self.ended.is_none() {
+                    let why = chain(&error);
+                    self.keep_criu_log("dump", error.criu_log());
+                    match error {
+                        _ if lost => tracing::error!("the snapshot failed and the job can not go on: {why}"),
+                        snapshot::Error::Cancelled => tracing::info!("the snapshot was called off; the job runs on"),
+                        snapshot::Error::JobEnded => tracing::info!("no snapshot: {why}"),
+                        _ => tracing::error!("the snapshot failed, the job runs on: {why}"),
+                    }
+                    self.published.snapshot_failed(why);
+                    // It may be that memory has room for the one image only that did not get to the store.
+                    self.persist_newest();
+                }
+                Event::SnapshotFailed(if lost { Harm::Lost } else { Harm::None })
+            }
+        };
+        self.step(event);
+        self.remember();
+        // An end that came during the snapshot was put aside; the images of now count.
+        if let (Some(ended), true) = (self.ended, self.job.is_some()) {
+            self.report_end(ended);
+        }
+    }
+
+    // ---- from memory to the store ----
+
+    /// Brings the newest image that is in memory only to the store, unless one is on its way.
+    pub(super) fn persist_newest(&mut self) {
+        let newest = self.only_in_memory().filter(|image| self.is_usable(image));
+        if let Some(image) = newest.filter(|_| self.persist.is_none()) {
+            self.persist(image);
+        }
+    }
+
+    /// The newest image, where it is in memory only. An older one that did not get to the store is of no use there once a
+    /// newer one did.
+    fn only_in_memory(&self) -> Option<Image> {
+        let folder = &self.shared.folder;
+        let newest = folder.staged().into_iter().find(Image::is_good)?;
+        let stored = folder.images().unwrap_or_default().into_iter().find(Image::is_good);
+        (stored.is_none_or(|stored| stored.id < newest.id) && !folder.is_stored(newest.id)).then_some(newest)
+    }
+
+    fn persist(&mut self, image: Image) {
+        let (setup, sender, read) = (Arc::clone(self.shared), self.sender.clone(), Arc::clone(&self.read));
+        let (progress, cancel) = (Arc::new(Progress::default()), Arc::new(AtomicBool::new(false)));
+        self.persist = Some(Persist { image: image.id, progress: Arc::clone(&progress), cancel: Arc::clone(&cancel) });
+        self.step(Event::PersistBegan);
+        self.spawn("persist", move || {
+            process::be_nice();
+            let began = Instant::now();
+            let result = bring_to_store(&setup, &image, &progress, &cancel);
+            let took = began.elapsed();
+            // While memory is brought back from an image none is removed: it is done when that is over.
+            if result.is_ok() && !read.load(Ordering::SeqCst) {
+                rotate(&setup);
+            }
+            let _ = sender.send(Message::Persisted(Box::new(Outcome { image: image.id, result, took })));
+        });
+    }
+
+    pub(super) fn persisted(&mut self, outcome: Outcome) {
+        self.persist = None;
+        let took = outcome.took;
+        let stored = outcome.result.is_ok();
+        match outcome.result {
+            Ok(image) => {
+                tracing::info!("image {} is in the store after {}", image.id, shown(took));
+                self.published.persist_failure = None;
+                if self.machine.is_postponed() && self.loading.is_none() {
+                    tracing::warn!(
+                        "a snapshot had to wait: bringing the image before it to the store took {}, which is longer than the interval",
+                        shown(took)
+                    );
+                }
+            }
+            Err(PersistError::Persist(persist::Error::Cancelled)) => {
+                tracing::info!("image {} was not brought to the store", outcome.image);
+            }
+            Err(error) => {
+                let there = self.shared.folder.staged().iter().any(|image| image.id == outcome.image);
+                let what = if there { "is in memory only" } else { "is lost, it was in memory only" };
+                let why = format!("image {} {what}: {}", outcome.image, chain(&error));
+                tracing::error!("{why}");
+                self.published.persist_failure = Some(why);
+            }
+        }
+        self.step(Event::PersistEnded(stored.then_some(took)));
+    }
+
+    /// Images in memory must not cost the job the memory that it needs: where little is left, the older image goes, and
+    /// then the newest, if the store has it.
+    pub(super) fn give_memory_back(&mut self) {
+        let Some(area) = &self.shared.staging else { return };
+        let reserve = self.shared.config.snapshot.memory_reserve.bytes();
+        let is_short = || {
+            let limit = self.job.as_ref().and_then(|job| cgroup::memory_headroom(job.root.pid()));
+            cgroup::memory_available().into_iter().chain(limit).min().is_some_and(|left| left < reserve)
+        };
+        // At any other time somebody reads or writes there.
+        if !matches!(self.machine.state(), State::Running(_)) || self.loading.is_some() || !is_short() {
+            return;
+        }
+        let newest = area.images().into_iter().find(Image::is_good).map(|image| image.id);
+        let only_here = self.only_in_memory().map(|image| image.id);
+        let mut slots = area.slots();
+        slots.sort_by_key(|slot| slot.image().map(|image| image.id) == newest);
+        for slot in slots {
+            let image = slot.image().map(|image| image.id);
+            let persisting = self.persist.as_ref().map(|persist| persist.image);
+            let needed = image.is_some() && (image == only_here || image == persisting);
+            if needed || slot.allocated() == 0 || !is_short() {
+                continue;
+            }
+            self.shared.folder.drop_links(&slot);
+            match slot.empty() {
+                Ok(()) => tracing::warn!(
+                    "memory is short (snapshot.memory-reserve): {} was given up",
+                    image.map_or_else(
+                        || "what was ready for the next image".into(),
+                        |id| format!("image {id} in memory")
+                    )
+                ),
+                Err(error) => tracing::warn!("memory is short, and can not be given back: {}", chain(&error)),
+            }
+        }
+    }
+
+    /// The job is over: what is only in memory goes to the store, and memory is given back. A second signal to stop ends
+    /// the wait.
+    pub(super) fn leave_memory(&mut self, finish: &Finish, messages: &mpsc::Receiver<Message>) {
+        // One that an earlier run left is given back too, though this one makes its images elsewhere.
+        let left = if self.shared.staging.is_none() { Area::left_behind(&self.shared.folder) } else { None };
+        let Some(area) = self.shared.staging.as_ref().or(left.as_ref()) else { return };
+        if *finish == Finish::Completed {
+            // Nobody goes on from it.
+            self.persist.iter().for_each(|persist| persist.cancel.store(true, Ordering::Relaxed));
+        } else if self.stops < 2 {
+            self.persist_newest();
+        }
+        // A second signal means at once.
+        while self.persist.is_some() {
+            if self.stops > 1 {
+                self.persist.iter().for_each(|persist| persist.cancel.store(true, Ordering::Relaxed));
+            }
+            match messages.recv_timeout(PROGRESS) {
+                Ok(Message::Persisted(outcome)) => self.persisted(*outcome),
+                Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => self.stops += 1,
+                Ok(_) => {}
+                Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
+                Err(mpsc::RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        match self.only_in_memory().filter(|_| *finish != Finish::Completed) {
+            Some(image) => tracing::warn!(
+                "image {} is in memory only, at {}: it is lost when the machine restarts; the same command again goes on from it",
+                image.id,
+                area.path().display()
+            ),
+            None => {
+                area.slots().iter().for_each(|slot| self.shared.folder.drop_links(slot));
+                if let Err(error) = area.close() {
+                    tracing::warn!("memory is not given back: {}", chain(&error));
+                }
+            }
+        }
+    }
+
+    /// CRIU's log of a failure, for who has to find out; one for each kind, the last.
+    pub(super) fn keep_criu_log(&self, kind: &str, log: Option<&Log>) {
+        let Some(log) = log else { return };
+        let path = self.shared.folder.log_dir().join(format!("criu-{kind}.log"));
+        match std::fs::write(&path, log.text()) {
+            Ok(()) => tracing::info!("CRIU's log is in {}", path.display()),
+            Err(error) => tracing::warn!("can not keep CRIU's log in {}: {error}", path.display()),
+        }
+    }
+}
+
+fn bring_to_store(
+    setup: &Setup,
+    image: &Image,
+    progress: &Progress,
+    cancel: &AtomicBool,
+) -> Result<Image, PersistError> {
+    let store = &setup.config.store;
+    let need = image.manifest().map_or(0, |manifest| manifest.bytes);
+    snapshot::check_disk(need, store.min_free.bytes(), &setup.folder)?;
+    let rate = match store.persist_rate {
+        Rate::Unlimited => None,
+        Rate::PerSecond(size) => Some(size.bytes()),
+    };
+    let bounds = Bounds { rate, threads: store.threads() };
+    let draft = setup.folder.begin_image_as(&setup.lock, image.id)?;
+    Ok(persist::persist(image, draft, bounds, progress, &|| cancel.load(Ordering::Relaxed))?)
+}
+
+/// In whole milliseconds.
+pub(super) fn shown(time: Duration) -> humantime::FormattedDuration {
+    humantime::format_duration(Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(u64::MAX)))
+}
+
+/// Removes what the plan says. What can not be read stays. It may take seconds: never on the thread that owns the state.
+pub(super) fn rotate(setup: &Setup) {
+    let folder = &setup.folder;
+    let policy = Policy { keep_last: setup.config.store.keep_last };
+    let removed = folder.images().and_then(|images| {
+        let facts: Vec<Facts> = images.iter().map(Facts::from).collect();
+        retention::plan(&facts, &policy).removals().try_for_each(|id| {
+            tracing::debug!("removing image {id}");
+            folder.remove(&setup.lock, &id)
+        })
+    });
+    if let Err(error) = removed {
+        tracing::warn!("old images were not removed: {}", chain(&error));
+    }
+}

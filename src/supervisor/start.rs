@@ -1,0 +1,200 @@
+//! Launching and restoring, on a thread of its own, and what becomes of it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use chrono::Utc;
+
+use super::keep::shown;
+use super::state::Event;
+use super::{Message, Owner, Setup, load};
+use crate::config::{Lazy, PidNamespace};
+use crate::launch::world::{FIRST_PID, World};
+use crate::launch::{self, Job, output};
+use crate::restart::policy::From;
+use crate::restart::{self, Blame};
+use crate::store::{BadMark, BadWhy, Image, ImageId};
+use crate::sys::criu::lazy::Daemon;
+use crate::telemetry::log::chain;
+
+pub(super) struct StartedJob {
+    job: Job,
+    notes: Vec<String>,
+    /// What brings its memory while it runs, from this image.
+    loader: Option<(Daemon, ImageId)>,
+    not_lazy: Option<String>,
+}
+
+pub(super) enum StartFailure {
+    Launch(launch::Error),
+    World(launch::world::Error),
+    Restore(Box<Image>, Box<restart::Error>),
+    Store(crate::store::Error),
+}
+
+impl Owner<'_> {
+    pub(super) fn start(&mut self, from: From) {
+        self.cancel = Arc::new(AtomicBool::new(false));
+        let (setup, files, cancel, sender) =
+            (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
+        let lazy = if self.lazy_failures < load::FAILURES { self.shared.config.restart.lazy } else { Lazy::Off };
+        let work = move || {
+            let result = match from {
+                From::Cold => launch_job(&setup, &files),
+                From::Image(id) => restore_job(&setup, id, lazy, &cancel),
+            };
+            let _ = sender.send(Message::Started(Box::new(result)));
+        };
+        self.spawn("start", work);
+    }
+
+    pub(super) fn started(&mut self, started: StartedJob) {
+        started.notes.iter().for_each(|note| tracing::info!("{note}"));
+        let job = Arc::new(started.job);
+        self.life += 1;
+        self.ended = None;
+        let (life, sender, waiting) = (self.life, self.sender.clone(), Arc::clone(&job));
+        self.job = Some(Arc::clone(&job));
+        self.spawn("wait", move || {
+            let _ = waiting.root.wait_for_end();
+            drop(waiting);
+            let _ = sender.send(Message::Ended(life));
+        });
+        self.step(Event::Started);
+        if let Some(why) = started.not_lazy {
+            self.not_lazy(&why);
+        }
+        if let Some((loader, image)) = started.loader {
+            self.load(job, loader, image);
+        }
+    }
+
+    pub(super) fn start_failed(&mut self, failure: StartFailure) {
+        let event = match failure {
+            StartFailure::World(error) => Event::Impossible { why: chain(&error) },
+            StartFailure::Launch(error) => Event::Impossible { why: chain(&error) },
+            StartFailure::Store(error) => Event::StartFailed { why: chain(&error) },
+            StartFailure::Restore(image, error) => self.restore_failed(*image, &error),
+        };
+        self.step(event);
+    }
+
+    fn restore_failed(&mut self, image: Image, error: &restart::Error) -> Event {
+        let why = chain(error);
+        self.keep_criu_log("restore", error.criu_log());
+        let bad = match error.blame() {
+            Blame::Nobody => return Event::StartFailed { why },
+            Blame::Machine => {
+                tracing::error!("can not restore image {} now: {why}", image.id);
+                return Event::StartFailed { why };
+            }
+            Blame::Damaged => BadWhy::Damaged,
+            Blame::Image => BadWhy::DoesNotRestore,
+        };
+        tracing::error!("image {} does not restore: {why}", image.id);
+        let id = image.id;
+        let other_copy = match bad {
+            // The other one was not looked at.
+            BadWhy::Damaged => mark(image, bad, &why) && self.has_good_copy(id),
+            _ => {
+                self.mark_copies(id, bad, &why);
+                false
+            }
+        };
+        match self.good_images() {
+            Ok(images) => {
+                Event::ImageFailed { images: images.into_iter().filter(|other| *other != id || other_copy).collect() }
+            }
+            Err(error) => Event::StartFailed { why: chain(&error) },
+        }
+    }
+
+    fn has_good_copy(&self, id: ImageId) -> bool {
+        self.shared.folder.copies().is_ok_and(|copies| copies.iter().any(|image| image.id == id && image.is_good()))
+    }
+
+    /// Marks the image in memory and in the store: one is as good as the other.
+    pub(super) fn mark_copies(&self, id: ImageId, why: BadWhy, detail: &str) {
+        match self.shared.folder.copies() {
+            Ok(copies) => copies.into_iter().filter(|image| image.id == id).for_each(|image| {
+                mark(image, why, detail);
+            }),
+            Err(error) => tracing::error!("can not mark image {id} as bad: {}", chain(&error)),
+        }
+    }
+}
+
+/// Answers whether it is marked now.
+fn mark(mut image: Image, why: BadWhy, detail: &str) -> bool {
+    let marked = image.mark_bad(BadMark { why, detail: detail.into(), when: Utc::now() });
+    match &marked {
+        Ok(()) => tracing::warn!("image {} is marked as bad ({why}); it is kept", image.id),
+        Err(error) => tracing::error!("can not mark image {} as bad: {}", image.id, chain(error)),
+    }
+    marked.is_ok()
+}
+
+fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartFailure> {
+    let world = match setup.config.job.pid_namespace {
+        PidNamespace::Private => World::private(&setup.reaper, FIRST_PID - 1).map_err(StartFailure::World)?,
+        PidNamespace::Host => World::Host,
+    };
+    match launch::start(&world, &setup.reaper, &setup.spec, files) {
+        Ok(root) => {
+            let job = Job::new(world, root);
+            job.wait_for_main();
+            Ok(StartedJob { job, notes: Vec::new(), loader: None, not_lazy: None })
+        }
+        Err(error) => {
+            world.end(None);
+            Err(StartFailure::Launch(error))
+        }
+    }
+}
+
+fn restore_job(setup: &Setup, id: ImageId, lazy: Lazy, cancel: &AtomicBool) -> Result<StartedJob, StartFailure> {
+    let copies = setup.folder.copies().map_err(StartFailure::Store)?;
+    let wanted = copies.into_iter().find(|image| image.id == id && image.is_good());
+    let image = match wanted {
+        Some(image) => image,
+        None => setup.folder.find(&id.to_string()).map_err(StartFailure::Store)?,
+    };
+    let mut request = restart::Request {
+        image: &image,
+        folder: &setup.folder,
+        criu: &setup.criu,
+        reaper: &setup.reaper,
+        identity: setup.spec.identity.as_ref(),
+        timeout: setup.config.restart.restore_timeout,
+        lazy,
+    };
+    let cancelled = || cancel.load(Ordering::Relaxed);
+    let mut not_lazy = None;
+    let mut result = restart::restore(&request, &cancelled);
+    if let Err(error) = &result
+        && lazy == Lazy::On
+        && error.blame() == Blame::Image
+    {
+        // It counts against the image only where the other way does not work either.
+        not_lazy = Some(chain(error));
+        request.lazy = Lazy::Off;
+        result = restart::restore(&request, &cancelled);
+    }
+    match result {
+        Ok(restored) => {
+            let mut notes: Vec<String> = restored
+                .rolled_back
+                .iter()
+                .map(|r| {
+                    format!("{} was put back; {} bytes are kept in {}", r.path.display(), r.bytes, r.kept.display())
+                })
+                .collect();
+            let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();
+            notes.push(format!("the job is back from image {id} after {}", shown(took)));
+            let not_lazy = not_lazy.or_else(|| restored.not_lazy.map(|error| chain(&error)));
+            Ok(StartedJob { job: restored.job, notes, loader: restored.loader.map(|loader| (loader, id)), not_lazy })
+        }
+        Err(error) => Err(StartFailure::Restore(Box::new(image), Box::new(error))),
+    }
+}

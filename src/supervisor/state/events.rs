@@ -1,0 +1,127 @@
+//! What goes into a step and what comes out of it.
+
+use std::time::Duration;
+
+use crate::restart::policy::From;
+use crate::store::ImageId;
+use crate::store::manifest::Reason;
+use crate::sys::spawn::Ended;
+
+/// Who asked for the end, which decides the exit code.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stop {
+    /// A signal: 128 plus its number.
+    Signal(i32),
+    /// To be queued again: 75.
+    Requeue,
+}
+
+/// How it all ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Finish {
+    /// The job exited with 0.
+    Completed,
+    /// Stopped as asked; it can be continued.
+    Stopped(Stop),
+    /// It can not be started here at all.
+    Impossible {
+        /// Why, in words.
+        why: String,
+    },
+    /// Given up.
+    Failed {
+        /// Why, in words.
+        why: String,
+        /// How the job ended last, where it was the job that ended.
+        last: Option<Ended>,
+    },
+}
+
+/// What happens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// The job runs.
+    Started,
+    /// The image can not be restored and was marked; these good ones are left, newest first.
+    ImageFailed {
+        /// Good images, newest first.
+        images: Vec<ImageId>,
+    },
+    /// It could not be started, by no fault of an image.
+    StartFailed {
+        /// Why, in words.
+        why: String,
+    },
+    /// It could not be started and never will: the command is wrong.
+    Impossible {
+        /// Why, in words.
+        why: String,
+    },
+    /// The job ended.
+    Ended {
+        /// How.
+        ended: Ended,
+        /// Good images, newest first.
+        images: Vec<ImageId>,
+    },
+    /// A snapshot is in the store.
+    SnapshotTaken {
+        /// How long the job stood still for it.
+        freeze: Duration,
+        /// How long it took then to make it lasting, where that is done.
+        persist: Option<Duration>,
+    },
+    /// An image is being brought from memory to the store.
+    PersistBegan,
+    /// It is there, after so long, or it failed.
+    PersistEnded(Option<Duration>),
+    /// The job runs, and its memory is still being brought back.
+    LoadBegan,
+    /// All of it is there, or it will not come and the job can not go on.
+    LoadEnded(Harm),
+    /// A snapshot failed; the job runs on, unless it is lost.
+    SnapshotFailed(Harm),
+    /// Take one now.
+    SnapshotNow,
+    /// Take a last one, then stop.
+    Stop(Stop),
+    /// Stop at once.
+    StopNow(Stop),
+    /// A time that [`Machine::deadline`](super::Machine::deadline) named may have come.
+    Tick,
+}
+
+/// What something that ended did to the job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Harm {
+    /// None.
+    None,
+    /// It can not go on.
+    Lost,
+}
+
+/// What is to be done.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    /// Launch or restore.
+    Start(From),
+    /// Take a snapshot.
+    Snapshot(Reason),
+    /// Give up the snapshot or the start that is under way.
+    Cancel,
+    /// Ask the job to end (SIGTERM).
+    Terminate,
+    /// End it.
+    Kill,
+    /// Note that the job dies from this image.
+    MarkDiesAgain(ImageId),
+    /// Say why it is tried again, and when.
+    Announce {
+        /// From what.
+        from: From,
+        /// After this long.
+        after: Duration,
+    },
+    /// The last action.
+    Finish(Finish),
+}

@@ -1,0 +1,108 @@
+//! Where a job can stand.
+
+use std::time::Instant;
+
+use super::events::Stop;
+use crate::restart::policy::From;
+use crate::sys::spawn::Ended;
+
+/// Where the job stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    /// It is being launched or restored.
+    Starting {
+        /// From what.
+        from: From,
+        /// A stop that came meanwhile.
+        stop: Option<Stop>,
+    },
+    /// It runs.
+    Running(Life),
+    /// It runs or stands still while a snapshot is taken.
+    Snapshotting {
+        /// The life.
+        life: Life,
+        /// A stop to carry out afterwards, and until when it may take.
+        stop: Option<(Stop, Instant)>,
+        /// It ended meanwhile.
+        ended: Option<Ended>,
+    },
+    /// It was told to end.
+    Ending {
+        /// Why.
+        stop: Ending,
+        /// When it is killed.
+        deadline: Option<Instant>,
+        /// The life.
+        life: Life,
+    },
+    /// The next try comes later.
+    Waiting {
+        /// From what.
+        from: From,
+        /// When.
+        until: Instant,
+    },
+    /// All is over.
+    Done,
+}
+
+/// Why a job was told to end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// It was asked for.
+    Stop(Stop),
+    /// It can not go on after a snapshot.
+    Lost,
+    /// The rest of its memory did not come.
+    Unloaded,
+}
+
+/// One life of the job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Life {
+    /// What it began with.
+    pub from: From,
+    /// When it began.
+    pub since: Instant,
+    /// When the next snapshot is due.
+    pub next: Option<Instant>,
+    /// Snapshots that failed in a row.
+    pub failures: u32,
+}
+
+impl State {
+    /// When [`Event::Tick`](super::Event::Tick) is wanted.
+    #[must_use]
+    pub fn deadline(&self) -> Option<Instant> {
+        match self {
+            State::Running(life) => life.next,
+            State::Snapshotting { stop, .. } => stop.map(|(_, at)| at),
+            State::Ending { deadline, .. } => *deadline,
+            State::Waiting { until, .. } => Some(*until),
+            State::Starting { .. } | State::Done => None,
+        }
+    }
+
+    /// The life of the job that has not ended yet.
+    pub(super) fn life(&self) -> Option<&Life> {
+        match self {
+            State::Running(life) | State::Snapshotting { life, .. } | State::Ending { life, .. } => Some(life),
+            State::Starting { .. } | State::Waiting { .. } | State::Done => None,
+        }
+    }
+
+    /// One word for it.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            State::Starting { from: From::Cold, .. } => "starting",
+            State::Starting { from: From::Image(_), .. } => "restoring",
+            State::Running(_) => "running",
+            State::Snapshotting { .. } => "snapshotting",
+            State::Ending { .. } => "stopping",
+            State::Waiting { .. } => "waiting",
+            State::Done => "done",
+        }
+    }
+}
