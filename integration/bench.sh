@@ -2,9 +2,11 @@
 # bench.sh: what rekindle costs, measured side by side in one run; prints one table. Not a test: nothing passes or fails.
 # Needs root, python3 and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh).
 #
-#   integration/bench.sh [--rekindle FILE] [--mib N] [--dir DIR] [--idle SECONDS]
+#   integration/bench.sh [--rekindle FILE] [--mib N] [--tree PxN] [--dir DIR] [--store DIR] [--runs N] [--idle SECONDS]
 #
-# --mib   memory of the frozen job, 1024 by default      --dir   where images are written, /dev/shm by default
+# --mib   memory of the frozen job, 4096 by default: with the images in memory it takes four times that
+# --tree  processes and MiB each of the frozen tree, 16x256 by default
+# --dir   where criu's images are written, /dev/shm by default      --store  where rekindle's store is, /var/tmp by default
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 [ "$(id -u)" -eq 0 ] || { echo 'bench: run it as root' >&2; exit 69; }
@@ -13,4 +15,4 @@ if [ -z "${REKINDLE_CRIU:-}" ]; then
   export REKINDLE_CRIU=$root/.deps/criu/criu
 fi
 case " $* " in *' --rekindle '*) ;; *) (cd "$root" && cargo build --quiet --release --bin rekindle) ;; esac
-exec python3 "$root/integration/bench.py" "$@"
+exec python3 -B "$root/integration/bench.py" "$@"

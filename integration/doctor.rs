@@ -87,7 +87,7 @@ fn criu() -> Option<PathBuf> {
     criu
 }
 
-const ROWS: [&str; 24] = [
+const ROWS: [&str; 29] = [
     "kernel.checkpoint-restore",
     "kernel.namespaces",
     "kernel.children",
@@ -109,6 +109,11 @@ const ROWS: [&str; 24] = [
     "nvidia.mps",
     "memory.huge-pages",
     "memory.gpu",
+    "staging.tmpfs",
+    "staging.huge-pages",
+    "staging.memory",
+    "staging.pipes",
+    "staging.interposer",
     "store.permissions",
     "store.file-system",
     "store.space",
@@ -165,6 +170,46 @@ fn a_machine_that_can_run_is_told_so_by_a_job_that_came_back() {
     let left: Vec<_> = fs::read_dir(bench.path("tmp")).unwrap().collect();
     assert!(left.is_empty(), "{left:?}");
     assert!(!bench.path("store").exists(), "doctor makes no store");
+}
+
+#[test]
+fn a_tmpfs_is_tried_and_unmounted_again() {
+    if !root() {
+        return;
+    }
+    let bench = Bench::new();
+    let config = |more: &str| {
+        let base = bench.path("run");
+        let text = format!("version = 1\n[snapshot]\nstaging-directory = {base:?}\n{more}");
+        fs::write(bench.path("rekindle.toml"), text).unwrap();
+    };
+    let doctor = || bench.command(Path::new("/nowhere"), &["--json"]);
+    config("");
+    let tmpfs = row(&parse(&doctor().output().unwrap()), "staging.tmpfs");
+    assert_eq!(tmpfs.state, "ok", "{tmpfs:?}");
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    assert!(!mounts.contains(bench.path("").to_str().unwrap()), "{mounts}");
+    assert!(!bench.path("run").exists(), "doctor makes no staging directory");
+
+    let plain = doctor();
+    let mut command = Command::new("setpriv");
+    command.arg("--bounding-set=-sys_admin").arg(plain.get_program()).args(plain.get_args());
+    let report = parse(&command.env("TMPDIR", bench.path("tmp")).output().unwrap());
+    let tmpfs = row(&report, "staging.tmpfs");
+    assert_eq!(tmpfs.state, "warn", "{tmpfs:?}");
+    assert!(tmpfs.fix.unwrap().contains("--cap-add=SYS_ADMIN"));
+
+    // What others can write to could be theirs.
+    fs::create_dir(bench.path("run")).unwrap();
+    fs::set_permissions(bench.path("run"), fs::Permissions::from_mode(0o777)).unwrap();
+    assert_eq!(row(&parse(&doctor().output().unwrap()), "staging.tmpfs").state, "warn");
+
+    config("staging = \"store\"\n");
+    let report = parse(&doctor().output().unwrap());
+    for check in ROWS.into_iter().filter(|check| check.starts_with("staging.")) {
+        assert_eq!(row(&report, check).state, "not-here", "{check}");
+    }
+    assert_eq!(fs::read_dir(bench.path("run")).unwrap().count(), 0);
 }
 
 #[test]

@@ -2,10 +2,8 @@
 
 import argparse
 import importlib.util
-import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -13,108 +11,28 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PHASES = ["lock", "checkpoint", "dump", "restore", "unlock"]
-
-
-class Failed(Exception):
-    pass
-
-
-class Job:
-    """A command under `rekindle run`."""
-
-    def __init__(self, args, work, name, command, interval="off", extra=()):
-        self.args, self.name = args, name
-        self.store = work / "store"
-        self.log = open(work / f"{name}.log", "a")
-        self.command = [args.rekindle, "run", "--store", str(self.store), "--name", name, "--interval", interval]
-        self.command += [*extra, "--", *map(str, command)]
-        self.process = None
-
-    def start(self):
-        self.process = subprocess.Popen(
-            self.command, stdin=subprocess.DEVNULL, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        return self
-
-    def images(self):
-        folder = self.store / self.name / "images"
-        names = sorted(p.name for p in folder.glob("0*")) if folder.is_dir() else []
-        return [folder / n for n in names]
-
-    def state(self):
-        try:
-            return json.loads((self.store / self.name / "state.json").read_text())
-        except (OSError, ValueError):
-            return {}
-
-    def wait_for(self, what, condition, limit=180):
-        end = time.monotonic() + limit
-        while time.monotonic() < end:
-            if condition():
-                return
-            if self.process.poll() is not None:
-                raise Failed(f"{self.name}: rekindle ended with {self.process.returncode} before {what}")
-            time.sleep(0.02)
-        raise Failed(f"{self.name}: no {what} within {limit} s")
-
-    def snapshot(self):
-        """Asks for one and waits for it; answers its manifest."""
-        before = self.images()
-        last = before[-1].name if before else ""
-        failed = self.state().get("last_failure")
-        self.process.send_signal(signal.SIGUSR1)
-
-        def done():
-            now = self.images()
-            if now and now[-1].name > last and self.state().get("state") == "running":
-                return True
-            why = self.state().get("last_failure")
-            if why and why != failed:
-                raise Failed(f"{self.name}: {why}")
-            return False
-
-        self.wait_for("image", done)
-        return json.loads((self.images()[-1] / "manifest.json").read_text())["manifest"]
-
-    def kill_job(self):
-        """kill -9 of the job's own process; waits until it is back. Answers the seconds that took."""
-        pid = self.state()["pid"]
-        restarts = self.state()["restarts"]
-        began = time.monotonic()
-        os.kill(pid, signal.SIGKILL)
-        back = lambda: self.state().get("restarts", 0) > restarts and self.state().get("state") == "running"
-        self.wait_for("restart", back)
-        return time.monotonic() - began
-
-    def wait(self, limit=600):
-        return self.process.wait(limit)
-
-    def end(self):
-        if self.process and self.process.poll() is None:
-            # Twice: at once.
-            for _ in range(2):
-                self.process.send_signal(signal.SIGTERM)
-                time.sleep(0.3)
-            try:
-                self.process.wait(30)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-        self.log.close()
+from supervised import PHASES, ROOT, Failed, Job, seconds
 
 
 def row(table, name, manifest, back):
-    took = {p["phase"]: p["took_us"] / 1e6 for p in manifest["phases"]}
+    took = seconds(manifest)
     table.append([name, *(f"{took[p]:.2f}" for p in PHASES), f"{manifest['freeze_us'] / 1e6:.2f}",
                   f"{manifest['bytes'] / 2**30:.2f}", f"{back:.2f}"])
+
+
+def snapshot(job):
+    image, _ = job.snapshot()
+    manifest = job.manifest(image)
+    if manifest is None:
+        raise Failed(f"{job.name}: image {image} has no manifest")
+    return manifest
 
 
 def counter(args, work, table):
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     subprocess.run([nvcc, "-o", work / "counter", ROOT / "examples/counter.cu"], check=True)
     port = 10017
-    job = Job(args, work, "counter", [work / "counter", port]).start()
+    job = Job(args.rekindle, work, "counter", [work / "counter", port]).start()
 
     def ask(limit=60):
         end = time.monotonic() + limit
@@ -133,7 +51,7 @@ def counter(args, work, table):
         first = ask()
         if first != 101:
             raise Failed(f"counter: {first} instead of 101")
-        manifest = job.snapshot()
+        manifest = snapshot(job)
         back = job.kill_job()
         second = ask()
         if second != 102:
@@ -159,13 +77,13 @@ def compare(args, work, table, name, command, kills, snapshots_at):
         subprocess.run([*command, "--out", reference], check=True, stdin=subprocess.DEVNULL, stdout=log, timeout=600)
     alone = time.monotonic() - began
     out = work / f"{name}-out"
-    job = Job(args, work, name, [*command, "--out", out]).start()
+    job = Job(args.rekindle, work, name, [*command, "--out", out]).start()
     lines = lambda: read(out / "metrics.jsonl").count(b"\n")
     try:
         manifest, back = None, 0.0
         for n in range(kills):
             job.wait_for("progress", lambda: lines() >= snapshots_at * (n + 1))
-            manifest = job.snapshot()
+            manifest = snapshot(job)
             at = lines()
             job.wait_for("progress after the image", lambda: lines() > at)
             back = job.kill_job()

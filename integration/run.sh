@@ -61,16 +61,20 @@ fi
 
 step 'format' cargo fmt --all --check
 step 'format of the reaper' cargo fmt --manifest-path reaper/Cargo.toml --check
+step 'format of the interposer' cargo fmt --manifest-path preload/Cargo.toml --check
 step 'clippy' cargo clippy --quiet --workspace --all-targets --locked -- -D warnings
 step 'clippy of the reaper' cargo clippy --quiet --manifest-path reaper/Cargo.toml -- -D warnings
+step 'clippy of the interposer' cargo clippy --quiet --manifest-path preload/Cargo.toml --all-targets -- -D warnings
 step 'build' cargo build --quiet --workspace --locked
 step 'tests' cargo test --quiet --workspace --locked
+step 'tests of the interposer' cargo test --quiet --manifest-path preload/Cargo.toml
 step 'documentation' env RUSTDOCFLAGS='-D warnings' cargo doc --quiet --workspace --no-deps --locked
 if have cargo-deny; then
   step 'licences and sources' cargo deny --offline --log-level error check bans licenses sources
 else
   skip 'licences and sources' 'cargo-deny is not installed (cargo install --locked cargo-deny)'
 fi
+step 'measuring scripts' env PYTHONDONTWRITEBYTECODE=1 python3 -m unittest discover -s integration
 if have shellcheck; then
   step 'shell scripts' shellcheck .ci/run scripts/*.sh examples/*.sh integration/*.sh
 else
@@ -100,6 +104,8 @@ fi
 if [ "$(id -u)" -eq 0 ] && [ -n "${REKINDLE_CRIU:-}" ]; then
   step 'example: crash loop' examples/crash-loop.sh --rekindle "$rekindle"
   step 'example: demonstration' examples/demo.sh --only cpu --rekindle "$rekindle"
+  # Measures nothing here; it shows that the script still gets through before somebody rents a GPU for it.
+  step 'measuring script for GPUs' integration/bench-gpu.sh --self-test --rekindle "$rekindle"
 else
   skip 'examples under rekindle' 'they need root and CRIU'
 fi

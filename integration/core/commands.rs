@@ -2,6 +2,7 @@
 
 use std::process::Output;
 
+use nix::sys::signal::Signal;
 use serde_json::Value;
 
 use crate::kinds::{count_on, finish, until_after_snapshot};
@@ -48,6 +49,81 @@ fn what_is_there_can_be_looked_at() {
     count_on(&lab, &mut run, 2);
     finish(&lab, run);
     assert_eq!(json(&lab, &["list"])[0]["state"], "completed");
+}
+
+#[test]
+fn an_image_in_memory_is_one_like_the_others() {
+    // A few MiB: it is on its way for seconds.
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.persist-rate", "\"1MiB\"")) else { return };
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR1);
+    run.wait_for("it is half on its way", || {
+        lab.published().and_then(|p| p.persisting).is_some_and(|p| p.done > 1 << 20)
+    });
+    let row = &json(&lab, &["list", "j"])[0];
+    assert_eq!((&row["places"], &row["state"]), (&serde_json::json!(["memory"]), &"good".into()), "{row:#}");
+    let (done, total) = (row["persisting"]["done"].as_u64().unwrap(), row["persisting"]["total"].as_u64().unwrap());
+    assert!(done >= 1 << 20 && done < total && row["bytes"] == total, "{row:#}");
+    let job = &json(&lab, &["list"])[0];
+    assert_eq!((&job["images"], &job["newest"]), (&1.into(), &row["id"]));
+    assert_eq!((&job["bytes"], &job["memory-bytes"]), (&0.into(), &total.into()));
+    let table = text(&lab.rekindle(&["list", "j"])).1;
+    assert!(table.contains("memory, ") && table.contains(" % stored"), "{table}");
+    assert!(text(&lab.rekindle(&["list"])).1.contains("running, storing "));
+    let shown = json(&lab, &["show", "j"]);
+    assert_eq!((&shown["id"], &shown["copies"][0]["place"]), (&row["id"], &"memory".into()));
+    assert!(shown["persisting"]["done"].as_u64() >= Some(done));
+    let shown = text(&lab.rekindle(&["show", row["id"].as_str().unwrap()])).1;
+    let folder = lab.mounted()[0].join("slots");
+    assert!(shown.contains(folder.to_str().unwrap()) && shown.contains("storing "), "{shown}");
+    let (code, said, _) = text(&lab.rekindle(&["verify", "j"]));
+    assert!(code == 0 && said.contains("no checksums before it is stored"), "{code} {said}");
+    let plan = json(&lab, &["prune", "j", "--dry-run"]);
+    assert_eq!((plan.as_array().unwrap().len(), &plan[0]["action"]), (1, &"keep".into()));
+    assert!(plan[0]["reason"].as_str().unwrap().starts_with("in memory only"), "{plan:#}");
+
+    lab.kill_9(run);
+    let row = &json(&lab, &["list", "j"])[0];
+    assert_eq!((&row["places"], &row["persisting"]), (&serde_json::json!(["memory"]), &Value::Null), "{row:#}");
+    let lab = lab.set("store.persist-rate", "\"unlimited\"");
+    let mut run = lab.run_with(&["restore", "j"], [""; 0]);
+    run.wait_said("goes on from image 000001");
+    count_on(&lab, &mut run, 5);
+    run.wait_for("it is stored", || lab.images().len() == 1 && lab.published().is_some_and(|p| p.persisting.is_none()));
+    let row = &json(&lab, &["list", "j"])[0];
+    assert_eq!(row["places"], serde_json::json!(["memory", "store"]));
+    assert!(text(&lab.rekindle(&["verify", "j"])).1.contains("ok, "));
+    // The store's copy is the one that lasts; where it is damaged the other counts.
+    std::fs::write(lab.images()[0].dir.join("manifest.json"), "{").unwrap();
+    assert_eq!(json(&lab, &["list", "j"])[0]["state"], "good");
+    assert_eq!(text(&lab.rekindle(&["verify", "j"])).0, 1);
+    finish(&lab, run);
+}
+
+#[test]
+fn what_does_not_fit_into_the_store_stays_in_memory() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.min-free", "\"1000TB\"")) else { return };
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR1);
+    run.wait_for("the store refuses it", || lab.published().is_some_and(|p| p.persist_failure.is_some()));
+    let job = &json(&lab, &["list"])[0];
+    assert!(job["persist-failure"].as_str().unwrap().contains("store.min-free"), "{job:#}");
+    assert_eq!(json(&lab, &["list", "j"])[0]["places"], serde_json::json!(["memory"]));
+    let shown = text(&lab.rekindle(&["show", "j"])).1;
+    assert!(
+        shown.contains("not stored image 000001-") && shown.contains("is in memory only: the image needs"),
+        "{shown}"
+    );
+    run.signal(Signal::SIGTERM);
+    let (_, said) = run.ends_with(143);
+    assert!(said.contains("is in memory only, at"), "{said}");
+    let lab = lab.set("store.min-free", "\"1MiB\"");
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    run.wait_said("goes on from image 000002");
+    run.wait_for("it is stored", || lab.good() == [2]);
+    finish(&lab, run);
 }
 
 #[test]

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::os::fd::AsRawFd;
-use std::path::Path;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
@@ -11,15 +10,20 @@ use serde_json::Value;
 use crate::supervisor::{Lab, Running};
 
 /// Starts a job that says what it sees.
-fn look(lab: &Lab) -> (Running, Value) {
-    let store = lab.store();
-    let mut run = lab.python("look.py", &[lab.path().to_str().unwrap(), store.to_str().unwrap()]);
+pub(crate) fn look(lab: &Lab) -> (Running, Value) {
+    let mut run = run_look(lab);
     run.wait_printed("}\n");
     let seen = serde_json::from_str(&run.out()).unwrap();
     (run, seen)
 }
 
-fn end(lab: &Lab, run: Running) {
+/// The same, and does not wait for what it says.
+pub(crate) fn run_look(lab: &Lab) -> Running {
+    let store = lab.store();
+    lab.python("look.py", &[lab.path().to_str().unwrap(), store.to_str().unwrap()])
+}
+
+pub(crate) fn end(lab: &Lab, run: Running) {
     fs::write(lab.file("finish"), "").unwrap();
     run.ends_with(0);
 }
@@ -60,80 +64,6 @@ fn a_world_of_its_own() {
     let bits = |text: &str| u64::from_str_radix(text, 16).unwrap();
     assert_eq!(bits(seen["ignored"].as_str().unwrap()), bits(&mine) | 0x100_1000);
     end(&lab, run);
-}
-
-#[test]
-fn a_user_has_no_rights_over_its_supervisor() {
-    let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("job.user", "\"nobody\"").set("job.no-new-privileges", "true");
-    let (run, seen) = look(&lab);
-    let id = fs::read_to_string("/etc/passwd").unwrap();
-    let nobody: Vec<&str> = id.lines().find(|line| line.starts_with("nobody:")).unwrap().split(':').collect();
-    assert_eq!(seen["uids"], serde_json::json!(vec![nobody[2]; 4]));
-    assert_eq!(seen["gids"], serde_json::json!(vec![nobody[3]; 4]));
-    assert!(seen["groups"].as_array().unwrap().iter().all(|group| group != "0"), "{}", seen["groups"]);
-    assert_eq!(seen["capabilities"], serde_json::json!(vec!["0000000000000000"; 4]));
-    assert_eq!(seen["no-new-privileges"], "1");
-    let environment = &seen["environment"];
-    assert_eq!((&environment["USER"], &environment["HOME"]), (&"nobody".into(), &nobody[5].into()));
-    for what in ["kill parent", "kill init", "become root"] {
-        assert_eq!(seen[what], "Operation not permitted", "{what}");
-    }
-    for what in ["memory of parent", "files of parent", "files of init", "root of parent", "store"] {
-        assert_eq!(seen[what], "Permission denied", "{what}");
-    }
-    end_as_same_user(&lab, run, &nobody);
-}
-
-/// A snapshot of a job of another user, and a restore.
-fn end_as_same_user(lab: &Lab, mut run: Running, nobody: &[&str]) {
-    if !may_read_limits_of_others() {
-        return end(lab, run);
-    }
-    run.snapshot(lab);
-    run.crash(lab);
-    let pid = run.job_pid(lab);
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_string();
-    assert_eq!(field("Uid:"), [nobody[2]; 4].join("\t"));
-    assert_eq!(field("Gid:"), [nobody[3]; 4].join("\t"));
-    assert_eq!((field("CapEff:"), field("NoNewPrivs:")), ("0000000000000000".into(), "1".into()));
-    assert!(!field("Groups:").split(' ').any(|group| group == "0"));
-    // Folders and files of the store are the supervisor's alone.
-    for entry in walk(&lab.store()) {
-        let metadata = fs::symlink_metadata(&entry).unwrap();
-        let mode = std::os::unix::fs::MetadataExt::mode(&metadata);
-        assert!(mode & 0o077 == 0 || !below_closed(&entry, &lab.store()), "{} has mode {mode:o}", entry.display());
-    }
-    end(lab, run);
-}
-
-/// CRIU asks with prlimit(2) for the limits of each task; for tasks of another user that takes CAP_SYS_RESOURCE (24),
-/// which root lacks in some containers and virtual machines.
-fn may_read_limits_of_others() -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap();
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim();
-    let has = u64::from_str_radix(effective, 16).unwrap() & (1 << 24) != 0;
-    let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-    assert!(has || !required.split(',').any(|name| name == "sys-resource"), "there is no CAP_SYS_RESOURCE");
-    if !has {
-        eprintln!("SKIP: a snapshot of another user's job: there is no CAP_SYS_RESOURCE");
-    }
-    has
-}
-
-/// Whether no folder on the way keeps others out.
-fn below_closed(path: &Path, store: &Path) -> bool {
-    let folders = path.ancestors().skip(1).take_while(|folder| folder.starts_with(store));
-    folders.into_iter().all(|f| std::os::unix::fs::MetadataExt::mode(&fs::metadata(f).unwrap()) & 0o011 != 0)
-}
-
-fn walk(folder: &Path) -> Vec<std::path::PathBuf> {
-    let mut all = vec![folder.to_path_buf()];
-    for entry in fs::read_dir(folder).unwrap().flatten() {
-        if entry.file_type().unwrap().is_dir() { all.extend(walk(&entry.path())) } else { all.push(entry.path()) }
-    }
-    all
 }
 
 #[test]

@@ -10,8 +10,12 @@ mod supervisor;
 
 mod commands;
 mod damage;
+mod interval;
 mod kinds;
 mod ladder;
 mod launch;
+mod lazy;
+mod memory;
 mod output;
 mod stop;
+mod user;

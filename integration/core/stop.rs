@@ -225,7 +225,8 @@ fn criu_hanging_or_killed_in_a_restore() {
     std::fs::remove_file(lab.file("slow")).unwrap();
     run.wait_said("the job is back from image 000001");
     assert_eq!(lab.good(), [1], "the one that did not come back is marked");
-    count_on(&lab, &mut run, 5);
+    // Further than the other image was.
+    count_on(&lab, &mut run, 20);
     assert!(!lab.processes().iter().any(|(_, line)| line.contains("sleep")), "{:?}", lab.processes());
     run.kill_9();
     // The next run gives it another chance.

@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
 
+mod landing;
 mod losses;
 mod phases;
 mod rig;
@@ -13,3 +14,4 @@ mod snapshots;
 #[allow(dead_code, reason = "this binary starts its jobs under rekindle")]
 mod standin;
 mod stops;
+mod storms;

@@ -32,6 +32,8 @@ pub(crate) struct Rig {
     dir: tempfile::TempDir,
     command: Vec<String>,
     settings: Vec<(String, String)>,
+    /// The program that is run with rekindle's arguments, and what comes before them.
+    wrapper: Vec<PathBuf>,
     /// One test at a time may hold back the machine; each has an end.
     deadline: Instant,
 }
@@ -49,10 +51,11 @@ impl Rig {
         let wrapper = dir.path().join("criu");
         // A fault is a piece of shell that runs in CRIU's place; what it does not end goes on to the real one.
         let text = format!(
-            "#!/bin/sh\nreal='{}'; store='{}'\nif [ \"$1\" != --version ] && [ -f '{fault}' ]; then . '{fault}'; fi\n\
-             exec \"$real\" \"$@\"\n",
+            "#!/bin/sh\nreal='{}'; store='{}'; memory='{}'\n\
+             if [ \"$1\" != --version ] && [ -f '{fault}' ]; then . '{fault}'; fi\nexec \"$real\" \"$@\"\n",
             Path::new(&criu).display(),
             dir.path().join("store").display(),
+            dir.path().join("memory").display(),
             fault = fault.display()
         );
         fs::write(&wrapper, text).unwrap();
@@ -64,6 +67,7 @@ impl Rig {
             ("SNAPSHOT_GRACE", "20s"),
             ("STORE_MIN_FREE", "0"),
             ("STORE_DIRECTORY", &dir.path().join("store").display().to_string()),
+            ("SNAPSHOT_STAGING_DIRECTORY", &dir.path().join("memory").display().to_string()),
             ("RESTART_BACKOFF", "20ms"),
             ("RESTART_BACKOFF_MAX", "200ms"),
             ("RESTART_MAX_RESTARTS", "1000"),
@@ -74,7 +78,8 @@ impl Rig {
         ];
         let settings = settings.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
         let deadline = Instant::now() + Duration::from_secs(150);
-        let mut rig = Rig { standin, dir, command: Vec::new(), settings, deadline };
+        let wrapper = vec![env!("CARGO_BIN_EXE_rekindle").into()];
+        let mut rig = Rig { standin, dir, command: Vec::new(), settings, wrapper, deadline };
         rig.job(&[]);
         Some(rig)
     }
@@ -93,9 +98,35 @@ impl Rig {
         self.set_command(&script, &args);
     }
 
+    /// A job of one process that does not use CUDA, with arguments of plain_job.py.
+    pub(crate) fn plain(&mut self, args: &[&str]) {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/plain_job.py");
+        self.set_command(&script, args);
+    }
+
+    /// For a test that takes longer than others.
+    pub(crate) fn may_take(&mut self, limit: Duration) {
+        self.deadline = Instant::now() + limit;
+    }
+
     fn set_command(&mut self, script: &Path, args: &[&str]) {
         let first = ["python3".to_owned(), script.display().to_string(), self.standin.output().display().to_string()];
         self.command = first.into_iter().chain(args.iter().map(|arg| (*arg).to_owned())).collect();
+    }
+
+    /// For a job of another user, whose folders have to let it pass. Where rekindle would lack CAP_SYS_RESOURCE, which CRIU
+    /// needs to dump tasks of another user, it is started in a user namespace that has it. Only restores do not work there.
+    pub(crate) fn with_limits_of_others(&mut self, wanted: bool) {
+        fs::set_permissions(self.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        // One below a home directory is not for others.
+        if Path::new("/usr/bin/python3").exists() {
+            self.command[0] = "/usr/bin/python3".into();
+        }
+        self.wrapper = vec![env!("CARGO_BIN_EXE_rekindle").into()];
+        if wanted && !has_sys_resource() {
+            let script = concat!(env!("CARGO_MANIFEST_DIR"), "/integration/userns.py");
+            self.wrapper.splice(0..0, ["python3".into(), script.into()]);
+        }
     }
 
     /// A setting by its environment name without REKINDLE_.
@@ -129,8 +160,14 @@ impl Rig {
         let log = self.dir.path().join("log");
         let err = fs::OpenOptions::new().append(true).create(true).open(&log).unwrap();
         let from = err.metadata().unwrap().len();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
-        command.args(["run", "--name", "j", "--"]).args(&self.command).stdin(Stdio::null()).stdout(Stdio::null());
+        let (program, first) = self.wrapper.split_first().unwrap();
+        let mut command = Command::new(program);
+        command
+            .args(first)
+            .args(["run", "--name", "j", "--"])
+            .args(&self.command)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null());
         command.stderr(err).env_remove("RUST_LOG").current_dir(self.dir.path());
         for (key, value) in &self.settings {
             command.env(format!("REKINDLE_{key}"), value);
@@ -155,18 +192,39 @@ impl Rig {
         Store::open(&self.dir.path().join("store"), Access::Read).unwrap().job(&"j".parse().unwrap()).unwrap()
     }
 
-    /// All images, newest first.
+    /// Every copy of every image, newest first: in memory and in the store.
+    pub(crate) fn copies(&self) -> Vec<Image> {
+        self.folder().copies().unwrap()
+    }
+
+    /// All images, newest first; one that is in memory and in the store as it is in memory.
     pub(crate) fn images(&self) -> Vec<Image> {
-        self.folder().images().unwrap()
+        let mut images = self.copies();
+        images.dedup_by_key(|image| image.id);
+        images
+    }
+
+    /// The places in memory that are mounted.
+    pub(crate) fn mounted(&self) -> Vec<PathBuf> {
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let points = mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+        points.filter(|point| point.starts_with(self.dir.path().join("memory"))).collect()
+    }
+
+    /// What a restart of the machine does to images in memory.
+    pub(crate) fn forget_memory(&self) {
+        for point in self.mounted() {
+            nix::mount::umount2(&point, nix::mount::MntFlags::MNT_DETACH).unwrap();
+        }
     }
 
     pub(crate) fn state(&self) -> Option<Published> {
         Published::read(&self.folder().state_file()).ok()
     }
 
-    /// Every image that is listed is whole, and nothing else is there.
+    /// Every image that is listed is whole, be it in memory or in the store, and nothing else is there.
     pub(crate) fn assert_store_is_whole(&self) {
-        for image in self.images() {
+        for image in self.copies() {
             assert!(image.is_good(), "{:?}\n{}", image.state, self.log());
             assert!(image.verify().is_sound(), "image {}: {:?}", image.id, image.verify());
         }
@@ -214,6 +272,13 @@ impl Rig {
         found
     }
 
+    /// The processes of the command, as numbered here, whatever state the job is in.
+    pub(crate) fn job_pids(&self) -> Vec<i32> {
+        let line = self.command[1..].join(" ");
+        let is_job = |(_, text): &(i32, String)| !text.contains("--name") && text.contains(&line);
+        self.processes().into_iter().filter(is_job).map(|(pid, _)| pid).collect()
+    }
+
     /// Fails unless all that was started is gone within this time.
     pub(crate) fn assert_nothing_left(&self, within: Duration) {
         let deadline = Instant::now() + within;
@@ -250,10 +315,19 @@ impl Drop for Rig {
         for (pid, _) in self.processes() {
             let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
         }
+        for point in self.mounted() {
+            let _ = nix::mount::umount2(&point, nix::mount::MntFlags::MNT_DETACH);
+        }
         if std::thread::panicking() {
             let _ = writeln!(std::io::stderr(), "---- log of the supervisor\n{}----", self.log());
         }
     }
+}
+
+fn has_sys_resource() -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim();
+    u64::from_str_radix(effective, 16).unwrap() & (1 << 24) != 0
 }
 
 fn pids() -> impl Iterator<Item = i32> {
@@ -300,6 +374,10 @@ impl Supervisor<'_> {
         let (mark, line) = found.unwrap();
         self.mark = mark;
         line
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     pub(crate) fn signal(&self, signal: nix::sys::signal::Signal) {

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use crate::rig::{Rig, Supervisor};
 
-const PHASES: [&str; 9] = ["preflight", "find", "lock", "checkpoint", "dump", "restore", "unlock", "check", "publish"];
+const PHASES: [&str; 10] =
+    ["preflight", "find", "prepare", "lock", "checkpoint", "dump", "restore", "unlock", "check", "publish"];
 
 #[test]
 fn a_cuda_job_is_snapshotted_on_the_interval_and_comes_back() {
@@ -20,11 +21,11 @@ fn a_cuda_job_is_snapshotted_on_the_interval_and_comes_back() {
         assert_eq!((manifest.tree.job, manifest.tree.cuda.as_slice()), (1001, [1001].as_slice()));
         let phases: Vec<&str> = manifest.phases.iter().map(|phase| phase.phase.as_str()).collect();
         // The phase of publishing ends after the manifest is written.
-        assert_eq!(phases, PHASES[..8], "{manifest:?}");
+        assert_eq!(phases, PHASES[..9], "{manifest:?}");
         assert!(manifest.freeze_us > 0);
         assert_eq!(manifest.driver, None, "there is no NVML here");
-        let lock = &manifest.phases[2];
-        let unlock = &manifest.phases[6];
+        let lock = &manifest.phases[3];
+        let unlock = &manifest.phases[7];
         assert_eq!(manifest.freeze_us, unlock.started_us + unlock.took_us - lock.started_us);
         supervisor.kill_job();
         supervisor.said("the job is back from image");

@@ -362,6 +362,11 @@ def memory():
     count(rewrite, pause=0)
 
 
+def large():
+    block = bytearray(b"\1") * (512 << 20)
+    count(lambda n: need(block[n * 4096 % len(block)] == 1, "memory differs at", n))
+
+
 def daemon():
     if os.fork() == 0:
         os.setsid()
@@ -451,6 +456,7 @@ KINDS = {
     "forks": forks,
     "environment": environment,
     "memory": memory,
+    "large": large,
     "daemon": daemon,
     "mixed": mixed,
 }

@@ -2,16 +2,20 @@
 """A job for the stand-in libcuda: counts in device memory and checks a pattern there.
 
     standin_job.py OUT [--mib N] [--until N] [--busy-ms N] [--sleep-ms N] [--fork]
+                       [--times] [--pause FILE]
 
 Each round adds one to the counter in device memory, checks the counter and the pattern, and appends the counter to the
 file OUT. Ends with 0 at --until, with 3 when the pattern differs, with 4 when the counter differs from the one that it
 keeps in host memory, with 5 when a CUDA call fails. --busy-ms runs a "kernel" of that length each round, so that a
-shorter lock times out. --fork leaves a child behind that holds the device descriptor but does not use CUDA.
+shorter lock times out. --fork leaves a child behind that holds the device descriptor but does not use CUDA. --times
+writes the lines that bench_torch.py writes, with the counter and the checksum of the pattern in the place of the loss
+and the sum; --pause is that job's, too.
 """
 
 import argparse
 import ctypes
 import os
+import random
 import sys
 import time
 import zlib
@@ -27,6 +31,8 @@ def main():
     parser.add_argument("--busy-ms", type=int, default=0)
     parser.add_argument("--sleep-ms", type=int, default=10)
     parser.add_argument("--fork", action="store_true")
+    parser.add_argument("--times", action="store_true")
+    parser.add_argument("--pause")
     args = parser.parse_args()
 
     cuda = ctypes.CDLL("libcuda.so.1")
@@ -46,9 +52,9 @@ def main():
         return pointer
 
     size = args.mib << 20
-    host = ctypes.create_string_buffer(os.urandom(PIECE) * max(size // PIECE, 1), max(size, PIECE))
+    host = ctypes.create_string_buffer(random.Random(7).randbytes(PIECE) * max(size // PIECE, 1), max(size, PIECE))
     size = len(host)
-    digest = zlib.crc32(host.raw)
+    digest = zlib.crc32(host)
     pattern = allocate(size)
     check(cuda.cuMemcpyHtoD_v2(pattern, host, ctypes.c_size_t(size)), "cuMemcpyHtoD")
     counter = allocate(8)
@@ -59,10 +65,19 @@ def main():
         while True:
             time.sleep(1)
 
+    def line(number, began):
+        if not args.times:
+            return f"{number}\n"
+        times = f"{number} {time.time():.6f} {time.perf_counter() - began:.6f} {float(number).hex()} {digest:016x}\n"
+        return times if number > 1 else f"0 {size + 8} stand-in\n{times}"
+
     rounds = 0
     with open(args.out, "a", buffering=1) as out:
         while args.until == 0 or rounds < args.until:
+            while args.pause and os.path.exists(args.pause):
+                time.sleep(0.001)
             rounds += 1
+            began = time.perf_counter()
             check(cuda.standin_increment(counter), "standin_increment")
             if args.busy_ms:
                 check(cuda.standin_busy(args.busy_ms), "standin_busy")
@@ -72,10 +87,10 @@ def main():
                 sys.exit(4)
             ctypes.memset(host, 0, size)
             check(cuda.cuMemcpyDtoH_v2(host, pattern, ctypes.c_size_t(size)), "cuMemcpyDtoH")
-            if zlib.crc32(host.raw) != digest:
+            if zlib.crc32(host) != digest:
                 print("the pattern in device memory differs", file=sys.stderr)
                 sys.exit(3)
-            out.write(f"{number.value}\n")
+            out.write(line(number.value, began))
             time.sleep(args.sleep_ms / 1000)
 
 

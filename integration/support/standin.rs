@@ -96,7 +96,8 @@ impl Standin {
         self.spawn(self.install(&mut command).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log))
     }
 
-    fn spawn(&self, command: &mut Command) -> Job {
+    /// Starts `command`, which is the job, and waits until it counts.
+    pub(crate) fn spawn(&self, command: &mut Command) -> Job {
         let child = command.spawn().unwrap();
         let mut job = Job { child, output: self.output() };
         let before = job.count();

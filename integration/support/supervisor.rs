@@ -7,7 +7,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
 #![allow(dead_code, reason = "each test binary uses a part")]
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::Read;
 use std::os::unix::fs::PermissionsExt;
@@ -17,6 +17,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
+use chrono::{DateTime, Utc};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use rekindle::store::{Access, Image, JobFolder, Store};
@@ -99,6 +100,12 @@ pub(crate) fn kill(pid: i32, signal: Signal) {
     nix::sys::signal::kill(Pid::from_raw(pid), signal).unwrap();
 }
 
+fn has_capability(number: u32) -> bool {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim();
+    u64::from_str_radix(effective, 16).unwrap() & (1 << number) != 0
+}
+
 /// Whether the process is there and not a zombie.
 pub(crate) fn alive(pid: i32) -> bool {
     rekindle::sys::process::state(pid).is_some_and(|state| !"ZX".contains(state))
@@ -109,6 +116,8 @@ pub(crate) fn alive(pid: i32) -> bool {
 pub(crate) struct Lab {
     folder: tempfile::TempDir,
     config: Vec<(String, String)>,
+    /// The program that is run with rekindle's arguments, and what comes before them.
+    wrapper: Vec<OsString>,
 }
 
 impl Lab {
@@ -121,7 +130,18 @@ impl Lab {
         // A job may run as another user.
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let config = CONFIG.iter().map(|(key, value)| ((*key).to_string(), (*value).to_string())).collect();
-        Some(Lab { folder, config })
+        Some(Lab { folder, config, wrapper: vec![env!("CARGO_BIN_EXE_rekindle").into()] })
+    }
+
+    /// Where rekindle would lack CAP_SYS_RESOURCE, which CRIU needs to dump tasks of another user, it is started in a user
+    /// namespace that has it. Only restores do not work there.
+    pub(crate) fn with_limits_of_others(mut self, wanted: bool) -> Lab {
+        self.wrapper = vec![env!("CARGO_BIN_EXE_rekindle").into()];
+        if wanted && !has_capability(24) {
+            let script = concat!(env!("CARGO_MANIFEST_DIR"), "/integration/userns.py");
+            self.wrapper.splice(0..0, [python().unwrap().into(), script.into()]);
+        }
+        self
     }
 
     /// Sets a key of the configuration, `section.key`, to a TOML value.
@@ -166,6 +186,11 @@ impl Lab {
         assert!(done.success());
     }
 
+    /// Where images are in memory.
+    pub(crate) fn memory(&self) -> PathBuf {
+        self.file("memory")
+    }
+
     pub(crate) fn store(&self) -> PathBuf {
         self.file("store")
     }
@@ -200,9 +225,11 @@ impl Lab {
 
     /// `rekindle ARGS` with the lab's store and configuration, not yet started.
     pub(crate) fn command<A: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = A>) -> Command {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
-        command.args(args).stdin(Stdio::null()).current_dir(self.path());
+        let (program, first) = self.wrapper.split_first().unwrap();
+        let mut command = Command::new(program);
+        command.args(first).args(args).stdin(Stdio::null()).current_dir(self.path());
         command.env("REKINDLE_STORE_DIRECTORY", self.store()).env("REKINDLE_LAB", self.path());
+        command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.memory());
         command.env_remove("REKINDLE_CONFIG");
         command
     }
@@ -276,6 +303,20 @@ impl Lab {
         }
     }
 
+    /// The places in memory that are mounted.
+    pub(crate) fn mounted(&self) -> Vec<PathBuf> {
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let points = mounts.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from);
+        points.filter(|point| point.starts_with(self.memory())).collect()
+    }
+
+    /// What a restart of the machine does to images in memory.
+    pub(crate) fn forget_memory(&self) {
+        for point in self.mounted() {
+            nix::mount::umount2(&point, nix::mount::MntFlags::MNT_DETACH).unwrap();
+        }
+    }
+
     /// Fails unless every process of the lab is gone within the time.
     pub(crate) fn assert_all_gone(&self, limit: Duration) {
         let gone = comes(limit, || self.processes().is_empty());
@@ -291,6 +332,7 @@ impl Drop for Lab {
         for (pid, _) in &left {
             let _ = nix::sys::signal::kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
+        self.forget_memory();
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let mounted = mounts.contains(self.path().to_str().unwrap());
         if std::thread::panicking() {
@@ -304,6 +346,7 @@ impl Drop for Lab {
 /// A `rekindle` that was started; killed when it goes out of scope.
 #[derive(Debug)]
 pub(crate) struct Running {
+    begun: DateTime<Utc>,
     child: Child,
     out: Stream,
     err: Stream,
@@ -335,9 +378,10 @@ impl Stream {
 
 impl Running {
     fn start(command: &mut Command) -> Running {
+        let begun = Utc::now();
         let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
         let (out, err) = (Stream::new(child.stdout.take().unwrap()), Stream::new(child.stderr.take().unwrap()));
-        Running { child, out, err }
+        Running { begun, child, out, err }
     }
 
     pub(crate) fn pid(&self) -> i32 {
@@ -352,6 +396,11 @@ impl Running {
     /// What was printed so far to standard error: the job's and rekindle's own messages.
     pub(crate) fn err(&self) -> String {
         self.err.text()
+    }
+
+    /// What it published: not what a supervisor before it, killed with -9, left behind.
+    pub(crate) fn published(&self, lab: &Lab) -> Option<Published> {
+        lab.published().filter(|published| published.begun >= self.begun)
     }
 
     pub(crate) fn signal(&self, signal: Signal) {
@@ -400,14 +449,16 @@ impl Running {
         self.wait_for("a new image is there", || {
             let said = String::from_utf8_lossy(&text.lock().unwrap()).into_owned();
             assert!(said.matches("snapshot failed").count() == failed, "{}", tail(&said));
-            newest() > before && lab.published().is_some_and(|p| p.state == "running")
+            newest() > before && lab.published().is_some_and(|p| p.state == "running" && p.persisting.is_none())
         });
         newest()
     }
 
     /// Waits until the job runs, and answers the pid of its first process.
     pub(crate) fn job_pid(&mut self, lab: &Lab) -> i32 {
-        let pid = || lab.published().filter(|p| p.state == "running" && p.pid.is_some_and(alive)).and_then(|p| p.pid);
+        let begun = self.begun;
+        let own = || lab.published().filter(|published| published.begun >= begun);
+        let pid = || own().filter(|p| p.state == "running" && p.pid.is_some_and(alive)).and_then(|p| p.pid);
         self.wait_for("the job runs", || pid().is_some());
         pid().unwrap()
     }
@@ -420,6 +471,8 @@ impl Running {
         self.wait_for("the job is back", || {
             lab.published().is_some_and(|p| p.restarts > restarts && p.state == "running" && p.pid.is_some_and(alive))
         });
+        let said = self.err();
+        assert!(!said.contains("going on from the beginning"), "it is not back, it began anew:\n{}", tail(&said));
     }
 
     /// Waits for the end: exit code (128 + n for a signal), output, messages.

@@ -168,6 +168,38 @@ pub extern "C" fn standin_busy(milliseconds: c_uint) -> c_int {
     }))
 }
 
+/// The driver's mapping for device memory, for tests of what stands between it and libc; 0 when it fails.
+#[unsafe(no_mangle)]
+pub extern "C" fn standin_map(bytes: usize) -> usize {
+    memory::map_host(bytes).unwrap_or(0)
+}
+
+/// The driver's copy between such a mapping and a buffer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn standin_copy(to: usize, from: usize, bytes: usize) {
+    // SAFETY: the contract of memcpy.
+    unsafe { memory::copy_host(to, from, bytes) };
+}
+
+/// Copies into such a mapping and out of it, and stores how many nanoseconds each took. Its length is a multiple of 2 MiB.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn standin_copy_rate(map: usize, bytes: usize, took: *mut [u64; 2]) -> c_int {
+    // SAFETY: the caller passes a mapping of this length.
+    let measured = unsafe { memory::copy_both_ways(map, bytes) };
+    // SAFETY: the caller passes null or room for two numbers.
+    match (measured, unsafe { took.as_mut() }) {
+        (Some(measured), Some(took)) => *took = measured,
+        _ => return code::INVALID_VALUE,
+    }
+    code::SUCCESS
+}
+
+/// The driver's end of such a mapping.
+#[unsafe(no_mangle)]
+pub extern "C" fn standin_unmap(map: usize, bytes: usize) {
+    memory::release(map, bytes);
+}
+
 /// State of a process.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuCheckpointProcessGetState(pid: c_int, state: *mut c_int) -> c_int {

@@ -111,11 +111,45 @@ pub(crate) fn increment(device: usize) -> Result<(), i32> {
 ///
 /// # Safety
 /// As for [`dma`].
-unsafe fn copy_host(to: usize, from: usize, length: usize) {
+pub(crate) unsafe fn copy_host(to: usize, from: usize, length: usize) {
     let (to, from): (*mut c_void, *const c_void) =
         (ptr::with_exposed_provenance_mut(to), ptr::with_exposed_provenance(from));
     // SAFETY: the caller's promise.
     unsafe { libc::memcpy(to, from, length) };
+}
+
+/// What the driver asks for at a checkpoint, through libc's `mmap`. The address, or None.
+pub(crate) fn map_host(total: usize) -> Option<usize> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;
+    // SAFETY: a new mapping.
+    let host = unsafe { libc::mmap(ptr::null_mut(), total, RW, flags, -1, 0) };
+    (host != libc::MAP_FAILED).then(|| host.expose_provenance())
+}
+
+/// Copies between the host region and staging buffers in the driver's pieces, the GPU's part left out: it is the host's
+/// that is measured. Answers with the nanoseconds that it took each way.
+///
+/// # Safety
+/// `host` is a region of `total` bytes, a multiple of the piece, of which nothing is borrowed.
+pub(crate) unsafe fn copy_both_ways(host: usize, total: usize) -> Option<[u64; 2]> {
+    /// As many as the driver uses (seen with 580).
+    const STAGING: usize = 8;
+    let staging = map(0, PIECE * STAGING, RW).ok()?;
+    // SAFETY: the new buffers; they must have pages before the measurement.
+    unsafe { ptr::with_exposed_provenance_mut::<u8>(staging).write_bytes(1, PIECE * STAGING) };
+    let mut took = [0; 2];
+    for (way, took) in took.iter_mut().enumerate() {
+        let began = std::time::Instant::now();
+        for (number, at) in (host..host + total).step_by(PIECE).enumerate() {
+            let buffer = staging + number % STAGING * PIECE;
+            let (to, from) = if way == 0 { (at, buffer) } else { (buffer, at) };
+            // SAFETY: a piece of the region and a buffer.
+            unsafe { copy_host(to, from, PIECE) };
+        }
+        *took = u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+    }
+    unmap(staging, PIECE * STAGING);
+    Some(took)
 }
 
 /// Device to host memory. On failure nothing has changed.
@@ -125,13 +159,7 @@ pub(crate) fn checkpoint() -> Result<(), i32> {
     if total == 0 {
         return Ok(());
     }
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE;
-    // SAFETY: a new mapping.
-    let host = unsafe { libc::mmap(ptr::null_mut(), total, RW, flags, -1, 0) };
-    if host == libc::MAP_FAILED {
-        return Err(code::OUT_OF_MEMORY);
-    }
-    let host = host.expose_provenance();
+    let host = map_host(total).ok_or(code::OUT_OF_MEMORY)?;
     let Ok(staging) = map(0, PIECE, RW) else {
         release(host, total);
         return Err(code::OUT_OF_MEMORY);
@@ -178,7 +206,7 @@ pub(crate) fn restore() -> Result<(), i32> {
 }
 
 /// Unmaps the host region through libc's symbol, where an interposer may wait for it.
-fn release(host: usize, total: usize) {
+pub(crate) fn release(host: usize, total: usize) {
     // SAFETY: our own region, of which nothing is borrowed.
     unsafe { libc::munmap(ptr::with_exposed_provenance_mut(host), total) };
 }

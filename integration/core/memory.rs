@@ -1,0 +1,423 @@
+//! Images in memory: on their way to a store that is slow, full or broken, lost with their tmpfs, and taken up again.
+
+use std::fs;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::signal::Signal;
+use rekindle::store::{Image, ImageId};
+use rekindle::supervisor::Published;
+
+use crate::kinds::{count_on, finish};
+use crate::supervisor::{LIMIT, Lab, Running, assert_counts_up, comes, tail};
+
+/// The ways to lose what is in memory, but for a restart of the machine.
+const LOSSES: [fn(&Lab); 3] = [
+    |lab| lab.mounted().iter().for_each(|point| umount2(point, MntFlags::MNT_DETACH).unwrap()),
+    // All of it, the folders too.
+    |lab| lab.mounted().iter().flat_map(entries).for_each(|path| fs::remove_dir_all(path).unwrap()),
+    // What is in the slots.
+    |lab| lab.mounted().iter().flat_map(|p| entries(&p.join("slots"))).for_each(|p| fs::remove_dir_all(p).unwrap()),
+];
+
+fn entries(folder: &PathBuf) -> Vec<PathBuf> {
+    fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect()
+}
+
+/// A job with a few MiB of memory.
+fn start(lab: &Lab) -> Running {
+    let mut run = lab.python("kinds.py", &["mixed", lab.path().to_str().unwrap()]);
+    count_on(lab, &mut run, 5);
+    run
+}
+
+fn again(lab: &Lab) -> Running {
+    lab.python("kinds.py", &["mixed", lab.path().to_str().unwrap()])
+}
+
+/// Takes a snapshot, and waits until it is in memory. Answers it.
+fn stage(lab: &Lab, run: &mut Running) -> ImageId {
+    let newest = || lab.job().copies().unwrap().first().map(|image| image.id);
+    let before = newest();
+    run.signal(Signal::SIGUSR1);
+    run.wait_for("the image is in memory", || newest() > before && lab.published().unwrap().state == "running");
+    newest().unwrap()
+}
+
+fn stored(lab: &Lab) -> Vec<ImageId> {
+    lab.images().iter().filter(|image| image.is_good()).map(|image| image.id).collect()
+}
+
+fn assert_sound(lab: &Lab) {
+    for image in lab.images() {
+        assert!(image.verify().is_sound(), "{}: {:?}", image.id, image.verify());
+    }
+}
+
+/// Slow enough that a small image is on its way for seconds.
+const SLOW: &str = "\"2MiB\"";
+
+#[test]
+fn the_tmpfs_is_lost_under_a_running_job() {
+    for lose in LOSSES {
+        let Some(lab) = Lab::new() else { return };
+        let mut run = start(&lab);
+        let first = run.snapshot(&lab);
+        assert_eq!(lab.mounted().len(), 1);
+        lose(&lab);
+        count_on(&lab, &mut run, 5);
+        let second = run.snapshot(&lab);
+        assert!(second > first);
+        count_on(&lab, &mut run, 5);
+        run.crash(&lab);
+        run.wait_said(&format!("the job is back from image {second:06}"));
+        count_on(&lab, &mut run, 5);
+        run.signal(Signal::SIGTERM);
+        let (_, said) = run.ends_with(143);
+        assert!(!said.contains("memory is not given back"), "{said}");
+        // The next supervisor makes it anew.
+        let mut run = again(&lab);
+        run.wait_said("goes on from image");
+        count_on(&lab, &mut run, 2);
+        stage(&lab, &mut run);
+        assert_eq!(lab.mounted().len(), 1);
+        assert!(!lab.job().staged().is_empty(), "{}", tail(&run.err()));
+        assert_sound(&lab);
+        finish(&lab, run);
+        assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
+    }
+}
+
+#[test]
+fn the_tmpfs_is_lost_with_an_image_that_was_nowhere_else() {
+    for lose in LOSSES {
+        let Some(lab) = Lab::new() else { return };
+        let mut run = start(&lab);
+        let first = run.snapshot(&lab);
+        run.kill_9();
+        let lab = lab.set("store.persist-rate", SLOW);
+        let mut run = again(&lab);
+        run.job_pid(&lab);
+        count_on(&lab, &mut run, 5);
+        let lost = stage(&lab, &mut run);
+        lose(&lab);
+        run.crash(&lab);
+        run.wait_said(&format!("the job is back from image {first:06}"));
+        count_on(&lab, &mut run, 5);
+        run.wait_said(&format!("image {lost} is lost, it was in memory only"));
+        let failure = || lab.published().and_then(|now| now.persist_failure).unwrap_or_default();
+        run.wait_for("the state says so", || failure().contains(&lost.to_string()));
+        assert_sound(&lab);
+        finish(&lab, run);
+    }
+}
+
+#[test]
+fn a_store_that_is_slower_than_the_interval_stretches_it() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("snapshot.interval", "\"1s\"").set("store.persist-rate", SLOW);
+    let mut run = start(&lab);
+    let began = Instant::now();
+    let (mut most, mut count) = (0, 0);
+    run.wait_for("two images had to wait", || {
+        let entries = fs::read_dir(lab.store().join("j/images")).unwrap().flatten();
+        let drafts = entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(".tmp-")).count();
+        most = most.max(drafts);
+        count = stored(&lab).len();
+        count >= 3
+    });
+    assert_eq!(most, 1, "one at a time");
+    let said = run.err();
+    assert!(said.matches("a snapshot had to wait").count() >= 2, "{said}");
+    let image = lab.images().last().unwrap().manifest().unwrap().bytes;
+    let least = Duration::from_secs(image * 3 / (2 << 20));
+    assert!(began.elapsed() > least, "three of {image} bytes in {:?}", began.elapsed());
+    let taken = said.matches("the job stood still for").count();
+    assert!(taken <= count + 1, "{taken} were taken, {count} are stored: none was taken for nothing");
+    assert_sound(&lab);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// Unmounted when dropped.
+struct SmallStore(PathBuf);
+
+impl SmallStore {
+    fn mount(lab: &Lab, mib: u32) -> SmallStore {
+        fs::create_dir(lab.store()).unwrap();
+        let options = format!("size={mib}m,mode=700");
+        mount(Some("none"), &lab.store(), Some("tmpfs"), MsFlags::empty(), Some(options.as_str())).unwrap();
+        SmallStore(lab.store())
+    }
+
+    /// Leaves 1 MiB: the job's output goes there too.
+    fn fill(&self) {
+        let free = nix::sys::statvfs::statvfs(&self.0).unwrap();
+        let bytes = (free.blocks_available() * free.fragment_size()).saturating_sub(1 << 20);
+        fs::write(self.0.join("fill"), vec![0; usize::try_from(bytes).unwrap()]).unwrap();
+    }
+
+    fn clear(&self) {
+        fs::remove_file(self.0.join("fill")).unwrap();
+    }
+}
+
+impl Drop for SmallStore {
+    fn drop(&mut self) {
+        let _ = umount2(&self.0, MntFlags::MNT_DETACH);
+    }
+}
+
+#[test]
+fn a_full_store_keeps_the_image_in_memory() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("store.persist-rate", "\"8MiB\"");
+    let store = SmallStore::mount(&lab, 128);
+    let mut run = start(&lab);
+    let first = run.snapshot(&lab);
+    count_on(&lab, &mut run, 5);
+    let second = stage(&lab, &mut run);
+    // Half of it is there.
+    store.fill();
+    let failed = |lab: &Lab| lab.published().and_then(|now| now.persist_failure);
+    run.wait_said(&format!("image {second} is in memory only"));
+    run.wait_for("the state says so", || failed(&lab).is_some());
+    let why = failed(&lab).unwrap();
+    assert!(why.contains(&second.to_string()) && why.contains("No space left"), "{why}");
+    assert_eq!(lab.good(), [first]);
+    run.crash(&lab);
+    run.wait_said(&format!("the job is back from image {second}"));
+    count_on(&lab, &mut run, 5);
+    // With room again the next one gets there.
+    store.clear();
+    let third = run.snapshot(&lab);
+    run.wait_for("all is well", || failed(&lab).is_none());
+    assert_eq!(lab.good()[0], third);
+    // And a stop brings there what was not even begun.
+    store.fill();
+    let fourth = stage(&lab, &mut run);
+    run.wait_said(&format!("image {fourth} is in memory only: the image needs about"));
+    store.clear();
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+    assert!(lab.good()[0] > fourth.sequence());
+    assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
+    assert_sound(&lab);
+    // Full to the end: the last one stays where it is, and the next run goes on from it.
+    let mut run = again(&lab);
+    run.job_pid(&lab);
+    count_on(&lab, &mut run, 5);
+    store.fill();
+    run.signal(Signal::SIGTERM);
+    let (_, said) = run.ends_with(143);
+    let only = lab.job().copies().unwrap().first().cloned().unwrap();
+    assert!(only.is_staged() && said.contains(&format!("image {} is in memory only, at", only.id)), "{said}");
+    store.clear();
+    let mut run = again(&lab);
+    run.wait_said(&format!("goes on from image {}", only.id));
+    run.wait_said(&format!("image {} is in the store", only.id));
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+    assert_counts_up(&lab.output());
+    drop(store);
+}
+
+#[test]
+fn kill_9_before_the_image_is_in_the_store() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("store.persist-rate", SLOW);
+    let mut run = start(&lab);
+    let image = stage(&lab, &mut run);
+    lab.kill_9(run);
+    assert!(stored(&lab).is_empty());
+    assert_eq!(lab.job().copies().unwrap().first().map(|copy| copy.id), Some(image));
+    let lab = lab.set("store.persist-rate", "\"unlimited\"");
+    let mut run = again(&lab);
+    run.wait_said(&format!("goes on from image {image}"));
+    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("image {image} is in the store"));
+    count_on(&lab, &mut run, 5);
+    assert_eq!(stored(&lab), [image]);
+    assert_sound(&lab);
+    finish(&lab, run);
+}
+
+#[test]
+fn a_stop_waits_for_the_store() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("store.persist-rate", "\"8MiB\"");
+    let mut run = start(&lab);
+    let staged = stage(&lab, &mut run);
+    run.signal(Signal::SIGTERM);
+    let (_, said) = run.ends_with(143);
+    let images = lab.images();
+    assert!(images[0].id > staged && images[1].id == staged, "{said}");
+    assert_eq!(format!("{:?}", images[0].manifest().unwrap().reason), "Final");
+    assert!(images.iter().all(Image::is_good), "{said}");
+    assert_sound(&lab);
+    assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
+    finish(&lab, again(&lab));
+}
+
+#[test]
+fn a_second_stop_does_not_wait_for_the_store() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("store.persist-rate", SLOW);
+    let mut run = start(&lab);
+    let staged = stage(&lab, &mut run);
+    run.signal(Signal::SIGTERM);
+    std::thread::sleep(Duration::from_millis(100));
+    run.signal(Signal::SIGTERM);
+    let asked = Instant::now();
+    let (_, said) = run.ends_with(143);
+    assert!(asked.elapsed() < Duration::from_secs(2), "{:?}\n{said}", asked.elapsed());
+    assert!(said.contains(&format!("image {staged} is in memory only, at")), "{said}");
+    assert!(stored(&lab).is_empty());
+    let mut run = again(&lab);
+    run.wait_said(&format!("goes on from image {staged}"));
+    count_on(&lab, &mut run, 2);
+    finish(&lab, run);
+}
+
+#[test]
+fn memory_has_room_for_one_image_only() {
+    let Some(first) = Lab::new() else { return };
+    // What else the machine does with its memory can spoil an attempt.
+    let mut labs = std::iter::once(first).chain((0..4).filter_map(|_| Lab::new()));
+    assert!(labs.any(kept_one_image), "there was room for two images each time, or for none");
+}
+
+/// Leaves memory for the job and one image and a half. Answers whether just one was kept.
+fn kept_one_image(lab: Lab) -> bool {
+    let command = |lab: &Lab| lab.python("kinds.py", &["large", lab.path().to_str().unwrap()]);
+    let mut run = command(&lab);
+    count_on(&lab, &mut run, 2);
+    run.snapshot(&lab);
+    let image = lab.images()[0].manifest().unwrap().bytes;
+    lab.kill_9(run);
+    lab.forget_memory();
+    let reserve = available().saturating_sub(image + image + image / 2);
+    let lab = lab.set("snapshot.memory-reserve", &format!("\"{reserve}B\""));
+    let mut run = command(&lab);
+    run.job_pid(&lab);
+    count_on(&lab, &mut run, 2);
+    for _ in 0..2 {
+        let before = lab.published().unwrap();
+        run.signal(Signal::SIGUSR1);
+        run.wait_for("the snapshot is over", || {
+            let is_new = |now: &Published| now.last_image != before.last_image || now.last_failure.is_some();
+            lab.published().is_some_and(|now| now.state == "running" && now.persisting.is_none() && is_new(&now))
+        });
+    }
+    let third = lab.images()[0].id.sequence();
+    if third < 3 || !run.err().contains("memory has room for one image only") {
+        lab.kill_9(run);
+        return false;
+    }
+    assert!(lab.job().staged().len() <= 1, "{}", tail(&run.err()));
+    run.crash(&lab);
+    run.wait_said(&format!("the job is back from image {third:06}"));
+    count_on(&lab, &mut run, 2);
+    finish(&lab, run);
+    true
+}
+
+/// Bytes of memory that the machine has available, once it has taken back what ended a moment ago: memory of a tmpfs comes
+/// back some time after it was unmounted.
+fn available() -> u64 {
+    let (mut most, mut since) = (0, Instant::now());
+    while since.elapsed() < Duration::from_secs(1) {
+        let now = available_now();
+        if now > most + (8 << 20) {
+            (most, since) = (now, Instant::now());
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    available_now()
+}
+
+fn available_now() -> u64 {
+    let text = fs::read_to_string("/proc/meminfo").unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
+}
+
+#[test]
+fn nothing_is_left_of_a_job_that_ends() {
+    let Some(lab) = Lab::new() else { return };
+    // Its last image is still on its way.
+    let lab = lab.set("store.persist-rate", SLOW);
+    let mut run = start(&lab);
+    stage(&lab, &mut run);
+    assert_eq!(lab.mounted().len(), 1);
+    assert!(fs::symlink_metadata(lab.store().join("j/staging")).is_ok());
+    finish(&lab, run);
+    assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
+    assert_eq!(entries(&lab.memory()), Vec::<PathBuf>::new());
+    assert!(fs::symlink_metadata(lab.store().join("j/staging")).is_err());
+    assert!(stored(&lab).is_empty(), "nobody goes on from it");
+}
+
+#[test]
+fn without_memory_images_go_to_the_store_at_once() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("snapshot.staging", "\"store\"");
+    let mut run = start(&lab);
+    run.snapshot(&lab);
+    assert!(!lab.memory().exists() && fs::symlink_metadata(lab.store().join("j/staging")).is_err());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+    assert_eq!(lab.good(), [2, 1]);
+    assert_sound(&lab);
+    let mut run = again(&lab);
+    run.wait_said("goes on from image 000002");
+    count_on(&lab, &mut run, 5);
+    lab.kill_9(run);
+    finish(&lab, again(&lab));
+    assert_counts_up(&lab.output());
+}
+
+/// What an earlier run left in memory is taken up, brought to the store and given back, though this one wants no memory.
+#[test]
+fn memory_that_is_not_wanted_any_more_is_given_back() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("store.persist-rate", SLOW);
+    let mut run = start(&lab);
+    let image = stage(&lab, &mut run);
+    lab.kill_9(run);
+    let lab = lab.set("snapshot.staging", "\"store\"").set("store.persist-rate", "\"unlimited\"");
+    let mut run = again(&lab);
+    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("image {image} is in the store"));
+    count_on(&lab, &mut run, 2);
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+    assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
+    finish(&lab, again(&lab));
+}
+
+/// What the job needs is worth more than images that it can do without.
+#[test]
+fn images_are_given_up_when_memory_gets_short() {
+    let Some(lab) = Lab::new() else { return };
+    let command = |lab: &Lab| lab.python("kinds.py", &["large", lab.path().to_str().unwrap()]);
+    let mut run = command(&lab);
+    count_on(&lab, &mut run, 2);
+    run.snapshot(&lab);
+    let newest = run.snapshot(&lab);
+    assert_eq!(lab.job().staged().len(), 2, "{}", tail(&run.err()));
+    lab.kill_9(run);
+    // More than the machine has: it is short from the beginning.
+    let lab = lab.set("snapshot.memory-reserve", "\"1TiB\"");
+    let mut run = command(&lab);
+    run.wait_said(&format!("the job is back from image {newest:06}"));
+    run.wait_said("memory is short");
+    assert!(comes(LIMIT, || lab.job().staged().is_empty()), "both are in the store\n{}", tail(&run.err()));
+    assert!(lab.good().contains(&newest));
+    count_on(&lab, &mut run, 2);
+    finish(&lab, run);
+}

@@ -1,0 +1,67 @@
+"""A training loop for measurements: the same bits every time, and the clock beside every step.
+
+    bench_torch.py OUT --gib N [--pause FILE]
+
+Appends a line a step to OUT: its number, the time of day at its end, its length in seconds, the loss as a hexadecimal
+float and the sum of the ballast; before the first, a line with 0, the bytes of device memory that PyTorch holds, and
+its version. Each step takes a batch from pageable host memory to the device, as a data loader does, and rewrites all of
+the ballast. While the file of --pause is there, no step begins.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "examples"))
+# Before torch: it sets what makes cuBLAS deterministic.
+from train_torch import ballast, stir
+
+import torch
+
+WIDTH, BATCH, BATCHES = 4096, 512, 8
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--gib", type=float, required=True)
+    parser.add_argument("--pause")
+    args = parser.parse_args()
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(7)
+    device = torch.device("cuda")
+    model = torch.nn.Sequential(
+        torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(),
+        torch.nn.Linear(WIDTH, 10),
+    ).to(device)  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    chunks = ballast(args.gib, device)
+    data = torch.randn(BATCHES, BATCH, WIDTH)
+    labels = (torch.arange(BATCH) % 10).to(device)
+
+    def train():
+        losses = []
+        for batch in data:
+            loss = torch.nn.functional.cross_entropy(model(batch.to(device)), labels)
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum().item(), stir(chunks)
+
+    with open(args.out, "a", buffering=1) as out:
+        step = 0
+        while True:
+            while args.pause and os.path.exists(args.pause):
+                time.sleep(0.001)
+            began = time.perf_counter()
+            loss, total = train()
+            step += 1
+            if step == 1:
+                print(0, torch.cuda.memory_reserved(), torch.__version__, file=out)
+            print(step, f"{time.time():.6f} {time.perf_counter() - began:.6f} {loss.hex()} {total:016x}", file=out)
+
+
+main()
