@@ -25,7 +25,7 @@ fn they_are_found_again_and_are_no_part_of_the_image() {
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
     fs::write(image.dir.join(".tmp-tags.json-1-1"), b"{").unwrap();
     assert!(image.verify().is_sound(), "neither the file nor what a crash leaves of it is an extra one");
-    assert_eq!(home.folder.images().unwrap(), [image.clone()]);
+    assert_eq!(home.folder.images().unwrap(), std::slice::from_ref(&image));
     home.folder.sweep_leftovers(&home.lock).unwrap();
     assert!(path.exists() && !image.dir.join(".tmp-tags.json-1-1").exists());
     image.change_tags(Change::Untag(vec![tag("best")])).unwrap();
