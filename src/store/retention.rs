@@ -19,6 +19,7 @@
 pub mod admission;
 mod facts;
 mod reason;
+mod sizes;
 pub mod survey;
 
 use std::cmp::Reverse;
@@ -28,8 +29,9 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 
 use super::id::ImageId;
-pub use facts::{FactKind, Facts, Pin, Policy, Room, Separate, Sizes};
+pub use facts::{FactKind, Facts, Pin, Policy, Room};
 pub use reason::{KeepReason, Note, RemoveReason, Verdict};
+pub use sizes::{Gathering, Sizes};
 
 /// What happens to each image, newest first.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,18 +60,17 @@ pub struct Decision {
 
 /// Decides for each image. The order of `facts` does not matter.
 #[must_use]
-pub fn plan(facts: &[Facts], policy: &Policy, now: DateTime<Utc>, sizes: &dyn Sizes, room: &Room) -> Plan {
+pub fn plan(facts: &[Facts], policy: &Policy, now: DateTime<Utc>, sizes: &Sizes, room: &Room) -> Plan {
     let mut plan = by_rules(facts, policy, now);
     let mut gone: Vec<ImageId> = plan.removals().collect();
     let order = expendable(facts, &plan);
     if let Some(max) = policy.max_total {
-        let left = |gone: &[ImageId]| sizes.total().saturating_sub(sizes.freed(gone));
-        let more = first_that(&gone, &order, |gone| left(gone) <= max);
+        let more = first_that(&gone, &order, |gone| sizes.left(gone) <= max);
         // As near as it gets: a bound of the images alone is for them to keep.
         gone.extend(more.as_deref().unwrap_or(&order));
         plan.remove(&gone, RemoveReason::MaxTotal(max));
         if more.is_none() {
-            plan.notes.push(Note::MaxTotal { left: left(&gone), max });
+            plan.notes.push(Note::MaxTotal { left: sizes.left(&gone), max });
         }
     }
     let short = room.short_of(0);

@@ -111,18 +111,17 @@ pub fn admit(
     facts: &[Facts],
     policy: &Policy,
     now: DateTime<Utc>,
-    sizes: &dyn Sizes,
+    sizes: &Sizes,
     room: &Room,
     path: &Path,
 ) -> Admission {
     let plan = by_rules(facts, policy, now);
     let order: Vec<ImageId> = plan.removals().chain(expendable(facts, &plan)).collect();
-    let left = |gone: &[ImageId]| sizes.total().saturating_sub(sizes.freed(gone));
-    let within = |gone: &[ImageId]| policy.max_total.is_none_or(|max| left(gone).saturating_add(need) <= max);
+    let within = |gone: &[ImageId]| policy.max_total.is_none_or(|max| sizes.left(gone).saturating_add(need) <= max);
     let short = room.short_of(need);
     let Some(for_total) = first_that(&[], &order, within) else {
         let max = policy.max_total.unwrap_or(u64::MAX);
-        return Admission::Refuse(Refusal::MaxTotal { need, stay: left(&order), max });
+        return Admission::Refuse(Refusal::MaxTotal { need, stay: sizes.left(&order), max });
     };
     let Some(for_disk) = first_that(&[], &order, |gone| sizes.freed(gone) >= short) else {
         let Room { free, min_free: keep, .. } = *room;

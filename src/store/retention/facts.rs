@@ -1,6 +1,5 @@
-//! What a plan has to know: of each image, of what images take, and of the room there is.
+//! What a plan has to know: of each image, of what is to stay, and of the room there is.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
@@ -66,39 +65,6 @@ impl From<&Image> for Facts {
             },
         };
         Facts { id: image.id, taken: image.id.taken(), kind, pin: Pin::from(&image.tags()) }
-    }
-}
-
-/// What the images of a job take, together, because they may share content: what one gives back depends on which others
-/// stay.
-pub trait Sizes {
-    /// Bytes that they take, all together.
-    fn total(&self) -> u64;
-
-    /// Bytes that come free when all of these go. At least as many for more images, and at most [`Sizes::total`].
-    fn freed(&self, gone: &[ImageId]) -> u64;
-
-    /// Bytes that the newest image added, where images share content: what the next one is likely to add. None where each
-    /// is stored whole.
-    fn last_added(&self) -> Option<u64>;
-}
-
-/// Sizes of images that share nothing.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Separate(pub BTreeMap<ImageId, u64>);
-
-impl Sizes for Separate {
-    fn total(&self) -> u64 {
-        self.0.values().fold(0, |sum, bytes| sum.saturating_add(*bytes))
-    }
-
-    fn freed(&self, gone: &[ImageId]) -> u64 {
-        let gone: std::collections::BTreeSet<&ImageId> = gone.iter().collect();
-        gone.into_iter().filter_map(|id| self.0.get(id)).fold(0, |sum, bytes| sum.saturating_add(*bytes))
-    }
-
-    fn last_added(&self) -> Option<u64> {
-        None
     }
 }
 

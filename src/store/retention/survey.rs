@@ -7,7 +7,7 @@ use std::{fs, io};
 use chrono::{DateTime, Utc};
 
 use super::admission::{self, Admission, Refusal, Removal};
-use super::{Facts, Plan, Policy, Room, Separate, Sizes, plan};
+use super::{Facts, Gathering, Plan, Policy, Room, Sizes, plan};
 use crate::config;
 use crate::store::error::{Error, Result};
 use crate::store::folder::JobFolder;
@@ -18,7 +18,7 @@ use crate::store::lock::WriterLock;
 #[derive(Debug)]
 pub struct Survey {
     facts: Vec<Facts>,
-    sizes: Separate,
+    sizes: Sizes,
     room: Room,
 }
 
@@ -55,14 +55,16 @@ impl Survey {
     pub fn of(folder: &JobFolder, min_free: u64) -> Result<Survey> {
         let images = folder.images()?;
         let facts = images.iter().map(Facts::from).collect();
-        let sizes = images.iter().map(|image| (image.id, allocated(&image.dir))).collect();
+        // Each is stored whole.
+        let mut sizes = Gathering::<()>::default();
+        images.iter().for_each(|image| sizes.own(image.id, allocated(&image.dir)));
         let free = free_space(folder.path())?;
-        Ok(Survey { facts, sizes: Separate(sizes), room: Room { free, pending: 0, min_free } })
+        Ok(Survey { facts, sizes: sizes.finish(None), room: Room { free, pending: 0, min_free } })
     }
 
     /// What the images take.
     #[must_use]
-    pub fn sizes(&self) -> &dyn Sizes {
+    pub fn sizes(&self) -> &Sizes {
         &self.sizes
     }
 

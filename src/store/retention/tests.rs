@@ -6,30 +6,14 @@ use FactKind::{Bad, Good, Unknown};
 use chrono::TimeDelta;
 use proptest::prelude::*;
 
-/// Images that share pieces, as chunks do: a piece comes free with the last image that has it.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Shared(pub(super) BTreeMap<ImageId, BTreeSet<u8>>);
-
-impl Shared {
-    /// No two pieces are of one size.
-    fn bytes<'a>(pieces: impl Iterator<Item = &'a BTreeSet<u8>>) -> u64 {
-        let all: BTreeSet<u8> = pieces.flatten().copied().collect();
-        all.into_iter().map(|piece| 1 + u64::from(piece) * 7).sum()
+/// Images with pieces that they share.
+pub(super) fn shared(images: &Pieces) -> Sizes {
+    let mut gathering = Gathering::default();
+    for (id, pieces) in images {
+        // No two pieces are of one size.
+        pieces.iter().for_each(|piece| gathering.share(*id, *piece, 1 + u64::from(*piece) * 7));
     }
-}
-
-impl Sizes for Shared {
-    fn total(&self) -> u64 {
-        Shared::bytes(self.0.values())
-    }
-
-    fn freed(&self, gone: &[ImageId]) -> u64 {
-        self.total() - Shared::bytes(self.0.iter().filter(|(id, _)| !gone.contains(id)).map(|(_, pieces)| pieces))
-    }
-
-    fn last_added(&self) -> Option<u64> {
-        None
-    }
+    gathering.finish(None)
 }
 
 pub(super) const NO_NEED: Room = Room { free: 0, pending: 0, min_free: 0 };
@@ -47,12 +31,14 @@ pub(super) fn last(keep_last: u32) -> Policy {
 }
 
 /// Each image takes so much, by itself.
-pub(super) fn each(facts: &[Facts], bytes: u64) -> Separate {
-    Separate(facts.iter().map(|it| (it.id, bytes)).collect())
+pub(super) fn each(facts: &[Facts], bytes: u64) -> Sizes {
+    let mut gathering = Gathering::<()>::default();
+    facts.iter().for_each(|it| gathering.own(it.id, bytes));
+    gathering.finish(None)
 }
 
 fn planned(facts: &[Facts], policy: &Policy) -> Plan {
-    plan(facts, policy, at(0), &Separate::default(), &NO_NEED)
+    plan(facts, policy, at(0), &Sizes::default(), &NO_NEED)
 }
 
 /// The reasons, oldest image first.
@@ -206,7 +192,7 @@ fn the_file_system_gets_what_it_must_have_or_nothing_goes_for_it() {
 fn shared_content_comes_free_with_the_last_image_that_has_it() {
     let facts = facts(&[Good; 4]);
     let pieces = [&[1_u8, 2][..], &[1, 2, 3], &[2, 3], &[3]];
-    let sizes = Shared(facts.iter().zip(pieces).map(|(it, p)| (it.id, p.iter().copied().collect())).collect());
+    let sizes = shared(&facts.iter().zip(pieces).map(|(it, p)| (it.id, p.iter().copied().collect())).collect());
     assert_eq!((sizes.total(), sizes.freed(&[facts[0].id])), (8 + 15 + 22, 0));
     // The first alone frees nothing; the second with it does.
     let plan = |max| plan(&facts, &Policy { max_total: Some(max), ..last(9) }, at(0), &sizes, &NO_NEED);
@@ -221,13 +207,16 @@ fn the_oddest_clocks_do_no_harm() {
     let policy = Policy { keep_hourly: 2, keep_daily: 2, keep_within: Duration::MAX, ..last(1) };
     for now in odd {
         let facts: Vec<Facts> = (1..).zip(odd).map(|(n, taken)| Facts { taken, ..fact(n, 0, Good) }).collect();
-        let plan = plan(&facts, &policy, now, &Separate::default(), &NO_NEED);
+        let plan = plan(&facts, &policy, now, &Sizes::default(), &NO_NEED);
         assert_eq!(plan.removals().count(), 0, "all are young or of the future");
     }
 }
 
+/// What each image has.
+pub(super) type Pieces = BTreeMap<ImageId, BTreeSet<u8>>;
+
 /// Facts with a clock that jumps about, in an order that is none, and pieces of content.
-pub(super) fn any_images() -> impl Strategy<Value = (Vec<Facts>, Shared)> {
+pub(super) fn any_images() -> impl Strategy<Value = (Vec<Facts>, Pieces)> {
     let kind = prop_oneof![4 => Just(Good), 2 => Just(Bad), 1 => Just(Unknown)];
     let pin = prop_oneof![6 => Just(Pin::None), 1 => Just(Pin::Pinned), 1 => Just(Pin::Unreadable)];
     let pieces = prop::collection::btree_set(0_u8..24, 0..8);
@@ -240,7 +229,7 @@ pub(super) fn any_images() -> impl Strategy<Value = (Vec<Facts>, Shared)> {
         let (facts, pieces): (Vec<Facts>, BTreeMap<ImageId, BTreeSet<u8>>) = each.unzip();
         (facts, pieces)
     });
-    all.prop_flat_map(|(facts, pieces)| (Just(facts).prop_shuffle(), Just(Shared(pieces))))
+    all.prop_flat_map(|(facts, pieces)| (Just(facts).prop_shuffle(), Just(pieces)))
 }
 
 pub(super) fn any_policy() -> impl Strategy<Value = Policy> {
@@ -268,7 +257,8 @@ pub(super) fn is_firm(it: &Facts, facts: &[Facts]) -> bool {
 
 proptest! {
     #[test]
-    fn what_must_stay_stays((facts, sizes) in any_images(), policy in any_policy(), room in any_room(), now in -2_000_000_i64..2_000_000) {
+    fn what_must_stay_stays((facts, pieces) in any_images(), policy in any_policy(), room in any_room(), now in -2_000_000_i64..2_000_000) {
+        let sizes = shared(&pieces);
         let plan = plan(&facts, &policy, at(now), &sizes, &room);
         let gone: Vec<ImageId> = plan.removals().collect();
         // Each has one decision, newest first, and those that stay have a reason.
@@ -285,7 +275,8 @@ proptest! {
     }
 
     #[test]
-    fn bounds_are_met_or_it_is_said((facts, sizes) in any_images(), policy in any_policy(), room in any_room()) {
+    fn bounds_are_met_or_it_is_said((facts, pieces) in any_images(), policy in any_policy(), room in any_room()) {
+        let sizes = shared(&pieces);
         let plan = plan(&facts, &policy, at(0), &sizes, &room);
         let gone: Vec<ImageId> = plan.removals().collect();
         let left = sizes.total() - sizes.freed(&gone);
@@ -304,7 +295,8 @@ proptest! {
     }
 
     #[test]
-    fn bounds_take_no_more_than_they_must((facts, sizes) in any_images(), policy in any_policy(), room in any_room()) {
+    fn bounds_take_no_more_than_they_must((facts, pieces) in any_images(), policy in any_policy(), room in any_room()) {
+        let sizes = shared(&pieces);
         let plan = plan(&facts, &policy, at(0), &sizes, &room);
         let by_rules: Vec<ImageId> = by_rules(&facts, &policy, at(0)).removals().collect();
         let mut by_bounds: Vec<ImageId> = plan.removals().filter(|id| !by_rules.contains(id)).collect();
@@ -352,10 +344,11 @@ proptest! {
     }
 
     #[test]
-    fn planning_again_after_removing_removes_nothing((facts, sizes) in any_images(), policy in any_policy()) {
+    fn planning_again_after_removing_removes_nothing((facts, pieces) in any_images(), policy in any_policy()) {
+        let sizes = shared(&pieces);
         let gone: Vec<ImageId> = plan(&facts, &policy, at(0), &sizes, &NO_NEED).removals().collect();
         let left: Vec<Facts> = facts.into_iter().filter(|it| !gone.contains(&it.id)).collect();
-        let sizes = Shared(sizes.0.into_iter().filter(|(id, _)| !gone.contains(id)).collect());
+        let sizes = shared(&pieces.into_iter().filter(|(id, _)| !gone.contains(id)).collect());
         // Hours that lost their image to a bound do not count any more, and what a bound took is gone already.
         let again: Vec<ImageId> = plan(&left, &policy, at(0), &sizes, &NO_NEED).removals().collect();
         prop_assert_eq!(again, []);

@@ -1,7 +1,7 @@
-use super::super::tests::{any_images, any_policy, each, facts, is_firm, last};
+use super::super::tests::{any_images, any_policy, each, facts, is_firm, last, shared};
 use super::*;
 use crate::store::retention::FactKind::{Bad, Good};
-use crate::store::retention::{Pin, Separate};
+use crate::store::retention::Pin;
 use crate::store::tests::at;
 use proptest::prelude::*;
 
@@ -9,7 +9,7 @@ fn room(free: u64, min_free: u64) -> Room {
     Room { free, pending: 0, min_free }
 }
 
-fn ask(need: u64, facts: &[Facts], policy: &Policy, sizes: &dyn Sizes, room: Room) -> Admission {
+fn ask(need: u64, facts: &[Facts], policy: &Policy, sizes: &Sizes, room: Room) -> Admission {
     admit(need, facts, policy, at(0), sizes, &room, Path::new("/store"))
 }
 
@@ -25,7 +25,7 @@ fn refusal(admission: Admission) -> String {
 
 #[test]
 fn an_image_must_leave_min_free() {
-    let none = Separate::default();
+    let none = Sizes::default();
     let ask = |need, free, keep| ask(need, &[], &last(3), &none, room(free, keep));
     assert_eq!(ask(10, 30, 20), Admission::Admit);
     assert!(matches!(ask(11, 30, 20), Admission::Refuse(Refusal::Disk { need: 11, free: 30, keep: 20, freed: 0, .. })));
@@ -100,14 +100,14 @@ fn the_next_image_is_like_the_last() {
 proptest! {
     #[test]
     fn an_answer_keeps_its_word(
-        (facts, sizes) in any_images(),
+        (facts, pieces) in any_images(),
         policy in any_policy(),
         need in 0_u64..600,
         free in 0_u64..900,
         pending in 0_u64..100,
         min_free in 0_u64..300,
     ) {
-        let room = Room { free, pending, min_free };
+        let (room, sizes) = (Room { free, pending, min_free }, shared(&pieces));
         let fits = |gone: &[ImageId]| {
             let freed = sizes.freed(gone);
             policy.max_total.is_none_or(|max| sizes.total() - freed + need <= max)
