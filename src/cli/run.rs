@@ -43,7 +43,7 @@ pub(crate) struct RunArgs {
 /// What to bring back.
 #[derive(Debug, clap::Args)]
 pub(crate) struct RestoreArgs {
-    /// JOB (its newest good image), JOB/ID or ID
+    /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
     image: String,
 }
 

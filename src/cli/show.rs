@@ -9,7 +9,7 @@ use super::list::{milliseconds, size, whereabouts};
 use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, Misuse, job_args};
 use crate::store::manifest::Landing;
-use crate::store::{Known, Manifest, Place, State};
+use crate::store::{Known, Manifest, Place, State, Tag};
 use crate::supervisor::{Persisting, Published};
 
 /// A copy of the image.
@@ -25,6 +25,9 @@ struct Shown<'a> {
     #[serde(flatten)]
     manifest: &'a Manifest,
     copies: Vec<Copy>,
+    /// Whether no retention removes it.
+    pinned: bool,
+    tags: Vec<Tag>,
     /// How far its way from memory to the store is.
     persisting: Option<&'a Persisting>,
 }
@@ -40,7 +43,8 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     match (global.format(), image.manifest()) {
         (Format::Json, Some(manifest)) => {
             let copies = known.copies().map(|copy| Copy { place: copy.place, folder: copy.dir.clone() });
-            print_json(&Shown { manifest, copies: copies.collect(), persisting })?;
+            let (pinned, tags) = (known.tags().is_pinned(), known.tags().iter().cloned().collect());
+            print_json(&Shown { manifest, copies: copies.collect(), pinned, tags, persisting })?;
         }
         (_, Some(manifest)) => print_text(&describe(&known, manifest, live.as_ref()))?,
         (_, None) => {
@@ -73,6 +77,7 @@ fn describe(known: &Known, m: &Manifest, live: Option<&Published>) -> String {
         ("size", size(m.bytes)),
         ("freeze", milliseconds(m.freeze_us)),
     ];
+    lines.extend(Some(known.tags().to_string()).filter(|said| !said.is_empty()).map(|said| ("tags", said)));
     lines.extend(known.copies().map(|copy| ("folder", format!("{} ({})", copy.dir.display(), copy.place))));
     if let Some(persisting) = persisting {
         let (done, total) = (size(persisting.done), size(persisting.total));

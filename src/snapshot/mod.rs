@@ -38,13 +38,14 @@ use chrono::Utc;
 use crate::config::Config;
 use crate::launch::{self, Job};
 use crate::store::manifest::{self, Manifest, PidNamespace, Reason};
+use crate::store::retention::survey::NoRoom;
 use crate::store::staging::{self, Area, admission};
 use crate::store::{Image, JobFolder, PublishError, WriterLock};
 use crate::supervisor::interval::Choice;
 use crate::sys::criu::{self, Criu};
 use crate::sys::cuda;
 
-pub use preflight::{Refusal, check_disk};
+pub use preflight::Refusal;
 
 /// Everything a snapshot needs; nothing in it changes while the job runs.
 #[derive(Debug)]
@@ -145,6 +146,9 @@ pub enum Error {
     /// There is no room for it in memory.
     #[error("not tried: {0}")]
     NoRoom(#[from] admission::Refusal),
+    /// There is no room for it in the store.
+    #[error("not tried: {0}")]
+    NoRoomInStore(#[from] NoRoom),
     /// The place in memory failed.
     #[error("staging: {0}")]
     Staging(#[from] staging::Error),

@@ -83,6 +83,28 @@ pub enum Error {
     /// 4,294,967,295 images.
     #[error("job \"{0}\" has used up all image numbers; go on under another --name")]
     NumbersUsedUp(JobName),
+    /// A tag or a pin for an image in memory.
+    #[error(
+        "image {0} is in memory only so far, and only one in the store can be pinned or tagged: try again when `rekindle list` shows it there"
+    )]
+    NotStored(ImageId),
+    /// The tags of an image can not be read, and would be lost.
+    #[error("{} can not be read ({why}), so the image counts as pinned; remove the file to begin without tags", .path.display())]
+    UnreadableTags {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+    /// More tags than an image may have.
+    #[error("image {0} would have more than {most} tags: take some back with `rekindle untag`", most = super::Tags::MOST)]
+    TooManyTags(ImageId),
+    /// The image went while it was pinned or tagged.
+    #[error("image {0} is being removed just now: look with `rekindle list` whether it is still there, and try again")]
+    RemovedMeanwhile(ImageId),
+    /// Somebody has pinned the image that was to go.
+    #[error("image {0} is pinned; `rekindle unpin` takes that back")]
+    Pinned(ImageId),
     /// Reading failed.
     #[error("can not read {}", .path.display())]
     Read {

@@ -200,9 +200,7 @@ fn is_part_path(text: &str) -> bool {
         && !text.contains('\0')
         && path.components().all(plain)
         && path.components().map(|c| c.as_os_str().to_string_lossy()).collect::<Vec<_>>().join("/") == text
-        && text != FILE_NAME
-        && text != super::mark::FILE_NAME
-        && text != super::chunk::map::FILE_NAME
+        && ![FILE_NAME, super::chunk::map::FILE_NAME, super::mark::FILE_NAME, super::tags::FILE_NAME].contains(&text)
 }
 
 #[cfg(test)]

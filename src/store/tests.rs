@@ -5,6 +5,7 @@ mod full;
 mod killed;
 mod leftovers;
 mod publish;
+mod tags;
 mod unreadable;
 
 use std::collections::BTreeMap;

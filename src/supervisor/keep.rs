@@ -10,7 +10,8 @@ use super::{Message, Owner, PROGRESS, Setup};
 use crate::config::Rate;
 use crate::snapshot::{self, Subject, Taken};
 use crate::store::persist::{self, Bounds, Progress};
-use crate::store::retention::{self, Facts, Policy};
+use crate::store::retention::Policy;
+use crate::store::retention::survey::{self, NoRoom, Removing};
 use crate::store::staging::Area;
 use crate::store::{Image, ImageId};
 use crate::sys::criu::Log;
@@ -49,7 +50,7 @@ enum PersistError {
     #[error(transparent)]
     Store(#[from] crate::store::Error),
     #[error(transparent)]
-    Refused(#[from] snapshot::Refusal),
+    NoRoom(#[from] NoRoom),
     #[error(transparent)]
     Persist(#[from] persist::Error),
 }
@@ -154,7 +155,7 @@ impl Owner<'_> {
         self.spawn("persist", move || {
             process::be_nice();
             let began = Instant::now();
-            let result = bring_to_store(&setup, &image, &progress, &cancel);
+            let result = bring_to_store(&setup, &image, &progress, &cancel, &read);
             let took = began.elapsed();
             // While memory is brought back from an image none is removed: it is done when that is over.
             if result.is_ok() && !read.load(Ordering::SeqCst) {
@@ -287,10 +288,12 @@ fn bring_to_store(
     image: &Image,
     progress: &Progress,
     cancel: &AtomicBool,
+    read: &AtomicBool,
 ) -> Result<Image, PersistError> {
     let store = &setup.config.store;
-    let need = image.manifest().map_or(0, |manifest| manifest.bytes);
-    snapshot::check_disk(need, store.min_free.bytes(), &setup.folder)?;
+    let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
+    let removing = if read.load(Ordering::SeqCst) { Removing::NotNow } else { Removing::Allowed };
+    survey::make_room(&setup.folder, &setup.lock, store, whole, removing)?;
     let rate = match store.persist_rate {
         Rate::Unlimited => None,
         Rate::PerSecond(size) => Some(size.bytes()),
@@ -307,16 +310,9 @@ pub(super) fn shown(time: Duration) -> humantime::FormattedDuration {
 
 /// Removes what the plan says. What can not be read stays. It may take seconds: never on the thread that owns the state.
 pub(super) fn rotate(setup: &Setup) {
-    let folder = &setup.folder;
-    let policy = Policy { keep_last: setup.config.store.keep_last };
-    let removed = folder.images().and_then(|images| {
-        let facts: Vec<Facts> = images.iter().map(Facts::from).collect();
-        retention::plan(&facts, &policy).removals().try_for_each(|id| {
-            tracing::debug!("removing image {id}");
-            folder.remove(&setup.lock, &id)
-        })
-    });
-    if let Err(error) = removed {
-        tracing::warn!("old images were not removed: {}", chain(&error));
+    let store = &setup.config.store;
+    match survey::rotate(&setup.folder, &setup.lock, &Policy::from(store), store.min_free.bytes()) {
+        Ok((plan, _)) => plan.notes.iter().for_each(|note| tracing::warn!("{note}")),
+        Err(error) => tracing::warn!("old images were not removed: {}", chain(&error)),
     }
 }

@@ -405,7 +405,10 @@ impl Owner<'_> {
         if *finish == Finish::Completed && self.shared.config.store.on_success == OnSuccess::Remove {
             let images = self.shared.folder.images()?;
             for id in self.good_images()?.iter().filter(|id| images.iter().any(|image| image.id == **id)) {
-                self.shared.folder.remove(&self.shared.lock, id)?;
+                match self.shared.folder.remove(&self.shared.lock, id) {
+                    Err(crate::store::Error::Pinned(id)) => tracing::info!("image {id} is pinned and stays"),
+                    other => other?,
+                }
             }
         }
         self.publish();
