@@ -70,13 +70,15 @@ fn plan(folder: &JobFolder, policy: &Policy) -> anyhow::Result<Plan> {
 /// The supervisor of a running job prunes by itself, and is the only one that may.
 fn carry_out(folder: &JobFolder, policy: &Policy) -> anyhow::Result<Plan> {
     let lock = folder.lock().map_err(|error| match error {
-        crate::store::Error::Supervised { .. } => anyhow::Error::from(Misuse(format!(
-            "{error}; its supervisor prunes after each snapshot, and `--dry-run` shows its plan"
-        ))),
+        crate::store::Error::Supervised { .. } | crate::store::Error::PerhapsSupervised { .. } => anyhow::Error::from(
+            Misuse(format!("{error}; its supervisor prunes after each snapshot, and `--dry-run` shows its plan")),
+        ),
         other => other.into(),
     })?;
     let plan = plan(folder, policy)?;
     for id in plan.removals() {
+        // Large images take a while to go.
+        lock.refresh()?;
         folder.remove(&lock, &id)?;
     }
     Ok(plan)
