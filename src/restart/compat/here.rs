@@ -54,13 +54,21 @@ impl Here {
     pub fn look(manifest: &Manifest, criu: Option<Version>) -> Here {
         let inventory = match manifest.tree.cuda.is_empty() {
             true => GpuInventory::default(),
-            false => GpuInventory::read(),
+            false => inventory(&manifest.gpus),
         };
         let gpus = inventory.gpus.iter().map(Gpu::from).collect();
         let files = manifest.mapped_files.iter();
         let files = files.map(|file| (file.path.clone(), look_at(&file.path, file.build_id.is_some())));
         Here { host: host::describe(), criu, driver: inventory.driver, gpus, files: files.collect() }
     }
+}
+
+/// The kernel module answers at once, and to start NVML takes a while in which the job stands still: NVML is asked only
+/// where the module does not show all that the image wants.
+fn inventory(wanted: &[Gpu]) -> GpuInventory {
+    let quick = GpuInventory::of_kernel_module();
+    let has = |gpu: &Gpu| quick.gpus.iter().any(|here| here.uuid.to_string() == gpu.uuid);
+    if quick.driver.is_some() && wanted.iter().all(has) { quick } else { GpuInventory::read() }
 }
 
 fn look_at(path: &Path, has_build_id: bool) -> FileHere {
