@@ -70,12 +70,12 @@ pub enum Error {
         known: Vec<ImageId>,
     },
     /// Another process is the job's supervisor.
-    #[error("job \"{job}\" is supervised by {}; stop that one first, or choose another --name", supervisor(.holder.as_ref()))]
+    #[error("job \"{job}\" is supervised by {}; stop that one first, or choose another --name", supervisor(.holder.as_deref()))]
     Supervised {
         /// The job.
         job: JobName,
         /// Who it is, if it said so.
-        holder: Option<Holder>,
+        holder: Option<Box<Holder>>,
     },
     /// The lock was free, and the file names one who may be alive, on a machine to which our locks do not reach.
     #[error(
@@ -86,7 +86,7 @@ pub enum Error {
         /// The job.
         job: JobName,
         /// Who it may be.
-        holder: Holder,
+        holder: Box<Holder>,
         /// How long that one has said nothing.
         silent: std::time::Duration,
         /// The lock file.
@@ -100,7 +100,7 @@ pub enum Error {
         /// The job.
         job: JobName,
         /// Who has it now.
-        holder: Holder,
+        holder: Box<Holder>,
     },
     /// A writer's call with the lock of another job.
     #[error("the lock is not that of job \"{0}\"")]

@@ -91,7 +91,7 @@ impl WriterLock {
         let held = open(&path, Create::No).and_then(|file| read_holder(&file));
         match held.map_err(|source| Error::Read { path: path.clone(), source })? {
             Some(holder) if holder == self.me => {}
-            Some(holder) => return Err(Error::TakenOver { job: self.job.clone(), holder }),
+            Some(holder) => return Err(Error::TakenOver { job: self.job.clone(), holder: holder.into() }),
             // Emptied by a hand that took us for dead.
             None => write_holder(&self.file, &self.me).map_err(|source| Error::Write { path: path.clone(), source })?,
         }
@@ -118,7 +118,7 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
             Ok(()) => break,
             Err(TryLockError::WouldBlock) if attempt < TRIES => thread::sleep(PAUSE),
             Err(TryLockError::WouldBlock) => {
-                let holder = read_holder(&file).ok().flatten();
+                let holder = read_holder(&file).ok().flatten().map(Box::new);
                 return Err(Error::Supervised { job: job.clone(), holder });
             }
             Err(TryLockError::Error(source)) => return Err(failed(source)),
@@ -150,7 +150,7 @@ fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName) -> Res
             Verdict::Silent(silent) => return Ok(Some((holder, silent))),
             Verdict::Alive { .. } if holder.boot_id == me.boot_id && begun.elapsed() < DYING => thread::sleep(PAUSE),
             Verdict::Alive { silent } => {
-                return Err(Error::PerhapsSupervised { job: job.clone(), holder, silent, file: path });
+                return Err(Error::PerhapsSupervised { job: job.clone(), holder: holder.into(), silent, file: path });
             }
         }
     }

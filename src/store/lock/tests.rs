@@ -86,7 +86,7 @@ fn where_locks_do_not_hold_the_name_of_a_live_process_does() {
     fs::remove_file(dir.path().join(FILE_NAME)).unwrap();
     leave(dir.path(), &name, ago(HEARTBEAT));
     let error = lock(dir.path()).unwrap_err();
-    assert!(matches!(&error, Error::PerhapsSupervised { holder, .. } if *holder == name), "{error}");
+    assert!(matches!(&error, Error::PerhapsSupervised { holder, .. } if **holder == name), "{error}");
     assert_eq!(named(dir.path()), Some(name));
     child.kill().unwrap();
     child.wait().unwrap();
@@ -122,6 +122,25 @@ fn a_silent_machine_is_taken_over_from_and_named() {
     let (holder, silent) = lock.silent_holder().unwrap();
     assert!(holder.host == "elsewhere" && silent >= STALE, "{holder:?} {silent:?}");
     assert_eq!(named(dir.path()).unwrap().pid, std::process::id());
+}
+
+#[test]
+fn of_two_that_take_over_at_once_the_last_one_stays() {
+    let dir = tempfile::tempdir().unwrap();
+    leave(dir.path(), &elsewhere(), ago(2 * STALE));
+    let third = Holder { host: "third".into(), ..elsewhere() };
+    let result = thread::scope(|scope| {
+        let ours = scope.spawn(|| lock(dir.path()));
+        // Its lock does not reach ours, and it writes its name after we wrote ours.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while named(dir.path()).is_none_or(|holder| holder.pid != std::process::id()) && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
+        }
+        leave(dir.path(), &third, SystemTime::now());
+        ours.join().unwrap()
+    });
+    assert!(matches!(&result, Err(Error::TakenOver { holder, .. }) if **holder == third), "{result:?}");
+    assert_eq!(named(dir.path()), Some(third));
 }
 
 #[test]
