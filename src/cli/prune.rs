@@ -139,9 +139,9 @@ fn bytes(known: &Known) -> Option<u64> {
 /// The supervisor of a running job prunes by itself, and is the only one that may.
 fn carry_out(folder: &JobFolder, policy: &Policy, min_free: u64) -> anyhow::Result<(Plan, Vec<ImageId>)> {
     let lock = folder.lock().map_err(|error| match error {
-        crate::store::Error::Supervised { .. } => anyhow::Error::from(Misuse(format!(
-            "{error}; its supervisor prunes after each snapshot, and `--dry-run` shows its plan"
-        ))),
+        crate::store::Error::Supervised { .. } | crate::store::Error::PerhapsSupervised { .. } => anyhow::Error::from(
+            Misuse(format!("{error}; its supervisor prunes after each snapshot, and `--dry-run` shows its plan")),
+        ),
         other => other.into(),
     })?;
     Ok(survey::rotate(folder, &lock, policy, min_free)?)

@@ -23,6 +23,7 @@
 mod files;
 mod gpu;
 mod landing;
+mod mapped;
 pub mod pages;
 mod phases;
 mod preflight;
@@ -234,10 +235,6 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
     let ids = criu::image::ids(&target.dir().join(phases::CRIU_DIR))?;
     let cuda = work.gpu.inner_pids();
     let inventory = (!cuda.is_empty()).then(crate::sys::nvml::GpuInventory::read).unwrap_or_default();
-    let gpu = |gpu: &crate::sys::nvml::Gpu| manifest::Gpu {
-        uuid: gpu.uuid.to_string(),
-        name: gpu.name.clone().unwrap_or_default(),
-    };
     Ok(Manifest {
         id: target.id(),
         job: subject.folder.name().clone(),
@@ -251,7 +248,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         rekindle: env!("CARGO_PKG_VERSION").into(),
         criu: subject.criu.version.to_string(),
         driver: if cuda.is_empty() { None } else { inventory.driver },
-        gpus: inventory.gpus.iter().map(gpu).collect(),
+        gpus: inventory.gpus.iter().map(manifest::Gpu::from).collect(),
         tree: manifest::JobTree {
             pid_namespace: match subject.job.world {
                 launch::world::World::Private(_) => PidNamespace::Private,
@@ -268,6 +265,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         given_files: work.given_files.clone(),
         saved_links: work.saved_links.clone(),
         recreate: work.recreate.clone(),
+        mapped_files: mapped::files(&target.dir().join(phases::CRIU_DIR), work)?,
         landing: work.landing.clone(),
         tcp: work.tcp,
         phases: work.timings.clone(),

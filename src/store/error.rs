@@ -70,12 +70,37 @@ pub enum Error {
         known: Vec<ImageId>,
     },
     /// Another process is the job's supervisor.
-    #[error("job \"{job}\" is supervised by {}; stop that one first, or choose another --name", supervisor(.holder.as_ref()))]
+    #[error("job \"{job}\" is supervised by {}; stop that one first, or choose another --name", supervisor(.holder.as_deref()))]
     Supervised {
         /// The job.
         job: JobName,
         /// Who it is, if it said so.
-        holder: Option<Holder>,
+        holder: Option<Box<Holder>>,
+    },
+    /// The lock was free, and the file names one who may be alive, on a machine to which our locks do not reach.
+    #[error(
+        "job \"{job}\" may be supervised by {holder}, who gave a sign of life {} ago; stop that one first. If it is dead, try again once it has been silent for {}, or, at once, empty {} by hand",
+        humantime::format_duration(std::time::Duration::from_secs(silent.as_secs())), humantime::format_duration(super::lock::STALE), .file.display()
+    )]
+    PerhapsSupervised {
+        /// The job.
+        job: JobName,
+        /// Who it may be.
+        holder: Box<Holder>,
+        /// How long that one has said nothing.
+        silent: std::time::Duration,
+        /// The lock file.
+        file: PathBuf,
+    },
+    /// The lock is another process's, who took us for dead.
+    #[error(
+        "job \"{job}\" was taken over by {holder}, because this process was silent for too long; it must not go on here"
+    )]
+    TakenOver {
+        /// The job.
+        job: JobName,
+        /// Who has it now.
+        holder: Box<Holder>,
     },
     /// A writer's call with the lock of another job.
     #[error("the lock is not that of job \"{0}\"")]

@@ -97,7 +97,8 @@ impl JobFolder {
     /// Becomes the one writer.
     ///
     /// # Errors
-    /// [`Error::Supervised`] where another process is; [`Error::Lock`] where the file system can not lock.
+    /// [`Error::Supervised`] where another process is; [`Error::PerhapsSupervised`] where one on another machine may be;
+    /// [`Error::TakenOver`] where one was faster; [`Error::Lock`] where the file system can not lock.
     pub fn lock(&self) -> Result<WriterLock> {
         lock::acquire(&self.path, &self.name)
     }

@@ -56,7 +56,7 @@ pub use folder::JobFolder;
 pub use id::{ImageId, JobName, NameError};
 pub use image::{Damage, DamageKind, Form, Image, Place, State};
 pub use known::Known;
-pub use lock::{Holder, Writer, WriterLock};
+pub use lock::{HEARTBEAT, Holder, Writer, WriterLock};
 pub use manifest::Manifest;
 pub use mark::{BadMark, BadWhy};
 pub use record::{JobRecord, Outcome};

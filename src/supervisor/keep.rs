@@ -246,7 +246,7 @@ impl Owner<'_> {
         }
         // A second signal means at once.
         while self.persist.is_some() {
-            if self.stops > 1 {
+            if self.stops > 1 || !self.holds_the_lock() {
                 self.persist.iter().for_each(|persist| persist.cancel.store(true, Ordering::Relaxed));
             }
             match messages.recv_timeout(PROGRESS) {
@@ -256,6 +256,9 @@ impl Owner<'_> {
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,
             }
+        }
+        if self.taken_over.is_some() {
+            return;
         }
         match self.only_in_memory().filter(|_| *finish != Finish::Completed) {
             Some(image) => tracing::warn!(

@@ -5,6 +5,7 @@ pub mod cgroup;
 pub mod criu;
 pub mod cuda;
 pub mod durable;
+pub mod elf;
 pub mod identity;
 pub mod inherited;
 pub mod nvml;
