@@ -20,6 +20,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, OFlag, PosixFadviseAdvice, fcntl, posix_fadvise};
 
 use super::durable;
+use super::point::{Step, point};
 
 /// What memory, offsets and lengths are multiples of. No device in use has larger blocks, and a page is as much.
 pub const ALIGN: usize = 4096;
@@ -89,6 +90,7 @@ impl DirectFile {
     /// # Errors
     /// Those of open(2); `AlreadyExists` where there is one.
     pub fn create(path: &Path, way: Way) -> io::Result<DirectFile> {
+        point(Step::Write)?;
         let file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
         file.set_permissions(Permissions::from_mode(0o600))?;
         Ok(DirectFile::from(file, way))
@@ -134,6 +136,7 @@ impl DirectFile {
     /// # Errors
     /// Those of pwrite(2); `WriteZero` where the kernel takes nothing.
     pub fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        point(Step::Write)?;
         match self.file.write_all_at(bytes, offset) {
             Err(error) if self.refused(&error) => self.file.write_all_at(bytes, offset)?,
             done => done?,
@@ -158,6 +161,7 @@ impl DirectFile {
     /// # Errors
     /// That of fdatasync(2); ENOSPC shows up here on file systems that allocate late.
     pub fn sync(&self) -> io::Result<()> {
+        point(Step::Other)?;
         self.file.sync_data()?;
         if self.way() == Way::Plain {
             self.forget(0, 0);
@@ -170,7 +174,7 @@ impl DirectFile {
     ///
     /// # Errors
     /// Those of pread(2).
-    pub fn read_at<'a>(&self, into: &'a mut Aligned, offset: u64, len: usize) -> io::Result<&'a [u8]> {
+    pub fn read_at<'a>(&self, into: &'a mut Aligned, offset: u64, len: usize) -> io::Result<&'a mut [u8]> {
         let (from, skip, whole) = span(offset, len);
         let target = into.get_mut(..whole).ok_or_else(|| io::Error::other("a span that is larger than the buffer"))?;
         let got = match self.fill(target, from) {
@@ -180,7 +184,7 @@ impl DirectFile {
         if self.way() == Way::Plain {
             self.forget(from, u64::try_from(got).unwrap_or(0));
         }
-        Ok(into.get(skip..got.min(skip + len)).unwrap_or_default())
+        Ok(into.get_mut(skip..got.min(skip + len)).unwrap_or_default())
     }
 
     fn fill(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
