@@ -43,6 +43,7 @@ mod rights;
 mod select;
 pub mod staging;
 mod tags;
+pub mod unpack;
 mod verify;
 
 use std::fs::{self, DirBuilder};
@@ -62,7 +63,7 @@ pub use mark::{BadMark, BadWhy};
 pub use record::{JobRecord, Outcome};
 pub use select::LATEST;
 pub use tags::{Change, NoTag, Tag, Tags};
-pub use verify::{Finding, PartReport, Report};
+pub use verify::{Finding, PackReport, PacksReport, PartReport, Report, Share, check_packs};
 
 use crate::sys::durable;
 
