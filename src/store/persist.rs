@@ -29,13 +29,14 @@ use self::pace::Pace;
 use self::stretches::Stretches;
 use self::worker::{Packed, Work};
 use super::chunk::map::{self, ChunkMap};
-use super::chunk::{Compression, Key};
+use super::chunk::{Compression, Key, KeyError};
 use super::draft::PublishError;
 use super::folder::JobFolder;
 use super::image::{Form, Image};
 use super::lock::WriterLock;
 use super::manifest::Chunks;
 use super::pack::{self, Making};
+use crate::config::{self, Rate};
 use crate::sys::parallel;
 
 pub use self::pace::Progress;
@@ -58,6 +59,27 @@ pub struct Packing {
     pub key: Option<Arc<Key>>,
     /// How much of the machine may be used.
     pub bounds: Bounds,
+}
+
+impl Packing {
+    /// As it is configured.
+    ///
+    /// # Errors
+    /// When there is to be a key and it can not be used.
+    pub fn of(store: &config::Store) -> Result<Packing, KeyError> {
+        let rate = match store.persist_rate {
+            Rate::Unlimited => None,
+            Rate::PerSecond(size) => Some(size.bytes()),
+        };
+        let compression = match store.compression {
+            config::Compression::Auto => Compression::Auto,
+            config::Compression::None => Compression::None,
+            config::Compression::Lz4 => Compression::Lz4,
+            config::Compression::Zstd(level) => Compression::Zstd(level),
+        };
+        let key = store.encryption_key.as_deref().map(Key::read).transpose()?.map(Arc::new);
+        Ok(Packing { compression, key, bounds: Bounds { rate, threads: store.threads() } })
+    }
 }
 
 /// Why an image is not in the packs of the store. It still is where it was.
@@ -197,4 +219,4 @@ fn in_order(mut packed: Vec<Packed>, parts: usize) -> ChunkMap {
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::store) mod tests;

@@ -25,6 +25,7 @@ use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
 use crate::snapshot::{self, Launch, Taken};
+use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
 use crate::sys::criu::Criu;
@@ -56,6 +57,8 @@ pub struct Setup {
     pub interposer: Option<PathBuf>,
     /// Where images land in memory.
     pub staging: Option<Area>,
+    /// How they are packed.
+    pub packing: Packing,
     /// What to begin with.
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
@@ -125,6 +128,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         stops: 0,
         published: publish::Published::new(&shared.launch.lineage),
         persist: None,
+        restoring: None,
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
@@ -199,6 +203,8 @@ struct Owner<'a> {
     published: publish::Published,
     /// The image that is on its way from memory to the store.
     persist: Option<keep::Persist>,
+    /// The image that a start under way reads.
+    restoring: Option<keep::Moving>,
     /// The life whose memory is still being brought back, and the image that it comes from.
     loading: Option<(u32, ImageId)>,
     /// The same for other threads: whether an image is being read.
@@ -231,6 +237,7 @@ impl Owner<'_> {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
         let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
         match (&self.persist, &self.shared.staging) {
+            _ if self.restoring.is_some() => tick.min(PROGRESS),
             (Some(_), _) => tick.min(PROGRESS),
             (None, Some(_)) => tick.min(keep::LOOK),
             (None, None) => tick,
@@ -255,7 +262,7 @@ impl Owner<'_> {
     fn timed_out(&mut self) {
         if self.machine.deadline().is_some_and(|at| at <= Instant::now()) {
             self.step(Event::Tick);
-        } else if self.persist.is_some() {
+        } else if self.persist.is_some() || self.restoring.is_some() {
             self.publish();
         }
         self.give_memory_back();
@@ -381,6 +388,7 @@ impl Owner<'_> {
     fn publish(&mut self) {
         self.published.update(self.machine.state(), self.job.as_deref());
         self.published.persisting = self.persist.as_ref().map(keep::Persist::seen);
+        self.published.restoring = self.restoring.as_ref().and_then(keep::Moving::seen);
         self.published.loading = self.loading.map(|(_, image)| image);
         self.published.chosen(self.machine.choice());
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
