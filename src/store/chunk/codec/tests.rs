@@ -98,6 +98,8 @@ fn what_a_user_writes() {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
     #[test]
     fn any_bytes_come_back(raw in prop::collection::vec(prop_oneof![Just(0_u8), any::<u8>()], 1..40_000), level in LEVELS) {
         for wanted in [Compression::None, Compression::Lz4, Compression::Zstd(level % 6 + 1), Compression::Auto] {

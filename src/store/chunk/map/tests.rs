@@ -80,6 +80,8 @@ fn each_kind_of_damage_has_its_name() {
     assert_eq!(extent(4, CHUNK_MAX + 1), Err(FormatError::Field { what, field: "extent" }));
     assert_eq!(extent(4, 0), Err(FormatError::Field { what, field: "length of an extent" }));
     assert_eq!(extent(44, (1 << 30) + 1), Err(FormatError::Field { what, field: "extent" }));
+    // The first of five runs of zeros, shorter than it could be.
+    assert_eq!(extent(44, 5), Err(FormatError::Field { what, field: "run of zeros" }));
     let mut bytes = sample().to_bytes();
     bytes[100] ^= 1;
     assert_eq!(ChunkMap::parse(&bytes), Err(FormatError::Checksum(what)));

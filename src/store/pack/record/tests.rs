@@ -147,11 +147,15 @@ fn each_kind_of_damage_of_a_pack_header_has_its_name() {
 fn a_key_fits_or_not_and_the_answer_says_what_to_do() {
     let (key, other) = (key(), Key::new(&[8; 32]));
     let (plain, sealed) = (PackHeader::of(None), PackHeader::of(Some(&key)));
-    plain.check_key(None).unwrap();
-    sealed.check_key(Some(&key)).unwrap();
+    let id = |key: Option<&Key>| key.map(Key::id);
+    assert_eq!(plain.key_for(None).map(id), Ok(None));
+    assert_eq!(plain.key_for(Some(&key)).map(id), Ok(None), "from before there was a key");
+    assert_eq!((plain.check_key(None), sealed.check_key(Some(&key))), (Ok(()), Ok(())));
     assert_eq!(plain.check_key(Some(&key)), Err(FormatError::NotEncrypted));
-    for (key, error) in [(None, FormatError::NoKey), (Some(&other), FormatError::OtherKey(key.id()))] {
-        assert_eq!(sealed.check_key(key), Err(error.clone()));
+    assert_eq!(sealed.key_for(Some(&key)).map(id), Ok(Some(key.id())));
+    for (given, error) in [(None, FormatError::NoKey), (Some(&other), FormatError::OtherKey(key.id()))] {
+        assert_eq!(sealed.key_for(given).map(id), Err(error.clone()));
+        assert_eq!(sealed.check_key(given), Err(error.clone()));
         assert!(error.is_not_for_us() && error.to_string().contains("store.encryption-key"), "{error}");
     }
 }
