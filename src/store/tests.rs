@@ -4,6 +4,7 @@ mod damage;
 mod full;
 mod killed;
 mod leftovers;
+mod packed;
 mod publish;
 mod tags;
 mod unreadable;

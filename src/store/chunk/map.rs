@@ -249,6 +249,11 @@ fn part(fields: &mut Fields<'_>) -> Result<Vec<Extent>, FormatError> {
         if extent.is_empty() {
             return Err(FormatError::Field { what, field: "length of an extent" });
         }
+        // One content has one form: only a full run of zeros is followed by zeros.
+        let full = |last: &Extent| !matches!(last, Extent::Zero { len } if len % MAX_ZEROS != 0);
+        if matches!(extent, Extent::Zero { .. }) && !extents.last().is_none_or(full) {
+            return Err(FormatError::Field { what, field: "run of zeros" });
+        }
         push(&mut extents, extent);
     }
     Ok(extents)

@@ -10,9 +10,10 @@ use std::collections::HashMap;
 
 use super::name::PackName;
 use super::{PackIndex, Problem};
-use crate::store::chunk::ChunkId;
+use crate::store::chunk::{ChunkId, Key};
+use crate::store::format::FormatError;
 use crate::store::pack::index::Entry;
-use crate::store::pack::record::HEADER_BYTES;
+use crate::store::pack::record::{HEADER_BYTES, PackHeader};
 
 /// Where a record is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,6 +53,16 @@ pub struct PackInfo {
     pub key: Option<[u8; 16]>,
     /// Whether it is marked: no image needed it when that was looked at.
     pub gone: bool,
+}
+
+impl PackInfo {
+    /// As [`PackHeader::key_for`].
+    ///
+    /// # Errors
+    /// [`FormatError::NoKey`], [`FormatError::OtherKey`].
+    pub fn key_for<'k>(&self, key: Option<&'k Key>) -> Result<Option<&'k Key>, FormatError> {
+        PackHeader { key: self.key }.key_for(key)
+    }
 }
 
 type Prefix = [u8; 16];
