@@ -10,6 +10,7 @@ mod supervisor;
 
 mod commands;
 mod damage;
+mod forks;
 mod interval;
 mod kinds;
 mod ladder;
