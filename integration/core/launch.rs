@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::os::fd::AsRawFd;
-use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use serde_json::Value;
@@ -61,7 +60,8 @@ fn a_world_of_its_own() {
     // What the caller ignores stays ignored (nohup); Python itself ignores SIGPIPE (13) and SIGXFSZ (25).
     let mine = fs::read_to_string("/proc/self/status").unwrap();
     let mine = mine.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap().trim().to_string();
-    let bits = |text: &str| u64::from_str_radix(text, 16).unwrap();
+    // Signals 32 and 33 are the C library's own; its posix_spawn makes the child ignore them, or not.
+    let bits = |text: &str| u64::from_str_radix(text, 16).unwrap() & !(0b11 << 31);
     assert_eq!(bits(seen["ignored"].as_str().unwrap()), bits(&mine) | 0x100_1000);
     end(&lab, run);
 }
@@ -146,7 +146,7 @@ fn daemons_end_with_the_job() {
         let lab = Lab::new().unwrap().set("job.pid-namespace", space);
         let script = lab.script("job", "setsid sleep 1000 & (setsid sh -c 'sleep 1001 & sleep 1002' &) ; sleep 0.3");
         lab.run([script.as_os_str()]).ends_with(0);
-        lab.assert_all_gone(Duration::from_secs(1));
+        lab.assert_all_gone();
     }
     drop(lab);
 }
