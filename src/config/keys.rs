@@ -1,7 +1,9 @@
 //! The list of keys: what each expects, which environment variable sets it, and which one a misspelt key may mean.
 
+use super::storage::ReplicaUrl;
+
 /// The tables of the file, in its order.
-pub(super) const SECTIONS: &[&str] = &["job", "snapshot", "store", "restart", "log", "criu"];
+pub(super) const SECTIONS: &[&str] = &["job", "snapshot", "store", "replica", "restart", "log", "criu"];
 
 /// One key.
 #[derive(Debug, PartialEq, Eq)]
@@ -31,6 +33,7 @@ pub(super) enum Shape {
 
 const DURATION: &str = "a duration with a unit, such as \"90s\" or \"10m\"";
 const SIZE: &str = "a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
+const RATE: &str = "\"unlimited\", or a size for each second such as \"500MB\" or a whole number of bytes";
 const COUNT: &str = "a whole number from 0 to 4294967295";
 const CODES: &str = "a list of exit codes from 1 to 255, such as [1, 137]";
 
@@ -72,14 +75,34 @@ pub(super) const KEYS: &[Key] = &[
     key("snapshot.interposer", Shape::Text, "\"auto\" or \"off\""),
     key("store.directory", Shape::Text, "text with an absolute path"),
     key("store.keep-last", Shape::Count, COUNT),
+    key("store.keep-hourly", Shape::Count, COUNT),
+    key("store.keep-daily", Shape::Count, COUNT),
+    key("store.keep-within", Shape::Text, DURATION),
+    key(
+        "store.max-total-size",
+        Shape::Text,
+        "\"unlimited\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes",
+    ),
     key("store.min-free", Shape::Text, SIZE),
     key(
-        "store.persist-rate",
+        "store.compression",
         Shape::Text,
-        "\"unlimited\", or a size for each second such as \"500MB\" or a whole number of bytes",
+        "\"auto\", \"none\", \"lz4\", \"zstd\", or \"zstd:LEVEL\" with a level from -7 to 19",
     ),
+    key("store.encryption-key", Shape::Text, "text with an absolute path"),
+    key("store.persist-rate", Shape::Text, RATE),
     key("store.persist-threads", Shape::Count, COUNT),
+    key("store.sweep-after", Shape::Text, DURATION),
+    key("store.repack", Shape::Text, "\"off\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes"),
     key("store.on-success", Shape::Text, "\"remove\" or \"keep\""),
+    key(
+        "replica.url",
+        Shape::Text,
+        "s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or file:///PATH, without user, password or query: \
+         credentials come from the environment",
+    ),
+    key("replica.keep-last", Shape::Count, COUNT),
+    key("replica.rate", Shape::Text, RATE),
     key("restart.max-restarts", Shape::Count, COUNT),
     key("restart.window", Shape::Text, DURATION),
     key("restart.backoff", Shape::Text, DURATION),
@@ -98,9 +121,14 @@ pub(super) const KEYS: &[Key] = &[
 ];
 
 impl Key {
-    /// Whether its values must never be shown.
-    pub(super) fn is_secret(&self) -> bool {
-        self.path == "job.environment"
+    /// Whether this value of it must never be shown. A correct address of a replica may be; one with a password in it is a
+    /// mistake that must not end in a log.
+    pub(super) fn is_secret(&self, value: &str) -> bool {
+        match self.path {
+            "job.environment" => true,
+            "replica.url" => ReplicaUrl::may_be_secret(value),
+            _ => false,
+        }
     }
 
     /// The environment variable that sets it, `REKINDLE_STORE_KEEP_LAST`. `version` belongs to a file and has none.
@@ -142,8 +170,9 @@ fn split(path: &str) -> (&str, &str) {
     path.rsplit_once('.').unwrap_or(("", path))
 }
 
-/// Of (word, how alike, favour), the best of those alike enough.
+/// Of (word, how alike, favour), the best of those alike enough; of two alike the first: what stands first in the file is
+/// what more people set.
 fn best<'a>(scored: impl Iterator<Item = (&'a str, f64, f64)>) -> Option<&'a str> {
-    let likely = scored.filter(|(_, alike, _)| *alike >= ALIKE);
-    likely.max_by(|a, b| (a.1 + a.2).total_cmp(&(b.1 + b.2))).map(|(word, ..)| word)
+    let likely = scored.filter(|(_, alike, _)| *alike >= ALIKE).map(|(word, alike, favour)| (word, alike + favour));
+    likely.reduce(|best, next| if next.1 > best.1 { next } else { best }).map(|(word, _)| word)
 }

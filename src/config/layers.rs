@@ -33,7 +33,8 @@ impl Setting {
 
     /// The value as TOML, hidden where it may be a secret.
     pub(super) fn shown(&self) -> String {
-        if self.key.is_secret() { HIDDEN.to_owned() } else { self.value.to_string() }
+        let text = self.value.to_string();
+        if self.key.is_secret(&text) { HIDDEN.to_owned() } else { text }
     }
 
     /// Puts the value into a table with the shape of the file.

@@ -17,6 +17,7 @@ mod keys;
 mod layers;
 mod model;
 mod rules;
+mod storage;
 #[cfg(test)]
 mod tests;
 mod value;
@@ -31,8 +32,9 @@ pub use auto::{MeanTime, Percentage};
 pub use error::{Error, Fault, Problem};
 pub use model::{
     ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,
-    Restart, Snapshot, Staging, Store, Tcp, VERSION,
+    Replica, Restart, Snapshot, Staging, Store, Tcp, VERSION,
 };
+pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit};
 pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate, Stdin, Umask};
 
 use layers::{Layers, Setting};

@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
+use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 
 /// The only configuration format there is so far.
@@ -24,6 +25,8 @@ pub struct Config {
     pub snapshot: Snapshot,
     /// Where the images are kept and for how long.
     pub store: Store,
+    /// Where copies of the images go, off this machine.
+    pub replica: Replica,
     /// What to do when the job dies.
     pub restart: Restart,
     /// The job's output and our own messages.
@@ -185,12 +188,30 @@ pub struct Store {
     pub directory: PathBuf,
     /// Good images kept for a job, at least 1.
     pub keep_last: u32,
+    /// So many hours, of those with an image, of each of which the newest good image is kept.
+    pub keep_hourly: u32,
+    /// So many days, of those with an image, of each of which the newest good image is kept.
+    pub keep_daily: u32,
+    /// Good images are kept that were taken within this time before now.
+    #[serde(with = "duration")]
+    pub keep_within: Duration,
+    /// Most that the images of a job may take.
+    pub max_total_size: SizeLimit,
     /// Space of the file system that an image must leave free.
     pub min_free: ByteSize,
+    /// How the content of images is made smaller.
+    pub compression: Compression,
+    /// Absolute path of the file with the key that the content of images is encrypted with; unset means that it is not.
+    pub encryption_key: Option<PathBuf>,
     /// Most that is written each second of an image that was staged in memory.
     pub persist_rate: Rate,
     /// Threads that copy and hash it, 1 to 64.
     pub persist_threads: u32,
+    /// How long content stays that no image needs any more.
+    #[serde(with = "duration")]
+    pub sweep_after: Duration,
+    /// How much is written anew in one go to get the space back of content that no image needs.
+    pub repack: Repack,
     /// What happens to the images when the job ends with exit code 0.
     pub on_success: OnSuccess,
 }
@@ -201,6 +222,18 @@ impl Store {
     pub fn threads(&self) -> usize {
         usize::try_from(self.persist_threads).unwrap_or(1)
     }
+}
+
+/// `[replica]`: where copies of the images go, off this machine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Replica {
+    /// The object store or folder; unset means that there is none.
+    pub url: Option<ReplicaUrl>,
+    /// Good images kept there for a job, at least 1.
+    pub keep_last: u32,
+    /// Most that is sent each second.
+    pub rate: Rate,
 }
 
 /// `store.on-success`.
@@ -318,6 +351,7 @@ impl Default for Config {
             job: Job::default(),
             snapshot: Snapshot::default(),
             store: Store::default(),
+            replica: Replica::default(),
             restart: Restart::default(),
             log: Log::default(),
             criu: Criu::default(),
@@ -353,12 +387,27 @@ impl Default for Store {
         Store {
             directory: PathBuf::from("/var/lib/rekindle"),
             keep_last: 3,
+            keep_hourly: 0,
+            keep_daily: 0,
+            keep_within: Duration::ZERO,
+            max_total_size: SizeLimit::default(),
             min_free: ByteSize::gib(1),
+            compression: Compression::default(),
+            encryption_key: None,
             persist_rate: Rate::default(),
             // One that reads and hashes, one that waits for the disk: the job needs the other processors.
             persist_threads: 2,
+            // A reader that began before an image went has its content for so long.
+            sweep_after: seconds(600),
+            repack: Repack::UpTo(ByteSize::new(10_000_000_000)),
             on_success: OnSuccess::default(),
         }
+    }
+}
+
+impl Default for Replica {
+    fn default() -> Replica {
+        Replica { url: None, keep_last: 3, rate: Rate::default() }
     }
 }
 

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::auto::{MeanTime, Percentage};
 use super::keys;
 use super::model::{Config, LIMITS, VERSION};
+use super::storage::{Repack, SizeLimit};
 use super::value::{ByteSize, Interval, Rate, Stdin};
 
 /// A key, an entry in it included, and the rule that its value breaks.
@@ -20,6 +21,7 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
     job(config, &mut rules);
     snapshot(config, &mut rules);
     store(config, &mut rules);
+    replica(config, &mut rules);
     restart(config, &mut rules);
     rules.that(config.log.max_size.bytes() >= 4096, "log.max-size", || {
         "must be at least 4KiB, because each rotation leaves a file".to_owned()
@@ -43,8 +45,17 @@ const MOST_OVERHEAD: Percentage = Percentage::millionths(500_000);
 /// Of 365.25 days, as humantime counts years.
 const LONGEST_MEAN_TIME: Duration = Duration::from_secs(10 * 31_557_600);
 
+/// The same, so that the time that long ago is one that the calendar has.
+const LONGEST_AGE: Duration = LONGEST_MEAN_TIME;
+
 /// 64 GiB, which is little for a training job, then take 18 hours.
 const SLOWEST: ByteSize = ByteSize::mib(1);
+
+/// Less is a slip: no image is that small.
+const SMALLEST: ByteSize = ByteSize::mib(1);
+
+/// What is worth writing anew is at most a pack at a time.
+const LEAST_REPACK: ByteSize = ByteSize::mib(256);
 
 /// More do not make any disk faster.
 const MOST_THREADS: u32 = 64;
@@ -71,6 +82,13 @@ impl Rules {
         self.that(!text.contains('\0'), key, || "must not contain a zero byte".to_owned());
         // U+FFFD stands where a flag or variable held something else.
         self.that(!text.contains('\u{fffd}'), key, || "must be valid UTF-8".to_owned());
+    }
+
+    fn rate(&mut self, key: &str, rate: Rate) {
+        let Rate::PerSecond(rate) = rate else { return };
+        self.that(rate >= SLOWEST, key, || {
+            format!("must be at least {SLOWEST}, or \"unlimited\", because a slower copy of an image takes days")
+        });
     }
 
     fn codes(&mut self, key: &str, codes: &[u8]) {
@@ -163,14 +181,32 @@ fn store(config: &Config, rules: &mut Rules) {
     rules.that(config.store.keep_last >= 1, "store.keep-last", || {
         "must be at least 1, because the newest good image is never removed".to_owned()
     });
-    if let Rate::PerSecond(rate) = config.store.persist_rate {
-        rules.that(rate >= SLOWEST, "store.persist-rate", || {
-            format!("must be at least {SLOWEST}, or \"unlimited\", because a slower copy of an image takes days")
+    rules.that(config.store.keep_within <= LONGEST_AGE, "store.keep-within", || {
+        "must be at most 10years (m is a minute, M a month)".to_owned()
+    });
+    if let SizeLimit::AtMost(size) = config.store.max_total_size {
+        rules.that(size >= SMALLEST, "store.max-total-size", || {
+            format!("must be at least {SMALLEST}, or \"unlimited\", because no image is smaller")
         });
     }
+    rules.path("store.encryption-key", config.store.encryption_key.as_deref());
+    rules.rate("store.persist-rate", config.store.persist_rate);
     rules.that((1..=MOST_THREADS).contains(&config.store.persist_threads), "store.persist-threads", || {
         format!("must be from 1 to {MOST_THREADS}")
     });
+    rules.time("store.sweep-after", config.store.sweep_after, Duration::ZERO, "");
+    if let Repack::UpTo(size) = config.store.repack {
+        rules.that(size >= LEAST_REPACK, "store.repack", || {
+            format!("must be at least {LEAST_REPACK}, or \"off\", because content is written in packs of that size")
+        });
+    }
+}
+
+fn replica(config: &Config, rules: &mut Rules) {
+    rules.that(config.replica.keep_last >= 1, "replica.keep-last", || {
+        "must be at least 1, because the newest good image is never removed".to_owned()
+    });
+    rules.rate("replica.rate", config.replica.rate);
 }
 
 fn restart(config: &Config, rules: &mut Rules) {

@@ -77,10 +77,22 @@ interposer = "off"
 [store]
 directory = "/mnt/images"
 keep-last = 1
+keep-hourly = 24
+keep-daily = 7
+keep-within = "90days"
+max-total-size = "500GB"
 min-free = 4096
+compression = "zstd:-3"
+encryption-key = "/etc/key"
 persist-rate = "500MB"
 persist-threads = 64
+sweep-after = "0s"
+repack = "off"
 on-success = "remove"
+[replica]
+url = "s3://bucket/a"
+keep-last = 9
+rate = "1MiB"
 [restart]
 max-restarts = 0
 window = "2days"
@@ -121,6 +133,14 @@ fn every_key_can_be_set() {
     assert_eq!(config.snapshot.interposer, Interposer::Off);
     assert_eq!(config.store.min_free.bytes(), 4096);
     assert_eq!(config.store.persist_rate, Rate::PerSecond(ByteSize::new(500_000_000)));
+    assert_eq!((config.store.keep_hourly, config.store.keep_daily), (24, 7));
+    assert_eq!(config.store.keep_within, Duration::from_secs(90 * 24 * 3600));
+    assert_eq!(config.store.max_total_size.bytes(), Some(500_000_000_000));
+    assert_eq!(config.store.compression, Compression::Zstd(-3));
+    assert_eq!(config.store.encryption_key.as_deref(), Some(Path::new("/etc/key")));
+    assert_eq!((config.store.sweep_after, config.store.repack), (Duration::ZERO, Repack::Off));
+    assert_eq!(config.replica.url.as_ref().map(ReplicaUrl::bucket), Some("bucket"));
+    assert_eq!(config.replica.rate, Rate::PerSecond(ByteSize::mib(1)));
     assert_eq!(config.restart.retry_exit_codes, [1, 255]);
     assert_eq!(config.restart.lazy, Lazy::On);
     assert_eq!(config.log.max_size.bytes(), 3 << 19);
@@ -178,6 +198,11 @@ fn values_of_the_environment_are_never_shown() {
     ] {
         let error = load_text(&format!("version = 1\n[job]\n{broken}\n")).unwrap_err();
         assert!(!format!("{error} {error:?}").contains("hunter2"), "{error} {error:?}");
+    }
+    for url in ["\"s3://me:hunter2@b/x\"", "\"s3://b/x?key=hunter2\"", "[\"s3://me:hunter2@b\"]"] {
+        let error = load_text(&format!("version = 1\n[replica]\nurl = {url}\n")).unwrap_err();
+        assert!(!format!("{error} {error:?}").contains("hunter2"), "{error} {error:?}");
+        assert!(error.to_string().contains("credentials come from the environment"), "{error}");
     }
     let error = load_text("version = 1\n[[job]]\nenvironment = { TOKEN = \"hunter2\" }\n").unwrap_err();
     assert!(!format!("{error} {error:?}").contains("hunter2"), "{error}");

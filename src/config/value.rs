@@ -101,7 +101,7 @@ impl From<ByteSize> for String {
 /// Integers and text, for the values that may be either.
 #[derive(Serialize, Deserialize)]
 #[serde(untagged)]
-enum NumberOrText {
+pub(super) enum NumberOrText {
     Number(u64),
     Text(String),
 }

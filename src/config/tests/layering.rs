@@ -52,6 +52,10 @@ fn a_variable_is_read_as_the_type_of_its_key() {
         ("REKINDLE_RESTART_NEVER_RETRY_EXIT_CODES", ""),
         ("REKINDLE_STORE_MIN_FREE", "1048576"),
         ("REKINDLE_STORE_PERSIST_RATE", "2097152"),
+        ("REKINDLE_STORE_MAX_TOTAL_SIZE", "3145728"),
+        ("REKINDLE_STORE_COMPRESSION", "lz4"),
+        ("REKINDLE_REPLICA_URL", "gs://b/c"),
+        ("REKINDLE_REPLICA_KEEP_LAST", "2"),
         ("REKINDLE_SNAPSHOT_INTERVAL", "auto"),
         ("REKINDLE_SNAPSHOT_MAX_OVERHEAD", "0.5%"),
         ("REKINDLE_SNAPSHOT_MEAN_TIME_BETWEEN_FAILURES", "6h"),
@@ -68,6 +72,10 @@ fn a_variable_is_read_as_the_type_of_its_key() {
     assert_eq!(config.restart.never_retry_exit_codes, [0_u8; 0]);
     assert_eq!(config.store.min_free.bytes(), 1 << 20);
     assert_eq!(config.store.persist_rate, Rate::PerSecond(ByteSize::mib(2)));
+    assert_eq!(config.store.max_total_size, SizeLimit::AtMost(ByteSize::mib(3)));
+    assert_eq!(config.store.compression, Compression::Lz4);
+    assert_eq!(config.replica.url.as_ref().map(ReplicaUrl::as_str), Some("gs://b/c"));
+    assert_eq!(config.replica.keep_last, 2);
     assert_eq!(config.snapshot.interval, Interval::Auto);
     assert_eq!(config.snapshot.max_overhead, Percentage::millionths(5_000));
     assert_eq!(config.snapshot.mean_time_between_failures, MeanTime::Known(Duration::from_secs(6 * 3600)));

@@ -25,6 +25,10 @@ fn each_rule_refuses_with_key_value_and_rule() {
     let mean_time = "must be \"observed\" or a duration with a unit, such as \"12h\" or \"30days\"";
     let rate = "must be \"unlimited\", or a size for each second such as \"500MB\" or a whole number of bytes";
     let slow = "must be at least 1MiB, or \"unlimited\", because a slower copy of an image takes days";
+    let limited = "must be \"unlimited\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
+    let compression = "must be \"auto\", \"none\", \"lz4\", \"zstd\", or \"zstd:LEVEL\" with a level from -7 to 19";
+    let url = "must be s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or file:///PATH, without user, password or \
+               query: credentials come from the environment";
     let long = format!("\"{}\"", "n".repeat(65));
     let refused: &[(&str, &str, &str, &str)] = &[
         ("job", "name", "\"\"", name),
@@ -110,6 +114,35 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("store", "persist-rate", "\"1MB\"", slow),
         ("store", "persist-threads", "0", "must be from 1 to 64"),
         ("store", "persist-threads", "65", "must be from 1 to 64"),
+        ("store", "keep-hourly", "-1", whole),
+        ("store", "keep-daily", "\"7\"", whole),
+        ("store", "keep-within", "7", duration),
+        ("store", "keep-within", "\"11years\"", "must be at most 10years (m is a minute, M a month)"),
+        ("store", "max-total-size", "\"all\"", limited),
+        ("store", "max-total-size", "-1", limited),
+        ("store", "max-total-size", "0", "must be at least 1MiB, or \"unlimited\", because no image is smaller"),
+        ("store", "compression", "\"zstd:20\"", compression),
+        ("store", "compression", "true", compression),
+        ("store", "encryption-key", "\"key\"", path),
+        ("store", "sweep-after", "600", duration),
+        ("store", "sweep-after", "\"31days\"", longest),
+        (
+            "store",
+            "repack",
+            "\"255MiB\"",
+            "must be at least 256MiB, or \"off\", because content is written in packs of that size",
+        ),
+        (
+            "store",
+            "repack",
+            "\"none\"",
+            "must be \"off\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes",
+        ),
+        ("replica", "url", "\"http://b\"", url),
+        ("replica", "url", "7", url),
+        ("replica", "keep-last", "0", "must be at least 1, because the newest good image is never removed"),
+        ("replica", "rate", "\"1 parsec\"", rate),
+        ("replica", "rate", "1", slow),
         ("store", "on-success", "\"delete\"", "must be \"remove\" or \"keep\""),
         ("restart", "max-restarts", "1.5", whole),
         ("restart", "window", "\"0s\"", "must be at least 1s, because restarts are counted in it"),
@@ -170,6 +203,16 @@ fn what_just_keeps_a_rule_is_accepted() {
         ("store", "keep-last = 4294967295"),
         ("store", "persist-rate = 1048576"),
         ("store", "persist-threads = 1"),
+        ("store", "keep-hourly = 0"),
+        ("store", "keep-within = \"10years\""),
+        ("store", "max-total-size = 1048576"),
+        ("store", "compression = \"zstd:19\""),
+        ("store", "encryption-key = \"/k\""),
+        ("store", "sweep-after = \"30days\""),
+        ("store", "repack = \"256MiB\""),
+        ("replica", "url = \"file:///mnt\""),
+        ("replica", "keep-last = 1"),
+        ("replica", "rate = \"unlimited\""),
         ("restart", "backoff-max = \"1s\""),
         ("restart", "retry-exit-codes = [1, 255]"),
         ("log", "max-size = \"4KiB\""),
@@ -197,6 +240,9 @@ fn unknown_keys_name_the_line_and_the_nearest() {
         ),
         ("[snapshot]\npersist-rate = 3", "3: unknown key snapshot.persist-rate: did you mean store.persist-rate?"),
         ("[store]\ninterval = 3", "3: unknown key store.interval: did you mean snapshot.interval?"),
+        ("[store]\nkeep-dayly = 3", "3: unknown key store.keep-dayly: did you mean store.keep-daily?"),
+        ("[replica]\nkeeplast = 3", "3: unknown key replica.keeplast: did you mean replica.keep-last?"),
+        ("[replicas]\nx = 3", "2: unknown table [replicas]: did you mean [replica]?"),
         ("interval = \"5m\"", "2: unknown key interval: did you mean snapshot.interval?"),
         ("versoin = 1", "2: unknown key versoin: did you mean version?"),
         ("store.keep-lats = 1", "2: unknown key store.keep-lats: did you mean store.keep-last?"),
