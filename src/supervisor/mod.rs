@@ -122,6 +122,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         machine,
         sender,
         job: None,
+        unsent: Vec::new(),
         life: 0,
         ended: None,
         cancel: Arc::new(AtomicBool::new(false)),
@@ -192,6 +193,8 @@ struct Owner<'a> {
     machine: Machine<'a>,
     sender: mpsc::Sender<Message>,
     job: Option<Arc<Job>>,
+    /// Signals for the job that came while there was none: it was being started, and may have run already.
+    unsent: Vec<i32>,
     /// Counts lives, so that a report about an earlier one is not taken for this one's.
     life: u32,
     /// How this life ended, once it did.
@@ -320,6 +323,7 @@ impl Owner<'_> {
                 let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
                 if self.stops > 1 && signal != sig::SIGUSR2 { Event::StopNow(stop) } else { Event::Stop(stop) }
             }
+            other if self.job.is_none() => return self.unsent.push(other),
             other => return self.signal(other),
         };
         tracing::info!("received {}", Ended::Signal(signal).to_string().trim_start_matches("signal "));

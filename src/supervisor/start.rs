@@ -73,6 +73,9 @@ impl Owner<'_> {
         self.ended = None;
         let (life, sender, waiting) = (self.life, self.sender.clone(), Arc::clone(&job));
         self.job = Some(Arc::clone(&job));
+        for signal in std::mem::take(&mut self.unsent) {
+            self.signal(signal);
+        }
         self.spawn("wait", move || {
             let _ = waiting.root.wait_for_end();
             drop(waiting);
