@@ -376,3 +376,5 @@ pub fn frozen_time(dir: &Path) -> Result<std::time::Duration, Error> {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub(crate) use tests::write_pagemap;

@@ -15,6 +15,15 @@ fn pagemap(dir: &Path, entries: &[PagemapEntry]) {
     write(&dir.join("pagemap-12.img"), PAGEMAP, &records);
 }
 
+/// A page map as CRIU writes it, of runs (address, pages).
+pub(crate) fn write_pagemap(path: &Path, pages_id: u32, runs: &[(u64, u64)]) {
+    let mut records = vec![PagemapHead { pages_id }.encode_to_vec()];
+    let entry =
+        |(vaddr, pages)| PagemapEntry { vaddr, nr_pages: Some(pages), flags: Some(PRESENT), ..Default::default() };
+    records.extend(runs.iter().map(|run| entry(*run).encode_to_vec()));
+    write(path, PAGEMAP, &records);
+}
+
 #[test]
 fn daemons_of_a_foreign_session_lead_their_own() {
     let entry = |pid, ppid, pgid, sid| PstreeEntry { pid, ppid, pgid, sid, threads: vec![pid] };
