@@ -135,8 +135,11 @@ impl Error {
     }
 }
 
-/// Packs below this are not worth a thread of their own.
+/// Less than this is not worth a thread, and a pack, of its own.
 const WORTH_A_THREAD: u64 = 64 << 20;
+
+/// Each has some 15 MiB of buffers, and no disk is faster than so many hash.
+const MAX_WORKERS: usize = 16;
 
 /// Brings a staged or loose image into the packs of the job. One that is packed is answered as it is.
 ///
@@ -172,7 +175,7 @@ pub fn persist(
         pace,
     };
     let worth = usize::try_from(manifest.bytes.div_ceil(WORTH_A_THREAD)).unwrap_or(usize::MAX);
-    let workers = packing.bounds.threads.min(worth).max(1);
+    let workers = packing.bounds.threads.min(worth).clamp(1, MAX_WORKERS);
     let packed = parallel::in_parallel(vec![(); workers], workers, |()| work.run())?;
     drop(work);
     drop(index);
@@ -209,10 +212,16 @@ fn check_loose(image: &Image) -> Result<(), Error> {
 /// The extents of the parts, from those of the stretches.
 fn in_order(mut packed: Vec<Packed>, parts: usize) -> ChunkMap {
     packed.sort_unstable_by_key(|stretch| stretch.number);
-    let mut map = ChunkMap { parts: vec![Vec::new(); parts] };
+    // Exactly as much as it takes: an image of a terabyte has four million.
+    let mut counts = vec![0; parts];
+    for stretch in &packed {
+        if let Some(count) = counts.get_mut(stretch.part) {
+            *count += stretch.extents.len();
+        }
+    }
+    let mut map = ChunkMap { parts: counts.into_iter().map(Vec::with_capacity).collect() };
     for stretch in packed {
         let Some(part) = map.parts.get_mut(stretch.part) else { continue };
-        part.reserve(stretch.extents.len());
         stretch.extents.into_iter().for_each(|extent| map::push(part, extent));
     }
     map
