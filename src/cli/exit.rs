@@ -7,7 +7,7 @@ use std::process::ExitCode;
 pub enum Exit {
     /// All went well.
     Success,
-    /// A command that checks something found it wanting (`verify`, `config check`).
+    /// A command that checks something found it wanting (`verify`, `repair`, `config check`).
     Unsound,
     /// Wrong usage, an unknown job or image.
     Usage,

@@ -7,7 +7,9 @@ pub mod exit;
 mod job_args;
 mod list;
 pub mod output;
+mod progress;
 mod prune;
+mod repair;
 mod run;
 mod show;
 mod tag;
@@ -86,11 +88,10 @@ enum Command {
         /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
         image: String,
     },
-    /// Read images and compare every byte with what was written; of images in memory only, the sizes
-    Verify {
-        /// JOB, JOB/ID, JOB/TAG or ID; everything without it
-        image: Option<String>,
-    },
+    /// Check that nothing of the images is missing; with --read-data, every byte
+    Verify(verify::VerifyArgs),
+    /// Mend what damage has left of the packs of a job, and mark the images that have lost something
+    Repair(repair::RepairArgs),
     /// Remove images from the store that no rule keeps (store.keep-last and others) or that take too much; those in memory
     /// go by themselves
     Prune(prune::PruneArgs),
@@ -174,7 +175,8 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Restore(args) => run::restore(global, args),
         Command::List { job } => list::list(global, job.as_deref()),
         Command::Show { image } => show::show(global, image),
-        Command::Verify { image } => verify::verify(global, image.as_deref()),
+        Command::Verify(args) => verify::verify(global, args),
+        Command::Repair(args) => repair::repair(global, args),
         Command::Prune(args) => prune::prune(global, args),
         Command::Pin(args) => tag::pin(global, args),
         Command::Unpin(args) => tag::unpin(global, args),

@@ -8,7 +8,7 @@
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -38,6 +38,18 @@ pub fn write_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
         return Err(error);
     }
     sync_dir(parent(path))
+}
+
+/// Writes `bytes` over those of the file from `offset` on, and waits for the disk. For what is worth nothing as it is: when
+/// the power goes, any of the bytes are the old or the new ones.
+///
+/// # Errors
+/// The step that failed.
+pub fn overwrite(path: &Path, offset: u64, bytes: &[u8]) -> io::Result<()> {
+    point(Step::Write)?;
+    let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    file.write_all_at(bytes, offset)?;
+    file.sync_all()
 }
 
 /// Replaces `path` as [`write_file`] does, so that a reader finds the old or the new one whole, but does not wait for the

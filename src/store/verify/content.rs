@@ -26,6 +26,8 @@ pub struct Share(u8);
 impl Share {
     /// All of them.
     pub const ALL: Share = Share(100);
+    /// None of them: only what can be told without that.
+    pub const NONE: Share = Share(0);
 
     /// 0 to 100; None for more.
     #[must_use]
@@ -119,6 +121,8 @@ pub fn check_packs(
     let reading = Reading { packs: &packs, key, threads, way: Way::Direct, cancelled };
     reading.read_as_told(&index, wants, &looking)?;
     let mut problems = looking.found.into_inner().unwrap_or_else(PoisonError::into_inner);
+    // What was swept meanwhile, the index first, is no damage.
+    problems.retain(|problem| problem.path.exists() || problem.path.with_extension("idx").exists());
     problems.sort_by(|a, b| a.path.cmp(&b.path));
     let chunks = looking.chunks.into_inner();
     Ok(PacksReport { packs: all, read: chosen.len(), chunks, bytes: progress.bytes().0, problems })
