@@ -35,6 +35,7 @@ mod paths;
 pub mod persist;
 mod record;
 mod remove;
+pub mod replica;
 pub mod retention;
 mod rights;
 mod select;

@@ -36,6 +36,16 @@ pub struct Progress {
 }
 
 impl Progress {
+    /// So many bytes more are to come.
+    pub(super) fn expect(&self, bytes: u64) {
+        self.total.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// So many more of them came.
+    pub(super) fn add(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
+    }
+
     /// Bytes copied, and bytes in all.
     #[must_use]
     pub fn bytes(&self) -> (u64, u64) {
