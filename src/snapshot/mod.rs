@@ -271,5 +271,6 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         interval: subject.interval.cloned(),
         bytes: 0,
         parts: Vec::new(),
+        chunks: None,
     })
 }

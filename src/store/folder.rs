@@ -1,4 +1,4 @@
-//! A job's folder: `lock`, `job.json`, `log/`, `bin/`, `images/`.
+//! A job's folder: `lock`, `job.json`, `log/`, `bin/`, `images/`, `packs/`.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -13,6 +13,7 @@ use super::id::{ImageId, JobName};
 use super::image::{Image, State};
 use super::known::Known;
 use super::lock::{self, Writer, WriterLock};
+use super::pack::Packs;
 use super::record::{self, JobRecord};
 use super::{DELETED_PREFIX, remove, rights, select, staging};
 use crate::sys::durable::{self, TEMP_PREFIX};
@@ -35,7 +36,7 @@ impl JobFolder {
     pub(super) fn create(name: JobName, path: PathBuf) -> Result<JobFolder> {
         make_folder(&path)?;
         let folder = JobFolder::existing(name, path)?;
-        for path in [folder.images_dir(), folder.log_dir(), folder.bin_dir()] {
+        for path in [folder.images_dir(), folder.log_dir(), folder.bin_dir(), folder.packs().dir().to_owned()] {
             make_folder(&path)?;
         }
         Ok(folder)
@@ -79,6 +80,12 @@ impl JobFolder {
     #[must_use]
     pub fn images_dir(&self) -> PathBuf {
         self.path.join("images")
+    }
+
+    /// The packs with the content of packed images.
+    #[must_use]
+    pub fn packs(&self) -> Packs {
+        Packs::new(self.path.join("packs"))
     }
 
     /// Where the supervisor publishes what it is doing.

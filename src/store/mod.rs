@@ -20,10 +20,12 @@
 //!
 //! When the power goes there are whole images and, perhaps, leftovers with a dot in front, which the next start sweeps.
 
+pub mod chunk;
 mod draft;
 mod error;
 mod files;
 mod folder;
+pub mod format;
 mod id;
 mod image;
 mod known;
@@ -31,6 +33,7 @@ mod lock;
 pub mod manifest;
 mod mark;
 pub(crate) mod micros;
+pub mod pack;
 mod paths;
 pub mod persist;
 mod record;
@@ -51,7 +54,7 @@ pub use draft::{Draft, PublishError};
 pub use error::{Error, Result};
 pub use folder::JobFolder;
 pub use id::{ImageId, JobName, NameError};
-pub use image::{Damage, DamageKind, Image, Place, State};
+pub use image::{Damage, DamageKind, Form, Image, Place, State};
 pub use known::Known;
 pub use lock::{Holder, Writer, WriterLock};
 pub use manifest::Manifest;

@@ -113,6 +113,7 @@ pub(crate) fn manifest() -> Manifest {
         interval: None,
         bytes: 0,
         parts: Vec::<Part>::new(),
+        chunks: None,
     }
 }
 

@@ -131,10 +131,11 @@ impl Image {
     }
 }
 
-/// The manifest, a mark, and what a crash left of writing a mark.
+/// The manifest, the chunk map, a mark, and what a crash left of writing a mark.
 fn is_ours(path: &Path) -> bool {
     let mark_in_work = format!("{}{}-", durable::TEMP_PREFIX, mark::FILE_NAME);
     path == Path::new(manifest::FILE_NAME)
+        || path == Path::new(super::chunk::map::FILE_NAME)
         || path == Path::new(mark::FILE_NAME)
         || path.to_str().is_some_and(|text| text.starts_with(&mark_in_work))
 }

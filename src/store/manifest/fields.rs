@@ -69,6 +69,21 @@ pub struct Manifest {
     pub bytes: u64,
     /// Every file of the image but this one, by path. Set by [`crate::store::Draft::publish`].
     pub parts: Vec<Part>,
+    /// Where the content of the parts is, if it is in packs: `parts` then need no hash. Version 2 has it, version 1 not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chunks: Option<Chunks>,
+}
+
+/// What the manifest knows of the chunk map of a packed image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Chunks {
+    /// BLAKE3 of the file `chunks`.
+    #[serde(with = "hex")]
+    pub blake3: blake3::Hash,
+    /// The extents in it.
+    pub extents: u64,
+    /// Bytes that this image added to packs: what it cost, not what it needs.
+    pub stored: u64,
 }
 
 /// What asked for a snapshot.
@@ -240,8 +255,8 @@ pub struct Part {
     pub path: String,
     /// In bytes.
     pub size: u64,
-    /// BLAKE3 of its content; hexadecimal in the file. None in an image that is in memory only: it is taken when the image
-    /// is brought to the store.
+    /// BLAKE3 of its content; hexadecimal in the file. None in an image that is in memory only, and in a packed one, which
+    /// has a hash for each chunk.
     #[serde(default, with = "hex::optional", skip_serializing_if = "Option::is_none")]
     pub blake3: Option<blake3::Hash>,
 }

@@ -138,6 +138,9 @@ pub(crate) struct PagemapHead {
 /// `pagemap_entry`.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct PagemapEntry {
+    /// The address of the first page.
+    #[prost(uint64, required, tag = "1")]
+    pub vaddr: u64,
     /// The number of pages up to CRIU 4.1.
     #[prost(uint32, optional, tag = "2")]
     pub compat_nr_pages: Option<u32>,
