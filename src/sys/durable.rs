@@ -15,6 +15,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 
+use super::point::{Step, point};
+
 /// How the name of a file or folder starts while it is not whole.
 pub const TEMP_PREFIX: &str = ".tmp-";
 
@@ -28,7 +30,8 @@ static COUNTER: AtomicU64 = AtomicU64::new(0);
 /// then the new one is, but a power cut may bring the old one back.
 pub fn write_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let temp = temp_name(path)?;
-    let written = write_new(&temp, bytes, mode).and_then(|()| fs::rename(&temp, path));
+    let written =
+        write_new(&temp, bytes, mode).and_then(|()| point(Step::Write)).and_then(|()| fs::rename(&temp, path));
     if let Err(error) = written {
         // The cause is what the caller must hear of, not that the rubbish is still there.
         let _ = fs::remove_file(&temp);
@@ -72,6 +75,7 @@ pub fn sync_file(path: &Path) -> io::Result<()> {
 /// # Errors
 /// Opening it or fsync.
 pub fn sync_dir(path: &Path) -> io::Result<()> {
+    point(Step::Other)?;
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY).open(path)?.sync_all()
 }
 
@@ -82,6 +86,7 @@ pub fn sync_dir(path: &Path) -> io::Result<()> {
 /// `AlreadyExists` where `to` exists; else the step that failed. When fsync of the parent failed, the folder has its
 /// new name already.
 pub fn publish_dir(tmp: &Path, to: &Path) -> io::Result<()> {
+    point(Step::Write)?;
     match renameat2(AT_FDCWD, tmp, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE) {
         Ok(()) => {}
         // NFS and some FUSE file systems know no flags (EINVAL). A folder can not replace a file or a folder with
@@ -91,6 +96,39 @@ pub fn publish_dir(tmp: &Path, to: &Path) -> io::Result<()> {
         Err(error) => return Err(error.into()),
     }
     sync_dir(parent(to))
+}
+
+/// Has two folders change names in one step, and makes that durable. What is in both must have been synced before.
+///
+/// # Errors
+/// `Unsupported` where the file system can not (NFS, some FUSE); else the step that failed.
+pub fn exchange_dirs(a: &Path, b: &Path) -> io::Result<()> {
+    point(Step::Write)?;
+    match renameat2(AT_FDCWD, a, AT_FDCWD, b, RenameFlags::RENAME_EXCHANGE) {
+        Ok(()) => sync_dir(parent(b)),
+        Err(Errno::EINVAL | Errno::ENOSYS) => Err(io::ErrorKind::Unsupported.into()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Removes a file durably. One that is not there is as good as removed.
+///
+/// # Errors
+/// The step that failed.
+pub fn remove_file(path: &Path) -> io::Result<()> {
+    point(Step::Other)?;
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => sync_dir(parent(path)),
+    }
+}
+
+/// Gives a file that was synced its lasting name, which nothing has, and makes that durable.
+///
+/// # Errors
+/// `AlreadyExists` where `to` exists; else the step that failed.
+pub fn publish_file(tmp: &Path, to: &Path) -> io::Result<()> {
+    publish_dir(tmp, to)
 }
 
 /// Opens a regular file for reading. Refuses a symbolic link, and does not hang on a FIFO in place of a file.
@@ -106,9 +144,11 @@ pub fn open_for_reading(path: &Path) -> io::Result<File> {
 }
 
 fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
+    point(Step::Write)?;
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
     file.write_all(bytes)?;
     file.set_permissions(Permissions::from_mode(mode))?;
+    point(Step::Other)?;
     file.sync_all()
 }
 

@@ -10,6 +10,7 @@ pub mod inherited;
 pub mod nvml;
 pub mod pages;
 pub mod parallel;
+pub(crate) mod point;
 pub mod process;
 pub mod ptrace;
 pub mod spawn;
