@@ -20,7 +20,7 @@ use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 use tokio::runtime::{Builder, Runtime};
 
-use super::connect::{self, Environment};
+use super::connect::{self, Environment, Patience};
 use super::error::{Error, Failure, Result, Secrets, translate};
 use crate::config::{ReplicaUrl, Scheme};
 use crate::store::JobName;
@@ -38,7 +38,7 @@ pub(super) struct Object {
 }
 
 /// Whether it is still wanted.
-pub(super) type Cancelled<'a> = &'a (dyn Fn() -> bool + Sync);
+pub type Cancelled<'a> = &'a (dyn Fn() -> bool + Sync);
 
 /// The other side, as far as one job goes.
 #[derive(Debug)]
@@ -52,10 +52,15 @@ pub(super) struct Client {
 }
 
 impl Client {
-    pub(super) fn new(url: &ReplicaUrl, job: &JobName, environment: &Environment) -> Result<Client> {
+    pub(super) fn new(
+        url: &ReplicaUrl,
+        job: &JobName,
+        environment: &Environment,
+        patience: Patience,
+    ) -> Result<Client> {
         let secrets = Secrets::of(environment);
         let unusable = |why: String| Error::Open { url: url.to_string(), why };
-        let connected = connect::connect(url, environment);
+        let connected = connect::connect(url, environment, patience);
         let (store, path) = connected.map_err(|error| {
             unusable(format!("{}; {}", translate(&error, url.scheme(), &secrets), connect::help(url)))
         })?;

@@ -21,12 +21,26 @@ use crate::config::{ReplicaUrl, Scheme};
 const REQUEST: Duration = Duration::from_secs(120);
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// Within one request, for what passes by itself (no connection, 5xx, too many requests). Longer outages end the call; who
-/// made it comes again, and goes on from what is there then.
-fn retry() -> RetryConfig {
-    let backoff =
-        BackoffConfig { init_backoff: Duration::from_millis(200), max_backoff: Duration::from_secs(10), base: 2.0 };
-    RetryConfig { backoff, max_retries: 6, retry_timeout: Duration::from_secs(60) }
+/// How long what passes by itself (no connection, 5xx, too many requests) is waited for within one request. Longer outages
+/// end the call; who made it comes again, and goes on from what is there then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Patience {
+    /// Somebody waits.
+    Little,
+    /// Nobody does.
+    Much,
+}
+
+impl Patience {
+    fn retry(self) -> RetryConfig {
+        let (max_retries, seconds) = match self {
+            Patience::Little => (4, 15),
+            Patience::Much => (10, 180),
+        };
+        let init_backoff = Duration::from_millis(200);
+        let backoff = BackoffConfig { init_backoff, max_backoff: Duration::from_secs(15), base: 2.0 };
+        RetryConfig { backoff, max_retries, retry_timeout: Duration::from_secs(seconds) }
+    }
 }
 
 fn client_options() -> ClientOptions {
@@ -75,18 +89,20 @@ macro_rules! with_settings {
 pub(super) fn connect(
     url: &ReplicaUrl,
     environment: &Environment,
+    patience: Patience,
 ) -> object_store::Result<(Arc<dyn ObjectStore>, Path)> {
     // What HTTPS is spoken with; a second call is told that one is there, which is all that is wanted.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let path = Path::parse(url.path());
     Ok(match url.scheme() {
         Scheme::S3 => {
-            let builder = AmazonS3Builder::new().with_client_options(client_options()).with_retry(retry());
+            let builder = AmazonS3Builder::new().with_client_options(client_options()).with_retry(patience.retry());
             let builder = with_settings!(builder, environment, "AWS_").with_bucket_name(url.bucket());
             (Arc::new(builder.build()?), path?)
         }
         Scheme::Gs => {
-            let builder = GoogleCloudStorageBuilder::new().with_client_options(client_options()).with_retry(retry());
+            let builder =
+                GoogleCloudStorageBuilder::new().with_client_options(client_options()).with_retry(patience.retry());
             let builder = match environment.get("SERVICE_ACCOUNT") {
                 Some(file) => builder.with_service_account_path(file),
                 None => builder,
@@ -95,7 +111,8 @@ pub(super) fn connect(
             (Arc::new(builder.build()?), path?)
         }
         Scheme::Az => {
-            let builder = MicrosoftAzureBuilder::new().with_client_options(client_options()).with_retry(retry());
+            let builder =
+                MicrosoftAzureBuilder::new().with_client_options(client_options()).with_retry(patience.retry());
             let builder = with_settings!(builder, environment, "AZURE_").with_container_name(url.bucket());
             (Arc::new(builder.build()?), path?)
         }

@@ -11,6 +11,7 @@ use std::path::PathBuf;
 
 use super::connect::Environment;
 use crate::config::Scheme;
+use crate::store::format::ReadError;
 use crate::store::{self, ImageId};
 
 /// The result of calls on a replica.
@@ -65,6 +66,33 @@ pub enum Error {
     /// A file of ours.
     #[error("can not read {}", path.display())]
     Read {
+        /// Which.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A file of ours is not what it should be.
+    #[error(transparent)]
+    Local(#[from] ReadError),
+    /// The image can not be sent, because it is not whole here.
+    #[error(
+        "image {0} can not be replicated: of its content is missing here what no pack has; `rekindle verify` says more"
+    )]
+    NotWholeHere(ImageId),
+    /// It is encrypted, and the key is not the one.
+    #[error("image {image} in the replica {url} can not be used: {why}; set store.encryption-key as where it was made")]
+    Key {
+        /// The address.
+        url: String,
+        /// Which.
+        image: ImageId,
+        /// In words.
+        why: String,
+    },
+    /// A file of ours can not be written.
+    #[error("can not write {}", path.display())]
+    Write {
         /// Which.
         path: PathBuf,
         /// The kernel's answer.
@@ -171,15 +199,17 @@ pub(super) fn translate(error: &object_store::Error, scheme: Scheme, secrets: &S
     let help = credentials_help(scheme);
     let text = texts(error);
     let (status, code) = (status_in(&text), code_in(&text));
-    match error {
-        E::NotFound { .. } => Failure::NotThere { code },
-        E::PermissionDenied { .. } | E::Unauthenticated { .. } => Failure::Refused { code, help },
+    match (error, status) {
+        (E::NotFound { .. }, _) | (_, Some(404)) => Failure::NotThere { code },
+        (E::PermissionDenied { .. } | E::Unauthenticated { .. }, _) | (_, Some(401 | 403)) => {
+            Failure::Refused { code, help }
+        }
         _ if METADATA.iter().any(|place| text.contains(place)) => Failure::NoCredentials(help),
-        _ => match (status, transport(error)) {
-            (Some(status), _) => Failure::Status { status, code },
-            (None, Some(object_store::client::HttpErrorKind::Timeout)) => Failure::TimedOut,
-            (None, Some(_)) => Failure::Unreachable(secrets.strike_out(&innermost(error))),
-            (None, None) => Failure::Other(secrets.strike_out(&without_addresses(&innermost(error)))),
+        (_, Some(status)) => Failure::Status { status, code },
+        (_, None) => match transport(error) {
+            Some(object_store::client::HttpErrorKind::Timeout) => Failure::TimedOut,
+            Some(_) => Failure::Unreachable(without_addresses(&secrets.strike_out(&innermost(error)))),
+            None => Failure::Other(without_addresses(&secrets.strike_out(&innermost(error)))),
         },
     }
 }

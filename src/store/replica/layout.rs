@@ -17,6 +17,7 @@ use chrono::{DateTime, Utc};
 
 use super::client::Object;
 use crate::store::ImageId;
+use crate::store::pack::PackName;
 
 pub(super) const RECORD: &str = "job.json";
 
@@ -32,13 +33,11 @@ impl Of {
     fn file(self) -> &'static str {
         match self {
             Of::Manifest => crate::store::manifest::FILE_NAME,
-            Of::Chunks => CHUNKS,
+            Of::Chunks => crate::store::chunk::map::FILE_NAME,
             Of::Mark => crate::store::mark::FILE_NAME,
         }
     }
 }
-
-const CHUNKS: &str = "chunks";
 
 /// The name of a file of an image.
 pub(super) fn of_image(id: ImageId, file: Of) -> String {
@@ -53,7 +52,7 @@ pub(super) enum PackFile {
 }
 
 /// The name of a file of a pack.
-pub(super) fn of_pack(name: &str, file: PackFile) -> String {
+pub(super) fn of_pack(name: PackName, file: PackFile) -> String {
     match file {
         PackFile::Pack => format!("packs/{name}.pack"),
         PackFile::Index => format!("packs/{name}.idx"),
@@ -75,6 +74,11 @@ pub(super) struct RemotePack {
 }
 
 impl RemotePack {
+    /// Whether both are there.
+    pub(super) fn is_whole(&self) -> bool {
+        self.pack.is_some() && self.index.is_some()
+    }
+
     /// When the younger of the two came.
     pub(super) fn modified(&self) -> Option<DateTime<Utc>> {
         self.pack.iter().chain(&self.index).map(|found| found.modified).max()
@@ -92,8 +96,7 @@ pub(super) struct RemoteFiles {
 /// All that is there of a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Inventory {
-    /// By name.
-    pub(super) packs: BTreeMap<String, RemotePack>,
+    pub(super) packs: BTreeMap<PackName, RemotePack>,
     pub(super) images: BTreeMap<ImageId, RemoteFiles>,
     /// When the youngest object came, by the clock of the other side.
     pub(super) newest: Option<DateTime<Utc>>,
@@ -107,15 +110,17 @@ impl Inventory {
             all.newest = all.newest.max(Some(modified));
             let mut parts = name.split('/');
             match (parts.next(), parts.next(), parts.next(), parts.next()) {
-                (Some("packs"), Some(file), None, _) => match file.split_once('.') {
-                    Some((name, "pack")) if is_pack_name(name) => {
-                        all.packs.entry(name.into()).or_default().pack = found
+                (Some("packs"), Some(file), None, _) => {
+                    let Some((Ok(name), suffix)) = file.split_once('.').map(|(name, suffix)| (name.parse(), suffix))
+                    else {
+                        continue;
+                    };
+                    match suffix {
+                        "pack" => all.packs.entry(name).or_default().pack = found,
+                        "idx" => all.packs.entry(name).or_default().index = found,
+                        _ => {}
                     }
-                    Some((name, "idx")) if is_pack_name(name) => {
-                        all.packs.entry(name.into()).or_default().index = found
-                    }
-                    _ => {}
-                },
+                }
                 (Some("images"), Some(id), Some(file), None) => {
                     let Ok(id) = id.parse::<ImageId>() else { continue };
                     let files = all.images.entry(id).or_default();
@@ -136,11 +141,6 @@ impl Inventory {
     pub(super) fn published(&self) -> impl Iterator<Item = (ImageId, &RemoteFiles)> {
         self.images.iter().rev().filter(|(_, files)| files.manifest.is_some()).map(|(id, files)| (*id, files))
     }
-}
-
-/// 32 hex digits, so that the name leads nowhere else.
-fn is_pack_name(text: &str) -> bool {
-    text.len() == 32 && text.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b))
 }
 
 #[cfg(test)]
@@ -171,7 +171,7 @@ mod tests {
         let all = Inventory::of(objects);
         assert_eq!(all.packs.len(), 1);
         let found = |n: u32| Some(Found { size: n.into(), modified: at(n.into()) });
-        assert_eq!(all.packs[pack], RemotePack { pack: found(1), index: found(2) });
+        assert_eq!(all.packs[&pack.parse().unwrap()], RemotePack { pack: found(1), index: found(2) });
         assert_eq!(all.images.len(), 1);
         assert_eq!(all.images[&id], RemoteFiles { manifest: found(7), chunks: found(8), mark: None });
         assert_eq!(all.newest, Some(at(12)));
