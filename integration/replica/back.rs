@@ -94,10 +94,10 @@ fn bad_newer_and_damaged_images_are_passed_over() {
     assert_eq!(replica.newest_good(None, &|| false).unwrap().unwrap().id, id(1));
     // A mark that is taken back here is taken back there.
     images[3].clear_bad().unwrap();
-    replica.upload_mark(&images[3], &|| false).unwrap();
+    replica.upload_marks(&images[3..], &|| false).unwrap();
     assert_eq!(replica.newest_good(None, &|| false).unwrap().unwrap().id, id(4));
     images[3].mark_bad(mark).unwrap();
-    replica.upload_mark(&images[3], &|| false).unwrap();
+    replica.upload_marks(&images[3..], &|| false).unwrap();
     assert_eq!(replica.newest_good(None, &|| false).unwrap().unwrap().id, id(1));
 }
 

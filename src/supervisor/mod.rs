@@ -10,6 +10,7 @@ mod keep;
 mod load;
 mod publish;
 pub use publish::{Persisting, Published};
+mod replicate;
 mod start;
 pub mod state;
 
@@ -96,6 +97,7 @@ enum Message {
     Started(Box<Result<StartedJob, StartFailure>>),
     Snapshot(Box<Result<Taken, snapshot::Error>>),
     Persisted(Box<keep::Outcome>),
+    Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
 }
 
@@ -124,6 +126,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         stops: 0,
         published: publish::Published::new(&shared.launch.lineage),
         persist: None,
+        replication: replicate::Replication::default(),
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
@@ -133,6 +136,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.carry_out(actions);
     // What an interrupted run left in memory.
     owner.persist_newest();
+    owner.replicate_newest();
     while owner.finish.is_none() {
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
@@ -144,9 +148,11 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let finish = finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
     owner.end_job();
     owner.leave_memory(&finish, &messages);
+    owner.leave_replica(&finish, &messages);
     signals.close();
     // Before the rest of the output is shown: a reader that stands still must not keep the end from being recorded.
     let recorded = owner.wrap_up(&finish);
+    owner.record_in_replica(&finish);
     // All is done but for that reader: whoever does not want to wait for it can end us.
     inherited::let_end_us(&OURS);
     drop(follower);
@@ -189,6 +195,8 @@ struct Owner<'a> {
     published: publish::Published,
     /// The image that is on its way from memory to the store.
     persist: Option<keep::Persist>,
+    /// What is on its way to the replica.
+    replication: replicate::Replication,
     /// The life whose memory is still being brought back, and the image that it comes from.
     loading: Option<(u32, ImageId)>,
     /// The same for other threads: whether an image is being read.
@@ -213,6 +221,9 @@ impl Owner<'_> {
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
+        if self.replication.is_running() {
+            return tick.min(PROGRESS);
+        }
         match (&self.persist, &self.shared.staging) {
             (Some(_), _) => tick.min(PROGRESS),
             (None, Some(_)) => tick.min(keep::LOOK),
@@ -223,7 +234,7 @@ impl Owner<'_> {
     fn timed_out(&mut self) {
         if self.machine.deadline().is_some_and(|at| at <= Instant::now()) {
             self.step(Event::Tick);
-        } else if self.persist.is_some() {
+        } else if self.persist.is_some() || self.replication.is_running() {
             self.publish();
         }
         self.give_memory_back();
@@ -269,6 +280,7 @@ impl Owner<'_> {
             },
             Message::Snapshot(result) => self.snapshot_done(*result),
             Message::Persisted(outcome) => self.persisted(*outcome),
+            Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
         }
     }
@@ -349,6 +361,7 @@ impl Owner<'_> {
     fn publish(&mut self) {
         self.published.update(self.machine.state(), self.job.as_deref());
         self.published.persisting = self.persist.as_ref().map(keep::Persist::seen);
+        self.published.replicating = self.replication.seen();
         self.published.loading = self.loading.map(|(_, image)| image);
         self.published.chosen(self.machine.choice());
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {

@@ -70,15 +70,22 @@ impl Replica {
         Ok(uploaded)
     }
 
-    /// Says there what is said here of the image: bad, or not. Does nothing where the image is not there.
+    /// Says there what is said here of these images: bad, or not. Those that are not there are passed over.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
-    pub fn upload_mark(&self, image: &Image, cancelled: Cancelled<'_>) -> Result<()> {
-        match self.inventory(cancelled)?.images.get(&image.id) {
-            Some(there) if there.manifest.is_some() => self.send_mark(image, there.mark.is_some(), cancelled),
-            _ => Ok(()),
+    pub fn upload_marks(&self, images: &[Image], cancelled: Cancelled<'_>) -> Result<()> {
+        if images.is_empty() {
+            return Ok(());
         }
+        let there = self.inventory(cancelled)?;
+        for image in images {
+            match there.images.get(&image.id) {
+                Some(files) if files.manifest.is_some() => self.send_mark(image, files.mark.is_some(), cancelled)?,
+                _ => {}
+            }
+        }
+        Ok(())
     }
 
     fn send_mark(&self, image: &Image, is_there: bool, cancelled: Cancelled<'_>) -> Result<()> {
