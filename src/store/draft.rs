@@ -18,10 +18,13 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
+use super::chunk::map;
 use super::files::{self, Kind};
 use super::id::{ImageId, JobName};
-use super::image::Image;
+use super::image::{Image, State};
 use super::manifest::{self, Manifest, ManifestError};
+use super::mark;
+use super::remove;
 use crate::sys::durable;
 
 /// Why a draft did not become an image. Unless it says otherwise there is no image, and the job's older ones are as
@@ -152,6 +155,46 @@ impl Draft {
         durable::write_file(&path, &bytes, 0o600).map_err(|source| PublishError::Write { path, source })?;
         durable::publish_dir(&self.dir, &self.lasting)
             .map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
+        Ok(Image::load(&self.lasting, self.id))
+    }
+}
+
+impl Draft {
+    /// Makes it an image whose content is in packs: steps 5 to 8 of `persist.rs`. `from` is the image that was packed: a loose
+    /// one is taken the place of, and a mark on it stays. Sets `id` and `job` of the manifest.
+    ///
+    /// # Errors
+    /// One for each step; the draft is gone then.
+    pub(super) fn publish_packed(
+        self,
+        mut manifest: Manifest,
+        map: &[u8],
+        from: &Image,
+    ) -> Result<Image, PublishError> {
+        manifest.id = self.id;
+        manifest.job = self.job.clone();
+        let bytes = manifest.to_bytes().map_err(|source| PublishError::Describe { id: self.id, source })?;
+        let write = |name: &str, bytes: &[u8]| {
+            let path = self.dir.join(name);
+            durable::write_file(&path, bytes, 0o600).map_err(|source| PublishError::Write { path, source })
+        };
+        write(map::FILE_NAME, map)?;
+        let loose = !from.is_staged();
+        if let (true, State::Bad { mark, .. }) = (loose, from.look_again().state) {
+            let path = self.dir.join(mark::FILE_NAME);
+            let bytes = serde_json::to_vec_pretty(&mark).map_err(io::Error::from);
+            write(mark::FILE_NAME, &bytes.map_err(|source| PublishError::Write { path, source })?)?;
+        }
+        write(manifest::FILE_NAME, &bytes)?;
+        let named = match loose {
+            false => durable::publish_dir(&self.dir, &self.lasting),
+            true => durable::exchange_dirs(&self.dir, &self.lasting),
+        };
+        named.map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
+        if loose {
+            // What can not be removed, the next sweep takes.
+            let _ = remove::remove_all(&self.dir);
+        }
         Ok(Image::load(&self.lasting, self.id))
     }
 }

@@ -43,6 +43,7 @@ pub mod retention;
 mod rights;
 mod select;
 pub mod staging;
+pub mod unpack;
 mod verify;
 
 use std::fs::{self, DirBuilder};
@@ -61,7 +62,7 @@ pub use manifest::Manifest;
 pub use mark::{BadMark, BadWhy};
 pub use record::{JobRecord, Outcome};
 pub use select::LATEST;
-pub use verify::{Finding, PartReport, Report};
+pub use verify::{Finding, PackReport, PacksReport, PartReport, Report, Share, check_packs};
 
 use crate::sys::durable;
 

@@ -44,6 +44,9 @@ pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     let drafts: Vec<_> = rest.into_iter().filter(|name| leftover(name, TEMP_PREFIX)).map(in_images).collect();
     let mut files = temporary_files(folder.path())?;
     files.extend(temporary_files(&folder.bin_dir())?);
+    if folder.packs().dir().is_dir() {
+        files.extend(temporary_files(folder.packs().dir())?);
+    }
     // An image whose folder can not be listed says so itself; it must not keep a job from starting.
     files.extend(images.iter().filter_map(|image| temporary_files(&image.dir).ok()).flatten());
     let mut removed = Vec::new();
@@ -113,7 +116,7 @@ fn shorten(folder: &Path) {
     }
 }
 
-fn remove_all(path: &Path) -> Result<()> {
+pub(super) fn remove_all(path: &Path) -> Result<()> {
     let removed = match fs::symlink_metadata(path) {
         Ok(meta) if meta.is_dir() => {
             shorten(path);

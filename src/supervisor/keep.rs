@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 use super::publish::Persisting;
 use super::state::{Event, Finish, Harm, State};
 use super::{Message, Owner, PROGRESS, Setup};
-use crate::config::Rate;
+use crate::config::{self, Rate};
 use crate::snapshot::{self, Subject, Taken};
-use crate::store::persist::{self, Bounds, Progress};
+use crate::store::chunk::{Compression, Key, KeyError};
+use crate::store::persist::{self, Bounds, Packing, Progress};
 use crate::store::retention::{self, Facts, Policy};
 use crate::store::staging::Area;
 use crate::store::{Image, ImageId};
@@ -50,6 +51,8 @@ enum PersistError {
     Store(#[from] crate::store::Error),
     #[error(transparent)]
     Refused(#[from] snapshot::Refusal),
+    #[error(transparent)]
+    Key(#[from] KeyError),
     #[error(transparent)]
     Persist(#[from] persist::Error),
 }
@@ -300,9 +303,16 @@ fn bring_to_store(
         Rate::Unlimited => None,
         Rate::PerSecond(size) => Some(size.bytes()),
     };
-    let bounds = Bounds { rate, threads: store.threads() };
-    let draft = setup.folder.begin_image_as(&setup.lock, image.id)?;
-    Ok(persist::persist(image, draft, bounds, progress, &|| cancel.load(Ordering::Relaxed))?)
+    let compression = match store.compression {
+        config::Compression::Auto => Compression::Auto,
+        config::Compression::None => Compression::None,
+        config::Compression::Lz4 => Compression::Lz4,
+        config::Compression::Zstd(level) => Compression::Zstd(level),
+    };
+    let key = store.encryption_key.as_deref().map(Key::read).transpose()?.map(Arc::new);
+    let packing = Packing { compression, key, bounds: Bounds { rate, threads: store.threads() } };
+    let cancelled = || cancel.load(Ordering::Relaxed);
+    Ok(persist::persist(image, &setup.folder, &setup.lock, &packing, progress, &cancelled)?)
 }
 
 /// In whole milliseconds.

@@ -4,6 +4,7 @@
 pub mod cgroup;
 pub mod criu;
 pub mod cuda;
+pub mod direct;
 pub mod durable;
 pub mod identity;
 pub mod inherited;
