@@ -134,8 +134,13 @@ pub(crate) const RECORD: u64 = 100_000 + HEADER_BYTES;
 
 /// The replica in this folder.
 pub(crate) fn folder_replica(dir: &Path) -> Replica {
+    folder_replica_of(dir, "train")
+}
+
+/// The replica of that job in this folder.
+pub(crate) fn folder_replica_of(dir: &Path, job: &str) -> Replica {
     let url: ReplicaUrl = format!("file://{}", dir.display()).parse().unwrap();
-    Replica::open_with(&url, &"train".parse().unwrap(), Patience::Little, []).unwrap()
+    Replica::open_with(&url, &job.parse().unwrap(), Patience::Little, []).unwrap()
 }
 
 /// The replica behind the proxy.

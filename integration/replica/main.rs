@@ -2,9 +2,13 @@
 
 #![allow(clippy::unwrap_used, reason = "tests: a panic is the report")]
 
+#[path = "../support/supervisor.rs"]
+mod supervisor;
+
 mod back;
 mod ground;
 mod network;
 mod proxy;
 mod retention;
 mod server;
+mod supervised;

@@ -62,7 +62,10 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
         if cause.is::<config::Error>() || cause.is::<launch::identity::Error>() {
             return Exit::Config;
         }
-        if cause.is::<sys::criu::FindError>() || cause.is::<super::run::NoRights>() {
+        if cause.is::<sys::criu::FindError>()
+            || cause.is::<super::run::NoRights>()
+            || cause.is::<super::replica::Unknown>()
+        {
             return Exit::Missing;
         }
         if let Some(error) = cause.downcast_ref::<launch::ProgramError>() {

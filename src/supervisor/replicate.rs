@@ -180,7 +180,9 @@ impl Owner<'_> {
             && self.stops < 2
         {
             let warning = match finish {
-                Finish::Completed => "; on another machine the same command would go on from its last image: start nothing there, or use --fresh",
+                Finish::Completed => {
+                    "; on another machine the same command would go on from its last image: start nothing there, or use --fresh"
+                }
                 _ => "",
             };
             tracing::warn!("the replica does not know how the job ended: {}{warning}", chain(&error));
@@ -244,7 +246,8 @@ fn once(
         replica.put_record(&record, cancelled)?;
     }
     // It is there; what follows is housekeeping, and comes again with the next one.
-    let bad: Vec<Image> = folder.images()?.into_iter().filter(|image| matches!(image.state, State::Bad { .. })).collect();
+    let bad: Vec<Image> =
+        folder.images()?.into_iter().filter(|image| matches!(image.state, State::Bad { .. })).collect();
     let kept = replica.upload_marks(&bad, cancelled);
     match kept.and_then(|()| replica.retain(setup.config.replica.keep_last, folder, cancelled)) {
         Ok(removed) => {

@@ -72,7 +72,7 @@ impl Replica {
             for span in spans(entries) {
                 for (header, stored) in self.read_span(*pack, &span, &places.other, key, cancelled)? {
                     writer.append(&header, &stored).map_err(failed)?;
-                    progress.add(HEADER_BYTES + u64::from(header.stored_len));
+                    progress.add(HEADER + stored.len());
                 }
             }
         }

@@ -78,30 +78,31 @@ impl Client {
 async fn send_all(
     upload: &mut dyn object_store::MultipartUpload,
     file: &File,
-    size: u64,
+    total: u64,
     flow: &mut Flow<'_>,
 ) -> Result<(), Trouble> {
     let cancelled = flow.cancelled;
     // Dropped on the way out, it calls off what is on its way.
-    let mut parts: JoinSet<object_store::Result<u64>> = JoinSet::new();
+    let mut parts: JoinSet<object_store::Result<usize>> = JoinSet::new();
     let mut offset = 0;
     loop {
-        while parts.len() >= IN_FLIGHT || (offset >= size && !parts.is_empty()) {
+        while parts.len() >= IN_FLIGHT || (offset >= total && !parts.is_empty()) {
             // A part that panics is one that was not sent.
             let done = unless(cancelled, parts.join_next()).await.ok_or(Trouble::Cancelled)?;
             let done = done.unwrap_or(Ok(Ok(0))).map_err(std::io::Error::other)??;
             flow.progress.add(done);
         }
-        if offset >= size {
+        if offset >= total {
             return Ok(());
         }
         unless(cancelled, tokio::time::sleep(flow.due())).await.ok_or(Trouble::Cancelled)?;
-        let len = PART.min(size - offset);
+        let len = PART.min(total - offset);
         // Read right here: nothing else waits for this thread but the parts, which the kernel keeps on sending.
-        let mut bytes = vec![0; usize::try_from(len).map_err(std::io::Error::other)?];
+        let size = usize::try_from(len).map_err(std::io::Error::other)?;
+        let mut bytes = vec![0; size];
         file.read_exact_at(&mut bytes, offset)?;
         let part = upload.put_part(PutPayload::from(bytes));
-        parts.spawn(async move { part.await.map(|()| len) });
+        parts.spawn(async move { part.await.map(|()| size) });
         offset += len;
         flow.sent += len;
     }
