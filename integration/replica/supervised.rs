@@ -9,6 +9,8 @@ use rekindle::store::{ImageId, Outcome};
 use crate::ground::folder_replica_of;
 use crate::supervisor::Lab;
 
+const FRESH: [&str; 5] = ["run", "--fresh", "--name", "j", "--"];
+
 #[test]
 fn the_last_image_of_a_stopped_job_is_there_and_comes_to_another_machine() {
     let (Some(lab), Some(other)) = (Lab::new(), Lab::new()) else { return };
@@ -17,9 +19,10 @@ fn the_last_image_of_a_stopped_job_is_there_and_comes_to_another_machine() {
     let lab = lab.set("replica.url", &url).set("replica.keep-last", "2");
     let folder = lab.path().to_str().unwrap().to_owned();
     let mut run = lab.python("kinds.py", &["plain", &folder]);
+    run.job_pid(&lab);
     run.snapshot(&lab);
-    run.wait_said("is in the replica after");
-    let published = run.published(&lab).unwrap();
+    run.wait_for("it is in the replica", || lab.published().is_some_and(|published| published.last_replicated.is_some()));
+    let published = lab.published().unwrap();
     let first = published.last_replicated.unwrap();
     assert_eq!((published.replica_failure, published.replicating), (None, None));
     run.signal(Signal::SIGTERM);
@@ -46,15 +49,15 @@ fn a_replica_that_can_not_be_reached_is_no_reason_to_begin_anew() {
     let lab = lab.set("replica.url", &format!("\"file://{}\"", gone.display()));
     let (_, said) = lab.run(["true"]).ends_with(69);
     assert!(said.contains("there is no image of the job here") && said.contains("--fresh"), "{said}");
-    let (_, said) = lab.run_with(&["--fresh"], ["true"]).ends_with(0);
+    let (_, said) = lab.run_with(&FRESH, ["true"]).ends_with(0);
     assert!(said.contains("the replica does not know how the job ended"), "{said}");
 
     // With an image here it goes on, and says so.
     fs::create_dir(&gone).unwrap();
     let folder = lab.path().to_str().unwrap().to_owned();
-    let mut run = lab.run_with(&["--fresh"], lab.python_command("kinds.py", &["plain", &folder]));
+    let mut run = lab.run_with(&FRESH, lab.python_command("kinds.py", &["plain", &folder]));
+    run.job_pid(&lab);
     run.snapshot(&lab);
-    run.wait_said("is in the store after");
     run.kill_9();
     fs::rename(&gone, lab.path().join("elsewhere")).unwrap();
     let mut run = lab.python("kinds.py", &["plain", &folder]);

@@ -152,9 +152,9 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     signals.close();
     // Before the rest of the output is shown: a reader that stands still must not keep the end from being recorded.
     let recorded = owner.wrap_up(&finish);
-    owner.record_in_replica(&finish);
     // All is done but for that reader: whoever does not want to wait for it can end us.
     inherited::let_end_us(&OURS);
+    owner.record_in_replica(&finish);
     drop(follower);
     recorded.map(|()| finish)
 }

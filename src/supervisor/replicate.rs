@@ -138,6 +138,7 @@ impl Owner<'_> {
         if let Some(next) = self.replication.next.take() {
             self.replicate(next);
         }
+        self.publish();
     }
 
     /// The job is over: the last image goes to the replica, unless nobody goes on from it. A second signal to stop ends the
