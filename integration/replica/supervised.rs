@@ -21,7 +21,9 @@ fn the_last_image_of_a_stopped_job_is_there_and_comes_to_another_machine() {
     let mut run = lab.python("kinds.py", &["plain", &folder]);
     run.job_pid(&lab);
     run.snapshot(&lab);
-    run.wait_for("it is in the replica", || lab.published().is_some_and(|published| published.last_replicated.is_some()));
+    run.wait_for("it is in the replica", || {
+        lab.published().is_some_and(|published| published.last_replicated.is_some())
+    });
     let published = lab.published().unwrap();
     let first = published.last_replicated.unwrap();
     assert_eq!((published.replica_failure, published.replicating), (None, None));

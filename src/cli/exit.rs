@@ -84,6 +84,8 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
                 | E::UnknownImage { .. }
                 | E::AmbiguousImage { .. }
                 | E::NoGoodImage { .. }
+                | E::NotStored(_)
+                | E::TooManyTags(_)
                 | E::NoStore(_) => Exit::Usage,
                 _ => Exit::Internal,
             };

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use chrono::Utc;
 
@@ -43,7 +44,7 @@ pub(crate) struct RunArgs {
 /// What to bring back.
 #[derive(Debug, clap::Args)]
 pub(crate) struct RestoreArgs {
-    /// JOB (its newest good image), JOB/ID or ID
+    /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
     image: String,
 }
 
@@ -141,6 +142,12 @@ impl Ground {
     fn open(&self, name: &JobName) -> anyhow::Result<(JobFolder, WriterLock)> {
         let folder = self.store.create_job(name)?;
         let lock = folder.lock()?;
+        if let Some((holder, silent)) = lock.silent_holder() {
+            let silent = humantime::format_duration(Duration::from_secs(silent.as_secs()));
+            tracing::warn!(
+                "the job was supervised by {holder}, who has been silent for {silent}: it is taken for dead"
+            );
+        }
         for path in folder.sweep_leftovers(&lock)? {
             tracing::info!("removed {}, left by an interrupted run", path.display());
         }

@@ -1,10 +1,11 @@
 //! Why did it end, is it worth another try, from which image; put the files back, restore.
 //!
-//! [`policy`] decides and touches nothing; [`restore`] carries out. Invariants: an image is read and verified, never
+//! [`policy`] decides and [`compat`] compares, and both touch nothing; [`restore`] carries out. Invariants: an image is read and verified, never
 //! written to or used up; when a restore fails nothing of the half-restored job is left; files of the user are cut only
 //! after what is cut was copied beside them. When the power goes in the middle, the next run begins again with the same
 //! image, and finds files that were put back already as they should be.
 
+pub mod compat;
 mod error;
 mod guard;
 mod landing;
@@ -25,6 +26,7 @@ use crate::sys::criu::{self, Criu, Hooks, Memory, Notify, Place};
 use crate::sys::cuda;
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
+use compat::{Difference, Here};
 
 pub use error::{Blame, Error};
 pub(crate) use guard::given_files;
@@ -66,17 +68,22 @@ pub struct Restored {
     pub timings: Vec<(&'static str, Duration)>,
 }
 
-/// Brings a job back from an image.
+/// Brings a job back from an image. `warn` is told what may keep it from working, before anything is done.
 ///
 /// # Errors
 /// When the image is damaged or can not be restored here. Nothing of the job is left running then.
-pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Restored, Error> {
+pub fn restore(
+    request: &Request<'_>,
+    warn: &dyn Fn(&Difference),
+    cancelled: &dyn Fn() -> bool,
+) -> Result<Restored, Error> {
     let image = request.image;
     let manifest = image.manifest().ok_or(Error::NoManifest(image.id))?;
     let mut timings = Vec::new();
     let mut timed = Timer(&mut timings);
 
-    timed.run("verify", || verify(image, manifest, request.criu))?;
+    timed.run("compare", || fits(image, manifest, request.criu, warn))?;
+    timed.run("verify", || verify(image))?;
     let rolled_back = timed.run("files", || -> Result<_, Error> {
         recreate(image, manifest)?;
         Ok(rollback::put_back(image, manifest, request.folder, request.identity)?)
@@ -154,11 +161,18 @@ impl Timer<'_> {
     }
 }
 
-/// Every byte is read before anything is started: nothing wrong may be restored silently.
-fn verify(image: &Image, manifest: &Manifest, criu: &Criu) -> Result<(), Error> {
-    if let Some(made) = criu::Version::parse(&manifest.criu).filter(|made| *made > criu.version) {
-        return Err(Error::OlderCriu { id: image.id, made, here: criu.version });
+/// Whether it can work on this machine at all.
+fn fits(image: &Image, manifest: &Manifest, criu: &Criu, warn: &dyn Fn(&Difference)) -> Result<(), Error> {
+    let differences = compat::compare(manifest, &Here::look(manifest, Some(criu.version)));
+    differences.iter().filter(|difference| !difference.is_fatal()).for_each(warn);
+    match differences.iter().any(Difference::is_fatal) {
+        true => Err(Error::Misfit { id: image.id, differences }),
+        false => Ok(()),
     }
+}
+
+/// Every byte is read before anything is started: nothing wrong may be restored silently.
+fn verify(image: &Image) -> Result<(), Error> {
     let report = image.verify();
     if report.is_sound() {
         return Ok(());

@@ -8,6 +8,7 @@ use super::phases::Work;
 use super::target::Target;
 use super::{Error, preflight};
 use crate::launch::interposer;
+use crate::store::retention::survey::{self, Removing};
 use crate::store::staging::Area;
 use crate::store::staging::admission::{self, Choice, Memory, SlotFacts};
 use crate::sys::cgroup;
@@ -31,8 +32,9 @@ pub(super) fn target(work: &Work<'_>) -> Result<Target, Error> {
                 );
             }
             preflight::check_memory(device, subject)?;
-            let keep = subject.config.store.min_free.bytes();
-            preflight::check_disk(device.saturating_add(host), keep, subject.folder)?;
+            // No snapshot is begun while memory is brought back from an image.
+            let (store, whole) = (&subject.config.store, device.saturating_add(host));
+            survey::make_room(subject.folder, subject.lock, store, whole, Removing::Allowed)?;
             Ok(Target::Draft(subject.folder.begin_image(subject.lock, Utc::now())?))
         }
     }

@@ -5,6 +5,7 @@ mod full;
 mod killed;
 mod leftovers;
 mod publish;
+mod tags;
 mod unreadable;
 
 use std::collections::BTreeMap;
@@ -106,6 +107,7 @@ pub(crate) fn manifest() -> Manifest {
         given_files: Vec::new(),
         saved_links: Vec::new(),
         recreate: Vec::new(),
+        mapped_files: Vec::new(),
         landing: Vec::new(),
         tcp: Tcp::Close,
         phases: Vec::new(),

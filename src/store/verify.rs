@@ -10,11 +10,12 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use super::chunk::map;
 use super::files::{self, Kind};
 use super::id::ImageId;
 use super::image::{Damage, Image, Place, State};
 use super::manifest::{self, Manifest, Part};
-use super::mark;
+use super::{mark, tags};
 use crate::sys::durable;
 
 pub use content::{PackReport, PacksReport, Share, check_packs};
@@ -163,13 +164,12 @@ fn check_all(dir: &Path, manifest: &Manifest) -> Vec<PartReport> {
     checked
 }
 
-/// The manifest, the chunk map, a mark, and what a crash left of writing a mark.
+/// The manifest, the chunk map, a mark, tags, and what a crash left of writing one of the last two.
 fn is_ours(path: &Path) -> bool {
-    let mark_in_work = format!("{}{}-", durable::TEMP_PREFIX, mark::FILE_NAME);
-    path == Path::new(manifest::FILE_NAME)
-        || path == Path::new(super::chunk::map::FILE_NAME)
-        || path == Path::new(mark::FILE_NAME)
-        || path.to_str().is_some_and(|text| text.starts_with(&mark_in_work))
+    let Some(text) = path.to_str() else { return false };
+    let in_work = |name: &str| text.starts_with(&format!("{}{name}-", durable::TEMP_PREFIX));
+    [manifest::FILE_NAME, map::FILE_NAME].contains(&text)
+        || [mark::FILE_NAME, tags::FILE_NAME].iter().any(|name| text == *name || in_work(name))
 }
 
 fn check(dir: &Path, part: &Part) -> Finding {

@@ -11,7 +11,8 @@ use crate::config::{self, Rate};
 use crate::snapshot::{self, Subject, Taken};
 use crate::store::chunk::{Compression, Key, KeyError};
 use crate::store::persist::{self, Bounds, Packing, Progress};
-use crate::store::retention::{self, Facts, Policy};
+use crate::store::retention::Policy;
+use crate::store::retention::survey::{self, NoRoom, Removing};
 use crate::store::staging::Area;
 use crate::store::{Image, ImageId};
 use crate::sys::criu::Log;
@@ -50,7 +51,7 @@ enum PersistError {
     #[error(transparent)]
     Store(#[from] crate::store::Error),
     #[error(transparent)]
-    Refused(#[from] snapshot::Refusal),
+    NoRoom(#[from] NoRoom),
     #[error(transparent)]
     Key(#[from] KeyError),
     #[error(transparent)]
@@ -160,7 +161,7 @@ impl Owner<'_> {
         self.spawn("persist", move || {
             process::be_nice();
             let began = Instant::now();
-            let result = bring_to_store(&setup, &image, &progress, &cancel);
+            let result = bring_to_store(&setup, &image, &progress, &cancel, &read);
             let took = began.elapsed();
             // While memory is brought back from an image none is removed: it is done when that is over.
             if result.is_ok() && !read.load(Ordering::SeqCst) {
@@ -252,7 +253,7 @@ impl Owner<'_> {
         }
         // A second signal means at once.
         while self.persist.is_some() {
-            if self.stops > 1 {
+            if self.stops > 1 || !self.holds_the_lock() {
                 self.persist.iter().for_each(|persist| persist.cancel.store(true, Ordering::Relaxed));
             }
             match messages.recv_timeout(PROGRESS) {
@@ -263,6 +264,9 @@ impl Owner<'_> {
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,
             }
+        }
+        if self.taken_over.is_some() {
+            return;
         }
         match self.only_in_memory().filter(|_| *finish != Finish::Completed) {
             Some(image) => tracing::warn!(
@@ -295,10 +299,12 @@ fn bring_to_store(
     image: &Image,
     progress: &Progress,
     cancel: &AtomicBool,
+    read: &AtomicBool,
 ) -> Result<Image, PersistError> {
     let store = &setup.config.store;
-    let need = image.manifest().map_or(0, |manifest| manifest.bytes);
-    snapshot::check_disk(need, store.min_free.bytes(), &setup.folder)?;
+    let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
+    let removing = if read.load(Ordering::SeqCst) { Removing::NotNow } else { Removing::Allowed };
+    survey::make_room(&setup.folder, &setup.lock, store, whole, removing)?;
     let rate = match store.persist_rate {
         Rate::Unlimited => None,
         Rate::PerSecond(size) => Some(size.bytes()),
@@ -322,16 +328,9 @@ pub(super) fn shown(time: Duration) -> humantime::FormattedDuration {
 
 /// Removes what the plan says. What can not be read stays. It may take seconds: never on the thread that owns the state.
 pub(super) fn rotate(setup: &Setup) {
-    let folder = &setup.folder;
-    let policy = Policy { keep_last: setup.config.store.keep_last };
-    let removed = folder.images().and_then(|images| {
-        let facts: Vec<Facts> = images.iter().map(Facts::from).collect();
-        retention::plan(&facts, &policy).removals().try_for_each(|id| {
-            tracing::debug!("removing image {id}");
-            folder.remove(&setup.lock, &id)
-        })
-    });
-    if let Err(error) = removed {
-        tracing::warn!("old images were not removed: {}", chain(&error));
+    let store = &setup.config.store;
+    match survey::rotate(&setup.folder, &setup.lock, &Policy::from(store), store.min_free.bytes()) {
+        Ok((plan, _)) => plan.notes.iter().for_each(|note| tracing::warn!("{note}")),
+        Err(error) => tracing::warn!("old images were not removed: {}", chain(&error)),
     }
 }

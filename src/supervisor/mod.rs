@@ -14,9 +14,10 @@ mod replicate;
 mod start;
 pub mod state;
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use signal_hook::consts as sig;
@@ -26,7 +27,7 @@ use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::staging::Area;
-use crate::store::{BadWhy, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
+use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
 use crate::sys::criu::Criu;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
@@ -130,6 +131,9 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
+        told: Arc::default(),
+        heartbeat: Instant::now(),
+        taken_over: None,
         finish: None,
     };
     owner.record(Outcome::Running, None)?;
@@ -137,7 +141,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     // What an interrupted run left in memory.
     owner.persist_newest();
     owner.replicate_newest();
-    while owner.finish.is_none() {
+    while owner.finish.is_none() && owner.holds_the_lock() {
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
             Err(mpsc::RecvTimeoutError::Timeout) => owner.timed_out(),
@@ -147,9 +151,15 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let finish = owner.finish.take();
     let finish = finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
     owner.end_job();
-    owner.leave_memory(&finish, &messages);
-    owner.leave_replica(&finish, &messages);
+    if owner.taken_over.is_none() {
+        owner.leave_memory(&finish, &messages);
+        owner.leave_replica(&finish, &messages);
+    }
     signals.close();
+    if let Some(error) = owner.taken_over.take() {
+        // Nothing more is written; what is under way ends with this process.
+        return Err(error.into());
+    }
     // Before the rest of the output is shown: a reader that stands still must not keep the end from being recorded.
     let recorded = owner.wrap_up(&finish);
     // All is done but for that reader: whoever does not want to wait for it can end us.
@@ -203,6 +213,12 @@ struct Owner<'a> {
     read: Arc<AtomicBool>,
     /// How often that failed.
     lazy_failures: u32,
+    /// Differences between images and this machine that the user knows of.
+    told: Arc<Mutex<BTreeSet<String>>>,
+    /// The last one of the lock.
+    heartbeat: Instant,
+    /// Once the job's folder is another supervisor's.
+    taken_over: Option<crate::store::Error>,
     finish: Option<Finish>,
 }
 
@@ -221,6 +237,7 @@ impl Owner<'_> {
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
+        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
         }
@@ -229,6 +246,21 @@ impl Owner<'_> {
             (None, Some(_)) => tick.min(keep::LOOK),
             (None, None) => tick,
         }
+    }
+
+    /// The heartbeat of the lock, when it is due. Answers whether the job's folder is still ours.
+    fn holds_the_lock(&mut self) -> bool {
+        if self.heartbeat.elapsed() < HEARTBEAT {
+            return self.taken_over.is_none();
+        }
+        self.heartbeat = Instant::now();
+        match self.shared.lock.refresh() {
+            Ok(()) => {}
+            Err(error @ crate::store::Error::TakenOver { .. }) => self.taken_over = Some(error),
+            // The next one may work; who waits for us to fall silent waits for ten of them.
+            Err(error) => tracing::warn!("no sign of life could be given: {}", chain(&error)),
+        }
+        self.taken_over.is_none()
     }
 
     fn timed_out(&mut self) {
@@ -418,7 +450,10 @@ impl Owner<'_> {
         if *finish == Finish::Completed && self.shared.config.store.on_success == OnSuccess::Remove {
             let images = self.shared.folder.images()?;
             for id in self.good_images()?.iter().filter(|id| images.iter().any(|image| image.id == **id)) {
-                self.shared.folder.remove(&self.shared.lock, id)?;
+                match self.shared.folder.remove(&self.shared.lock, id) {
+                    Err(crate::store::Error::Pinned(id)) => tracing::info!("image {id} is pinned and stays"),
+                    other => other?,
+                }
             }
         }
         self.publish();

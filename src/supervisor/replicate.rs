@@ -156,7 +156,7 @@ impl Owner<'_> {
             self.replication.tell(|flags| &flags.hurry);
         }
         while self.replication.is_running() {
-            if self.stops > 1 {
+            if self.stops > 1 || !self.holds_the_lock() {
                 self.replication.next = None;
                 self.replication.tell(|flags| &flags.cancel);
             }

@@ -1,7 +1,8 @@
 //! Launching and restoring, on a thread of its own, and what becomes of it.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use chrono::Utc;
@@ -12,6 +13,7 @@ use super::{Message, Owner, Setup, load};
 use crate::config::{Lazy, PidNamespace};
 use crate::launch::world::{FIRST_PID, World};
 use crate::launch::{self, Job, output};
+use crate::restart::compat::{self, Difference, Here};
 use crate::restart::policy::From;
 use crate::restart::{self, Blame};
 use crate::store::{BadMark, BadWhy, Image, ImageId};
@@ -38,11 +40,12 @@ impl Owner<'_> {
         self.cancel = Arc::new(AtomicBool::new(false));
         let (setup, files, cancel, sender) =
             (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
+        let told = Arc::clone(&self.told);
         let lazy = if self.lazy_failures < load::FAILURES { self.shared.config.restart.lazy } else { Lazy::Off };
         let work = move || {
             let result = match from {
                 From::Cold => launch_job(&setup, &files),
-                From::Image(id) => restore_job(&setup, id, lazy, &cancel),
+                From::Image(id) => restore_job(&setup, id, lazy, &told, &cancel),
             };
             let _ = sender.send(Message::Started(Box::new(result)));
         };
@@ -85,6 +88,7 @@ impl Owner<'_> {
         self.keep_criu_log("restore", error.criu_log());
         let bad = match error.blame() {
             Blame::Nobody => return Event::StartFailed { why },
+            Blame::Here => return Event::Impossible { why: self.advise_misfit(&image, &why) },
             Blame::Machine => {
                 tracing::error!("can not restore image {} now: {why}", image.id);
                 return Event::StartFailed { why };
@@ -108,6 +112,24 @@ impl Owner<'_> {
             }
             Err(error) => Event::StartFailed { why: chain(&error) },
         }
+    }
+
+    /// What can be done about an image that does not fit this machine. It is not marked, and nothing else is begun by
+    /// itself: an older image or the beginning would cost work, which is for the user to decide.
+    fn advise_misfit(&self, image: &Image, why: &str) -> String {
+        let job = self.shared.folder.name();
+        let older = self.shared.folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
+        let fits = older.filter(|other| self.is_usable(other)).find_map(|other| {
+            let manifest = other.manifest()?;
+            let here = Here::look(manifest, Some(self.shared.criu.version));
+            (!compat::compare(manifest, &here).iter().any(Difference::is_fatal)).then_some(other.id)
+        });
+        let other = fits.map_or_else(String::new, |id| {
+            format!(" Image {id}, which is older, fits: `rekindle restore {job}/{id}` goes on from there.")
+        });
+        format!(
+            "{why}. Put that right and run the same command again: the image is kept and is as good as it was.{other} `rekindle run --fresh` begins anew."
+        )
     }
 
     fn has_good_copy(&self, id: ImageId) -> bool {
@@ -153,7 +175,13 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
     }
 }
 
-fn restore_job(setup: &Setup, id: ImageId, lazy: Lazy, cancel: &AtomicBool) -> Result<StartedJob, StartFailure> {
+fn restore_job(
+    setup: &Setup,
+    id: ImageId,
+    lazy: Lazy,
+    told: &Mutex<BTreeSet<String>>,
+    cancel: &AtomicBool,
+) -> Result<StartedJob, StartFailure> {
     let copies = setup.folder.copies().map_err(StartFailure::Store)?;
     let wanted = copies.into_iter().find(|image| image.id == id && image.is_good());
     let image = match wanted {
@@ -170,8 +198,15 @@ fn restore_job(setup: &Setup, id: ImageId, lazy: Lazy, cancel: &AtomicBool) -> R
         lazy,
     };
     let cancelled = || cancel.load(Ordering::Relaxed);
+    // Once, not at every restart.
+    let warn = |difference: &Difference| {
+        let text = difference.to_string();
+        if told.lock().unwrap_or_else(PoisonError::into_inner).insert(text.clone()) {
+            tracing::warn!("this machine differs from the one of image {id}: {text}");
+        }
+    };
     let mut not_lazy = None;
-    let mut result = restart::restore(&request, &cancelled);
+    let mut result = restart::restore(&request, &warn, &cancelled);
     if let Err(error) = &result
         && lazy == Lazy::On
         && error.blame() == Blame::Image
@@ -179,7 +214,7 @@ fn restore_job(setup: &Setup, id: ImageId, lazy: Lazy, cancel: &AtomicBool) -> R
         // It counts against the image only where the other way does not work either.
         not_lazy = Some(chain(error));
         request.lazy = Lazy::Off;
-        result = restart::restore(&request, &cancelled);
+        result = restart::restore(&request, &warn, &cancelled);
     }
     match result {
         Ok(restored) => {

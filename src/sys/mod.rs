@@ -6,6 +6,7 @@ pub mod criu;
 pub mod cuda;
 pub mod direct;
 pub mod durable;
+pub mod elf;
 pub mod identity;
 pub mod inherited;
 pub mod nvml;

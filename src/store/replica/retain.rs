@@ -1,6 +1,6 @@
 //! How many images stay there.
 //!
-//! Which go is decided as in the store ([`crate::store::retention`]); then packs that no remaining image needs go. What can not
+//! By count only: what the rules of the store keep longer is kept there. Behind the images, packs that no remaining image needs go. What can not
 //! be read there is never removed, and while there is anything like that no pack is: it may be what holds an image. Maps and
 //! indexes are read here where they are here too, so that not all of them come over the network each time.
 
@@ -17,8 +17,7 @@ use super::{RemoteImage, Replica};
 use crate::store::chunk::{ChunkId, ChunkMap, map};
 use crate::store::pack::index::MAX_BYTES as INDEX_MAX;
 use crate::store::pack::{PackIndex, PackName, Packs};
-use crate::store::retention::{self, Facts, Policy};
-use crate::store::{Image, ImageId, JobFolder, Place};
+use crate::store::{DamageKind, ImageId, JobFolder, State};
 
 /// What no image names may belong to one that is on its way. By the clock of the other side.
 const GRACE: Duration = Duration::from_secs(3600);
@@ -43,9 +42,8 @@ impl Replica {
     /// [`Error::Remote`], [`Error::Cancelled`].
     pub fn retain(&self, keep_last: u32, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<Removed> {
         let images = self.images(cancelled)?;
-        let facts: Vec<Facts> = images.iter().map(|image| Facts::from(&as_image(image))).collect();
         let mut removed = Removed::default();
-        for id in retention::plan(&facts, &Policy { keep_last }).removals() {
+        for id in expendable(&images, keep_last) {
             for file in [Of::Manifest, Of::Chunks, Of::Mark] {
                 self.client.delete(&layout::of_image(id, file), cancelled)?;
             }
@@ -126,7 +124,7 @@ impl Replica {
             image.manifest().and_then(|manifest| Some((manifest, manifest.chunks.as_ref()?)))
         else {
             let why = match &image.state {
-                crate::store::State::Damaged { why } => why.to_string(),
+                State::Damaged { why } => why.to_string(),
                 _ => "its content is not in packs".into(),
             };
             return Err(self.not_whole(image.id, why));
@@ -193,7 +191,73 @@ impl Old {
     }
 }
 
-/// As the plan knows it.
-fn as_image(image: &RemoteImage) -> Image {
-    Image { id: image.id, dir: std::path::PathBuf::new(), state: image.state.clone(), place: Place::Stored }
+/// The images that go, oldest first: behind so many good ones, and bad ones behind as many bad ones, for a mark may be wrong.
+/// While there is no good one all stay; one of which nothing is known is neither counted nor removed.
+fn expendable(images: &[RemoteImage], keep_last: u32) -> Vec<ImageId> {
+    let keep = usize::try_from(keep_last.max(1)).unwrap_or(usize::MAX);
+    let is_bad = |image: &&RemoteImage| match &image.state {
+        State::Good(_) => false,
+        State::Bad { .. } => true,
+        State::Damaged { why } => why.kind == DamageKind::Broken,
+    };
+    let good = images.iter().filter(|image| image.is_good());
+    if good.clone().next().is_none() {
+        return Vec::new();
+    }
+    let mut gone: Vec<ImageId> =
+        good.skip(keep).chain(images.iter().filter(is_bad).skip(keep)).map(|it| it.id).collect();
+    gone.sort();
+    gone
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::image::Damage;
+    use crate::store::{BadMark, BadWhy, sample_manifest};
+
+    #[derive(Clone, Copy)]
+    enum Kind {
+        Good,
+        Bad,
+        Broken,
+        Newer,
+    }
+    use Kind::{Bad, Broken, Good, Newer};
+
+    /// Newest first, numbered down to 1.
+    fn gone(kinds: &[Kind], keep_last: u32) -> Vec<u32> {
+        let damaged = |kind| State::Damaged { why: Damage { kind, detail: String::new() } };
+        let state = |kind| {
+            let manifest = Box::new(sample_manifest());
+            match kind {
+                Good => State::Good(manifest),
+                Bad => {
+                    let mark = BadMark { why: BadWhy::DiesAgain, detail: String::new(), when: DateTime::UNIX_EPOCH };
+                    State::Bad { manifest, mark }
+                }
+                Broken => damaged(DamageKind::Broken),
+                Newer => damaged(DamageKind::Newer),
+            }
+        };
+        let numbers = (1..=u32::try_from(kinds.len()).unwrap()).rev();
+        let images = numbers
+            .zip(kinds)
+            .map(|(n, kind)| RemoteImage { id: ImageId::new(n, DateTime::UNIX_EPOCH), state: state(*kind) });
+        expendable(&images.collect::<Vec<_>>(), keep_last).iter().map(ImageId::sequence).collect()
+    }
+
+    #[test]
+    fn good_ones_and_bad_ones_are_counted_each_by_themselves() {
+        assert_eq!(gone(&[Good, Bad, Good, Broken, Good, Bad], 2), [1, 2]);
+        assert_eq!(gone(&[Good, Good, Good], 1), [1, 2]);
+        assert_eq!(gone(&[Good, Good, Good], 3), [0; 0]);
+        assert_eq!(gone(&[Good, Good], 0), [1], "0 is as good as 1: the newest good one stays");
+    }
+
+    #[test]
+    fn what_is_not_known_stays_and_without_a_good_one_all_do() {
+        assert_eq!(gone(&[Newer, Good, Newer, Good, Newer], 1), [2]);
+        assert_eq!(gone(&[Bad, Broken, Bad, Newer], 1), [0; 0]);
+    }
 }

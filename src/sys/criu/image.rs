@@ -2,10 +2,14 @@
 //!
 //! Everything read here may be damaged: lengths are checked against the file before anything is allocated.
 
+mod checked;
+
 use std::io;
 use std::path::{Path, PathBuf};
 
 use prost::Message;
+
+pub use checked::{CheckedFile, checked_files};
 
 use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};
 
