@@ -36,11 +36,12 @@ pub(super) fn spans(entries: &[Entry]) -> Vec<Span> {
     sorted.sort_by_key(|entry| entry.offset);
     let mut spans: Vec<Span> = Vec::new();
     for entry in sorted {
+        let fits = |span: &Span| {
+            entry.offset <= span.end.saturating_add(GAP)
+                && entry.end().max(span.end) <= span.start.saturating_add(LONGEST)
+        };
         match spans.last_mut() {
-            Some(span)
-                if entry.offset <= span.end.saturating_add(GAP)
-                    && entry.end() <= span.start.saturating_add(LONGEST) =>
-            {
+            Some(span) if fits(span) => {
                 span.end = span.end.max(entry.end());
                 span.entries.push(entry);
             }
