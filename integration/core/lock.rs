@@ -25,7 +25,7 @@ fn a_supervisor_that_was_taken_over_stops_and_touches_nothing() {
         code == 125 && said.contains("was taken over by pid") && said.contains("on host elsewhere"),
         "{code} {said}"
     );
-    lab.assert_all_gone(LIMIT);
+    lab.assert_all_gone();
     assert_eq!(fs::read(&file).unwrap(), other, "the name is that of the other one");
     assert_eq!(fs::read(lab.job().path().join("job.json")).unwrap(), record);
 

@@ -1,7 +1,6 @@
 //! `rekindle run` with a replica.
 
 use std::fs;
-use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use rekindle::store::{ImageId, Outcome};
@@ -65,5 +64,5 @@ fn a_replica_that_can_not_be_reached_is_no_reason_to_begin_anew() {
     let mut run = lab.python("kinds.py", &["plain", &folder]);
     run.wait_said("whether the replica has a newer image is not known");
     run.kill_9();
-    lab.assert_all_gone(Duration::from_secs(20));
+    lab.assert_all_gone();
 }

@@ -13,6 +13,7 @@ use crate::launch::identity::{self, Identity};
 use crate::launch::{self, JobSpec, Privileges, interposer, reaper};
 use crate::restart::policy::From;
 use crate::snapshot::Launch;
+use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock};
 use crate::supervisor::state::{Finish, Stop};
@@ -105,6 +106,7 @@ struct Ground {
     config: Config,
     criu: Criu,
     spec: JobSpec,
+    packing: Packing,
     store: Store,
 }
 
@@ -134,8 +136,9 @@ impl Ground {
             stdin: standard_input(&config.job.stdin)?,
             privileges: if config.job.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow },
         };
+        let packing = Packing::of(&config.store)?;
         let store = Store::open(&config.store.directory, Access::Write)?;
-        Ok(Ground { config, criu, spec, store })
+        Ok(Ground { config, criu, spec, packing, store })
     }
 
     /// Becomes the one writer of the job's folder, and removes what crashes have left in it.
@@ -163,7 +166,7 @@ struct Start {
 }
 
 fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) -> anyhow::Result<Exit> {
-    let Ground { config, criu, mut spec, .. } = ground;
+    let Ground { config, criu, mut spec, packing, .. } = ground;
     let add = |spec: &mut JobSpec, name: &str, value: &str| spec.environment.insert(name.into(), value.into());
     add(&mut spec, "REKINDLE_JOB", folder.name().as_str());
     add(&mut spec, "REKINDLE_RUN_ID", &start.lineage);
@@ -185,7 +188,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
         None => None,
     };
     let Start { from, base, .. } = start;
-    let setup = Setup { config, folder, lock, criu, spec, launch, reaper, interposer, staging, from, base };
+    let setup = Setup { config, folder, lock, criu, spec, launch, reaper, interposer, staging, packing, from, base };
     Ok(exit(supervisor::run(setup)?))
 }
 

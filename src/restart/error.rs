@@ -32,6 +32,12 @@ pub enum Error {
         /// What differs, the worst first.
         differences: Vec<Difference>,
     },
+    /// It could not be brought out of the packs of the store, through no fault of its own.
+    #[error(transparent)]
+    Unpack(crate::store::unpack::Error),
+    /// The place in memory that it was brought to failed.
+    #[error(transparent)]
+    Staging(crate::store::staging::Error),
     /// A file of ours that the job runs could not be put in place.
     #[error("can not put {} back", path.display())]
     Recreate {
@@ -110,7 +116,12 @@ impl Error {
             Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
             Error::Misfit { .. } => Blame::Here,
-            Error::World(_) | Error::Store(_) | Error::Recreate { .. } | Error::Landing(_) => Blame::Machine,
+            Error::World(_)
+            | Error::Store(_)
+            | Error::Unpack(_)
+            | Error::Staging(_)
+            | Error::Recreate { .. }
+            | Error::Landing(_) => Blame::Machine,
             // It may be a zombie of the life before, which pid 1 has yet to reap.
             Error::PidTaken(_) => Blame::Machine,
             // No driver, no right, a GPU that is full or gone, a process killed meanwhile: nothing in the image can

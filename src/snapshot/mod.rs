@@ -181,6 +181,15 @@ pub enum Error {
     },
 }
 
+impl From<staging::TakeError> for Error {
+    fn from(error: staging::TakeError) -> Error {
+        match error {
+            staging::TakeError::NoRoom(error) => Error::NoRoom(error),
+            staging::TakeError::Area(error) => Error::Staging(error),
+        }
+    }
+}
+
 impl Error {
     /// Whether the job can not go on and has to be brought back from an image.
     #[must_use]

@@ -21,10 +21,11 @@ use thiserror::Error;
 use super::chunk::map;
 use super::files::{self, Kind};
 use super::id::{ImageId, JobName};
-use super::image::{Image, State};
+use super::image::Image;
 use super::manifest::{self, Manifest, ManifestError};
 use super::mark;
 use super::remove;
+use super::tags;
 use crate::sys::durable;
 
 /// Why a draft did not become an image. Unless it says otherwise there is no image, and the job's older ones are as
@@ -180,10 +181,8 @@ impl Draft {
         };
         write(map::FILE_NAME, map)?;
         let loose = !from.is_staged();
-        if let (true, State::Bad { mark, .. }) = (loose, from.look_again().state) {
-            let path = self.dir.join(mark::FILE_NAME);
-            let bytes = serde_json::to_vec_pretty(&mark).map_err(io::Error::from);
-            write(mark::FILE_NAME, &bytes.map_err(|source| PublishError::Write { path, source })?)?;
+        if loose {
+            carry_over(&from.dir, &self.dir)?;
         }
         write(manifest::FILE_NAME, &bytes)?;
         let named = match loose {
@@ -192,11 +191,25 @@ impl Draft {
         };
         named.map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
         if loose {
+            // Once more: somebody may have tagged it just before it changed names.
+            carry_over(&self.dir, &self.lasting)?;
             // What can not be removed, the next sweep takes.
             let _ = remove::remove_all(&self.dir);
         }
         Ok(Image::load(&self.lasting, self.id))
     }
+}
+
+/// What is said of an image beside its manifest: a mark, tags. Only where it is not the same already.
+fn carry_over(from: &Path, to: &Path) -> Result<(), PublishError> {
+    for name in [mark::FILE_NAME, tags::FILE_NAME] {
+        let path = to.join(name);
+        let Ok(bytes) = fs::read(from.join(name)) else { continue };
+        if fs::read(&path).ok().as_ref() != Some(&bytes) {
+            durable::write_file(&path, &bytes, 0o600).map_err(|source| PublishError::Write { path, source })?;
+        }
+    }
+    Ok(())
 }
 
 impl Drop for Draft {

@@ -5,12 +5,15 @@
 //!   JOB/  0700
 //!     lock  job.json  state.json  log/  bin/  staging (a link to the images in RAM, see [`staging`])
 //!     images/
-//!       000042-20261120T132105Z/       an image: manifest.json, parts at any depth, and where there are any bad.json, tags.json
+//!       000042-20261120T132105Z/       an image: manifest.json, where there are any bad.json and tags.json; and parts at any
+//!                                      depth (loose) or the chunk map (packed)
 //!       .tmp-000043-20261120T132205Z/  a draft
 //!       .del-000039-20261120T131805Z/  on its way out
+//!     packs/                           the chunks of packed images (see [`pack`])
 //! ```
 //!
-//! It owns all below `STORE` but the content of `log/`, `bin/` and `state.json`. Invariants:
+//! docs/format.md has every byte of it. It owns all below `STORE` but the content of `log/`, `bin/` and `state.json`.
+//! Invariants:
 //!
 //! - A folder with the name of an image was published whole (draft.rs has the protocol); its files never change after
 //!   that, only `bad.json` and `tags.json` come and go.
@@ -26,6 +29,7 @@ mod error;
 mod files;
 mod folder;
 pub mod format;
+pub mod gc;
 mod id;
 mod image;
 mod known;
@@ -38,6 +42,7 @@ mod paths;
 pub mod persist;
 mod record;
 mod remove;
+pub mod repair;
 pub mod replica;
 pub mod retention;
 mod rights;

@@ -29,13 +29,14 @@ use self::pace::Pace;
 use self::stretches::Stretches;
 use self::worker::{Packed, Work};
 use super::chunk::map::{self, ChunkMap};
-use super::chunk::{Compression, Key};
+use super::chunk::{Compression, Key, KeyError};
 use super::draft::PublishError;
 use super::folder::JobFolder;
 use super::image::{Form, Image};
 use super::lock::WriterLock;
 use super::manifest::Chunks;
 use super::pack::{self, Making};
+use crate::config::{self, Rate};
 use crate::sys::parallel;
 
 pub use self::pace::Progress;
@@ -58,6 +59,27 @@ pub struct Packing {
     pub key: Option<Arc<Key>>,
     /// How much of the machine may be used.
     pub bounds: Bounds,
+}
+
+impl Packing {
+    /// As it is configured.
+    ///
+    /// # Errors
+    /// When there is to be a key and it can not be used.
+    pub fn of(store: &config::Store) -> Result<Packing, KeyError> {
+        let rate = match store.persist_rate {
+            Rate::Unlimited => None,
+            Rate::PerSecond(size) => Some(size.bytes()),
+        };
+        let compression = match store.compression {
+            config::Compression::Auto => Compression::Auto,
+            config::Compression::None => Compression::None,
+            config::Compression::Lz4 => Compression::Lz4,
+            config::Compression::Zstd(level) => Compression::Zstd(level),
+        };
+        let key = store.encryption_key.as_deref().map(Key::read).transpose()?.map(Arc::new);
+        Ok(Packing { compression, key, bounds: Bounds { rate, threads: store.threads() } })
+    }
 }
 
 /// Why an image is not in the packs of the store. It still is where it was.
@@ -113,8 +135,11 @@ impl Error {
     }
 }
 
-/// Packs below this are not worth a thread of their own.
+/// Less than this is not worth a thread, and a pack, of its own.
 const WORTH_A_THREAD: u64 = 64 << 20;
+
+/// Each has some 15 MiB of buffers, and no disk is faster than so many hash.
+const MAX_WORKERS: usize = 16;
 
 /// Brings a staged or loose image into the packs of the job. One that is packed is answered as it is.
 ///
@@ -150,7 +175,7 @@ pub fn persist(
         pace,
     };
     let worth = usize::try_from(manifest.bytes.div_ceil(WORTH_A_THREAD)).unwrap_or(usize::MAX);
-    let workers = packing.bounds.threads.min(worth).max(1);
+    let workers = packing.bounds.threads.min(worth).clamp(1, MAX_WORKERS);
     let packed = parallel::in_parallel(vec![(); workers], workers, |()| work.run())?;
     drop(work);
     drop(index);
@@ -187,14 +212,20 @@ fn check_loose(image: &Image) -> Result<(), Error> {
 /// The extents of the parts, from those of the stretches.
 fn in_order(mut packed: Vec<Packed>, parts: usize) -> ChunkMap {
     packed.sort_unstable_by_key(|stretch| stretch.number);
-    let mut map = ChunkMap { parts: vec![Vec::new(); parts] };
+    // Exactly as much as it takes: an image of a terabyte has four million.
+    let mut counts = vec![0; parts];
+    for stretch in &packed {
+        if let Some(count) = counts.get_mut(stretch.part) {
+            *count += stretch.extents.len();
+        }
+    }
+    let mut map = ChunkMap { parts: counts.into_iter().map(Vec::with_capacity).collect() };
     for stretch in packed {
         let Some(part) = map.parts.get_mut(stretch.part) else { continue };
-        part.reserve(stretch.extents.len());
         stretch.extents.into_iter().for_each(|extent| map::push(part, extent));
     }
     map
 }
 
 #[cfg(test)]
-mod tests;
+pub(in crate::store) mod tests;

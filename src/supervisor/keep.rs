@@ -4,17 +4,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use bytesize::ByteSize;
+use chrono::Utc;
+
 use super::publish::Persisting;
 use super::state::{Event, Finish, Harm, State};
 use super::{Message, Owner, PROGRESS, Setup};
-use crate::config::{self, Rate};
+use crate::config::Repack;
 use crate::snapshot::{self, Subject, Taken};
-use crate::store::chunk::{Compression, Key, KeyError};
-use crate::store::persist::{self, Bounds, Packing, Progress};
+use crate::store::gc;
+use crate::store::persist::{self, Progress};
 use crate::store::retention::Policy;
 use crate::store::retention::survey::{self, NoRoom, Removing};
 use crate::store::staging::Area;
-use crate::store::{Image, ImageId};
+use crate::store::{Form, Image, ImageId};
 use crate::sys::criu::Log;
 use crate::sys::{cgroup, process};
 use crate::telemetry::log::chain;
@@ -22,18 +25,34 @@ use crate::telemetry::log::chain;
 /// How often it is looked at how much memory is left.
 pub(super) const LOOK: Duration = Duration::from_secs(2);
 
-/// An image on its way from memory to the store.
-pub(super) struct Persist {
+/// An image on its way from one place to another.
+pub(super) struct Moving {
     image: ImageId,
     progress: Arc<Progress>,
+}
+
+impl Moving {
+    pub(super) fn new(image: ImageId, progress: Arc<Progress>) -> Moving {
+        Moving { image, progress }
+    }
+
+    /// What others see of it; None before it has begun.
+    pub(super) fn seen(&self) -> Option<Persisting> {
+        let (done, total) = self.progress.bytes();
+        (total > 0).then_some(Persisting { image: self.image, done, total })
+    }
+}
+
+/// An image on its way from memory to the store.
+pub(super) struct Persist {
+    moving: Moving,
     cancel: Arc<AtomicBool>,
 }
 
 impl Persist {
     /// What others see of it.
     pub(super) fn seen(&self) -> Persisting {
-        let (done, total) = self.progress.bytes();
-        Persisting { image: self.image, done, total }
+        self.moving.seen().unwrap_or(Persisting { image: self.moving.image, done: 0, total: 0 })
     }
 }
 
@@ -52,8 +71,8 @@ enum PersistError {
     Store(#[from] crate::store::Error),
     #[error(transparent)]
     NoRoom(#[from] NoRoom),
-    #[error(transparent)]
-    Key(#[from] KeyError),
+    #[error("for as long as it is packed it takes {} more, {} are free, and {} are to stay free (store.min-free)", ByteSize::b(*need), ByteSize::b(*free), ByteSize::b(*keep))]
+    NotPacked { need: u64, free: u64, keep: u64 },
     #[error(transparent)]
     Persist(#[from] persist::Error),
 }
@@ -93,19 +112,12 @@ impl Owner<'_> {
                 taken.notes.iter().for_each(|note| tracing::warn!("{note}"));
                 let bytes = taken.image.manifest().map_or(0, |m| m.bytes);
                 let freeze = shown(taken.freeze);
-                let size = bytesize::ByteSize::b(bytes);
+                let size = ByteSize::b(bytes);
                 tracing::info!("image {}: {size}, the job stood still for {freeze}", taken.image.id);
                 self.published.taken(&taken);
-                let persist = match taken.image.is_staged() {
-                    true => {
-                        self.persist(taken.image);
-                        None
-                    }
-                    false => {
-                        self.replicate(taken.image);
-                        Some(taken.persist)
-                    }
-                };
+                // One that is in the store as plain files is packed, which saves space only.
+                let persist = (!taken.image.is_staged()).then_some(taken.persist);
+                self.persist(taken.image);
                 Event::SnapshotTaken { freeze: taken.freeze, persist }
             }
             Err(error) => {
@@ -138,7 +150,7 @@ impl Owner<'_> {
 
     /// Brings the newest image that is in memory only to the store, unless one is on its way.
     pub(super) fn persist_newest(&mut self) {
-        let newest = self.only_in_memory().filter(|image| self.is_usable(image));
+        let newest = self.only_in_memory().filter(|image| self.is_usable(image)).or_else(|| self.newest_loose());
         if let Some(image) = newest.filter(|_| self.persist.is_none()) {
             self.persist(image);
         }
@@ -153,10 +165,17 @@ impl Owner<'_> {
         (stored.is_none_or(|stored| stored.id < newest.id) && !folder.is_stored(newest.id)).then_some(newest)
     }
 
+    /// The newest good image, where it is in the store as plain files.
+    fn newest_loose(&self) -> Option<Image> {
+        let newest = self.shared.folder.images().ok()?.into_iter().find(Image::is_good)?;
+        (newest.form() == Form::Loose).then_some(newest)
+    }
+
     fn persist(&mut self, image: Image) {
         let (setup, sender, read) = (Arc::clone(self.shared), self.sender.clone(), Arc::clone(&self.read));
         let (progress, cancel) = (Arc::new(Progress::default()), Arc::new(AtomicBool::new(false)));
-        self.persist = Some(Persist { image: image.id, progress: Arc::clone(&progress), cancel: Arc::clone(&cancel) });
+        let moving = Moving::new(image.id, Arc::clone(&progress));
+        self.persist = Some(Persist { moving, cancel: Arc::clone(&cancel) });
         self.step(Event::PersistBegan);
         self.spawn("persist", move || {
             process::be_nice();
@@ -191,8 +210,12 @@ impl Owner<'_> {
                 tracing::info!("image {} was not brought to the store", outcome.image);
             }
             Err(error) => {
-                let there = self.shared.folder.staged().iter().any(|image| image.id == outcome.image);
-                let what = if there { "is in memory only" } else { "is lost, it was in memory only" };
+                let folder = &self.shared.folder;
+                let what = match folder.staged().iter().any(|image| image.id == outcome.image) {
+                    _ if folder.is_stored(outcome.image) => "is in the store, but not packed",
+                    true => "is in memory only",
+                    false => "is lost, it was in memory only",
+                };
                 let why = format!("image {} {what}: {}", outcome.image, chain(&error));
                 tracing::error!("{why}");
                 self.published.persist_failure = Some(why);
@@ -220,7 +243,7 @@ impl Owner<'_> {
         slots.sort_by_key(|slot| slot.image().map(|image| image.id) == newest);
         for slot in slots {
             let image = slot.image().map(|image| image.id);
-            let persisting = self.persist.as_ref().map(|persist| persist.image);
+            let persisting = self.persist.as_ref().map(|persist| persist.moving.image);
             let needed = image.is_some() && (image == only_here || image == persisting);
             if needed || slot.allocated() == 0 || !is_short() {
                 continue;
@@ -304,21 +327,17 @@ fn bring_to_store(
     let store = &setup.config.store;
     let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
     let removing = if read.load(Ordering::SeqCst) { Removing::NotNow } else { Removing::Allowed };
-    survey::make_room(&setup.folder, &setup.lock, store, whole, removing)?;
-    let rate = match store.persist_rate {
-        Rate::Unlimited => None,
-        Rate::PerSecond(size) => Some(size.bytes()),
-    };
-    let compression = match store.compression {
-        config::Compression::Auto => Compression::Auto,
-        config::Compression::None => Compression::None,
-        config::Compression::Lz4 => Compression::Lz4,
-        config::Compression::Zstd(level) => Compression::Zstd(level),
-    };
-    let key = store.encryption_key.as_deref().map(Key::read).transpose()?.map(Arc::new);
-    let packing = Packing { compression, key, bounds: Bounds { rate, threads: store.threads() } };
+    if image.is_staged() {
+        survey::make_room(&setup.folder, &setup.lock, store, whole, removing)?;
+    } else {
+        // It is safe as it is: no other has to go for it.
+        let (free, keep) = (survey::free_space(setup.folder.path())?, store.min_free.bytes());
+        if free < whole.saturating_add(keep) {
+            return Err(PersistError::NotPacked { need: whole, free, keep });
+        }
+    }
     let cancelled = || cancel.load(Ordering::Relaxed);
-    Ok(persist::persist(image, &setup.folder, &setup.lock, &packing, progress, &cancelled)?)
+    Ok(persist::persist(image, &setup.folder, &setup.lock, &setup.packing, progress, &cancelled)?)
 }
 
 /// In whole milliseconds.
@@ -332,5 +351,14 @@ pub(super) fn rotate(setup: &Setup) {
     match survey::rotate(&setup.folder, &setup.lock, &Policy::from(store), store.min_free.bytes()) {
         Ok((plan, _)) => plan.notes.iter().for_each(|note| tracing::warn!("{note}")),
         Err(error) => tracing::warn!("old images were not removed: {}", chain(&error)),
+    }
+    let repack = match store.repack {
+        Repack::Off => None,
+        Repack::UpTo(size) => Some(size.bytes()),
+    };
+    let bounds = gc::Bounds { sweep_after: store.sweep_after, repack, key: setup.packing.key.as_deref() };
+    match gc::collect(&setup.folder, &setup.lock, &bounds, Utc::now(), &|| false) {
+        Ok(done) => tracing::debug!(?done, "packs"),
+        Err(error) => tracing::warn!("what no image needs was not swept: {}", chain(&error)),
     }
 }

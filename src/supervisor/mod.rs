@@ -26,6 +26,7 @@ use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
 use crate::snapshot::{self, Launch, Taken};
+use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
 use crate::sys::criu::Criu;
@@ -57,6 +58,8 @@ pub struct Setup {
     pub interposer: Option<PathBuf>,
     /// Where images land in memory.
     pub staging: Option<Area>,
+    /// How they are packed.
+    pub packing: Packing,
     /// What to begin with.
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
@@ -121,6 +124,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         machine,
         sender,
         job: None,
+        unsent: Vec::new(),
         life: 0,
         ended: None,
         cancel: Arc::new(AtomicBool::new(false)),
@@ -128,6 +132,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         published: publish::Published::new(&shared.launch.lineage),
         persist: None,
         replication: replicate::Replication::default(),
+        restoring: None,
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
@@ -194,6 +199,8 @@ struct Owner<'a> {
     machine: Machine<'a>,
     sender: mpsc::Sender<Message>,
     job: Option<Arc<Job>>,
+    /// Signals for the job that came while there was none: it was being started, and may have run already.
+    unsent: Vec<i32>,
     /// Counts lives, so that a report about an earlier one is not taken for this one's.
     life: u32,
     /// How this life ended, once it did.
@@ -207,6 +214,8 @@ struct Owner<'a> {
     persist: Option<keep::Persist>,
     /// What is on its way to the replica.
     replication: replicate::Replication,
+    /// The image that a start under way reads.
+    restoring: Option<keep::Moving>,
     /// The life whose memory is still being brought back, and the image that it comes from.
     loading: Option<(u32, ImageId)>,
     /// The same for other threads: whether an image is being read.
@@ -242,6 +251,7 @@ impl Owner<'_> {
             return tick.min(PROGRESS);
         }
         match (&self.persist, &self.shared.staging) {
+            _ if self.restoring.is_some() => tick.min(PROGRESS),
             (Some(_), _) => tick.min(PROGRESS),
             (None, Some(_)) => tick.min(keep::LOOK),
             (None, None) => tick,
@@ -266,7 +276,7 @@ impl Owner<'_> {
     fn timed_out(&mut self) {
         if self.machine.deadline().is_some_and(|at| at <= Instant::now()) {
             self.step(Event::Tick);
-        } else if self.persist.is_some() || self.replication.is_running() {
+        } else if self.persist.is_some() || self.restoring.is_some() || self.replication.is_running() {
             self.publish();
         }
         self.give_memory_back();
@@ -325,6 +335,7 @@ impl Owner<'_> {
                 let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
                 if self.stops > 1 && signal != sig::SIGUSR2 { Event::StopNow(stop) } else { Event::Stop(stop) }
             }
+            other if self.job.is_none() => return self.unsent.push(other),
             other => return self.signal(other),
         };
         tracing::info!("received {}", Ended::Signal(signal).to_string().trim_start_matches("signal "));
@@ -394,6 +405,7 @@ impl Owner<'_> {
         self.published.update(self.machine.state(), self.job.as_deref());
         self.published.persisting = self.persist.as_ref().map(keep::Persist::seen);
         self.published.replicating = self.replication.seen();
+        self.published.restoring = self.restoring.as_ref().and_then(keep::Moving::seen);
         self.published.loading = self.loading.map(|(_, image)| image);
         self.published.chosen(self.machine.choice());
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {

@@ -15,7 +15,7 @@ use super::{Message, Owner, PROGRESS, Setup};
 use crate::config::Rate;
 use crate::store::persist::Progress;
 use crate::store::replica::{self, Patience, Replica, Uploaded};
-use crate::store::{Image, ImageId, State};
+use crate::store::{Form, Image, ImageId, State};
 use crate::sys::process;
 use crate::telemetry::log::chain;
 
@@ -107,7 +107,8 @@ impl Owner<'_> {
     /// Sends the newest image of the store, unless that was done.
     pub(super) fn replicate_newest(&mut self) {
         let images = self.shared.folder.images().unwrap_or_default();
-        let newest = images.into_iter().find(|image| self.is_usable(image));
+        // A loose one comes by itself, once it is packed.
+        let newest = images.into_iter().find(|image| self.is_usable(image) && image.form() == Form::Packed);
         if let Some(image) = newest.filter(|image| self.published.last_replicated != Some(image.id)) {
             self.replicate(image);
         }

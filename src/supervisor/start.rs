@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use chrono::Utc;
 
-use super::keep::shown;
+use super::keep::{Moving, shown};
 use super::state::Event;
 use super::{Message, Owner, Setup, load};
 use crate::config::{Lazy, PidNamespace};
@@ -16,16 +16,25 @@ use crate::launch::{self, Job, output};
 use crate::restart::compat::{self, Difference, Here};
 use crate::restart::policy::From;
 use crate::restart::{self, Blame};
+use crate::store::persist::Progress;
 use crate::store::{BadMark, BadWhy, Image, ImageId};
 use crate::sys::criu::lazy::Daemon;
+use crate::sys::pages;
 use crate::telemetry::log::chain;
 
 pub(super) struct StartedJob {
     job: Job,
     notes: Vec<String>,
-    /// What brings its memory while it runs, from this image.
-    loader: Option<(Daemon, ImageId)>,
+    loader: Option<Loader>,
     not_lazy: Option<String>,
+}
+
+/// What brings the job's memory while it runs.
+pub(super) struct Loader {
+    pub(super) daemon: Daemon,
+    pub(super) image: ImageId,
+    /// The files that it comes from, where they are for this restore only.
+    pub(super) unpacked: Option<restart::Unpacked>,
 }
 
 pub(super) enum StartFailure {
@@ -40,12 +49,16 @@ impl Owner<'_> {
         self.cancel = Arc::new(AtomicBool::new(false));
         let (setup, files, cancel, sender) =
             (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
-        let told = Arc::clone(&self.told);
+        let (told, progress) = (Arc::clone(&self.told), Arc::new(Progress::default()));
+        self.restoring = match from {
+            From::Image(image) => Some(Moving::new(image, Arc::clone(&progress))),
+            From::Cold => None,
+        };
         let lazy = if self.lazy_failures < load::FAILURES { self.shared.config.restart.lazy } else { Lazy::Off };
         let work = move || {
             let result = match from {
                 From::Cold => launch_job(&setup, &files),
-                From::Image(id) => restore_job(&setup, id, lazy, &told, &cancel),
+                From::Image(id) => restore_job(&setup, id, lazy, &told, &progress, &cancel),
             };
             let _ = sender.send(Message::Started(Box::new(result)));
         };
@@ -53,12 +66,16 @@ impl Owner<'_> {
     }
 
     pub(super) fn started(&mut self, started: StartedJob) {
+        self.restoring = None;
         started.notes.iter().for_each(|note| tracing::info!("{note}"));
         let job = Arc::new(started.job);
         self.life += 1;
         self.ended = None;
         let (life, sender, waiting) = (self.life, self.sender.clone(), Arc::clone(&job));
         self.job = Some(Arc::clone(&job));
+        for signal in std::mem::take(&mut self.unsent) {
+            self.signal(signal);
+        }
         self.spawn("wait", move || {
             let _ = waiting.root.wait_for_end();
             drop(waiting);
@@ -68,12 +85,13 @@ impl Owner<'_> {
         if let Some(why) = started.not_lazy {
             self.not_lazy(&why);
         }
-        if let Some((loader, image)) = started.loader {
-            self.load(job, loader, image);
+        if let Some(loader) = started.loader {
+            self.load(job, loader);
         }
     }
 
     pub(super) fn start_failed(&mut self, failure: StartFailure) {
+        self.restoring = None;
         let event = match failure {
             StartFailure::World(error) => Event::Impossible { why: chain(&error) },
             StartFailure::Launch(error) => Event::Impossible { why: chain(&error) },
@@ -180,6 +198,7 @@ fn restore_job(
     id: ImageId,
     lazy: Lazy,
     told: &Mutex<BTreeSet<String>>,
+    progress: &Progress,
     cancel: &AtomicBool,
 ) -> Result<StartedJob, StartFailure> {
     let copies = setup.folder.copies().map_err(StartFailure::Store)?;
@@ -196,6 +215,13 @@ fn restore_job(
         identity: setup.spec.identity.as_ref(),
         timeout: setup.config.restart.restore_timeout,
         lazy,
+        unpacking: restart::Unpacking {
+            staging: setup.staging.as_ref(),
+            memory_reserve: setup.config.snapshot.memory_reserve.bytes(),
+            key: setup.packing.key.as_deref(),
+            threads: pages::spare_threads(),
+            progress,
+        },
     };
     let cancelled = || cancel.load(Ordering::Relaxed);
     // Once, not at every restart.
@@ -228,7 +254,9 @@ fn restore_job(
             let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();
             notes.push(format!("the job is back from image {id} after {}", shown(took)));
             let not_lazy = not_lazy.or_else(|| restored.not_lazy.map(|error| chain(&error)));
-            Ok(StartedJob { job: restored.job, notes, loader: restored.loader.map(|loader| (loader, id)), not_lazy })
+            let unpacked = restored.unpacked;
+            let loader = restored.loader.map(|daemon| Loader { daemon, image: id, unpacked });
+            Ok(StartedJob { job: restored.job, notes, loader, not_lazy })
         }
         Err(error) => Err(StartFailure::Restore(Box::new(image), Box::new(error))),
     }

@@ -82,3 +82,28 @@ pub(crate) mod armed {
         command.status().unwrap()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+
+    use super::armed::{Fault, run};
+    use super::{Step, point};
+
+    #[test]
+    #[ignore = "the test below runs it, with a fault"]
+    fn three_steps() {
+        for step in [Step::Other, Step::Write, Step::Other] {
+            point(step).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_fault_comes_at_its_point() {
+        let ended = |fault| run("sys::point::tests::three_steps", fault, &[]);
+        assert_eq!(ended(Fault::Kill(3)).signal(), Some(9));
+        assert!(ended(Fault::Kill(4)).success());
+        assert_eq!(ended(Fault::Full(2)).code(), Some(101));
+        assert!(ended(Fault::Full(3)).success(), "an fsync needs no space");
+    }
+}

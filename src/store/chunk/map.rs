@@ -161,6 +161,18 @@ impl ChunkMap {
     /// # Errors
     /// When it can not be read, or is not what was written.
     pub fn read(path: &Path, expected: &blake3::Hash) -> Result<ChunkMap, ReadError> {
+        let (map, hash) = ChunkMap::read_any(path)?;
+        match hash == *expected {
+            true => Ok(map),
+            false => Err(ReadError::Format { path: path.to_owned(), source: FormatError::Checksum(What::Map) }),
+        }
+    }
+
+    /// Reads the file at `path`, whatever manifest it belongs to; and its hash.
+    ///
+    /// # Errors
+    /// When it can not be read, or is not what was written.
+    pub fn read_any(path: &Path) -> Result<(ChunkMap, blake3::Hash), ReadError> {
         let failed = |source| ReadError::Read { path: path.to_owned(), source };
         let wrong = |source| ReadError::Format { path: path.to_owned(), source };
         let file = durable::open_for_reading(path).map_err(failed)?;
@@ -172,10 +184,7 @@ impl ChunkMap {
         file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(failed)?;
         // First what is wrong with it, and only then that it is another one.
         let map = ChunkMap::parse(&bytes).map_err(wrong)?;
-        match blake3::hash(&bytes) == *expected {
-            true => Ok(map),
-            false => Err(wrong(FormatError::Checksum(What::Map))),
-        }
+        Ok((map, blake3::hash(&bytes)))
     }
 
     /// Compares it with what the manifest says: the parts, their sizes, the number of extents.
@@ -239,6 +248,11 @@ fn part(fields: &mut Fields<'_>) -> Result<Vec<Extent>, FormatError> {
         };
         if extent.is_empty() {
             return Err(FormatError::Field { what, field: "length of an extent" });
+        }
+        // One content has one form: only a full run of zeros is followed by zeros.
+        let full = |last: &Extent| !matches!(last, Extent::Zero { len } if len % MAX_ZEROS != 0);
+        if matches!(extent, Extent::Zero { .. }) && !extents.last().is_none_or(full) {
+            return Err(FormatError::Field { what, field: "run of zeros" });
         }
         push(&mut extents, extent);
     }

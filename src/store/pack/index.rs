@@ -236,4 +236,4 @@ fn next(
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -78,17 +78,29 @@ impl PackHeader {
         }
     }
 
-    /// Whether the chunks of the pack can be read and named with that key.
+    /// Whether new chunks, named and sealed with that key, may share the pack with those that are in it. Whoever only reads
+    /// asks for [`PackHeader::key_for`].
     ///
     /// # Errors
     /// [`FormatError::NoKey`], [`FormatError::OtherKey`], [`FormatError::NotEncrypted`].
     pub fn check_key(&self, key: Option<&Key>) -> Result<(), FormatError> {
+        match (self.key_for(key)?, key) {
+            (None, Some(_)) => Err(FormatError::NotEncrypted),
+            _ => Ok(()),
+        }
+    }
+
+    /// The key for the records of this pack: none where it is not encrypted, whatever the user has now. A store may hold
+    /// packs from before it was encrypted; their chunks have other names.
+    ///
+    /// # Errors
+    /// [`FormatError::NoKey`], [`FormatError::OtherKey`].
+    pub fn key_for<'k>(&self, key: Option<&'k Key>) -> Result<Option<&'k Key>, FormatError> {
         match (self.key, key) {
-            (None, None) => Ok(()),
-            (Some(wanted), Some(key)) if wanted == key.id() => Ok(()),
+            (None, _) => Ok(None),
+            (Some(wanted), Some(key)) if wanted == key.id() => Ok(Some(key)),
             (Some(wanted), Some(_)) => Err(FormatError::OtherKey(wanted)),
             (Some(_), None) => Err(FormatError::NoKey),
-            (None, Some(_)) => Err(FormatError::NotEncrypted),
         }
     }
 }

@@ -16,18 +16,28 @@ mod full;
 mod killed;
 
 /// A store, and a folder that stands for a slot.
-pub(super) struct Ground {
-    dir: tempfile::TempDir,
-    folder: JobFolder,
-    lock: WriterLock,
+pub(in crate::store) struct Ground {
+    pub(in crate::store) dir: tempfile::TempDir,
+    pub(in crate::store) folder: JobFolder,
+    pub(in crate::store) lock: WriterLock,
 }
 
 impl Ground {
-    fn new() -> Ground {
+    pub(in crate::store) fn new() -> Ground {
         Ground::below(tempfile::tempdir().unwrap())
     }
 
-    fn below(dir: tempfile::TempDir) -> Ground {
+    /// In a folder that stays.
+    pub(in crate::store) fn in_folder(path: &Path) -> Ground {
+        let mut dir = tempfile::tempdir_in(path).unwrap();
+        dir.disable_cleanup(true);
+        let store = Store::open(&path.join("store"), Access::Write).unwrap();
+        let folder = store.create_job(&"j".parse().unwrap()).unwrap();
+        let lock = folder.lock().unwrap();
+        Ground { dir, folder, lock }
+    }
+
+    pub(in crate::store) fn below(dir: tempfile::TempDir) -> Ground {
         let store = Store::open(&dir.path().join("store"), Access::Write).unwrap();
         let folder = store.create_job(&"j".parse().unwrap()).unwrap();
         let lock = folder.lock().unwrap();
@@ -35,7 +45,7 @@ impl Ground {
     }
 
     /// An image "in memory" with that number.
-    fn stage(&self, number: u32, parts: &[(&str, Vec<u8>)]) -> Image {
+    pub(in crate::store) fn stage(&self, number: u32, parts: &[(&str, Vec<u8>)]) -> Image {
         let slot = self.dir.path().join(format!("slot{number}"));
         let mut manifest = blank(number);
         for (path, content) in parts {
@@ -49,15 +59,19 @@ impl Ground {
         Image { id: manifest.id, dir: slot, state: State::Good(Box::new(manifest)), place: Place::Staged }
     }
 
-    fn persist(&self, image: &Image) -> Result<Image, Error> {
+    pub(in crate::store) fn persist(&self, image: &Image) -> Result<Image, Error> {
         self.persist_as(image, &plain())
     }
 
-    fn persist_as(&self, image: &Image, packing: &Packing) -> Result<Image, Error> {
+    pub(in crate::store) fn persist_as(&self, image: &Image, packing: &Packing) -> Result<Image, Error> {
         persist(image, &self.folder, &self.lock, packing, &Progress::default(), &|| false)
     }
 
-    fn unpack(&self, image: &Image, key: Option<&Key>) -> Result<tempfile::TempDir, unpack::Error> {
+    pub(in crate::store) fn unpack(
+        &self,
+        image: &Image,
+        key: Option<&Key>,
+    ) -> Result<tempfile::TempDir, unpack::Error> {
         let into = tempfile::tempdir_in(self.dir.path()).unwrap();
         let progress = Progress::default();
         unpack(image, &self.folder, into.path(), key, 2, &progress, &|| false)?;
@@ -67,7 +81,7 @@ impl Ground {
     }
 
     /// The image has these parts, byte by byte.
-    fn assert_holds(&self, image: &Image, parts: &[(&str, Vec<u8>)], key: Option<&Key>) {
+    pub(in crate::store) fn assert_holds(&self, image: &Image, parts: &[(&str, Vec<u8>)], key: Option<&Key>) {
         let into = self.unpack(image, key).unwrap();
         assert_eq!(image.manifest().unwrap().parts.len(), parts.len());
         for (path, content) in parts {
@@ -76,7 +90,7 @@ impl Ground {
     }
 
     /// Names in `packs/` that end so.
-    fn packs(&self, suffix: &str) -> Vec<String> {
+    pub(in crate::store) fn packs(&self, suffix: &str) -> Vec<String> {
         let names = fs::read_dir(self.folder.packs().dir()).unwrap();
         let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
         names.filter(|name| name.ends_with(suffix)).collect()
@@ -89,7 +103,7 @@ fn blank(number: u32) -> Manifest {
     manifest
 }
 
-pub(super) fn packing(compression: Compression, key: Option<&Key>) -> Packing {
+pub(in crate::store) fn packing(compression: Compression, key: Option<&Key>) -> Packing {
     let bounds = Bounds { rate: None, threads: 2 };
     Packing { compression, key: key.cloned().map(Arc::new), bounds }
 }
@@ -99,7 +113,7 @@ fn plain() -> Packing {
 }
 
 /// Bytes that nothing can make shorter, another sequence for each seed.
-pub(super) fn noise(seed: u8, len: usize) -> Vec<u8> {
+pub(in crate::store) fn noise(seed: u8, len: usize) -> Vec<u8> {
     let mut bytes = vec![0; len];
     blake3::Hasher::new_keyed(&[seed; 32]).finalize_xof().fill(&mut bytes);
     bytes

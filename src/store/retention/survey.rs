@@ -11,7 +11,9 @@ use super::{Facts, Gathering, Plan, Policy, Room, Sizes, plan};
 use crate::config;
 use crate::store::error::{Error, Result};
 use crate::store::folder::JobFolder;
+use crate::store::gc;
 use crate::store::id::ImageId;
+use crate::store::image::Image;
 use crate::store::lock::WriterLock;
 
 /// The images of a job in the store, what they take, and the room there is.
@@ -36,6 +38,9 @@ pub enum NoRoom {
     /// It could not be found out, or an image not be removed.
     #[error(transparent)]
     Store(#[from] Error),
+    /// What no image needs could not be swept.
+    #[error(transparent)]
+    Sweep(#[from] Box<gc::Error>),
 }
 
 /// Whether images may be removed just now.
@@ -55,11 +60,26 @@ impl Survey {
     pub fn of(folder: &JobFolder, min_free: u64) -> Result<Survey> {
         let images = folder.images()?;
         let facts = images.iter().map(Facts::from).collect();
-        // Each is stored whole.
-        let mut sizes = Gathering::<()>::default();
-        images.iter().for_each(|image| sizes.own(image.id, allocated(&image.dir)));
+        let index = folder.packs().index()?;
+        let mut sizes = Gathering::<[u8; 16]>::default();
+        for image in &images {
+            sizes.own(image.id, allocated(&image.dir));
+            // What a map that can not be read names is counted for the other images only: too little is promised then.
+            let Ok(Some(map)) = image.chunk_map() else { continue };
+            for (id, _) in map.chunks() {
+                if let (Some(place), Some(prefix)) = (index.get(&id), id.as_bytes().first_chunk()) {
+                    sizes.share(image.id, *prefix, place.record_len());
+                }
+            }
+        }
+        let newest = images.iter().filter_map(Image::manifest).find_map(|manifest| manifest.chunks.as_ref());
+        let pending = index.packs().iter().filter(|pack| pack.gone).map(|pack| pack.pack_len).sum();
         let free = free_space(folder.path())?;
-        Ok(Survey { facts, sizes: sizes.finish(None), room: Room { free, pending: 0, min_free } })
+        Ok(Survey {
+            facts,
+            sizes: sizes.finish(newest.map(|chunks| chunks.stored)),
+            room: Room { free, pending, min_free },
+        })
     }
 
     /// What the images take.
@@ -124,6 +144,8 @@ pub fn make_room(
         tracing::info!("removing image {id}: {why}");
     }
     let gone = remove_all(folder, lock, removals.iter().map(|removal| removal.id))?;
+    // Space is short: what no image needs does not wait for the grace period.
+    gc::sweep_now(folder, lock).map_err(Box::new)?;
     // Once only: a file system may give space back late (btrfs does), and more images would go for nothing.
     match look()? {
         (_, Admission::Admit) => Ok(removals.into_iter().filter(|removal| gone.contains(&removal.id)).collect()),
@@ -139,6 +161,8 @@ pub fn make_room(
 fn remove_all(folder: &JobFolder, lock: &WriterLock, ids: impl IntoIterator<Item = ImageId>) -> Result<Vec<ImageId>> {
     let mut gone = Vec::new();
     for id in ids {
+        // Large images take a while to go.
+        lock.refresh()?;
         match folder.remove(lock, &id) {
             Ok(()) => gone.push(id),
             Err(Error::Pinned(_)) => {}

@@ -10,9 +10,10 @@ use std::collections::HashMap;
 
 use super::name::PackName;
 use super::{PackIndex, Problem};
-use crate::store::chunk::ChunkId;
+use crate::store::chunk::{ChunkId, Key};
+use crate::store::format::FormatError;
 use crate::store::pack::index::Entry;
-use crate::store::pack::record::HEADER_BYTES;
+use crate::store::pack::record::{HEADER_BYTES, PackHeader};
 
 /// Where a record is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -52,6 +53,16 @@ pub struct PackInfo {
     pub key: Option<[u8; 16]>,
     /// Whether it is marked: no image needed it when that was looked at.
     pub gone: bool,
+}
+
+impl PackInfo {
+    /// As [`PackHeader::key_for`].
+    ///
+    /// # Errors
+    /// [`FormatError::NoKey`], [`FormatError::OtherKey`].
+    pub fn key_for<'k>(&self, key: Option<&'k Key>) -> Result<Option<&'k Key>, FormatError> {
+        PackHeader { key: self.key }.key_for(key)
+    }
 }
 
 type Prefix = [u8; 16];
@@ -169,7 +180,7 @@ impl Index {
     }
 
     /// Adds what is in a pack; [`Index::sort`] has to follow.
-    pub(super) fn add(&mut self, info: PackInfo, index: &PackIndex) {
+    pub(in crate::store) fn add(&mut self, info: PackInfo, index: &PackIndex) {
         let place = self.add_pack(info);
         let slots = index.entries().iter();
         self.slots.extend(
@@ -177,7 +188,7 @@ impl Index {
         );
     }
 
-    pub(super) fn sort(&mut self) {
+    pub(in crate::store) fn sort(&mut self) {
         self.slots.sort_unstable_by_key(|slot| (slot.prefix, slot.pack, slot.offset));
         self.slots.shrink_to_fit();
     }

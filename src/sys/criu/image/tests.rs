@@ -16,6 +16,15 @@ fn pagemap(dir: &Path, entries: &[PagemapEntry]) {
     write(&dir.join("pagemap-12.img"), PAGEMAP, &records);
 }
 
+/// A page map as CRIU writes it, of runs (address, pages).
+pub(crate) fn write_pagemap(path: &Path, pages_id: u32, runs: &[(u64, u64)]) {
+    let mut records = vec![PagemapHead { pages_id }.encode_to_vec()];
+    let entry =
+        |(vaddr, pages)| PagemapEntry { vaddr, nr_pages: Some(pages), flags: Some(PRESENT), ..Default::default() };
+    records.extend(runs.iter().map(|run| entry(*run).encode_to_vec()));
+    write(path, PAGEMAP, &records);
+}
+
 #[test]
 fn daemons_of_a_foreign_session_lead_their_own() {
     let entry = |pid, ppid, pgid, sid| PstreeEntry { pid, ppid, pgid, sid, threads: vec![pid] };
@@ -55,6 +64,24 @@ fn daemons_of_a_foreign_session_lead_their_own() {
     let before = entries.clone();
     lead_sessions(&mut entries);
     assert_eq!(entries, before);
+}
+
+#[test]
+fn the_number_criu_gives_the_thread_of_a_dead_process_is_not_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let entry = |pid, ppid, threads| PstreeEntry { pid, ppid, pgid: 1001, sid: 1000, threads }.encode_to_vec();
+    // As CRIU 4.2.1 wrote them: addresses of its own, some of them above what a pid can be.
+    let dead = [entry(1002, 1001, vec![2_006_489_984]), entry(1003, 1001, vec![2_458_744_752])];
+    let alive = [entry(1000, 0, vec![1000]), entry(1001, 1000, vec![1001, 1007])];
+    write(&dir.path().join("pstree.img"), PSTREE, &[alive, dead].concat());
+    let found = ids(dir.path()).unwrap();
+    assert_eq!(found.processes, [1000, 1001, 1002, 1003]);
+    assert_eq!(found.all, [1000, 1001, 1002, 1003, 1007]);
+    // Any other number that no process can have is damage.
+    for entry in [entry(1001, 1000, vec![1001, u32::MAX]), entry(u32::MAX, 1000, vec![1001])] {
+        write(&dir.path().join("pstree.img"), PSTREE, &[entry]);
+        assert!(ids(dir.path()).unwrap_err().to_string().contains("out of range"));
+    }
 }
 
 #[test]
