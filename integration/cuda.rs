@@ -54,8 +54,8 @@ fn calls_in_the_wrong_state_are_refused_and_change_nothing() {
     refused(process.checkpoint(), "only a locked process");
     refused(process.restore(&[]), "only a checkpointed process");
     refused(process.unlock(), "only a locked process");
-    process.lock(SECOND).unwrap();
-    refused(process.lock(SECOND), "only a running process");
+    process.lock(10 * SECOND).unwrap();
+    refused(process.lock(10 * SECOND), "only a running process");
     refused(process.restore(&[]), "only a checkpointed process");
     process.checkpoint().unwrap();
     refused(process.checkpoint(), "only a locked process");
@@ -74,7 +74,7 @@ fn a_process_without_cuda_is_told_apart() {
     let process = Process::with_driver(pid, standin.driver()).unwrap();
     let error = process.state().unwrap_err();
     assert!(error.is_not_cuda() && error.code() == Some(3), "{error}");
-    assert!(process.lock(SECOND).unwrap_err().is_not_cuda());
+    assert!(process.lock(10 * SECOND).unwrap_err().is_not_cuda());
     assert!(!cuda::is_candidate(pid).unwrap());
     sleep.kill().unwrap();
     sleep.wait().unwrap();
@@ -127,7 +127,7 @@ fn a_lock_that_waits_too_long_leaves_the_process_running() {
     });
     let (error, took) = error.expect("no lock timed out");
     assert!(error.is_not_ready(), "{error}");
-    assert!(took >= Duration::from_millis(50) && took < Duration::from_millis(350), "{took:?}");
+    assert!(took >= Duration::from_millis(50), "{took:?}");
     assert_eq!(process.state().unwrap(), State::Running);
     job.assert_counts();
     process.lock(10 * SECOND).unwrap();
@@ -138,8 +138,8 @@ fn a_lock_that_waits_too_long_leaves_the_process_running() {
 fn two_processes_are_locked_at_once() {
     let standins = [Standin::new(), Standin::new()];
     let mut jobs = [standins[0].start(&[]), standins[1].start(&[])];
-    // Each lock waits 400 ms before it is taken.
-    standins.iter().for_each(|standin| standin.fault("fail-lock", "0 delay=400"));
+    // Each lock waits two seconds before it is taken.
+    standins.iter().for_each(|standin| standin.fault("fail-lock", "0 delay=2000"));
     let driver = standins[0].driver();
     let processes = [jobs[0].process(&driver), jobs[1].process(&driver)];
     let start = Instant::now();
@@ -149,7 +149,7 @@ fn two_processes_are_locked_at_once() {
         }
     });
     let took = start.elapsed();
-    assert!(took >= Duration::from_millis(400) && took < Duration::from_millis(790), "{took:?}");
+    assert!(took >= 2 * SECOND && took < 4 * SECOND, "{took:?}");
     for process in &processes {
         assert_eq!(process.state().unwrap(), State::Locked);
         process.unlock().unwrap();
@@ -162,7 +162,7 @@ fn a_dead_process_is_an_operating_system_error() {
     let standin = Standin::new();
     let mut job = standin.start(&[]);
     let process = job.process(&standin.driver());
-    process.lock(SECOND).unwrap();
+    process.lock(10 * SECOND).unwrap();
     job.kill();
     for error in [process.state().unwrap_err(), process.checkpoint().unwrap_err(), process.unlock().unwrap_err()] {
         assert_eq!(error.code(), Some(304), "{error}");
@@ -177,12 +177,12 @@ fn a_process_that_dies_at_the_checkpoint_does_not_hang_the_caller() {
     let standin = Standin::new();
     let mut job = standin.start(&[]);
     let process = job.process(&standin.driver());
-    process.lock(SECOND).unwrap();
+    process.lock(10 * SECOND).unwrap();
     standin.fault("die-at-checkpoint", "delay=50");
     let start = Instant::now();
     let error = process.checkpoint().unwrap_err();
     assert_eq!(error.code(), Some(304), "{error}");
-    assert!(start.elapsed() < 5 * SECOND);
+    assert!(start.elapsed() < 20 * SECOND);
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&job.wait()), Some(9));
     assert!(!standin.path().join("die-at-checkpoint").exists(), "the next life would die of it");
 }
@@ -193,9 +193,9 @@ fn injected_faults_fail_as_the_driver_does() {
     let mut job = standin.start(&[]);
     let process = job.process(&standin.driver());
     standin.fault("fail-lock", "600 times=2");
-    assert!(process.lock(SECOND).unwrap_err().is_not_ready());
-    assert!(process.lock(SECOND).unwrap_err().is_not_ready());
-    process.lock(SECOND).unwrap();
+    assert!(process.lock(10 * SECOND).unwrap_err().is_not_ready());
+    assert!(process.lock(10 * SECOND).unwrap_err().is_not_ready());
+    process.lock(10 * SECOND).unwrap();
     standin.fault("fail-checkpoint", "801 times=1");
     let error = process.checkpoint().unwrap_err();
     assert!(error.code() == Some(801) && error.to_string().contains("managed memory"), "{error}");
@@ -203,7 +203,7 @@ fn injected_faults_fail_as_the_driver_does() {
     standin.fault("fail-unlock", &format!("304 times=1 pid={}", job.pid() + 1));
     process.unlock().unwrap();
     job.assert_counts();
-    process.lock(SECOND).unwrap();
+    process.lock(10 * SECOND).unwrap();
     process.checkpoint().unwrap();
     standin.fault("fail-restore", "801");
     let error = process.restore(&[]).unwrap_err();
@@ -229,7 +229,7 @@ fn a_restore_maps_to_another_gpu() {
     let standin = Standin::new();
     let mut job = standin.start(&[]);
     let process = job.process(&standin.driver());
-    process.lock(SECOND).unwrap();
+    process.lock(10 * SECOND).unwrap();
     process.checkpoint().unwrap();
     let error = process.restore(&[GpuMapping { old: gpu(0xb0), new: gpu(0xa0) }]).unwrap_err();
     assert!(error.code() == Some(1) && error.to_string().contains("every GPU"), "{error}");
@@ -338,7 +338,7 @@ fn the_command_refuses_in_words() {
     standin.fault("fail-checkpoint", "801 times=1");
     refused(&["toggle", "--pid", &pid], 1, "managed memory");
     job.assert_counts();
-    job.process(&standin.driver()).lock(SECOND).unwrap();
+    job.process(&standin.driver()).lock(10 * SECOND).unwrap();
     refused(&["toggle", "--pid", &pid], 1, &format!("`rekindle cuda unlock --pid {pid}`"));
     let (code, out, _) = rekindle(&standin, &["restore", "--json", "--pid", &pid]);
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
@@ -374,7 +374,7 @@ fn another_gpu_needs_driver_580() {
     let standin = Standin::new();
     let job = standin.start(&[]);
     let process = job.process(&standin.driver());
-    process.lock(SECOND).unwrap();
+    process.lock(10 * SECOND).unwrap();
     process.checkpoint().unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
     let map = format!("{}={}", gpu(0xa0), gpu(0xb0));
@@ -408,7 +408,7 @@ fn a_process_of_another_namespace_is_addressed_by_its_outer_pid() {
     let process = Process::with_driver(outer, standin.driver()).unwrap();
     let tid = process.restore_thread_id().unwrap();
     assert!(std::path::Path::new(&format!("/proc/{outer}/task/{tid}")).exists());
-    process.lock(SECOND).unwrap();
+    process.lock(10 * SECOND).unwrap();
     process.checkpoint().unwrap();
     job.assert_stands();
     process.restore(&[]).unwrap();
@@ -466,7 +466,7 @@ fn criu_refuses_a_running_process_and_brings_back_a_checkpointed_one() {
     assert!(!dumped && log.contains("anon_inode:[userfaultfd]"), "{log}");
     job.assert_counts();
 
-    process.lock(SECOND).unwrap();
+    process.lock(10 * SECOND).unwrap();
     process.checkpoint().unwrap();
     let (dumped, log) = criu(&["dump", "--leave-running", "-t", &pid]);
     assert!(dumped, "{log}");

@@ -1,9 +1,8 @@
 //! Jobs of many kinds, each killed with -9 after a snapshot and compared with what it would have become.
 
 use std::net::UdpSocket;
-use std::time::Duration;
 
-use crate::supervisor::{Lab, Running, assert_counts_up, numbers};
+use crate::supervisor::{LIMIT, Lab, Running, assert_counts_up, numbers};
 
 /// Starts the job, lets it work, takes a snapshot, lets it work on.
 pub(crate) fn until_after_snapshot(lab: &Lab, kind: &str) -> Running {
@@ -71,7 +70,7 @@ fn a_udp_server_goes_on_counting() {
     let mut run = lab.python("kinds.py", &["udp", lab.path().to_str().unwrap()]);
     run.wait_printed("n 1\n");
     let client = UdpSocket::bind("127.0.0.1:0").unwrap();
-    client.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    client.set_read_timeout(Some(LIMIT)).unwrap();
     let ask = || {
         client.send_to(b"?", ("127.0.0.1", port(&lab))).unwrap();
         let mut answer = [0; 100];
@@ -97,7 +96,7 @@ fn a_listening_tcp_socket_accepts_again() {
     let ask = || {
         let mut answer = String::new();
         let mut stream = std::net::TcpStream::connect(("127.0.0.1", port(&lab))).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
         std::io::Read::read_to_string(&mut stream, &mut answer).unwrap();
         answer
     };

@@ -119,7 +119,7 @@ fn back_to_an_older_image_and_on_from_there() {
     count_on(&lab, &mut run, 3);
     // Nothing newer of its own: the same image, not the future that was given up.
     run.crash(&lab);
-    assert_eq!(run.err().matches("the job is back from image 000001").count(), 2, "{}", run.err());
+    run.wait_said_times("the job is back from image 000001", 2);
     run.kill_9();
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
     run.wait_said("the job is back from image 000001");

@@ -2,12 +2,11 @@
 
 use std::fs;
 use std::os::fd::AsRawFd;
-use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use crate::supervisor::{Lab, Running};
+use crate::supervisor::{Lab, Running, criu, kill};
 
 /// Starts a job that says what it sees.
 pub(crate) fn look(lab: &Lab) -> (Running, Value) {
@@ -61,7 +60,8 @@ fn a_world_of_its_own() {
     // What the caller ignores stays ignored (nohup); Python itself ignores SIGPIPE (13) and SIGXFSZ (25).
     let mine = fs::read_to_string("/proc/self/status").unwrap();
     let mine = mine.lines().find_map(|line| line.strip_prefix("SigIgn:")).unwrap().trim().to_string();
-    let bits = |text: &str| u64::from_str_radix(text, 16).unwrap();
+    // Signals 32 and 33 are the C library's own; its posix_spawn makes the child ignore them, or not.
+    let bits = |text: &str| u64::from_str_radix(text, 16).unwrap() & !(0b11 << 31);
     assert_eq!(bits(seen["ignored"].as_str().unwrap()), bits(&mine) | 0x100_1000);
     end(&lab, run);
 }
@@ -146,7 +146,7 @@ fn daemons_end_with_the_job() {
         let lab = Lab::new().unwrap().set("job.pid-namespace", space);
         let script = lab.script("job", "setsid sleep 1000 & (setsid sh -c 'sleep 1001 & sleep 1002' &) ; sleep 0.3");
         lab.run([script.as_os_str()]).ends_with(0);
-        lab.assert_all_gone(Duration::from_secs(1));
+        lab.assert_all_gone();
     }
     drop(lab);
 }
@@ -161,6 +161,38 @@ fn other_signals_reach_the_job() {
     run.signal(Signal::SIGQUIT);
     run.wait_printed("quit");
     run.signal(Signal::SIGWINCH);
+    run.wait_printed("winch");
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+}
+
+/// One that comes while there is no job that could get it: in a restart, or just before the supervisor knows that the job runs.
+#[test]
+fn a_signal_that_comes_while_the_job_is_started_reaches_it() {
+    let Some(lab) = Lab::new().map(|lab| lab.set_file("criu.path", "criu")) else { return };
+    let (real, hold, began) = (criu(), lab.file("hold"), lab.file("began"));
+    let text = format!(
+        "case \"$*\" in *--version*) exec {real} \"$@\";; esac\n\
+         if [ -e {hold} ]; then : > {began}; while [ -e {hold} ]; do sleep 0.01; done; fi\nexec {real} \"$@\"",
+        real = real.display(),
+        hold = hold.display(),
+        began = began.display(),
+    );
+    lab.script("criu", &text);
+    let script = lab.script("job", "trap 'echo winch' WINCH\necho ready\nwhile :; do sleep 0.05; done");
+    let mut run = lab.run([script.as_os_str()]);
+    run.wait_printed("ready");
+    run.snapshot(&lab);
+    let pid = run.job_pid(&lab);
+    fs::write(&hold, "").unwrap();
+    kill(pid, Signal::SIGKILL);
+    run.wait_for("the restore is held up", || began.exists());
+    run.signal(Signal::SIGWINCH);
+    // Time for it to be lost in: this one is handled after it, or just before.
+    run.signal(Signal::SIGUSR1);
+    run.wait_said_times("received SIGUSR1", 2);
+    assert!(!run.out().contains("winch"));
+    fs::remove_file(&hold).unwrap();
     run.wait_printed("winch");
     run.signal(Signal::SIGTERM);
     run.ends_with(143);

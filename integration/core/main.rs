@@ -9,12 +9,15 @@
 mod supervisor;
 
 mod commands;
+mod compat;
 mod damage;
+mod forks;
 mod interval;
 mod kinds;
 mod ladder;
 mod launch;
 mod lazy;
+mod lock;
 mod memory;
 mod output;
 mod stop;

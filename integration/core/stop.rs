@@ -91,8 +91,9 @@ fn a_second_sigterm_stops_at_once() {
         let begun = Instant::now();
         run.signal(Signal::SIGTERM);
         run.ends_with(143);
-        assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
-        lab.assert_all_gone(Duration::from_secs(1));
+        // Far below the 20 s of snapshot.grace and of the dump's timeout.
+        assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
+        lab.assert_all_gone();
         std::fs::remove_file(lab.file("slow")).unwrap();
         let mut run = again(&lab);
         run.wait_said("job j starts");
@@ -113,7 +114,7 @@ fn the_grace_period_is_kept() {
     run.signal(Signal::SIGTERM);
     run.ends_with(143);
     let took = begun.elapsed();
-    assert!(took > Duration::from_millis(900) && took < Duration::from_secs(4), "{took:?}");
+    assert!(took > Duration::from_millis(900) && took < Duration::from_secs(15), "{took:?}");
 }
 
 #[test]
@@ -143,9 +144,11 @@ fn kill_9_in_the_middle_of_a_snapshot() {
         run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
         run.wait_said("goes on from image");
         count_on(&lab, &mut run, 2);
-        let leftovers = std::fs::read_dir(lab.job().images_dir()).unwrap().flatten();
-        let left: Vec<_> = leftovers.filter(|e| e.file_name().to_string_lossy().starts_with('.')).collect();
-        assert!(left.is_empty(), "{left:?}");
+        // But the draft of an image that was in memory and is on its way to the store again.
+        run.wait_for("no draft is left", || {
+            let mut entries = std::fs::read_dir(lab.job().images_dir()).unwrap().flatten();
+            !entries.any(|entry| entry.file_name().to_string_lossy().starts_with('.'))
+        });
     }
     finish(&lab, run);
 }
@@ -180,7 +183,9 @@ fn criu_killed_in_a_dump_or_hanging() {
     run.wait_said("CRIU did not finish within 1s");
     std::fs::remove_file(lab.file("slow")).unwrap();
     count_on(&lab, &mut run, 5);
-    assert!(lab.images().is_empty() && lab.published().unwrap().last_failure.unwrap().contains("1s"));
+    let failure = || lab.published().and_then(|now| now.last_failure).unwrap_or_default();
+    run.wait_for("the state says so", || failure().contains("1s"));
+    assert!(lab.images().is_empty());
     assert!(!lab.processes().iter().any(|(_, line)| line.contains("sleep")), "{:?}", lab.processes());
     run.snapshot(&lab);
     // It is killed in its work, at moments all over it.
@@ -198,11 +203,7 @@ fn criu_killed_in_a_dump_or_hanging() {
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(found.unwrap()), Signal::SIGKILL);
         count_on(&lab, &mut run, 5);
     }
-    let begun = Instant::now();
-    while lab.published().unwrap().state != "running" {
-        assert!(begun.elapsed() < Duration::from_secs(10));
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    run.wait_for("the job runs", || lab.published().unwrap().state == "running");
     run.snapshot(&lab);
     run.crash(&lab);
     count_on(&lab, &mut run, 5);
@@ -218,6 +219,7 @@ fn criu_hanging_or_killed_in_a_restore() {
     count_on(&lab, &mut run, 5);
     run.snapshot(&lab);
     run.snapshot(&lab);
+    let newest = numbers(&lab.output()).len();
     std::fs::write(lab.file("slow"), "").unwrap();
     let pid = run.job_pid(&lab);
     crate::supervisor::kill(pid, Signal::SIGKILL);
@@ -225,8 +227,8 @@ fn criu_hanging_or_killed_in_a_restore() {
     std::fs::remove_file(lab.file("slow")).unwrap();
     run.wait_said("the job is back from image 000001");
     assert_eq!(lab.good(), [1], "the one that did not come back is marked");
-    // Further than the other image was.
-    count_on(&lab, &mut run, 20);
+    // Further than the other image was: a log that is shorter than it was then would be continued with a gap.
+    run.wait_for("the job is further than the other image", || numbers(&lab.output()).len() > newest);
     assert!(!lab.processes().iter().any(|(_, line)| line.contains("sleep")), "{:?}", lab.processes());
     run.kill_9();
     // The next run gives it another chance.

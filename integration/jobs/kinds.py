@@ -327,9 +327,47 @@ def forks():
     threading.Thread(target=fork_all_the_time, daemon=True).start()
 
     def last(_):
-        before = born
-        time.sleep(1)
-        need(born > before, "no child is born any more")
+        await_more(lambda: born)
+
+    count(last=last)
+
+
+def await_more(born):
+    before, until = born(), time.monotonic() + 20
+    while born() == before:
+        need(time.monotonic() < until, "no child is born any more")
+        time.sleep(0.01)
+
+
+def fork_storm():
+    """Hundreds of children a second, eight at a time, some of them orphans; and one that stays dead and is never reaped."""
+    born = 0
+    lasting = os.fork()
+    if lasting == 0:
+        os._exit(42)
+
+    def storm():
+        nonlocal born
+        while True:
+            children = []
+            for code in range(8):
+                child = os.fork()
+                if child == 0:
+                    if code == 0:
+                        os.fork()
+                    os._exit(code)
+                children.append(child)
+            for code, child in enumerate(children):
+                _, status = os.waitpid(child, 0)
+                need(os.waitstatus_to_exitcode(status) == code, "a child ended with", status)
+            born += len(children)
+
+    threading.Thread(target=storm, daemon=True).start()
+
+    def last(_):
+        await_more(lambda: born)
+        _, status = os.waitpid(lasting, 0)
+        need(os.waitstatus_to_exitcode(status) == 42, "the dead child says", status)
 
     count(last=last)
 
@@ -454,6 +492,7 @@ KINDS = {
     "timers": timers,
     "signals": signals,
     "forks": forks,
+    "fork-storm": fork_storm,
     "environment": environment,
     "memory": memory,
     "large": large,

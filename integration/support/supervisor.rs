@@ -290,11 +290,11 @@ impl Lab {
         .collect()
     }
 
-    /// Kills the supervisor; everything must be gone within a second. In the host's PID namespace a restore needs the
+    /// Kills the supervisor; everything must be gone soon. In the host's PID namespace a restore needs the
     /// numbers of what was killed: there it waits until pid 1 has reaped them, which takes seconds on some machines.
     pub(crate) fn kill_9(&self, run: Running) {
         run.kill_9();
-        self.assert_all_gone(Duration::from_secs(1));
+        self.assert_all_gone();
         if self.config.iter().any(|(key, value)| key == "job.pid-namespace" && value.contains("host")) {
             let images = self.images();
             let ids: Vec<i32> = images.iter().filter_map(|i| Some(i.manifest()?.tree.ids.clone())).flatten().collect();
@@ -317,18 +317,17 @@ impl Lab {
         }
     }
 
-    /// Fails unless every process of the lab is gone within the time.
-    pub(crate) fn assert_all_gone(&self, limit: Duration) {
-        let gone = comes(limit, || self.processes().is_empty());
-        assert!(gone, "still there after {limit:?}: {:#?}", self.processes());
+    /// Fails unless every process of the lab is gone soon: at once, on a machine that does nothing else.
+    pub(crate) fn assert_all_gone(&self) {
+        let gone = comes(LIMIT, || self.processes().is_empty());
+        assert!(gone, "still there after {LIMIT:?}: {:#?}", self.processes());
     }
 }
 
 impl Drop for Lab {
     fn drop(&mut self) {
         // A supervisor that was dropped without an end was killed just now; the kernel takes its job down.
-        let left =
-            if comes(Duration::from_secs(3), || self.processes().is_empty()) { vec![] } else { self.processes() };
+        let left = if comes(LIMIT / 3, || self.processes().is_empty()) { vec![] } else { self.processes() };
         for (pid, _) in &left {
             let _ = nix::sys::signal::kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
@@ -403,6 +402,12 @@ impl Running {
         lab.published().filter(|published| published.begun >= self.begun)
     }
 
+    /// Reads standard error as it is then, for a closure that is handed to one of the waits here.
+    pub(crate) fn said_so_far(&self) -> impl Fn() -> String + use<> {
+        let text = Arc::clone(&self.err.text);
+        move || String::from_utf8_lossy(&text.lock().unwrap()).into_owned()
+    }
+
     pub(crate) fn signal(&self, signal: Signal) {
         kill(self.pid(), signal);
     }
@@ -413,7 +418,16 @@ impl Running {
     }
 
     /// Waits until `done`; fails with what was said when the supervisor ends before or the time is over.
-    pub(crate) fn wait_for(&mut self, what: &str, mut done: impl FnMut() -> bool) {
+    pub(crate) fn wait_for(&mut self, what: &str, done: impl FnMut() -> bool) {
+        self.wait_every(Duration::from_millis(10), what, done);
+    }
+
+    /// The same for what is there for a moment only.
+    pub(crate) fn wait_closely(&mut self, what: &str, done: impl FnMut() -> bool) {
+        self.wait_every(Duration::from_micros(200), what, done);
+    }
+
+    fn wait_every(&mut self, pause: Duration, what: &str, mut done: impl FnMut() -> bool) {
         let deadline = Instant::now() + LIMIT;
         while !done() {
             let said = || format!("--- output\n{}\n--- messages\n{}", tail(&self.out.text()), tail(&self.err.text()));
@@ -422,7 +436,7 @@ impl Running {
                 return;
             }
             assert!(Instant::now() < deadline, "waited {LIMIT:?} in vain until {what}\n{}", said());
-            std::thread::sleep(Duration::from_millis(10));
+            std::thread::sleep(pause);
         }
     }
 
@@ -431,6 +445,13 @@ impl Running {
         let text = Arc::clone(&self.err.text);
         let said = || String::from_utf8_lossy(&text.lock().unwrap()).contains(words);
         self.wait_for(&format!("it says {words:?}"), said);
+    }
+
+    /// Waits until standard error holds the words so many times. What is published can be read before what is said.
+    pub(crate) fn wait_said_times(&mut self, words: &str, times: usize) {
+        let text = Arc::clone(&self.err.text);
+        let count = || String::from_utf8_lossy(&text.lock().unwrap()).matches(words).count();
+        self.wait_for(&format!("it says {words:?} {times} times"), || count() == times);
     }
 
     /// Waits until the job printed the words.
@@ -482,7 +503,7 @@ impl Running {
         let status = self.child.wait().unwrap();
         for stream in [&mut self.out, &mut self.err] {
             let reader = stream.reader.take().unwrap();
-            assert!(comes(Duration::from_secs(5), || reader.is_finished()), "something holds rekindle's output open");
+            assert!(comes(LIMIT, || reader.is_finished()), "something holds rekindle's output open");
         }
         (status.code().unwrap_or_else(|| 128 + status.signal().unwrap()), self.out(), self.err())
     }

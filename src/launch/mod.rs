@@ -218,6 +218,8 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
         .environment(&spec.environment)?
         .world(world.entrance().map_err(Error::World)?)
         .session()
+        // The reaper takes them one by one, and gives the job an empty mask.
+        .signals_blocked()
         .directory(&spec.directory)?
         .open(file(0, &spec.stdin, libc::O_RDONLY)?)
         .open(file(1, &log.stdout, append)?)

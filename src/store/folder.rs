@@ -97,7 +97,8 @@ impl JobFolder {
     /// Becomes the one writer.
     ///
     /// # Errors
-    /// [`Error::Supervised`] where another process is; [`Error::Lock`] where the file system can not lock.
+    /// [`Error::Supervised`] where another process is; [`Error::PerhapsSupervised`] where one on another machine may be;
+    /// [`Error::TakenOver`] where one was faster; [`Error::Lock`] where the file system can not lock.
     pub fn lock(&self) -> Result<WriterLock> {
         lock::acquire(&self.path, &self.name)
     }
@@ -141,13 +142,16 @@ impl JobFolder {
         Ok(images)
     }
 
-    /// The image that a user means: `latest` (the newest good one), an id, the begin of one, or a number.
+    /// The image that a user means: `latest` (the newest good one), an id, the begin of one, a number, or a tag.
     ///
     /// # Errors
     /// [`Error::UnknownImage`], [`Error::AmbiguousImage`], [`Error::NoGoodImage`], [`Error::Read`].
     pub fn find(&self, selector: &str) -> Result<Image> {
-        let best = self.known()?.into_iter().map(Known::into_best).collect();
-        select::select(&self.name, best, selector)
+        let known = self.known()?;
+        let best = known.iter().map(|known| known.best().clone()).collect();
+        select::select(&self.name, best, selector, |tag| {
+            known.iter().filter(|known| known.tags().has(tag)).map(Known::id).collect()
+        })
     }
 
     /// Whether the store has the image, good or not. What can not be told is a no: then the one in memory is kept.
@@ -237,11 +241,11 @@ impl JobFolder {
         remove::sweep(self)
     }
 
-    /// Removes an image, and the hard links that it kept beside the user's files. When the power goes in the middle,
-    /// it is either still there or a `.del-ID`.
+    /// Removes an image, and the hard links that it kept beside the user's files; never one that is pinned. When the power
+    /// goes in the middle, it is either still there or a `.del-ID`.
     ///
     /// # Errors
-    /// [`Error::WrongLock`], [`Error::UnknownImage`], [`Error::Read`], [`Error::Remove`].
+    /// [`Error::WrongLock`], [`Error::UnknownImage`], [`Error::Pinned`], [`Error::Read`], [`Error::Remove`].
     pub fn remove(&self, lock: &WriterLock, id: &ImageId) -> Result<()> {
         self.check_lock(lock)?;
         remove::image(self, *id)

@@ -132,6 +132,12 @@ impl Image {
         Image::judge(dir, id, found, Place::Stored)
     }
 
+    /// One whose parts were brought out of the packs into `dir`, with a manifest beside them. Like one in memory it has no
+    /// hashes: they were compared on the way.
+    pub(crate) fn unpacked(dir: &Path, manifest: Manifest) -> Image {
+        Image { id: manifest.id, dir: dir.to_owned(), state: State::Good(Box::new(manifest)), place: Place::Staged }
+    }
+
     /// Looks at the slot in `dir`; None where there is no whole image.
     pub(super) fn load_staged(dir: &Path) -> Option<Image> {
         let manifest = Manifest::read(dir).ok()?;

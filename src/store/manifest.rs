@@ -16,8 +16,8 @@ use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use fields::{
-    Chunks, GivenFile, Gpu, Host, JobTree, Landing, Manifest, OpenFile, Part, Phase, PidNamespace, Reason, Recreate,
-    SavedLink, TreeProcess,
+    Chunks, GivenFile, Gpu, Host, JobTree, Landing, Manifest, MappedFile, OpenFile, Part, Phase, PidNamespace, Reason,
+    Recreate, SavedLink, TreeProcess,
 };
 
 use super::id::ImageId;
@@ -200,9 +200,7 @@ fn is_part_path(text: &str) -> bool {
         && !text.contains('\0')
         && path.components().all(plain)
         && path.components().map(|c| c.as_os_str().to_string_lossy()).collect::<Vec<_>>().join("/") == text
-        && text != FILE_NAME
-        && text != super::mark::FILE_NAME
-        && text != super::chunk::map::FILE_NAME
+        && ![FILE_NAME, super::chunk::map::FILE_NAME, super::mark::FILE_NAME, super::tags::FILE_NAME].contains(&text)
 }
 
 #[cfg(test)]

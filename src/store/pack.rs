@@ -12,13 +12,19 @@
 //! name when it is synced, and its index after that: when the power goes between the two, the records
 //! are read instead of the index, and nothing is lost.
 
+mod disk;
 pub mod index;
+pub mod reader;
 pub mod record;
 pub mod set;
+pub mod writer;
 
+pub use disk::Error as WriteError;
 pub use index::{Entry, PackIndex};
+pub use reader::{ReadChunkError, Reading, Visit, Want};
 pub use record::{PackHeader, RecordHeader};
 pub use set::{Index, Location, PackName, Packs, Problem};
+pub use writer::{Making, PackWriter};
 
 /// A pack is closed when it is about this large: large enough that a disk reads it in one go, small enough to be
 /// rewritten when half of it is needed no more.

@@ -6,6 +6,7 @@ mod killed;
 mod leftovers;
 mod packed;
 mod publish;
+mod tags;
 mod unreadable;
 
 use std::collections::BTreeMap;
@@ -107,6 +108,7 @@ pub(crate) fn manifest() -> Manifest {
         given_files: Vec::new(),
         saved_links: Vec::new(),
         recreate: Vec::new(),
+        mapped_files: Vec::new(),
         landing: Vec::new(),
         tcp: Tcp::Close,
         phases: Vec::new(),
@@ -129,13 +131,13 @@ fn snapshot(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     all.map(|relative| (relative.clone(), content(&dir.join(relative)))).collect()
 }
 
-/// Asks again until there is an answer, for some seconds.
+/// Asks again until there is an answer, for half a minute.
 fn eventually<T>(mut ask: impl FnMut() -> Option<T>) -> T {
-    for _ in 0..500 {
+    for _ in 0..3000 {
         if let Some(answer) = ask() {
             return answer;
         }
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
-    panic!("not within five seconds")
+    panic!("not within half a minute")
 }

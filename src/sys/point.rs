@@ -1,6 +1,6 @@
 //! Numbered points of the protocols that write, publish and remove: before each step that changes the disk.
 //!
-//! Outside of tests there is nothing here. In a test that runs in a process of its own ([`armed`]), the process is killed at
+//! Outside of tests there is nothing here. In a test that runs in a process of its own (`armed`), the process is killed at
 //! one of them, or the disk is full from there on. That finds every state that a crash can leave without waiting for one.
 
 /// What a step does to the disk.
@@ -80,5 +80,30 @@ pub(crate) mod armed {
         command.args(["--exact", test, "--ignored", "--test-threads", "1"]).env(VARIABLE, text);
         command.envs(variables.iter().copied()).stdout(Stdio::null()).stderr(Stdio::null());
         command.status().unwrap()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::process::ExitStatusExt;
+
+    use super::armed::{Fault, run};
+    use super::{Step, point};
+
+    #[test]
+    #[ignore = "the test below runs it, with a fault"]
+    fn three_steps() {
+        for step in [Step::Other, Step::Write, Step::Other] {
+            point(step).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_fault_comes_at_its_point() {
+        let ended = |fault| run("sys::point::tests::three_steps", fault, &[]);
+        assert_eq!(ended(Fault::Kill(3)).signal(), Some(9));
+        assert!(ended(Fault::Kill(4)).success());
+        assert_eq!(ended(Fault::Full(2)).code(), Some(101));
+        assert!(ended(Fault::Full(3)).success(), "an fsync needs no space");
     }
 }

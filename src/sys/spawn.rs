@@ -49,6 +49,7 @@ pub struct Spawn {
     umask: Option<libc::mode_t>,
     limits: Vec<(u32, libc::rlimit)>,
     session: bool,
+    signals_blocked: bool,
     /// Our pid, where the child shall not outlive us.
     dies_with: Option<i32>,
 }
@@ -128,6 +129,7 @@ impl Spawn {
             umask: None,
             limits: Vec::new(),
             session: false,
+            signals_blocked: false,
             dies_with: None,
         }
         .inherit_environment())
@@ -202,6 +204,13 @@ impl Spawn {
     #[must_use]
     pub fn limit(mut self, resource: u32, limit: libc::rlimit) -> Spawn {
         self.limits.push((resource, limit));
+        self
+    }
+
+    /// Born with all signals blocked: none can end the child before it is ready for them.
+    #[must_use]
+    pub fn signals_blocked(mut self) -> Spawn {
+        self.signals_blocked = true;
         self
     }
 

@@ -211,7 +211,7 @@ fn a_writer_that_does_not_close_is_waited_for_until_the_deadline() {
     let begun = Instant::now();
     let error = receivers.drain(begun + Duration::from_millis(200)).unwrap_err();
     assert!(matches!(&error, Error::Undrained { path } if *path == area.pages(1)), "{error:?}");
-    assert!(begun.elapsed() >= Duration::from_millis(200) && begun.elapsed() < Duration::from_secs(5));
+    assert!(begun.elapsed() >= Duration::from_millis(200) && begun.elapsed() < Duration::from_secs(15));
     assert!(area.is_clean());
 }
 

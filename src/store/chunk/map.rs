@@ -161,6 +161,18 @@ impl ChunkMap {
     /// # Errors
     /// When it can not be read, or is not what was written.
     pub fn read(path: &Path, expected: &blake3::Hash) -> Result<ChunkMap, ReadError> {
+        let (map, hash) = ChunkMap::read_any(path)?;
+        match hash == *expected {
+            true => Ok(map),
+            false => Err(ReadError::Format { path: path.to_owned(), source: FormatError::Checksum(What::Map) }),
+        }
+    }
+
+    /// Reads the file at `path`, whatever manifest it belongs to; and its hash.
+    ///
+    /// # Errors
+    /// When it can not be read, or is not what was written.
+    pub fn read_any(path: &Path) -> Result<(ChunkMap, blake3::Hash), ReadError> {
         let failed = |source| ReadError::Read { path: path.to_owned(), source };
         let wrong = |source| ReadError::Format { path: path.to_owned(), source };
         let file = durable::open_for_reading(path).map_err(failed)?;
@@ -172,10 +184,7 @@ impl ChunkMap {
         file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(failed)?;
         // First what is wrong with it, and only then that it is another one.
         let map = ChunkMap::parse(&bytes).map_err(wrong)?;
-        match blake3::hash(&bytes) == *expected {
-            true => Ok(map),
-            false => Err(wrong(FormatError::Checksum(What::Map))),
-        }
+        Ok((map, blake3::hash(&bytes)))
     }
 
     /// Compares it with what the manifest says: the parts, their sizes, the number of extents.

@@ -2,10 +2,14 @@
 //!
 //! Everything read here may be damaged: lengths are checked against the file before anything is allocated.
 
+mod checked;
+
 use std::io;
 use std::path::{Path, PathBuf};
 
 use prost::Message;
+
+pub use checked::{CheckedFile, checked_files};
 
 use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};
 
@@ -175,19 +179,15 @@ fn lead_sessions(entries: &mut [PstreeEntry]) {
 pub fn ids(dir: &Path) -> Result<Ids, Error> {
     let path = dir.join("pstree.img");
     let entries: Vec<PstreeEntry> = Records::open(path.clone(), PSTREE)?.all()?;
-    let signed = |id: u32| {
-        i32::try_from(id).map_err(|_| match id {
-            // What the kernel says of the group and the session of a task that is just going (fs/proc/array.c, do_task_stat).
-            u32::MAX => {
-                damaged(&path, "a process of the job was ending in the moment of the dump: the next one will do")
-            }
-            _ => damaged(&path, "a pid is out of range"),
-        })
-    };
+    let signed = |id: u32| i32::try_from(id).map_err(|_| damaged(&path, "a pid is out of range"));
     let mut ids = Ids::default();
     for entry in entries {
         ids.processes.push(signed(entry.pid)?);
-        for id in entry.threads.iter().chain([&entry.pid, &entry.pgid, &entry.sid]) {
+        // The first thread is the process itself. CRIU (seen in 4.2.1, seize.c, collect_threads) does not fill in its number
+        // for a process that is dead and not reaped yet, and writes what happened to be in its memory; a restore does not
+        // read it (pstree.c, read_one_pstree_item).
+        let threads = entry.threads.iter().skip(1);
+        for id in threads.chain([&entry.pid, &entry.pgid, &entry.sid]) {
             ids.all.push(signed(*id)?);
         }
     }

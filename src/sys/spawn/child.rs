@@ -164,13 +164,17 @@ impl<'a> Plan<'a> {
         self.check(6, unsafe { libc::close_range(report + 1, u32::MAX, 0) });
     }
 
-    /// As std::process does: the mask empty, SIGPIPE (which Rust's runtime ignores) back to its default. What the caller
-    /// of rekindle ignored (nohup) stays ignored.
+    /// As std::process does: the mask empty (or full, where that is wanted), SIGPIPE (which Rust's runtime ignores) back to its
+    /// default. What the caller of rekindle ignored (nohup) stays ignored.
     fn reset_signals(&self) {
         // SAFETY: an all-zero sigset_t is the empty set on Linux.
-        let empty: libc::sigset_t = unsafe { std::mem::zeroed() };
+        let mut mask: libc::sigset_t = unsafe { std::mem::zeroed() };
+        if self.spawn.signals_blocked {
+            // SAFETY: the set is valid.
+            unsafe { libc::sigfillset(&raw mut mask) };
+        }
         // SAFETY: the set is valid, the old one is not wanted.
-        self.check(7, unsafe { libc::sigprocmask(libc::SIG_SETMASK, &empty, std::ptr::null_mut()) });
+        self.check(7, unsafe { libc::sigprocmask(libc::SIG_SETMASK, &raw const mask, std::ptr::null_mut()) });
         // SAFETY: sets the default action.
         if unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) } == libc::SIG_ERR {
             self.fail(7);

@@ -22,6 +22,15 @@ fn step_of(error: Error) -> (&'static str, io::ErrorKind) {
 }
 
 #[test]
+fn blocked_signals_wait_for_the_child() {
+    let script = ["-c", "kill -TERM $$; exit 3"];
+    let ended = |spawn: Spawn| spawn.start().unwrap().wait().unwrap();
+    let spawn = || Spawn::new(Path::new("/bin/sh"), script).unwrap();
+    assert_eq!(ended(spawn().signals_blocked()), Ended::Exit(3));
+    assert_eq!(ended(spawn()), Ended::Signal(libc::SIGTERM));
+}
+
+#[test]
 fn a_child_has_its_standard_descriptors_and_no_other() {
     let null = |fd| Open { fd, path: c"/dev/null".into(), flags: libc::O_RDWR };
     // One that does not close by itself, with a number of its own.

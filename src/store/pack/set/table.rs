@@ -180,7 +180,7 @@ impl Index {
     }
 
     /// Adds what is in a pack; [`Index::sort`] has to follow.
-    pub(super) fn add(&mut self, info: PackInfo, index: &PackIndex) {
+    pub(in crate::store) fn add(&mut self, info: PackInfo, index: &PackIndex) {
         let place = self.add_pack(info);
         let slots = index.entries().iter();
         self.slots.extend(
@@ -188,7 +188,7 @@ impl Index {
         );
     }
 
-    pub(super) fn sort(&mut self) {
+    pub(in crate::store) fn sort(&mut self) {
         self.slots.sort_unstable_by_key(|slot| (slot.prefix, slot.pack, slot.offset));
         self.slots.shrink_to_fit();
     }

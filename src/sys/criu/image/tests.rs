@@ -1,4 +1,5 @@
 use super::*;
+use crate::sys::criu::proto::RegFileEntry;
 
 fn write(path: &Path, magic: u32, records: &[Vec<u8>]) {
     let mut bytes = [COMMON.to_le_bytes(), magic.to_le_bytes()].concat();
@@ -66,6 +67,24 @@ fn daemons_of_a_foreign_session_lead_their_own() {
 }
 
 #[test]
+fn the_number_criu_gives_the_thread_of_a_dead_process_is_not_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let entry = |pid, ppid, threads| PstreeEntry { pid, ppid, pgid: 1001, sid: 1000, threads }.encode_to_vec();
+    // As CRIU 4.2.1 wrote them: addresses of its own, some of them above what a pid can be.
+    let dead = [entry(1002, 1001, vec![2_006_489_984]), entry(1003, 1001, vec![2_458_744_752])];
+    let alive = [entry(1000, 0, vec![1000]), entry(1001, 1000, vec![1001, 1007])];
+    write(&dir.path().join("pstree.img"), PSTREE, &[alive, dead].concat());
+    let found = ids(dir.path()).unwrap();
+    assert_eq!(found.processes, [1000, 1001, 1002, 1003]);
+    assert_eq!(found.all, [1000, 1001, 1002, 1003, 1007]);
+    // Any other number that no process can have is damage.
+    for entry in [entry(1001, 1000, vec![1001, u32::MAX]), entry(u32::MAX, 1000, vec![1001])] {
+        write(&dir.path().join("pstree.img"), PSTREE, &[entry]);
+        assert!(ids(dir.path()).unwrap_err().to_string().contains("out of range"));
+    }
+}
+
+#[test]
 fn a_short_pages_file_is_found() {
     let dir = tempfile::tempdir().unwrap();
     let new = PagemapEntry { flags: Some(PRESENT), nr_pages: Some(2), ..PagemapEntry::default() };
@@ -108,4 +127,39 @@ fn cut_records_and_foreign_files_are_refused() {
     assert!(ids(dir.path()).is_err());
     std::fs::write(&path, [FILES.to_le_bytes(), PSTREE.to_le_bytes()].concat()).unwrap();
     assert!(ids(dir.path()).unwrap_err().to_string().contains("magic"));
+}
+
+#[test]
+fn files_that_a_restore_compares() {
+    let dir = tempfile::tempdir().unwrap();
+    let reg = |id: u32, name: &str, flags: i32| RegFileEntry {
+        id,
+        flags: flags.cast_unsigned(),
+        name: name.into(),
+        size: Some(10),
+        mode: Some(0o100_644),
+        ..RegFileEntry::default()
+    };
+    let library = RegFileEntry { build_id: vec![0x0302_0100, 0x0706_0504], ..reg(1, "/lib/a", libc::O_RDONLY) };
+    let folder = RegFileEntry { size: None, ..reg(2, "/home", libc::O_RDONLY) };
+    let entries = [
+        library,
+        folder,
+        reg(3, "/data", libc::O_RDONLY),
+        reg(4, "/log", libc::O_RDONLY),
+        reg(5, "/log", libc::O_RDWR),
+        reg(6, "/deleted", libc::O_RDONLY),
+        reg(7, "/link_remap.7", libc::O_RDONLY),
+        RegFileEntry { ext: Some(true), ..reg(8, "file[1:2]", libc::O_RDONLY) },
+        reg(9, "/data", libc::O_RDONLY),
+    ];
+    let records: Vec<Vec<u8>> =
+        entries.into_iter().map(|reg| FileEntry { id: reg.id, reg: Some(reg) }.encode_to_vec()).collect();
+    write(&dir.path().join("files.img"), FILES, &records);
+    let remap = RemapEntry { orig_id: 6, remap_id: 7, remap_type: Some(0) };
+    write(&dir.path().join("remap-fpath.img"), REMAP, &[remap.encode_to_vec()]);
+    let found = checked_files(dir.path()).unwrap();
+    let data = CheckedFile { path: "/data".into(), size: 10, mode: Some(0o100_644), build_id: None };
+    let library = CheckedFile { path: "/lib/a".into(), build_id: Some((0..8).collect()), ..data.clone() };
+    assert_eq!(found, [data, library]);
 }
