@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from bench_store import store
 from host import supervisor_ticks
 from supervised import ROOT, Failed, Job, known_keys
 
@@ -165,13 +166,21 @@ def main():
     parser.add_argument("--store", default="/var/tmp")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--idle", type=int, default=60)
+    parser.add_argument("--store-size", type=int, default=8192)
+    parser.add_argument("--only", choices=["freeze", "memcpy", "overhead", "idle", "store"])
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     processes, mib = map(int, args.tree.split("x"))
     work = Path(tempfile.mkdtemp(prefix="rekindle-bench.", dir=args.dir))
     try:
-        rows = freeze(args, work, args.mib, 1) + freeze(args, work, mib, processes) + memcpy()
-        rows += overhead(args, work) + idle(args, work)
+        sections = {
+            "freeze": lambda: freeze(args, work, args.mib, 1) + freeze(args, work, mib, processes),
+            "memcpy": memcpy,
+            "overhead": lambda: overhead(args, work),
+            "idle": lambda: idle(args, work),
+            "store": lambda: store(args),
+        }
+        rows = [row for name, section in sections.items() if args.only in (None, name) for row in section()]
     except Failed as error:
         sys.exit(f"bench: {error}")
     finally:

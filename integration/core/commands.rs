@@ -139,8 +139,109 @@ fn pruning_follows_the_plan() {
     let actions: Vec<&str> = plan.as_array().unwrap().iter().map(|row| row["action"].as_str().unwrap()).collect();
     assert_eq!(actions, ["keep", "keep", "would remove", "would remove"]);
     assert_eq!(lab.good(), [4, 3, 2, 1]);
-    json(&lab, &["prune", "j"]);
+    let rows = json(&lab, &["prune", "j"]);
     assert_eq!(lab.good(), [4, 3]);
+    let words = |at: usize| (rows[at]["action"].as_str().unwrap(), rows[at]["reason"].as_str().unwrap());
+    assert_eq!((words(1), words(2)), (("keep", "one of the last 2"), ("removed", "older than the last 2")));
+}
+
+#[test]
+fn pins_and_tags_are_kept_by_prune_and_found_again() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "9")) else { return };
+    let mut run = until_after_snapshot(&lab, "plain");
+    for _ in 0..4 {
+        run.snapshot(&lab);
+    }
+    // A supervisor at work is not disturbed, and does not disturb.
+    let (code, out, err) = text(&lab.rekindle(&["tag", "j/1", "best", "epoch-3"]));
+    assert!(code == 0 && out.starts_with("j/000001-") && out.trim_end().ends_with(": best, epoch-3"), "{out} {err}");
+    let pinned = json(&lab, &["pin", "j/best"]);
+    assert_eq!((&pinned["pinned"], &pinned["tags"]), (&true.into(), &serde_json::json!(["best", "epoch-3"])));
+    run.snapshot(&lab);
+    finish(&lab, run);
+    assert_eq!(json(&lab, &["pin", "j/2"])["pinned"], true);
+    assert_eq!(json(&lab, &["unpin", "j/2"])["pinned"], false);
+    assert_eq!(json(&lab, &["untag", "j/best", "epoch-3"])["tags"], serde_json::json!(["best"]));
+
+    let shown = json(&lab, &["show", "j/best"]);
+    assert!(shown["id"].as_str().unwrap().starts_with("000001-") && shown["pinned"] == true, "{shown:#}");
+    assert!(text(&lab.rekindle(&["show", "j/best"])).1.contains("tags       pinned, best"));
+    let listed = json(&lab, &["list", "j"]);
+    let oldest = &listed[5];
+    assert_eq!((&oldest["pinned"], &oldest["tags"]), (&true.into(), &serde_json::json!(["best"])), "{listed:#}");
+    assert!(text(&lab.rekindle(&["list", "j"])).1.contains("pinned, best"));
+    assert_eq!(text(&lab.rekindle(&["verify", "j"])).0, 0, "tags are no damage");
+
+    for args in [["tag", "j/1", "latest"], ["tag", "j/1", "7"], ["untag", "j/1", "a b"], ["pin", "j/none", "--json"]] {
+        let (code, _, said) = text(&lab.rekindle(&args));
+        assert!(code == 2, "{args:?}: {code} {said}");
+    }
+    let (code, _, said) = text(&lab.rekindle(&["tag", "j/1", "7"]));
+    assert!(code == 2 && said.contains("is no tag"), "{said}");
+
+    // Flags stand above the configuration; the table says what each gives back.
+    let plan = json(&lab, &["prune", "j", "--dry-run"]);
+    assert!(plan.as_array().unwrap().iter().all(|row| row["action"] == "keep"), "{plan:#}");
+    let plan = json(&lab, &["prune", "j", "--dry-run", "--keep-last", "2"]);
+    let actions: Vec<&str> = plan.as_array().unwrap().iter().map(|row| row["action"].as_str().unwrap()).collect();
+    assert_eq!(actions, ["keep", "keep", "would remove", "would remove", "would remove", "keep"], "{plan:#}");
+    assert_eq!(plan[5]["reason"], "pinned");
+    let frees = plan[2]["frees"].as_u64().unwrap();
+    assert!(frees > 0 && plan[2]["bytes"].as_u64().unwrap() > 0, "{plan:#}");
+    let young = json(&lab, &["prune", "j", "--dry-run", "--keep-last", "1", "--keep-within", "1h"]);
+    assert_eq!(young[1]["reason"], "younger than 1h", "{young:#}");
+    let hourly =
+        json(&lab, &["prune", "j", "--dry-run", "--keep-last", "1", "--keep-hourly", "1", "--keep-daily", "1"]);
+    assert_eq!(hourly[0]["reason"], "newest good, newest of its hour, newest of its day");
+
+    let table = text(&lab.rekindle(&["prune", "j", "--keep-last", "3"])).1;
+    assert!(table.contains("FREES") && table.contains("older than the last 3"), "{table}");
+    assert_eq!(lab.good(), [6, 5, 4, 1]);
+    // A bound that can be met takes the oldest that is not pinned, one that can not says so.
+    let total: u64 = json(&lab, &["prune", "j", "--dry-run"])
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|row| row["frees"].as_u64().unwrap())
+        .sum();
+    json(&lab, &["prune", "j", "--max-total-size", &(total - 1).to_string()]);
+    assert_eq!(lab.good(), [6, 5, 1]);
+    let (code, out, said) = text(&lab.rekindle(&["prune", "j", "--max-total-size", "1", "--json"]));
+    assert!(code == 0 && out.contains("too much for store.max-total-size"), "{code} {out}");
+    assert!(said.contains("rekindle unpin"), "{said}");
+    assert_eq!(lab.good(), [6, 1]);
+    assert_eq!(text(&lab.rekindle(&["unpin", "j/best"])).0, 0);
+    json(&lab, &["prune", "j", "--max-total-size", &(frees * 3 / 2).to_string()]);
+    assert_eq!(lab.good(), [6]);
+}
+
+#[test]
+fn a_bound_of_all_images_holds_while_the_job_runs() {
+    for staging in ["ram", "store"] {
+        let lab = || Lab::new().map(|lab| lab.set("snapshot.staging", &format!("{staging:?}")));
+        let Some(first) = lab() else { return };
+        finish(&first, until_after_snapshot(&first, "plain"));
+        let one = json(&first, &["prune", "j", "--dry-run"])[0]["frees"].as_u64().unwrap();
+
+        // Room for three and a half: before the fourth is written the oldest goes that is not pinned.
+        let Some(lab) = lab().map(|lab| lab.set("store.keep-last", "9")) else { return };
+        let lab = lab.set("store.max-total-size", &(one * 7 / 2).to_string());
+        let mut run = until_after_snapshot(&lab, "plain");
+        assert_eq!(text(&lab.rekindle(&["pin", "j/1"])).0, 0);
+        for _ in 0..4 {
+            run.snapshot(&lab);
+        }
+        assert_eq!(lab.good(), [5, 4, 1], "{staging}");
+        run.wait_said("to make room for the next image (store.max-total-size)");
+        // Where none may go the next one is not stored, and it is said what helps.
+        assert_eq!(text(&lab.rekindle(&["pin", "j/4"])).0, 0);
+        run.signal(Signal::SIGUSR1);
+        run.wait_said("rekindle unpin");
+        run.wait_said("store.max-total-size");
+        assert_eq!(lab.good(), [5, 4, 1], "{staging}");
+        count_on(&lab, &mut run, 2);
+        finish(&lab, run);
+    }
 }
 
 #[test]

@@ -9,6 +9,7 @@
 mod supervisor;
 
 mod commands;
+mod compat;
 mod damage;
 mod forks;
 mod interval;
@@ -16,6 +17,7 @@ mod kinds;
 mod ladder;
 mod launch;
 mod lazy;
+mod lock;
 mod memory;
 mod output;
 mod stop;

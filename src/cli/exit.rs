@@ -59,7 +59,8 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
         if let Some(error) = cause.downcast_ref::<super::config::Error>() {
             return error.exit();
         }
-        if cause.is::<config::Error>() || cause.is::<launch::identity::Error>() {
+        if cause.is::<config::Error>() || cause.is::<launch::identity::Error>() || cause.is::<store::chunk::KeyError>()
+        {
             return Exit::Config;
         }
         if cause.is::<sys::criu::FindError>() || cause.is::<super::run::NoRights>() {
@@ -81,6 +82,8 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
                 | E::UnknownImage { .. }
                 | E::AmbiguousImage { .. }
                 | E::NoGoodImage { .. }
+                | E::NotStored(_)
+                | E::TooManyTags(_)
                 | E::NoStore(_) => Exit::Usage,
                 _ => Exit::Internal,
             };

@@ -1,4 +1,4 @@
-//! `JOB`, `JOB/ID` and `ID`, as typed, turned into folders and images.
+//! `JOB`, `JOB/ID`, `JOB/TAG` and `ID`, as typed, turned into folders and images.
 
 use super::Misuse;
 use crate::store::{Image, JobFolder, JobName, LATEST, Store};

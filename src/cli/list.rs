@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::output::{Format, print_table};
 use super::{Exit, Global};
 use crate::store::manifest::Reason;
-use crate::store::{ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store};
+use crate::store::{ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag};
 use crate::supervisor::interval::Choice;
 use crate::supervisor::{Persisting, Published};
 
@@ -121,6 +121,12 @@ struct ImageRow {
     interval: Option<Choice>,
     reason: Option<Reason>,
     lineage: Option<String>,
+    /// Whether no retention removes it.
+    pinned: bool,
+    tags: Vec<Tag>,
+    /// Both, for people.
+    #[serde(skip)]
+    said: String,
 }
 
 impl ImageRow {
@@ -132,6 +138,7 @@ impl ImageRow {
             State::Damaged { why } => ("damaged", Some(why.to_string())),
         };
         let manifest = image.manifest();
+        let tags = known.tags();
         ImageRow {
             id: image.id,
             taken: manifest.map_or_else(|| image.id.taken(), |m| m.taken),
@@ -144,6 +151,9 @@ impl ImageRow {
             interval: manifest.and_then(|m| m.interval.clone()),
             reason: manifest.map(|m| m.reason),
             lineage: manifest.map(|m| m.lineage.clone()),
+            pinned: tags.is_pinned(),
+            tags: tags.iter().cloned().collect(),
+            said: tags.to_string(),
         }
     }
 }
@@ -160,10 +170,12 @@ fn images(folder: &JobFolder, format: Format) -> anyhow::Result<()> {
             or_dash(row.freeze_us.map(milliseconds)),
             or_dash(row.reason.map(|r| reason(r).into())),
             whereabouts(&row.places, row.persisting.as_ref()),
+            if row.said.is_empty() { "-".into() } else { row.said.clone() },
             row.detail.as_ref().map_or_else(|| row.state.into(), |detail| format!("{}: {detail}", row.state)),
         ]
     });
-    Ok(print_table(format, &["IMAGE", "TAKEN", "SIZE", "FREEZE", "REASON", "WHERE", "STATE"], cells, &rows)?)
+    let header = ["IMAGE", "TAKEN", "SIZE", "FREEZE", "REASON", "WHERE", "TAGS", "STATE"];
+    Ok(print_table(format, &header, cells, &rows)?)
 }
 
 /// Where an image is, for people.

@@ -10,6 +10,7 @@ pub mod output;
 mod prune;
 mod run;
 mod show;
+mod tag;
 mod verify;
 
 use std::ffi::OsString;
@@ -82,16 +83,25 @@ enum Command {
     },
     /// Show all that is known of an image
     Show {
-        /// JOB (its newest good image), JOB/ID or ID
+        /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
         image: String,
     },
     /// Read images and compare every byte with what was written; of images in memory only, the sizes
     Verify {
-        /// JOB, JOB/ID or ID; everything without it
+        /// JOB, JOB/ID, JOB/TAG or ID; everything without it
         image: Option<String>,
     },
-    /// Remove images from the store that store.keep-last does not keep; those in memory go by themselves
+    /// Remove images from the store that no rule keeps (store.keep-last and others) or that take too much; those in memory
+    /// go by themselves
     Prune(prune::PruneArgs),
+    /// Keep an image whatever the rules say
+    Pin(tag::PinArgs),
+    /// Take that back
+    Unpin(tag::PinArgs),
+    /// Give an image names, to find it by as JOB/TAG; only `pin` keeps it
+    Tag(tag::TagArgs),
+    /// Take names back
+    Untag(tag::TagArgs),
     /// Check what `run` needs of this machine, and say what helps; exit code 69 where `run` can not work
     Doctor,
     /// Show or check the configuration
@@ -166,6 +176,10 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Show { image } => show::show(global, image),
         Command::Verify { image } => verify::verify(global, image.as_deref()),
         Command::Prune(args) => prune::prune(global, args),
+        Command::Pin(args) => tag::pin(global, args),
+        Command::Unpin(args) => tag::unpin(global, args),
+        Command::Tag(args) => tag::tag(global, args),
+        Command::Untag(args) => tag::untag(global, args),
         Command::Doctor => doctor::doctor(global),
         Command::Config(ConfigCommand::Show) => {
             config::show(global.config.as_deref(), &global.overrides(), global.format())?;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use chrono::Utc;
 
@@ -12,6 +13,7 @@ use crate::launch::identity::{self, Identity};
 use crate::launch::{self, JobSpec, Privileges, interposer, reaper};
 use crate::restart::policy::From;
 use crate::snapshot::Launch;
+use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock};
 use crate::supervisor::state::{Finish, Stop};
@@ -43,7 +45,7 @@ pub(crate) struct RunArgs {
 /// What to bring back.
 #[derive(Debug, clap::Args)]
 pub(crate) struct RestoreArgs {
-    /// JOB (its newest good image), JOB/ID or ID
+    /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
     image: String,
 }
 
@@ -99,6 +101,7 @@ struct Ground {
     config: Config,
     criu: Criu,
     spec: JobSpec,
+    packing: Packing,
     store: Store,
 }
 
@@ -128,14 +131,21 @@ impl Ground {
             stdin: standard_input(&config.job.stdin)?,
             privileges: if config.job.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow },
         };
+        let packing = Packing::of(&config.store)?;
         let store = Store::open(&config.store.directory, Access::Write)?;
-        Ok(Ground { config, criu, spec, store })
+        Ok(Ground { config, criu, spec, packing, store })
     }
 
     /// Becomes the one writer of the job's folder, and removes what crashes have left in it.
     fn open(&self, name: &JobName) -> anyhow::Result<(JobFolder, WriterLock)> {
         let folder = self.store.create_job(name)?;
         let lock = folder.lock()?;
+        if let Some((holder, silent)) = lock.silent_holder() {
+            let silent = humantime::format_duration(Duration::from_secs(silent.as_secs()));
+            tracing::warn!(
+                "the job was supervised by {holder}, who has been silent for {silent}: it is taken for dead"
+            );
+        }
         for path in folder.sweep_leftovers(&lock)? {
             tracing::info!("removed {}, left by an interrupted run", path.display());
         }
@@ -151,7 +161,7 @@ struct Start {
 }
 
 fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) -> anyhow::Result<Exit> {
-    let Ground { config, criu, mut spec, .. } = ground;
+    let Ground { config, criu, mut spec, packing, .. } = ground;
     let add = |spec: &mut JobSpec, name: &str, value: &str| spec.environment.insert(name.into(), value.into());
     add(&mut spec, "REKINDLE_JOB", folder.name().as_str());
     add(&mut spec, "REKINDLE_RUN_ID", &start.lineage);
@@ -173,7 +183,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
         None => None,
     };
     let Start { from, base, .. } = start;
-    let setup = Setup { config, folder, lock, criu, spec, launch, reaper, interposer, staging, from, base };
+    let setup = Setup { config, folder, lock, criu, spec, launch, reaper, interposer, staging, packing, from, base };
     Ok(exit(supervisor::run(setup)?))
 }
 

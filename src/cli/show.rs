@@ -7,10 +7,12 @@ use serde::Serialize;
 
 use super::list::{milliseconds, size, whereabouts};
 use super::output::{Format, print_json, print_text};
-use super::{Exit, Global, Misuse, job_args};
+use super::{Exit, Global, Misuse, job_args, named_criu};
+use crate::restart::compat::{self, Difference, Here};
 use crate::store::manifest::Landing;
-use crate::store::{Known, Manifest, Place, State};
+use crate::store::{Known, Manifest, Place, State, Tag};
 use crate::supervisor::{Persisting, Published};
+use crate::sys::criu::Criu;
 
 /// A copy of the image.
 #[derive(Debug, Serialize)]
@@ -25,8 +27,13 @@ struct Shown<'a> {
     #[serde(flatten)]
     manifest: &'a Manifest,
     copies: Vec<Copy>,
+    /// Whether no retention removes it.
+    pinned: bool,
+    tags: Vec<Tag>,
     /// How far its way from memory to the store is.
     persisting: Option<&'a Persisting>,
+    /// In what this machine differs; a fatal difference keeps it from being restored here.
+    differences: Vec<Difference>,
 }
 
 pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
@@ -40,9 +47,11 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     match (global.format(), image.manifest()) {
         (Format::Json, Some(manifest)) => {
             let copies = known.copies().map(|copy| Copy { place: copy.place, folder: copy.dir.clone() });
-            print_json(&Shown { manifest, copies: copies.collect(), persisting })?;
+            let (pinned, tags) = (known.tags().is_pinned(), known.tags().iter().cloned().collect());
+            let differences = differences(global, manifest)?;
+            print_json(&Shown { manifest, copies: copies.collect(), pinned, tags, persisting, differences })?;
         }
-        (_, Some(manifest)) => print_text(&describe(&known, manifest, live.as_ref()))?,
+        (_, Some(manifest)) => print_text(&describe(&known, manifest, live.as_ref(), &differences(global, manifest)?))?,
         (_, None) => {
             let State::Damaged { why } = &image.state else { return Ok(Exit::Unsound) };
             print_text(&format!("{}  damaged: {why}", image.id))?;
@@ -52,7 +61,14 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     Ok(Exit::Success)
 }
 
-fn describe(known: &Known, m: &Manifest, live: Option<&Published>) -> String {
+/// Without a CRIU its version is not compared: `doctor` says that there is none.
+fn differences(global: &Global, manifest: &Manifest) -> anyhow::Result<Vec<Difference>> {
+    let config = global.settings(global.overrides())?;
+    let criu = Criu::find(named_criu(&config).as_deref()).ok().map(|criu| criu.version);
+    Ok(compat::compare(manifest, &Here::look(manifest, criu)))
+}
+
+fn describe(known: &Known, m: &Manifest, live: Option<&Published>, differences: &[Difference]) -> String {
     let persisting = live.and_then(|live| live.persisting_image(known.id()));
     let state = match &known.best().state {
         State::Bad { mark, .. } => format!("bad since {}: {}: {}", mark.when, mark.why, mark.detail),
@@ -73,6 +89,16 @@ fn describe(known: &Known, m: &Manifest, live: Option<&Published>) -> String {
         ("size", size(m.bytes)),
         ("freeze", milliseconds(m.freeze_us)),
     ];
+    lines.extend(Some(known.tags().to_string()).filter(|said| !said.is_empty()).map(|said| ("tags", said)));
+    lines.push((
+        "restore",
+        match differences {
+            [] => "can be restored on this machine".into(),
+            [first, ..] if first.is_fatal() => "can not be restored on this machine as it is".into(),
+            _ => "may not work on this machine".into(),
+        },
+    ));
+    lines.extend(differences.iter().map(|difference| ("differs", difference.to_string())));
     lines.extend(known.copies().map(|copy| ("folder", format!("{} ({})", copy.dir.display(), copy.place))));
     if let Some(persisting) = persisting {
         let (done, total) = (size(persisting.done), size(persisting.total));

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::compat::{self, Difference};
 use super::rollback::RollbackError;
 use crate::launch::world;
 use crate::sys::criu;
@@ -23,16 +24,20 @@ pub enum Error {
         /// The parts.
         what: String,
     },
-    /// The image was made by a newer CRIU, which writes what an older one can not read.
-    #[error("image {id} was made by CRIU {made}, and this is CRIU {here}: install CRIU {made} or newer")]
-    OlderCriu {
+    /// The image does not fit this machine; nothing was started.
+    #[error("image {id} can not be restored on this machine as it is: {}", compat::summary(differences))]
+    Misfit {
         /// The image.
         id: crate::store::ImageId,
-        /// The image's.
-        made: criu::Version,
-        /// Ours.
-        here: criu::Version,
+        /// What differs, the worst first.
+        differences: Vec<Difference>,
     },
+    /// It could not be brought out of the packs of the store, through no fault of its own.
+    #[error(transparent)]
+    Unpack(crate::store::unpack::Error),
+    /// The place in memory that it was brought to failed.
+    #[error(transparent)]
+    Staging(crate::store::staging::Error),
     /// A file of ours that the job runs could not be put in place.
     #[error("can not put {} back", path.display())]
     Recreate {
@@ -94,6 +99,9 @@ pub enum Blame {
     Image,
     /// The machine: another image would not do better, and this one is as good as it was.
     Machine,
+    /// This machine, which the image does not fit: another try would not do better, and another image would be a loss of
+    /// work that nobody asked for.
+    Here,
     /// Nobody: it was called off.
     Nobody,
 }
@@ -107,9 +115,11 @@ impl Error {
             Error::Criu(criu::RunError::Image(_)) => Blame::Damaged,
             Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
+            Error::Misfit { .. } => Blame::Here,
             Error::World(_)
             | Error::Store(_)
-            | Error::OlderCriu { .. }
+            | Error::Unpack(_)
+            | Error::Staging(_)
             | Error::Recreate { .. }
             | Error::Landing(_) => Blame::Machine,
             // It may be a zombie of the life before, which pid 1 has yet to reap.

@@ -61,10 +61,9 @@ fn put_one(image: &Image, landing: &Landing, user: Option<&Identity>) -> io::Res
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    if image.is_staged() && fs::hard_link(&from, &landing.path).is_ok() {
-        return Ok(());
+    if !(image.is_staged() && fs::hard_link(&from, &landing.path).is_ok()) {
+        copy(&from, &landing.path)?;
     }
-    copy(&from, &landing.path)?;
     // It is the user's memory, and has to be the user's file for the look at what a restored job has open.
     user.map_or(Ok(()), |user| std::os::unix::fs::chown(&landing.path, Some(user.uid), Some(user.gid)))
 }

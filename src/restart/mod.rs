@@ -1,13 +1,15 @@
 //! Why did it end, is it worth another try, from which image; put the files back, restore.
 //!
-//! [`policy`] decides and touches nothing; [`restore`] carries out. Invariants: an image is read and verified, never
+//! [`policy`] decides and [`compat`] compares, and both touch nothing; [`restore`] carries out. Invariants: an image is read and verified, never
 //! written to or used up; when a restore fails nothing of the half-restored job is left; files of the user are cut only
 //! after what is cut was copied beside them. When the power goes in the middle, the next run begins again with the same
 //! image, and finds files that were put back already as they should be.
 
+pub mod compat;
 mod error;
 mod guard;
 mod landing;
+mod plain;
 pub mod policy;
 mod rollback;
 
@@ -18,17 +20,22 @@ use crate::config::Lazy;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, World};
 use crate::launch::{Job, embedded};
+use crate::store::chunk::Key;
 use crate::store::manifest::PidNamespace;
+use crate::store::persist::Progress;
+use crate::store::staging::Area;
 use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::criu::lazy::{self, Daemon};
 use crate::sys::criu::{self, Criu, Hooks, Memory, Notify, Place};
 use crate::sys::cuda;
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
+use compat::{Difference, Here};
 
 pub use error::{Blame, Error};
 pub(crate) use guard::given_files;
 pub use landing::Error as LandingError;
+pub use plain::Unpacked;
 pub use rollback::{RollbackError, RolledBack};
 
 /// What a restore needs.
@@ -48,6 +55,23 @@ pub struct Request<'a> {
     pub timeout: Duration,
     /// Whether it shall run before its memory is back, where that is possible.
     pub lazy: Lazy,
+    /// How an image that is in packs gets out of them.
+    pub unpacking: Unpacking<'a>,
+}
+
+/// How an image that is in packs gets out of them.
+#[derive(Debug, Clone, Copy)]
+pub struct Unpacking<'a> {
+    /// Where it goes, if memory has room.
+    pub staging: Option<&'a Area>,
+    /// Bytes of memory that must stay free.
+    pub memory_reserve: u64,
+    /// What the packs are encrypted with.
+    pub key: Option<&'a Key>,
+    /// Threads that read.
+    pub threads: usize,
+    /// How far it is.
+    pub progress: &'a Progress,
 }
 
 /// A job that is back.
@@ -60,23 +84,30 @@ pub struct Restored {
     pub loader: Option<Daemon>,
     /// Why its memory was brought back before it ran, though it was to be lazy.
     pub not_lazy: Option<lazy::Error>,
+    /// Where it was unpacked for this restore; needed as long as there is a loader.
+    pub unpacked: Option<Unpacked>,
     /// Files that were put back to their size or content of then.
     pub rolled_back: Vec<RolledBack>,
     /// How long each part took, in order.
     pub timings: Vec<(&'static str, Duration)>,
 }
 
-/// Brings a job back from an image.
+/// Brings a job back from an image. `warn` is told what may keep it from working, before anything is done.
 ///
 /// # Errors
 /// When the image is damaged or can not be restored here. Nothing of the job is left running then.
-pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Restored, Error> {
-    let image = request.image;
-    let manifest = image.manifest().ok_or(Error::NoManifest(image.id))?;
+pub fn restore(
+    request: &Request<'_>,
+    warn: &dyn Fn(&Difference),
+    cancelled: &(dyn Fn() -> bool + Sync),
+) -> Result<Restored, Error> {
+    let manifest = request.image.manifest().ok_or(Error::NoManifest(request.image.id))?;
     let mut timings = Vec::new();
     let mut timed = Timer(&mut timings);
 
-    timed.run("verify", || verify(image, manifest, request.criu))?;
+    timed.run("compare", || fits(request.image, manifest, request.criu, warn))?;
+    let plain::Plain { image, folder: unpacked } = timed.run("verify", || plain::make(request, cancelled))?;
+    let (image, request) = (&image, &Request { image: &image, ..*request });
     let rolled_back = timed.run("files", || -> Result<_, Error> {
         recreate(image, manifest)?;
         Ok(rollback::put_back(image, manifest, request.folder, request.identity)?)
@@ -115,9 +146,9 @@ pub fn restore(request: &Request<'_>, cancelled: &dyn Fn() -> bool) -> Result<Re
     // A job that ends from here on was restored, and has ended: whether its image is to blame is what the policy counts
     // early deaths for. One kill at this moment must not cost a good image.
     match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest))) {
-        Ok(()) => Ok(Restored { job, loader, not_lazy, rolled_back, timings }),
+        Ok(()) => Ok(Restored { job, loader, not_lazy, unpacked, rolled_back, timings }),
         Err(Error::NoProcess(_) | Error::Cuda { .. }) if job.root.has_ended().unwrap_or(false) => {
-            Ok(Restored { job, loader, not_lazy, rolled_back, timings })
+            Ok(Restored { job, loader, not_lazy, unpacked, rolled_back, timings })
         }
         Err(error) => {
             // There is one for a job without CUDA only, for which nothing can fail here but by being called off.
@@ -154,17 +185,14 @@ impl Timer<'_> {
     }
 }
 
-/// Every byte is read before anything is started: nothing wrong may be restored silently.
-fn verify(image: &Image, manifest: &Manifest, criu: &Criu) -> Result<(), Error> {
-    if let Some(made) = criu::Version::parse(&manifest.criu).filter(|made| *made > criu.version) {
-        return Err(Error::OlderCriu { id: image.id, made, here: criu.version });
+/// Whether it can work on this machine at all.
+fn fits(image: &Image, manifest: &Manifest, criu: &Criu, warn: &dyn Fn(&Difference)) -> Result<(), Error> {
+    let differences = compat::compare(manifest, &Here::look(manifest, Some(criu.version)));
+    differences.iter().filter(|difference| !difference.is_fatal()).for_each(warn);
+    match differences.iter().any(Difference::is_fatal) {
+        true => Err(Error::Misfit { id: image.id, differences }),
+        false => Ok(()),
     }
-    let report = image.verify();
-    if report.is_sound() {
-        return Ok(());
-    }
-    let what = report.problems().take(5).map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    Err(Error::Damaged { id: image.id, what })
 }
 
 /// Puts back the files of ours that the job has mapped, whatever version of rekindle is installed by now.

@@ -23,6 +23,7 @@
 mod files;
 mod gpu;
 mod landing;
+mod mapped;
 pub mod pages;
 mod phases;
 mod preflight;
@@ -38,13 +39,14 @@ use chrono::Utc;
 use crate::config::Config;
 use crate::launch::{self, Job};
 use crate::store::manifest::{self, Manifest, PidNamespace, Reason};
+use crate::store::retention::survey::NoRoom;
 use crate::store::staging::{self, Area, admission};
 use crate::store::{Image, JobFolder, PublishError, WriterLock};
 use crate::supervisor::interval::Choice;
 use crate::sys::criu::{self, Criu};
 use crate::sys::cuda;
 
-pub use preflight::{Refusal, check_disk};
+pub use preflight::Refusal;
 
 /// Everything a snapshot needs; nothing in it changes while the job runs.
 #[derive(Debug)]
@@ -145,6 +147,9 @@ pub enum Error {
     /// There is no room for it in memory.
     #[error("not tried: {0}")]
     NoRoom(#[from] admission::Refusal),
+    /// There is no room for it in the store.
+    #[error("not tried: {0}")]
+    NoRoomInStore(#[from] NoRoom),
     /// The place in memory failed.
     #[error("staging: {0}")]
     Staging(#[from] staging::Error),
@@ -174,6 +179,15 @@ pub enum Error {
         /// What failed then.
         undo: String,
     },
+}
+
+impl From<staging::TakeError> for Error {
+    fn from(error: staging::TakeError) -> Error {
+        match error {
+            staging::TakeError::NoRoom(error) => Error::NoRoom(error),
+            staging::TakeError::Area(error) => Error::Staging(error),
+        }
+    }
 }
 
 impl Error {
@@ -230,10 +244,6 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
     let ids = criu::image::ids(&target.dir().join(phases::CRIU_DIR))?;
     let cuda = work.gpu.inner_pids();
     let inventory = (!cuda.is_empty()).then(crate::sys::nvml::GpuInventory::read).unwrap_or_default();
-    let gpu = |gpu: &crate::sys::nvml::Gpu| manifest::Gpu {
-        uuid: gpu.uuid.to_string(),
-        name: gpu.name.clone().unwrap_or_default(),
-    };
     Ok(Manifest {
         id: target.id(),
         job: subject.folder.name().clone(),
@@ -247,7 +257,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         rekindle: env!("CARGO_PKG_VERSION").into(),
         criu: subject.criu.version.to_string(),
         driver: if cuda.is_empty() { None } else { inventory.driver },
-        gpus: inventory.gpus.iter().map(gpu).collect(),
+        gpus: inventory.gpus.iter().map(manifest::Gpu::from).collect(),
         tree: manifest::JobTree {
             pid_namespace: match subject.job.world {
                 launch::world::World::Private(_) => PidNamespace::Private,
@@ -264,6 +274,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         given_files: work.given_files.clone(),
         saved_links: work.saved_links.clone(),
         recreate: work.recreate.clone(),
+        mapped_files: mapped::files(&target.dir().join(phases::CRIU_DIR), work)?,
         landing: work.landing.clone(),
         tcp: work.tcp,
         phases: work.timings.clone(),
@@ -271,5 +282,6 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         interval: subject.interval.cloned(),
         bytes: 0,
         parts: Vec::new(),
+        chunks: None,
     })
 }

@@ -1,11 +1,8 @@
 //! May a snapshot be tried: looked at while the job runs, so that a refusal costs it nothing.
 
-use std::path::PathBuf;
-
 use bytesize::ByteSize;
 
 use super::Subject;
-use crate::store::JobFolder;
 use crate::sys::cgroup;
 use crate::sys::nvml::GpuInventory;
 use crate::sys::process;
@@ -13,26 +10,6 @@ use crate::sys::process;
 /// Why a snapshot was not tried.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The store's file system is too full.
-    #[error("the image needs about {need}, and {path} has {free} free, of which {keep} are to stay free (store.min-free): make room or lower store.keep-last", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
-    Disk {
-        /// Bytes the image is likely to need.
-        need: u64,
-        /// Bytes free.
-        free: u64,
-        /// Bytes that must stay free.
-        keep: u64,
-        /// The store.
-        path: PathBuf,
-    },
-    /// The free space can not be asked for.
-    #[error("can not ask how much is free in {}: {why}", path.display())]
-    Statfs {
-        /// The store.
-        path: PathBuf,
-        /// The kernel's answer.
-        why: String,
-    },
     /// Device memory does not fit into host memory.
     #[error("the GPU memory of the job ({need}) does not fit into the host memory that is free ({free}, of which {keep} are to stay free: snapshot.memory-reserve)", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep))]
     Memory {
@@ -91,31 +68,6 @@ pub enum Refusal {
 pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
     let root = subject.job.root.pid();
     tree.iter().try_for_each(|pid| check_process(*pid, root))
-}
-
-/// Whether an image of `need` bytes may be written to the store, which must have `keep` bytes left then.
-///
-/// # Errors
-/// [`Refusal::Disk`], [`Refusal::Statfs`].
-pub fn check_disk(need: u64, keep: u64, folder: &JobFolder) -> Result<(), Refusal> {
-    let path = folder.path().to_path_buf();
-    match free_space(&path) {
-        Ok(free) => admit_disk(need, free, keep, path),
-        Err(e) => Err(Refusal::Statfs { path, why: e.to_string() }),
-    }
-}
-
-/// Bytes that a user without special rights can still write to the file system of `path`.
-///
-/// # Errors
-/// When the file system can not be asked.
-pub(crate) fn free_space(path: &std::path::Path) -> Result<u64, nix::Error> {
-    let stat = nix::sys::statvfs::statvfs(path)?;
-    Ok(stat.blocks_available().saturating_mul(stat.fragment_size()))
-}
-
-fn admit_disk(need: u64, free: u64, keep: u64, path: PathBuf) -> Result<(), Refusal> {
-    if need.saturating_add(keep) > free { Err(Refusal::Disk { need, free, keep, path }) } else { Ok(()) }
 }
 
 /// Bytes of device memory of each process.
@@ -193,13 +145,6 @@ mod tests {
         assert!(tight.to_string().contains("10.0 GiB"), "{tight}");
         assert!(matches!(admit_memory(10 * GIB, Some(64 * GIB), Some(9 * GIB), GIB), Err(Refusal::Cgroup { .. })));
         assert_eq!(admit_memory(u64::MAX, None, None, GIB), Ok(()));
-    }
-
-    #[test]
-    fn an_image_must_leave_min_free() {
-        assert_eq!(admit_disk(GIB, 3 * GIB, GIB, PathBuf::new()), Ok(()));
-        assert!(admit_disk(2 * GIB + 1, 3 * GIB, GIB, PathBuf::new()).is_err());
-        assert!(admit_disk(u64::MAX, 3 * GIB, GIB, PathBuf::new()).is_err());
     }
 
     #[test]

@@ -8,9 +8,8 @@ use super::phases::Work;
 use super::target::Target;
 use super::{Error, preflight};
 use crate::launch::interposer;
-use crate::store::staging::Area;
-use crate::store::staging::admission::{self, Choice, Memory, SlotFacts};
-use crate::sys::cgroup;
+use crate::store::retention::survey::{self, Removing};
+use crate::store::staging::{Area, Need};
 
 /// Chooses between memory and store, checks that there is room, and begins.
 pub(super) fn target(work: &Work<'_>) -> Result<Target, Error> {
@@ -31,8 +30,9 @@ pub(super) fn target(work: &Work<'_>) -> Result<Target, Error> {
                 );
             }
             preflight::check_memory(device, subject)?;
-            let keep = subject.config.store.min_free.bytes();
-            preflight::check_disk(device.saturating_add(host), keep, subject.folder)?;
+            // No snapshot is begun while memory is brought back from an image.
+            let (store, whole) = (&subject.config.store, device.saturating_add(host));
+            survey::make_room(subject.folder, subject.lock, store, whole, Removing::Allowed)?;
             Ok(Target::Draft(subject.folder.begin_image(subject.lock, Utc::now())?))
         }
     }
@@ -40,39 +40,15 @@ pub(super) fn target(work: &Work<'_>) -> Result<Target, Error> {
 
 fn slot(work: &Work<'_>, area: &Area, image: u64, besides: u64) -> Result<Target, Error> {
     let subject = work.subject;
-    let slots = area.slots();
-    let facts = |at: usize| SlotFacts {
-        image: slots[at].image().filter(crate::store::Image::is_good).map(|image| image.id),
-        allocated: slots[at].allocated(),
-    };
-    let memory = Memory {
-        image,
-        besides,
-        available: cgroup::memory_available(),
-        below_limit: cgroup::memory_headroom(subject.job.root.pid()),
-        keep: subject.config.snapshot.memory_reserve.bytes(),
-        keep_beside: cgroup::memory_total().unwrap_or(0) / KEPT_BESIDE,
-    };
-    let stored = |id: crate::store::ImageId| subject.folder.is_stored(id);
-    let at = match admission::choose(&[facts(0), facts(1)], &memory, stored)? {
-        Choice::Beside(at) => at,
-        Choice::Instead(at) => {
-            tracing::warn!(
-                "memory has room for one image only: while the next one is made, image {} is in the store alone",
-                facts(at).image.map(|id| id.to_string()).unwrap_or_default()
-            );
-            subject.folder.drop_links(&slots[1 - at]);
-            slots[1 - at].empty()?;
-            at
-        }
-    };
+    let need = Need { image, besides, keep: subject.config.snapshot.memory_reserve.bytes() };
     let id = subject.folder.next_id(Utc::now())?;
-    subject.folder.drop_links(&slots[at]);
-    Ok(Target::Slot(slots[at].begin(id)?))
+    let filling = area.take(subject.folder, id, need, subject.job.root.pid(), |newest| {
+        tracing::warn!(
+            "memory has room for one image only: while the next one is made, image {newest} is in the store alone"
+        );
+    })?;
+    Ok(Target::Slot(filling))
 }
-
-/// With two images in memory, at least this part of the machine's memory stays free.
-const KEPT_BESIDE: u64 = 16;
 
 /// The CUDA processes that can take a landing file, with what is expected to land.
 pub(super) fn landers(work: &Work<'_>) -> Vec<Lander> {

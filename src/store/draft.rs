@@ -18,10 +18,14 @@ use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
+use super::chunk::map;
 use super::files::{self, Kind};
 use super::id::{ImageId, JobName};
 use super::image::Image;
 use super::manifest::{self, Manifest, ManifestError};
+use super::mark;
+use super::remove;
+use super::tags;
 use crate::sys::durable;
 
 /// Why a draft did not become an image. Unless it says otherwise there is no image, and the job's older ones are as
@@ -154,6 +158,58 @@ impl Draft {
             .map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
         Ok(Image::load(&self.lasting, self.id))
     }
+}
+
+impl Draft {
+    /// Makes it an image whose content is in packs: steps 5 to 8 of `persist.rs`. `from` is the image that was packed: a loose
+    /// one is taken the place of, and a mark on it stays. Sets `id` and `job` of the manifest.
+    ///
+    /// # Errors
+    /// One for each step; the draft is gone then.
+    pub(super) fn publish_packed(
+        self,
+        mut manifest: Manifest,
+        map: &[u8],
+        from: &Image,
+    ) -> Result<Image, PublishError> {
+        manifest.id = self.id;
+        manifest.job = self.job.clone();
+        let bytes = manifest.to_bytes().map_err(|source| PublishError::Describe { id: self.id, source })?;
+        let write = |name: &str, bytes: &[u8]| {
+            let path = self.dir.join(name);
+            durable::write_file(&path, bytes, 0o600).map_err(|source| PublishError::Write { path, source })
+        };
+        write(map::FILE_NAME, map)?;
+        let loose = !from.is_staged();
+        if loose {
+            carry_over(&from.dir, &self.dir)?;
+        }
+        write(manifest::FILE_NAME, &bytes)?;
+        let named = match loose {
+            false => durable::publish_dir(&self.dir, &self.lasting),
+            true => durable::exchange_dirs(&self.dir, &self.lasting),
+        };
+        named.map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
+        if loose {
+            // Once more: somebody may have tagged it just before it changed names.
+            carry_over(&self.dir, &self.lasting)?;
+            // What can not be removed, the next sweep takes.
+            let _ = remove::remove_all(&self.dir);
+        }
+        Ok(Image::load(&self.lasting, self.id))
+    }
+}
+
+/// What is said of an image beside its manifest: a mark, tags. Only where it is not the same already.
+fn carry_over(from: &Path, to: &Path) -> Result<(), PublishError> {
+    for name in [mark::FILE_NAME, tags::FILE_NAME] {
+        let path = to.join(name);
+        let Ok(bytes) = fs::read(from.join(name)) else { continue };
+        if fs::read(&path).ok().as_ref() != Some(&bytes) {
+            durable::write_file(&path, &bytes, 0o600).map_err(|source| PublishError::Write { path, source })?;
+        }
+    }
+    Ok(())
 }
 
 impl Drop for Draft {

@@ -70,12 +70,37 @@ pub enum Error {
         known: Vec<ImageId>,
     },
     /// Another process is the job's supervisor.
-    #[error("job \"{job}\" is supervised by {}; stop that one first, or choose another --name", supervisor(.holder.as_ref()))]
+    #[error("job \"{job}\" is supervised by {}; stop that one first, or choose another --name", supervisor(.holder.as_deref()))]
     Supervised {
         /// The job.
         job: JobName,
         /// Who it is, if it said so.
-        holder: Option<Holder>,
+        holder: Option<Box<Holder>>,
+    },
+    /// The lock was free, and the file names one who may be alive, on a machine to which our locks do not reach.
+    #[error(
+        "job \"{job}\" may be supervised by {holder}, who gave a sign of life {} ago; stop that one first. If it is dead, try again once it has been silent for {}, or, at once, empty {} by hand",
+        humantime::format_duration(std::time::Duration::from_secs(silent.as_secs())), humantime::format_duration(super::lock::STALE), .file.display()
+    )]
+    PerhapsSupervised {
+        /// The job.
+        job: JobName,
+        /// Who it may be.
+        holder: Box<Holder>,
+        /// How long that one has said nothing.
+        silent: std::time::Duration,
+        /// The lock file.
+        file: PathBuf,
+    },
+    /// The lock is another process's, who took us for dead.
+    #[error(
+        "job \"{job}\" was taken over by {holder}, because this process was silent for too long; it must not go on here"
+    )]
+    TakenOver {
+        /// The job.
+        job: JobName,
+        /// Who has it now.
+        holder: Box<Holder>,
     },
     /// A writer's call with the lock of another job.
     #[error("the lock is not that of job \"{0}\"")]
@@ -83,6 +108,28 @@ pub enum Error {
     /// 4,294,967,295 images.
     #[error("job \"{0}\" has used up all image numbers; go on under another --name")]
     NumbersUsedUp(JobName),
+    /// A tag or a pin for an image in memory.
+    #[error(
+        "image {0} is in memory only so far, and only one in the store can be pinned or tagged: try again when `rekindle list` shows it there"
+    )]
+    NotStored(ImageId),
+    /// The tags of an image can not be read, and would be lost.
+    #[error("{} can not be read ({why}), so the image counts as pinned; remove the file to begin without tags", .path.display())]
+    UnreadableTags {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+    /// More tags than an image may have.
+    #[error("image {0} would have more than {most} tags: take some back with `rekindle untag`", most = super::Tags::MOST)]
+    TooManyTags(ImageId),
+    /// The image went while it was pinned or tagged.
+    #[error("image {0} is being removed just now: look with `rekindle list` whether it is still there, and try again")]
+    RemovedMeanwhile(ImageId),
+    /// Somebody has pinned the image that was to go.
+    #[error("image {0} is pinned; `rekindle unpin` takes that back")]
+    Pinned(ImageId),
     /// Reading failed.
     #[error("can not read {}", .path.display())]
     Read {

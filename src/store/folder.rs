@@ -1,4 +1,4 @@
-//! A job's folder: `lock`, `job.json`, `log/`, `bin/`, `images/`.
+//! A job's folder: `lock`, `job.json`, `log/`, `bin/`, `images/`, `packs/`.
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -13,6 +13,7 @@ use super::id::{ImageId, JobName};
 use super::image::{Image, State};
 use super::known::Known;
 use super::lock::{self, Writer, WriterLock};
+use super::pack::Packs;
 use super::record::{self, JobRecord};
 use super::{DELETED_PREFIX, remove, rights, select, staging};
 use crate::sys::durable::{self, TEMP_PREFIX};
@@ -35,7 +36,7 @@ impl JobFolder {
     pub(super) fn create(name: JobName, path: PathBuf) -> Result<JobFolder> {
         make_folder(&path)?;
         let folder = JobFolder::existing(name, path)?;
-        for path in [folder.images_dir(), folder.log_dir(), folder.bin_dir()] {
+        for path in [folder.images_dir(), folder.log_dir(), folder.bin_dir(), folder.packs().dir().to_owned()] {
             make_folder(&path)?;
         }
         Ok(folder)
@@ -81,6 +82,12 @@ impl JobFolder {
         self.path.join("images")
     }
 
+    /// The packs with the content of packed images.
+    #[must_use]
+    pub fn packs(&self) -> Packs {
+        Packs::new(self.path.join("packs"))
+    }
+
     /// Where the supervisor publishes what it is doing.
     #[must_use]
     pub fn state_file(&self) -> PathBuf {
@@ -90,7 +97,8 @@ impl JobFolder {
     /// Becomes the one writer.
     ///
     /// # Errors
-    /// [`Error::Supervised`] where another process is; [`Error::Lock`] where the file system can not lock.
+    /// [`Error::Supervised`] where another process is; [`Error::PerhapsSupervised`] where one on another machine may be;
+    /// [`Error::TakenOver`] where one was faster; [`Error::Lock`] where the file system can not lock.
     pub fn lock(&self) -> Result<WriterLock> {
         lock::acquire(&self.path, &self.name)
     }
@@ -134,13 +142,16 @@ impl JobFolder {
         Ok(images)
     }
 
-    /// The image that a user means: `latest` (the newest good one), an id, the begin of one, or a number.
+    /// The image that a user means: `latest` (the newest good one), an id, the begin of one, a number, or a tag.
     ///
     /// # Errors
     /// [`Error::UnknownImage`], [`Error::AmbiguousImage`], [`Error::NoGoodImage`], [`Error::Read`].
     pub fn find(&self, selector: &str) -> Result<Image> {
-        let best = self.known()?.into_iter().map(Known::into_best).collect();
-        select::select(&self.name, best, selector)
+        let known = self.known()?;
+        let best = known.iter().map(|known| known.best().clone()).collect();
+        select::select(&self.name, best, selector, |tag| {
+            known.iter().filter(|known| known.tags().has(tag)).map(Known::id).collect()
+        })
     }
 
     /// Whether the store has the image, good or not. What can not be told is a no: then the one in memory is kept.
@@ -230,11 +241,11 @@ impl JobFolder {
         remove::sweep(self)
     }
 
-    /// Removes an image, and the hard links that it kept beside the user's files. When the power goes in the middle,
-    /// it is either still there or a `.del-ID`.
+    /// Removes an image, and the hard links that it kept beside the user's files; never one that is pinned. When the power
+    /// goes in the middle, it is either still there or a `.del-ID`.
     ///
     /// # Errors
-    /// [`Error::WrongLock`], [`Error::UnknownImage`], [`Error::Read`], [`Error::Remove`].
+    /// [`Error::WrongLock`], [`Error::UnknownImage`], [`Error::Pinned`], [`Error::Read`], [`Error::Remove`].
     pub fn remove(&self, lock: &WriterLock, id: &ImageId) -> Result<()> {
         self.check_lock(lock)?;
         remove::image(self, *id)

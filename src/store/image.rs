@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use super::chunk::map::{self, ChunkMap};
 use super::error::{Error, Result};
+use super::format::ReadError;
 use super::id::ImageId;
 use super::manifest::{Manifest, ManifestError};
 use super::mark::{self, BadMark};
@@ -43,6 +45,16 @@ impl std::fmt::Display for Place {
             Place::Stored => "store",
         })
     }
+}
+
+/// How the content of an image is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Form {
+    /// Every part is a file in the folder of the image.
+    Loose,
+    /// The parts are cut into chunks, which lie in packs; the folder has the chunk map.
+    Packed,
 }
 
 /// Whether an image can be used, as far as its manifest tells; [`Image::verify`] reads the rest.
@@ -110,12 +122,20 @@ impl Image {
             if manifest.id != id {
                 return Err(ManifestError::OtherImage(manifest.id));
             }
-            match manifest.parts.iter().find(|part| part.blake3.is_none()) {
+            // The parts of a packed image are hashed chunk by chunk.
+            let hashed = manifest.chunks.is_some();
+            match manifest.parts.iter().find(|part| part.blake3.is_none() && !hashed) {
                 Some(part) => Err(ManifestError::NoChecksum(part.path.clone())),
                 None => Ok(Box::new(manifest)),
             }
         });
         Image::judge(dir, id, found, Place::Stored)
+    }
+
+    /// One whose parts were brought out of the packs into `dir`, with a manifest beside them. Like one in memory it has no
+    /// hashes: they were compared on the way.
+    pub(crate) fn unpacked(dir: &Path, manifest: Manifest) -> Image {
+        Image { id: manifest.id, dir: dir.to_owned(), state: State::Good(Box::new(manifest)), place: Place::Staged }
     }
 
     /// Looks at the slot in `dir`; None where there is no whole image.
@@ -153,6 +173,29 @@ impl Image {
     #[must_use]
     pub fn is_staged(&self) -> bool {
         self.place == Place::Staged
+    }
+
+    /// How its content is kept, as far as its manifest tells: without one it is taken for loose.
+    #[must_use]
+    pub fn form(&self) -> Form {
+        match self.manifest().and_then(|manifest| manifest.chunks.as_ref()) {
+            Some(_) => Form::Packed,
+            None => Form::Loose,
+        }
+    }
+
+    /// Reads its chunk map, checked against the manifest; None where it is loose or its manifest can not be used.
+    ///
+    /// # Errors
+    /// When the map can not be read, or is not the one that the manifest tells of.
+    pub fn chunk_map(&self) -> Result<Option<ChunkMap>, ReadError> {
+        let Some((manifest, chunks)) = self.manifest().and_then(|it| Some((it, it.chunks.as_ref()?))) else {
+            return Ok(None);
+        };
+        let path = self.dir.join(map::FILE_NAME);
+        let map = ChunkMap::read(&path, &chunks.blake3)?;
+        map.check(manifest, chunks).map_err(|source| ReadError::Format { path, source })?;
+        Ok(Some(map))
     }
 
     /// Whether a restart may use it.

@@ -4,6 +4,7 @@ use std::slice;
 
 use super::id::ImageId;
 use super::image::{Image, Place};
+use super::tags::Tags;
 
 /// An image, and where it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,8 +60,10 @@ impl Known {
         [Place::Staged, Place::Stored].into_iter().filter(|place| self.copy(*place).is_some()).collect()
     }
 
-    pub(super) fn into_best(self) -> Image {
-        self.best
+    /// What a user says of it: the copy in the store has the tags.
+    #[must_use]
+    pub fn tags(&self) -> Tags {
+        self.copy(Place::Stored).map(Image::tags).unwrap_or_default()
     }
 }
 

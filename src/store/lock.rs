@@ -1,27 +1,48 @@
-//! One writer a job: an flock on `JOB/lock`.
+//! One writer a job: an flock on `JOB/lock`, and in that file who holds it.
 //!
-//! The lock is the kernel's, so it ends with its holder however that dies; what the file says is only for the error
-//! message. The file is never removed: two processes could then hold locks on two files of that name. The lock
-//! belongs to the open file description: a child that is forked and does not exec keeps it.
+//! The lock is the kernel's, so it ends with its holder however that dies. The file is never removed: two processes could
+//! then hold locks on two files of that name. The lock belongs to the open file description: a child that is forked and
+//! does not exec keeps it.
+//!
+//! Some shared file systems lock within one machine only, and say nothing (NFS version 3 mounted with `nolock`, Lustre
+//! with `localflock`, several FUSE ones). There the kernel gives the lock to two machines. So what the file says counts
+//! too: a holder renews the file's time stamp every [`HEARTBEAT`], and who gets the lock while the file names another that
+//! may be alive ([`judge`]) is refused. A holder that ends empties the file. One that was taken over, because it stood still
+//! for longer than [`STALE`], finds another name in the file at its next heartbeat and has to stop ([`Error::TakenOver`]).
+//! When the power goes the name stays; the other boot, the dead pid or the age of the time stamp tell that it is nobody's.
 
-use std::fmt;
+mod holder;
+mod judge;
+
 use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{self, Read, Seek, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime};
 
-use chrono::{DateTime, SecondsFormat, Utc};
-use serde::{Deserialize, Serialize};
+use nix::sys::stat::futimens;
+use nix::sys::time::TimeSpec;
+
+pub use holder::Holder;
+use judge::{Facts, Verdict};
 
 use super::error::{Error, Result};
 use super::id::JobName;
 
 pub(super) const FILE_NAME: &str = "lock";
+/// How often a holder says that it is alive.
+pub const HEARTBEAT: Duration = Duration::from_secs(30);
+/// A holder on another machine that said nothing for so long is dead. Ten heartbeats: a server of files may stand still for
+/// a while, and then all of its clients do.
+pub(super) const STALE: Duration = Duration::from_secs(300);
 /// [`writer`] takes the lock for some microseconds; a writer that comes just then must not be turned away.
 const TRIES: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(20);
+/// A process that was killed loses its locks some moments before it counts as dead.
+const DYING: Duration = Duration::from_secs(2);
+/// Two that take over from the same dead holder, where locks do not hold, both write their name; the last one stays.
+const SETTLE: Duration = Duration::from_secs(1);
 /// A holder is some hundred bytes.
 const MAX_BYTES: u64 = 4 << 10;
 
@@ -29,27 +50,11 @@ const MAX_BYTES: u64 = 4 << 10;
 #[derive(Debug)]
 pub struct WriterLock {
     folder: PathBuf,
-    _file: File,
-}
-
-impl WriterLock {
-    /// Whether this is the lock of the job whose folder that is.
-    pub(super) fn guards(&self, folder: &Path) -> bool {
-        self.folder == folder
-    }
-}
-
-/// Who supervises a job.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Holder {
-    /// As the supervisor's own PID namespace counts.
-    pub pid: u32,
-    /// The name of its machine.
-    pub host: String,
-    /// The boot of that machine.
-    pub boot_id: String,
-    /// When it took the lock.
-    pub since: DateTime<Utc>,
+    job: JobName,
+    file: File,
+    me: Holder,
+    /// Who held it before on another machine, and how long that has been silent.
+    silent: Option<(Holder, Duration)>,
 }
 
 /// Who may change a job's folder.
@@ -63,56 +68,127 @@ pub enum Writer {
     Unnamed,
 }
 
-impl Holder {
-    fn this_process() -> Holder {
-        let host = nix::unistd::gethostname().map(|name| name.to_string_lossy().into_owned());
-        let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-        Holder {
-            pid: std::process::id(),
-            host: host.unwrap_or_else(|_| "unknown".to_owned()),
-            boot_id: boot_id.map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned()),
-            since: Utc::now(),
+impl WriterLock {
+    /// Whether this is the lock of the job whose folder that is.
+    pub(super) fn guards(&self, folder: &Path) -> bool {
+        self.folder == folder
+    }
+
+    /// The holder on another machine that this took over from because it was silent, and for how long it has been.
+    #[must_use]
+    pub fn silent_holder(&self) -> Option<(&Holder, Duration)> {
+        self.silent.as_ref().map(|(holder, silent)| (holder, *silent))
+    }
+
+    /// The heartbeat: wanted every [`HEARTBEAT`] from who holds the lock for longer.
+    ///
+    /// # Errors
+    /// [`Error::TakenOver`]: another process has the folder now, and nothing may be written any more. [`Error::Read`],
+    /// [`Error::Write`]: it could not be done this time.
+    pub fn refresh(&self) -> Result<()> {
+        let path = self.folder.join(FILE_NAME);
+        // By name and anew: that is when a network file system asks its server.
+        let held = open(&path, Create::No).and_then(|file| read_holder(&file));
+        match held.map_err(|source| Error::Read { path: path.clone(), source })? {
+            Some(holder) if holder == self.me => {}
+            Some(holder) => return Err(Error::TakenOver { job: self.job.clone(), holder: holder.into() }),
+            // Emptied by a hand that took us for dead.
+            None => write_holder(&self.file, &self.me).map_err(|source| Error::Write { path: path.clone(), source })?,
         }
+        beat(&self.file).map_err(|source| Error::Write { path, source })
     }
 }
 
-impl fmt::Display for Holder {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let since = self.since.to_rfc3339_opts(SecondsFormat::Secs, true);
-        write!(f, "pid {} on host {} since {since}", self.pid, self.host)
+impl Drop for WriterLock {
+    fn drop(&mut self) {
+        let held = open(&self.folder.join(FILE_NAME), Create::No).and_then(|file| read_holder(&file));
+        if held.is_ok_and(|holder| holder.as_ref() == Some(&self.me)) {
+            // A name that stays is found to be that of a dead process.
+            let _ = self.file.set_len(0);
+        }
     }
 }
 
 pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
     let path = folder.join(FILE_NAME);
     let failed = |source| Error::Lock { path: path.clone(), source };
-    let mut file = open(&path, Create::Yes).map_err(failed)?;
+    let file = open(&path, Create::Yes).map_err(failed)?;
     for attempt in 1.. {
         match file.try_lock() {
             Ok(()) => break,
             Err(TryLockError::WouldBlock) if attempt < TRIES => thread::sleep(PAUSE),
             Err(TryLockError::WouldBlock) => {
-                return Err(Error::Supervised { job: job.clone(), holder: read_holder(&mut file) });
+                let holder = read_holder(&file).ok().flatten().map(Box::new);
+                return Err(Error::Supervised { job: job.clone(), holder });
             }
             Err(TryLockError::Error(source)) => return Err(failed(source)),
         }
     }
-    write_holder(&mut file).map_err(|source| Error::Write { path: path.clone(), source })?;
-    Ok(WriterLock { folder: folder.to_owned(), _file: file })
+    let me = Holder::this_process();
+    let silent = earlier_holder(&file, folder, &me, job)?;
+    let written = |source| Error::Write { path: path.clone(), source };
+    write_holder(&file, &me).map_err(written)?;
+    let lock = WriterLock { folder: folder.to_owned(), job: job.clone(), file, me, silent };
+    if lock.silent.is_some() {
+        thread::sleep(SETTLE);
+        lock.refresh()?;
+    }
+    Ok(lock)
+}
+
+/// Judges the name in the file. Answers a holder that is taken for dead only because it was silent.
+fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName) -> Result<Option<(Holder, Duration)>> {
+    let path = folder.join(FILE_NAME);
+    let begun = Instant::now();
+    loop {
+        let read = |source| Error::Read { path: path.clone(), source };
+        let Some(holder) = read_holder(file).map_err(read)? else { return Ok(None) };
+        let heartbeat = file.metadata().and_then(|metadata| metadata.modified()).map_err(read)?;
+        let now = clock_of(folder).unwrap_or_else(SystemTime::now);
+        match judge::judge(&holder, &Facts::now(me, heartbeat, now)) {
+            Verdict::Dead => return Ok(None),
+            Verdict::Silent(silent) => return Ok(Some((holder, silent))),
+            Verdict::Alive { .. } if holder.boot_id == me.boot_id && begun.elapsed() < DYING => thread::sleep(PAUSE),
+            Verdict::Alive { silent } => {
+                return Err(Error::PerhapsSupervised { job: job.clone(), holder: holder.into(), silent, file: path });
+            }
+        }
+    }
+}
+
+/// The time by the clock that stamps files in this folder, which on a shared file system is the server's.
+fn clock_of(folder: &Path) -> Option<SystemTime> {
+    let mut file = tempfile::tempfile_in(folder).ok()?;
+    file.write_all(b"now").ok()?;
+    file.sync_all().ok()?;
+    file.metadata().ok()?.modified().ok()
 }
 
 /// Who holds the lock just now. Takes it shared for a moment, so it can be asked by anyone who may read the file.
 pub(super) fn writer(folder: &Path) -> Result<Writer> {
     let path = folder.join(FILE_NAME);
-    let mut file = match open(&path, Create::No) {
+    let file = match open(&path, Create::No) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Writer::Nobody),
         Err(source) => return Err(Error::Read { path, source }),
     };
+    let named = read_holder(&file).ok().flatten();
     match file.try_lock_shared() {
-        Ok(()) => Ok(Writer::Nobody),
-        Err(TryLockError::WouldBlock) => Ok(read_holder(&mut file).map_or(Writer::Unnamed, Writer::Known)),
+        Err(TryLockError::WouldBlock) => Ok(named.map_or(Writer::Unnamed, Writer::Known)),
         Err(TryLockError::Error(source)) => Err(Error::Lock { path, source }),
+        Ok(()) => {
+            // It may be held all the same, where locks end at the machine.
+            let (Some(holder), Ok(heartbeat)) = (named, file.metadata().and_then(|metadata| metadata.modified()))
+            else {
+                return Ok(Writer::Nobody);
+            };
+            let me = Holder::this_process();
+            match judge::judge(&holder, &Facts::now(&me, heartbeat, SystemTime::now())) {
+                // Of this machine the kernel knows best.
+                Verdict::Alive { .. } if holder.boot_id != me.boot_id => Ok(Writer::Known(holder)),
+                _ => Ok(Writer::Nobody),
+            }
+        }
     }
 }
 
@@ -132,16 +208,26 @@ fn open(path: &Path, create: Create) -> io::Result<File> {
     if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("not a regular file")) }
 }
 
-fn write_holder(file: &mut File) -> io::Result<()> {
+fn write_holder(mut file: &File, holder: &Holder) -> io::Result<()> {
     file.set_len(0)?;
-    file.rewind()?;
-    file.write_all(&serde_json::to_vec(&Holder::this_process())?)
+    io::Seek::rewind(&mut file)?;
+    file.write_all(&serde_json::to_vec(holder)?)?;
+    // So that others see it, not for the power: a name that gets lost then was that of a dead process.
+    file.sync_data()
 }
 
-/// None where the holder has not written yet.
-fn read_holder(file: &mut File) -> Option<Holder> {
+/// None where there is no name yet, or nothing that can be understood.
+fn read_holder(mut file: &File) -> io::Result<Option<Holder>> {
     let mut bytes = Vec::new();
-    file.rewind().ok()?;
-    file.take(MAX_BYTES).read_to_end(&mut bytes).ok()?;
-    serde_json::from_slice(&bytes).ok()
+    io::Seek::rewind(&mut file)?;
+    file.take(MAX_BYTES).read_to_end(&mut bytes)?;
+    Ok(serde_json::from_slice(&bytes).ok())
 }
+
+/// By the clock of the file system, where it has one of its own.
+fn beat(file: &File) -> io::Result<()> {
+    Ok(futimens(file, &TimeSpec::UTIME_OMIT, &TimeSpec::UTIME_NOW)?)
+}
+
+#[cfg(test)]
+mod tests;

@@ -3,7 +3,7 @@
 //! The file is one JSON object: `format`, `version`, `blake3` and `manifest`; the hash covers the exact bytes of the
 //! value of `manifest`, so that a flipped bit in a number is found as well. Reading checks, in this order: the size
 //! (before anything is parsed), the format, the version, the hash, the fields, and what the fields say of each other.
-//! A reader takes unknown fields for additions of a later version 1.
+//! A reader takes unknown fields for additions of a later rekindle that changed nothing else.
 
 mod fields;
 
@@ -16,8 +16,8 @@ use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use fields::{
-    GivenFile, Gpu, Host, JobTree, Landing, Manifest, OpenFile, Part, Phase, PidNamespace, Reason, Recreate, SavedLink,
-    TreeProcess,
+    Chunks, GivenFile, Gpu, Host, JobTree, Landing, Manifest, MappedFile, OpenFile, Part, Phase, PidNamespace, Reason,
+    Recreate, SavedLink, TreeProcess,
 };
 
 use super::id::ImageId;
@@ -26,8 +26,11 @@ use crate::sys::durable;
 
 /// What `format` says: the magic of the file.
 pub const FORMAT: &str = "rekindle-image";
-/// The newest version that this code reads, and the one that it writes.
-pub const VERSION: u32 = 1;
+/// The newest version that this code reads. It writes the oldest that can say what is to be said: 2 for a packed image,
+/// else 1.
+pub const VERSION: u32 = 2;
+/// The first version with [`Manifest::chunks`].
+const PACKED: u32 = 2;
 /// A larger manifest is not parsed. 64 MiB are some 300,000 parts or open files.
 pub const MAX_BYTES: u64 = 64 << 20;
 /// Its name in the folder of the image.
@@ -53,12 +56,15 @@ pub enum ManifestError {
     Format(String),
     /// Written by a newer rekindle.
     #[error(
-        "its manifest has version {0}, this rekindle reads version {VERSION}; use the rekindle that wrote it, or a newer one"
+        "its manifest has version {0}, this rekindle reads versions up to {VERSION}; use the rekindle that wrote it, or a newer one"
     )]
     Newer(u32),
     /// Version 0 was never written.
     #[error("its manifest has the impossible version 0")]
     VersionZero,
+    /// The version is outside of what the hash covers.
+    #[error("its {FILE_NAME} is damaged: version {0} does not go with what is in it")]
+    WrongVersion(u32),
     /// The content is not what was written.
     #[error("its {FILE_NAME} is damaged: the checksum does not match")]
     Checksum,
@@ -107,7 +113,7 @@ impl Manifest {
         let body = serde_json::to_string_pretty(self).map_err(ManifestError::Parse)?;
         let envelope = Envelope {
             format: FORMAT.to_owned(),
-            version: VERSION,
+            version: self.version(),
             blake3: blake3::hash(body.as_bytes()),
             manifest: &RawValue::from_string(body).map_err(ManifestError::Parse)?,
         };
@@ -140,6 +146,9 @@ impl Manifest {
             return Err(ManifestError::Checksum);
         }
         let manifest: Manifest = serde_json::from_str(envelope.manifest.get()).map_err(ManifestError::Parse)?;
+        if manifest.version() != envelope.version {
+            return Err(ManifestError::WrongVersion(envelope.version));
+        }
         manifest.validate()?;
         Ok(manifest)
     }
@@ -159,6 +168,10 @@ impl Manifest {
         let mut bytes = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(ManifestError::Read)?;
         Manifest::parse(&bytes)
+    }
+
+    fn version(&self) -> u32 {
+        if self.chunks.is_some() { PACKED } else { 1 }
     }
 
     fn validate(&self) -> Result<(), ManifestError> {
@@ -187,8 +200,7 @@ fn is_part_path(text: &str) -> bool {
         && !text.contains('\0')
         && path.components().all(plain)
         && path.components().map(|c| c.as_os_str().to_string_lossy()).collect::<Vec<_>>().join("/") == text
-        && text != FILE_NAME
-        && text != super::mark::FILE_NAME
+        && ![FILE_NAME, super::chunk::map::FILE_NAME, super::mark::FILE_NAME, super::tags::FILE_NAME].contains(&text)
 }
 
 #[cfg(test)]

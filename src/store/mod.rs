@@ -5,25 +5,31 @@
 //!   JOB/  0700
 //!     lock  job.json  state.json  log/  bin/  staging (a link to the images in RAM, see [`staging`])
 //!     images/
-//!       000042-20261120T132105Z/       an image: manifest.json, bad.json where it is marked, parts at any depth
+//!       000042-20261120T132105Z/       an image: manifest.json, where there are any bad.json and tags.json; and parts at any
+//!                                      depth (loose) or the chunk map (packed)
 //!       .tmp-000043-20261120T132205Z/  a draft
 //!       .del-000039-20261120T131805Z/  on its way out
+//!     packs/                           the chunks of packed images (see [`pack`])
 //! ```
 //!
-//! It owns all below `STORE` but the content of `log/`, `bin/` and `state.json`. Invariants:
+//! docs/format.md has every byte of it. It owns all below `STORE` but the content of `log/`, `bin/` and `state.json`.
+//! Invariants:
 //!
 //! - A folder with the name of an image was published whole (draft.rs has the protocol); its files never change after
-//!   that, only `bad.json` comes and goes.
+//!   that, only `bad.json` and `tags.json` come and go.
 //! - One writer a job, by lock; readers at any time, without one.
 //! - What can not be read is an error or says so. It is never taken for empty, and nothing is deleted because of it.
-//! - The newest good image is never removed by a plan ([`retention`]).
+//! - The newest good image is never removed by a plan ([`retention`]), and a pinned one by nobody.
 //!
 //! When the power goes there are whole images and, perhaps, leftovers with a dot in front, which the next start sweeps.
 
+pub mod chunk;
 mod draft;
 mod error;
 mod files;
 mod folder;
+pub mod format;
+pub mod gc;
 mod id;
 mod image;
 mod known;
@@ -31,14 +37,18 @@ mod lock;
 pub mod manifest;
 mod mark;
 pub(crate) mod micros;
+pub mod pack;
 mod paths;
 pub mod persist;
 mod record;
 mod remove;
+pub mod repair;
 pub mod retention;
 mod rights;
 mod select;
 pub mod staging;
+mod tags;
+pub mod unpack;
 mod verify;
 
 use std::fs::{self, DirBuilder};
@@ -50,14 +60,15 @@ pub use draft::{Draft, PublishError};
 pub use error::{Error, Result};
 pub use folder::JobFolder;
 pub use id::{ImageId, JobName, NameError};
-pub use image::{Damage, DamageKind, Image, Place, State};
+pub use image::{Damage, DamageKind, Form, Image, Place, State};
 pub use known::Known;
-pub use lock::{Holder, Writer, WriterLock};
+pub use lock::{HEARTBEAT, Holder, Writer, WriterLock};
 pub use manifest::Manifest;
 pub use mark::{BadMark, BadWhy};
 pub use record::{JobRecord, Outcome};
 pub use select::LATEST;
-pub use verify::{Finding, PartReport, Report};
+pub use tags::{Change, NoTag, Tag, Tags};
+pub use verify::{Finding, PackReport, PacksReport, PartReport, Report, Share, check_packs};
 
 use crate::sys::durable;
 

@@ -1,56 +1,95 @@
-//! From memory to the store, while the job runs.
+//! From memory to the packs of the store, while the job runs.
 //!
-//! A staged image is copied into a draft, file by file, within bounds that keep the job's disk and processors free; then
-//! the draft is published by its own protocol (`draft.rs`), which hashes and syncs. The image in memory is only
-//! read. When the power goes, a draft is left, which the next start sweeps; when only we go, the next supervisor begins
+//! The parts of an image are cut into chunks; those that are in no pack yet are added to new ones, within bounds that keep
+//! the job's disk and processors free. The steps; each begins when the one before is done:
+//!
+//! 1. to 4. new packs are written, synced, named and indexed (`pack/disk.rs`), several at a time; a mark on a pack that
+//!    is on its way out, and of which something is needed again, is taken back durably before that counts;
+//! 5. the chunk map is written into `images/.tmp-ID` and synced;
+//! 6. the manifest is written there durably;
+//! 7. the draft gets its lasting name, or changes names with the loose image that it takes the place of;
+//! 8. `images/` is synced; the loose image, which is the `.tmp-ID` now, is removed.
+//!
+//! The image in memory is only read. When the power goes before 7 there are a draft, which the next start sweeps, and packs
+//! that no image needs, which are found again by the next try or go as such packs go. When only we go, the next supervisor begins
 //! anew from the staged image.
 
-use std::fs::{self, File};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+mod known;
+mod pace;
+mod stretches;
+mod worker;
 
-use super::draft::{Draft, PublishError};
-use super::files;
-use super::image::Image;
+use std::io;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
-/// Copied at once.
-const PIECE: usize = 1 << 20;
+use self::known::Known;
+use self::pace::Pace;
+use self::stretches::Stretches;
+use self::worker::{Packed, Work};
+use super::chunk::map::{self, ChunkMap};
+use super::chunk::{Compression, Key, KeyError};
+use super::draft::PublishError;
+use super::folder::JobFolder;
+use super::image::{Form, Image};
+use super::lock::WriterLock;
+use super::manifest::Chunks;
+use super::pack::{self, Making};
+use crate::config::{self, Rate};
+use crate::sys::parallel;
+
+pub use self::pace::Progress;
 
 /// Bounds on the work beside the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bounds {
-    /// Bytes a second that are written at most.
+    /// Bytes a second that are written to the disk at most.
     pub rate: Option<u64>,
-    /// Threads that copy, hash and sync.
+    /// Threads that read, hash and compress. Each has one beside it that writes.
     pub threads: usize,
 }
 
-/// How far it is; read by others while it goes on.
-#[derive(Debug, Default)]
-pub struct Progress {
-    done: AtomicU64,
-    total: AtomicU64,
+/// How an image is packed.
+#[derive(Debug, Clone)]
+pub struct Packing {
+    /// How chunks are compressed.
+    pub compression: Compression,
+    /// What they are encrypted with.
+    pub key: Option<Arc<Key>>,
+    /// How much of the machine may be used.
+    pub bounds: Bounds,
 }
 
-impl Progress {
-    /// Bytes copied, and bytes in all.
-    #[must_use]
-    pub fn bytes(&self) -> (u64, u64) {
-        (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed))
+impl Packing {
+    /// As it is configured.
+    ///
+    /// # Errors
+    /// When there is to be a key and it can not be used.
+    pub fn of(store: &config::Store) -> Result<Packing, KeyError> {
+        let rate = match store.persist_rate {
+            Rate::Unlimited => None,
+            Rate::PerSecond(size) => Some(size.bytes()),
+        };
+        let compression = match store.compression {
+            config::Compression::Auto => Compression::Auto,
+            config::Compression::None => Compression::None,
+            config::Compression::Lz4 => Compression::Lz4,
+            config::Compression::Zstd(level) => Compression::Zstd(level),
+        };
+        let key = store.encryption_key.as_deref().map(Key::read).transpose()?.map(Arc::new);
+        Ok(Packing { compression, key, bounds: Bounds { rate, threads: store.threads() } })
     }
 }
 
-/// Why an image in memory is not in the store. It still is in memory.
+/// Why an image is not in the packs of the store. It still is where it was.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// It has no manifest any more.
-    #[error("image {0} is not in memory any more")]
+    #[error("image {0} is not there any more, or another one took its place")]
     Gone(super::ImageId),
-    /// A part could not be copied.
-    #[error("can not copy {} to the store", path.display())]
+    /// A part could not be read.
+    #[error("can not read {} to bring it to the store", path.display())]
     Copy {
         /// The part.
         path: PathBuf,
@@ -58,7 +97,21 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The copy could not be published.
+    /// A loose image is not what was published: packed, it would look sound.
+    #[error("image {id} is damaged and stays as it is: {what}")]
+    Damaged {
+        /// Which.
+        id: super::ImageId,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// A pack could not be written.
+    #[error(transparent)]
+    Pack(#[from] pack::WriteError),
+    /// The store could not be read, or a mark not be taken back.
+    #[error(transparent)]
+    Store(#[from] super::Error),
+    /// The image could not be published.
     #[error(transparent)]
     Publish(#[from] PublishError),
     /// It was not wanted any more.
@@ -71,7 +124,9 @@ impl Error {
     #[must_use]
     pub fn is_full(&self) -> bool {
         match self {
-            Error::Copy { source, .. } => {
+            Error::Pack(pack::WriteError { source, .. })
+            | Error::Copy { source, .. }
+            | Error::Store(super::Error::Create { source, .. } | super::Error::Write { source, .. }) => {
                 matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
             }
             Error::Publish(error) => error.is_full(),
@@ -80,156 +135,97 @@ impl Error {
     }
 }
 
-/// Brings `image` to the store as what `draft` becomes.
+/// Less than this is not worth a thread, and a pack, of its own.
+const WORTH_A_THREAD: u64 = 64 << 20;
+
+/// Each has some 15 MiB of buffers, and no disk is faster than so many hash.
+const MAX_WORKERS: usize = 16;
+
+/// Brings a staged or loose image into the packs of the job. One that is packed is answered as it is.
 ///
 /// # Errors
-/// When a part can not be copied, or the draft not be published. The draft is gone then.
+/// When a part can not be read, a pack not be written, or the image not be published. There is no draft then, and what was
+/// there before is as it was; packs that were closed stay, and are found by the next try.
 pub fn persist(
     image: &Image,
-    draft: Draft,
-    bounds: Bounds,
+    folder: &JobFolder,
+    lock: &WriterLock,
+    packing: &Packing,
     progress: &Progress,
     cancelled: &(dyn Fn() -> bool + Sync),
 ) -> Result<Image, Error> {
-    let manifest = image.manifest().ok_or(Error::Gone(image.id))?.clone();
-    progress.total.store(manifest.bytes, Ordering::Relaxed);
-    let pace = Pace { began: Instant::now(), rate: bounds.rate, progress, cancelled };
-    let parts = manifest.parts.iter().map(|part| (part.path.clone(), part.size)).collect();
-    files::in_parallel(parts, bounds.threads, |part| {
-        let failed = |source: io::Error| match cancelled() {
-            true => Error::Cancelled,
-            false => Error::Copy { path: image.dir.join(&part), source },
-        };
-        copy(&image.dir.join(&part), &draft.dir().join(&part), &pace).map_err(failed)
-    })?;
+    let mut manifest = image.manifest().ok_or(Error::Gone(image.id))?.clone();
+    if image.form() == Form::Packed {
+        return Ok(image.clone());
+    }
+    folder.check_lock(lock)?;
+    check_loose(image)?;
+    progress.begin(manifest.bytes);
+    let draft = folder.begin_image_as(lock, image.id)?;
+    let packs = folder.packs();
+    let index = packs.index()?;
+    let pace = Pace { began: Instant::now(), rate: packing.bounds.rate, progress, cancelled };
+    let work = Work {
+        image,
+        manifest: &manifest,
+        packs: &packs,
+        making: Making::new(packing.compression, packing.key.as_deref()),
+        known: Known::new(&packs, &index),
+        stretches: Mutex::new(Some(Stretches::new(&image.dir, &manifest.parts))),
+        pace,
+    };
+    let worth = usize::try_from(manifest.bytes.div_ceil(WORTH_A_THREAD)).unwrap_or(usize::MAX);
+    let workers = packing.bounds.threads.min(worth).clamp(1, MAX_WORKERS);
+    let packed = parallel::in_parallel(vec![(); workers], workers, |()| work.run())?;
+    drop(work);
+    drop(index);
     // A slot that was begun anew in the meantime would have given parts of two images.
     if image.look_again().manifest() != Some(&manifest) {
         return Err(Error::Gone(image.id));
     }
-    Ok(draft.publish(manifest, bounds.threads)?)
-}
-
-fn copy(from: &Path, to: &Path, pace: &Pace<'_>) -> io::Result<()> {
-    if let Some(folder) = to.parent() {
-        fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+    let map = in_order(packed.into_iter().flatten().collect(), manifest.parts.len());
+    let extents = map.extents();
+    let bytes = map.to_bytes();
+    drop(map);
+    manifest.chunks = Some(Chunks { blake3: blake3::hash(&bytes), extents, stored: progress.written() });
+    manifest.parts.iter_mut().for_each(|part| part.blake3 = None);
+    if cancelled() {
+        return Err(Error::Cancelled);
     }
-    let mut source = File::open(from)?;
-    let mut target = File::options().write(true).create_new(true).mode(0o600).open(to)?;
-    let mut buffer = vec![0; PIECE];
-    loop {
-        let n = match source.read(&mut buffer) {
-            Ok(0) => return Ok(()),
-            Ok(n) => n,
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-            Err(error) => return Err(error),
-        };
-        target.write_all(buffer.get(..n).unwrap_or_default())?;
-        pace.wrote(n)?;
+    Ok(draft.publish_packed(manifest, &bytes, image)?)
+}
+
+/// What is loose has hashes, and they are right.
+fn check_loose(image: &Image) -> Result<(), Error> {
+    if image.is_staged() {
+        return Ok(());
     }
+    let report = image.verify();
+    if report.is_sound() {
+        return Ok(());
+    }
+    let damage = report.manifest.iter().map(ToString::to_string);
+    let what = damage.chain(report.problems().take(5).map(ToString::to_string)).collect::<Vec<_>>().join(", ");
+    Err(Error::Damaged { id: image.id, what })
 }
 
-/// Keeps all threads together below the rate.
-struct Pace<'a> {
-    began: Instant,
-    rate: Option<u64>,
-    progress: &'a Progress,
-    cancelled: &'a (dyn Fn() -> bool + Sync),
-}
-
-/// The longest sleep between two looks at whether it is still wanted.
-const NAP: Duration = Duration::from_millis(50);
-
-impl Pace<'_> {
-    fn wrote(&self, bytes: usize) -> io::Result<()> {
-        let bytes = u64::try_from(bytes).unwrap_or(u64::MAX);
-        let done = self.progress.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
-        let due = self.rate.map_or(Duration::ZERO, |rate| time_for(done, rate));
-        loop {
-            if (self.cancelled)() {
-                return Err(io::ErrorKind::Interrupted.into());
-            }
-            match due.checked_sub(self.began.elapsed()) {
-                Some(rest) if !rest.is_zero() => std::thread::sleep(rest.min(NAP)),
-                _ => return Ok(()),
-            }
+/// The extents of the parts, from those of the stretches.
+fn in_order(mut packed: Vec<Packed>, parts: usize) -> ChunkMap {
+    packed.sort_unstable_by_key(|stretch| stretch.number);
+    // Exactly as much as it takes: an image of a terabyte has four million.
+    let mut counts = vec![0; parts];
+    for stretch in &packed {
+        if let Some(count) = counts.get_mut(stretch.part) {
+            *count += stretch.extents.len();
         }
     }
-}
-
-fn time_for(bytes: u64, rate: u64) -> Duration {
-    let micros = u128::from(bytes) * 1_000_000 / u128::from(rate.max(1));
-    Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX))
+    let mut map = ChunkMap { parts: counts.into_iter().map(Vec::with_capacity).collect() };
+    for stretch in packed {
+        let Some(part) = map.parts.get_mut(stretch.part) else { continue };
+        stretch.extents.into_iter().for_each(|extent| map::push(part, extent));
+    }
+    map
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::store::manifest::Part;
-    use crate::store::{Access, ImageId, Place, State, Store};
-
-    /// A store, and an image "in memory", which here is a folder.
-    fn ground(dir: &Path) -> (crate::store::JobFolder, Image) {
-        let store = Store::open(&dir.join("store"), Access::Write).unwrap();
-        let folder = store.create_job(&"j".parse().unwrap()).unwrap();
-        let slot = dir.join("slot");
-        fs::create_dir_all(slot.join("criu")).unwrap();
-        let parts = [("criu/a", 3 << 20), ("criu/b", 0), ("dump.log", 10)];
-        let mut manifest = crate::store::tests::manifest();
-        manifest.id = ImageId::new(7, chrono::DateTime::UNIX_EPOCH);
-        for (path, size) in parts {
-            fs::write(slot.join(path), vec![7; size]).unwrap();
-            manifest.parts.push(Part { path: path.into(), size: size as u64, blake3: None });
-            manifest.bytes += size as u64;
-        }
-        fs::write(slot.join("manifest.json"), manifest.to_bytes().unwrap()).unwrap();
-        let image = Image { id: manifest.id, dir: slot, state: State::Good(Box::new(manifest)), place: Place::Staged };
-        (folder, image)
-    }
-
-    #[test]
-    fn what_is_in_memory_becomes_an_image_of_the_store() {
-        let dir = tempfile::tempdir().unwrap();
-        let (folder, image) = ground(dir.path());
-        let lock = folder.lock().unwrap();
-        let draft = folder.begin_image_as(&lock, image.id).unwrap();
-        let (progress, bounds) = (Progress::default(), Bounds { rate: None, threads: 2 });
-        let stored = persist(&image, draft, bounds, &progress, &|| false).unwrap();
-        assert_eq!((stored.id, stored.place), (image.id, Place::Stored));
-        assert!(stored.is_good() && stored.verify().is_sound());
-        assert_eq!(progress.bytes(), ((3 << 20) + 10, (3 << 20) + 10));
-        assert!(stored.manifest().unwrap().parts.iter().all(|part| part.blake3.is_some()));
-    }
-
-    #[test]
-    fn it_keeps_to_its_rate_and_can_be_called_off() {
-        let dir = tempfile::tempdir().unwrap();
-        let (folder, image) = ground(dir.path());
-        let lock = folder.lock().unwrap();
-        let draft = folder.begin_image_as(&lock, image.id).unwrap();
-        let progress = Progress::default();
-        let began = Instant::now();
-        let slow = Bounds { rate: Some(10 << 20), threads: 2 };
-        persist(&image, draft, slow, &progress, &|| false).unwrap();
-        assert!(began.elapsed() >= Duration::from_millis(250), "3 MiB at 10 MiB/s: {:?}", began.elapsed());
-
-        let mut other = image.clone();
-        other.id = ImageId::new(8, chrono::DateTime::UNIX_EPOCH);
-        let draft = folder.begin_image_as(&lock, other.id).unwrap();
-        let slow = Bounds { rate: Some(1), threads: 1 };
-        let result = persist(&image, draft, slow, &Progress::default(), &|| true);
-        assert!(matches!(result, Err(Error::Cancelled)), "{result:?}");
-        assert_eq!(fs::read_dir(folder.images_dir()).unwrap().count(), 1, "no draft is left");
-    }
-
-    #[test]
-    fn a_slot_that_was_taken_over_gives_no_image() {
-        let dir = tempfile::tempdir().unwrap();
-        let (folder, image) = ground(dir.path());
-        let lock = folder.lock().unwrap();
-        let draft = folder.begin_image_as(&lock, image.id).unwrap();
-        fs::remove_file(image.dir.join("manifest.json")).unwrap();
-        let bounds = Bounds { rate: None, threads: 1 };
-        let result = persist(&image, draft, bounds, &Progress::default(), &|| false);
-        assert!(matches!(result, Err(Error::Gone(_))), "{result:?}");
-    }
-}
+pub(in crate::store) mod tests;

@@ -1,24 +1,26 @@
 //! How images go, in an order that a crash can interrupt:
 //!
-//! 1. `ID` becomes `.del-ID`, `images/` is fsynced: from here on it is no image;
+//! 1. `ID` becomes `.del-ID`, `images/` is fsynced: from here on it is no image, and nobody can pin it any more;
+//!    where it is pinned, which may have been done a moment ago, it becomes `ID` again, and that was all;
 //! 2. the hard links that it kept beside the user's files are removed, unless another image needs the same one;
 //! 3. its manifest, which names those links, and all else is removed.
 //!
-//! The next sweep begins again at 2. Nothing is removed while `images/` or a manifest that may need a link can not be
+//! The next sweep begins again there, with the look for a pin. Nothing is removed while `images/` or a manifest that may need a link can not be
 //! read.
 
 use std::collections::HashSet;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use super::DELETED_PREFIX;
 use super::error::{Error, Result};
 use super::files::{self, Kind};
 use super::folder::{JobFolder, list};
 use super::id::ImageId;
 use super::image::{DamageKind, Image, State};
 use super::manifest::{Manifest, SavedLink};
+use super::{DELETED_PREFIX, tags};
 use crate::sys::durable::{self, TEMP_PREFIX};
 
 pub(super) fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
@@ -28,13 +30,22 @@ pub(super) fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
         return Err(Error::UnknownImage { job: folder.name().clone(), wanted: id.to_string(), known });
     }
     let path = folder.images_dir().join(id.to_string());
+    if tags::read(&path).is_pinned() {
+        return Err(Error::Pinned(id));
+    }
     let doomed = folder.images_dir().join(format!("{DELETED_PREFIX}{id}"));
-    durable::publish_dir(&path, &doomed).map_err(|source| Error::Remove { path, source })?;
+    durable::publish_dir(&path, &doomed).map_err(|source| Error::Remove { path: path.clone(), source })?;
+    if tags::read(&doomed).is_pinned() {
+        durable::publish_dir(&doomed, &path).map_err(|source| Error::Write { path, source })?;
+        return Err(Error::Pinned(id));
+    }
     let others: Vec<Image> = images.into_iter().filter(|image| image.id != id).collect();
     finish(&doomed, &others)
 }
 
 pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
+    // First, so that it counts among those that need a link.
+    bring_pinned_back(folder)?;
     // All that must be read is read before the first thing goes.
     let images = folder.images()?;
     let leftover = |name: &String, prefix| name.strip_prefix(prefix).is_some_and(|id| id.parse::<ImageId>().is_ok());
@@ -44,6 +55,9 @@ pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     let drafts: Vec<_> = rest.into_iter().filter(|name| leftover(name, TEMP_PREFIX)).map(in_images).collect();
     let mut files = temporary_files(folder.path())?;
     files.extend(temporary_files(&folder.bin_dir())?);
+    if folder.packs().dir().is_dir() {
+        files.extend(temporary_files(folder.packs().dir())?);
+    }
     // An image whose folder can not be listed says so itself; it must not keep a job from starting.
     files.extend(images.iter().filter_map(|image| temporary_files(&image.dir).ok()).flatten());
     let mut removed = Vec::new();
@@ -60,6 +74,21 @@ pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
         removed.push(path);
     }
     Ok(removed)
+}
+
+/// Nothing of an image that is pinned was removed: step 1 was interrupted. A pin that can not be read is none here: then
+/// step 1 had read that there is none, and what is left is half an image.
+fn bring_pinned_back(folder: &JobFolder) -> Result<()> {
+    for name in list(&folder.images_dir())? {
+        let Some(id) = name.strip_prefix(DELETED_PREFIX).filter(|id| id.parse::<ImageId>().is_ok()) else { continue };
+        let (doomed, lasting) = (folder.images_dir().join(&name), folder.images_dir().join(id));
+        let tags = tags::read(&doomed);
+        let free = fs::symlink_metadata(&lasting).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        if tags.is_pinned() && tags.unreadable().is_none() && free {
+            durable::publish_dir(&doomed, &lasting).map_err(|source| Error::Write { path: lasting, source })?;
+        }
+    }
+    Ok(())
 }
 
 /// Steps 2 and 3.
@@ -113,7 +142,7 @@ fn shorten(folder: &Path) {
     }
 }
 
-fn remove_all(path: &Path) -> Result<()> {
+pub(super) fn remove_all(path: &Path) -> Result<()> {
     let removed = match fs::symlink_metadata(path) {
         Ok(meta) if meta.is_dir() => {
             shorten(path);

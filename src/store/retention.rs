@@ -1,72 +1,56 @@
 //! Which images go, and why each stays or goes: a pure function from facts to a plan.
 //!
-//! Invariants: the newest good image stays. While there is no good image, all stay. Only an image whose manifest was
-//! read counts as good; one of which nothing is known is neither counted nor removed. Bad images stay for a while,
-//! not counted, so that a wrong mark loses nothing at once.
+//! An image stays that any rule keeps, as in restic: one of the last N; the newest of its hour or day, for the last N hours
+//! and days that have a good image, in UTC, so that neither a time zone nor its summer moves an image; younger than a
+//! time; pinned. Then come bounds of size, which are above the rules: bad images go first and then the others, the oldest
+//! first, and no more than it takes.
+//!
+//! Invariants:
+//! - The newest good image stays. While there is no good image, all stay.
+//! - No rule and no bound removes a pinned image.
+//! - Only an image whose manifest was read counts as good; one of which nothing is known is neither counted nor removed.
+//!   Bad images stay for a while, not counted, so that a wrong mark loses nothing at once.
+//! - Newer means a higher number, whatever the clock said. Hours and days are those that the clock showed when the image was
+//!   taken; where it was put back, images of a later time than now count as young.
+//! - After a plan for [`Policy::max_total`] what is left is within it, or the plan says that it can not be.
+//!
+//! [`admission`] asks the same before an image is written, [`survey`] collects the facts and carries a plan out.
+
+pub mod admission;
+mod facts;
+mod reason;
+mod sizes;
+pub mod survey;
 
 use std::cmp::Reverse;
-use std::fmt;
+use std::collections::HashSet;
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
 
 use super::id::ImageId;
-use super::image::{DamageKind, Image, State};
-
-/// What a plan has to know of an image.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Facts {
-    /// Which image.
-    pub id: ImageId,
-    /// What is known of it.
-    pub kind: FactKind,
-}
-
-/// What is known of an image.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum FactKind {
-    /// It can be used.
-    Good,
-    /// It is marked as bad, or its manifest is broken.
-    Bad,
-    /// Nothing is known: its manifest can not be read, or a newer rekindle wrote it.
-    Unknown,
-}
-
-impl From<&Image> for Facts {
-    fn from(image: &Image) -> Facts {
-        let kind = match &image.state {
-            State::Good(_) => FactKind::Good,
-            State::Bad { .. } => FactKind::Bad,
-            State::Damaged { why } => match why.kind {
-                DamageKind::Broken => FactKind::Bad,
-                DamageKind::Newer | DamageKind::Unreadable => FactKind::Unknown,
-            },
-        };
-        Facts { id: image.id, kind }
-    }
-}
-
-/// How many stay.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Policy {
-    /// So many good images stay, and as many bad ones. 0 counts as 1.
-    pub keep_last: u32,
-}
+pub use facts::{FactKind, Facts, Pin, Policy, Room};
+pub use reason::{KeepReason, Note, RemoveReason, Verdict};
+pub use sizes::{Gathering, Sizes};
 
 /// What happens to each image, newest first.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     /// One for each image.
     pub decisions: Vec<Decision>,
+    /// What is wanted and can not be reached.
+    pub notes: Vec<Note>,
 }
 
 impl Plan {
     /// Those that go, oldest first: the order to remove them in.
     pub fn removals(&self) -> impl Iterator<Item = ImageId> {
-        self.decisions.iter().rev().filter(|it| matches!(it.verdict, Verdict::Remove(_))).map(|it| it.id)
+        self.decisions.iter().rev().filter(|it| it.verdict.is_removal()).map(|it| it.id)
     }
 }
 
 /// What happens to an image.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
     /// Which image.
     pub id: ImageId,
@@ -74,83 +58,165 @@ pub struct Decision {
     pub verdict: Verdict,
 }
 
-/// Stay or go. Displayed, it is the reason.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    /// It stays.
-    Keep(KeepReason),
-    /// It goes.
-    Remove(RemoveReason),
+/// Decides for each image. The order of `facts` does not matter.
+#[must_use]
+pub fn plan(facts: &[Facts], policy: &Policy, now: DateTime<Utc>, sizes: &Sizes, room: &Room) -> Plan {
+    let mut plan = by_rules(facts, policy, now);
+    let mut gone: Vec<ImageId> = plan.removals().collect();
+    let order = expendable(facts, &plan);
+    if let Some(max) = policy.max_total {
+        let more = first_that(&gone, &order, |gone| sizes.left(gone) <= max);
+        // As near as it gets: a bound of the images alone is for them to keep.
+        gone.extend(more.as_deref().unwrap_or(&order));
+        plan.remove(&gone, RemoveReason::MaxTotal(max));
+        if more.is_none() {
+            plan.notes.push(Note::MaxTotal { left: sizes.left(&gone), max });
+        }
+    }
+    let short = room.short_of(0);
+    if sizes.freed(&gone) < short {
+        let order: Vec<ImageId> = order.iter().copied().filter(|id| !gone.contains(id)).collect();
+        match first_that(&gone, &order, |gone| sizes.freed(gone) >= short) {
+            Some(more) => plan.remove(&more, RemoveReason::MinFree(room.min_free)),
+            // Others may fill the file system. What does not help them is not given up for them.
+            None => plan.notes.push(Note::MinFree {
+                free: room.free,
+                min_free: room.min_free,
+                freed: sizes.freed(&[gone, order].concat()),
+            }),
+        }
+    }
+    plan
 }
 
-/// Why an image stays.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KeepReason {
-    /// The one that a restart would take.
-    NewestGood,
-    /// One of so many good ones.
-    OneOfTheLast(u32),
-    /// Bad, but one of so many; the mark may be wrong.
-    RecentBad(u32),
-    /// There is no good one: this may be all that is left.
-    NoGoodImage,
-    /// Nothing is known of it.
-    Unknown,
-}
-
-/// Why an image goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RemoveReason {
-    /// There are so many newer good ones.
-    OlderThanTheLast(u32),
-    /// There are so many newer bad ones.
-    OlderBad(u32),
-}
-
-impl fmt::Display for Verdict {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let text = match self {
-            Verdict::Keep(KeepReason::NewestGood) => "newest good",
-            Verdict::Keep(KeepReason::OneOfTheLast(n)) => &format!("one of the last {n}"),
-            Verdict::Keep(KeepReason::RecentBad(n)) => &format!("bad, one of the last {n} bad ones"),
-            Verdict::Keep(KeepReason::NoGoodImage) => "there is no good image",
-            Verdict::Keep(KeepReason::Unknown) => "can not be read here, so it is not touched",
-            Verdict::Remove(RemoveReason::OlderThanTheLast(n)) => &format!("older than the last {n}"),
-            Verdict::Remove(RemoveReason::OlderBad(n)) => &format!("bad, older than the last {n} bad ones"),
-        };
-        f.pad(text)
+impl Plan {
+    /// Turns the verdict of these from keep to remove.
+    fn remove(&mut self, gone: &[ImageId], reason: RemoveReason) {
+        for decision in self.decisions.iter_mut().filter(|it| gone.contains(&it.id) && !it.verdict.is_removal()) {
+            decision.verdict = Verdict::Remove(reason);
+        }
     }
 }
 
-/// Decides for each image. The order of `facts` does not matter.
-#[must_use]
-pub fn plan(facts: &[Facts], policy: &Policy) -> Plan {
-    let keep = policy.keep_last.max(1);
+/// So many of `order`, from its begin, that `enough` holds of them and `gone`; None where all are not enough.
+fn first_that(gone: &[ImageId], order: &[ImageId], enough: impl Fn(&[ImageId]) -> bool) -> Option<Vec<ImageId>> {
+    let mut all = gone.to_vec();
+    if enough(&all) {
+        return Some(Vec::new());
+    }
+    for (count, id) in (1..).zip(order) {
+        all.push(*id);
+        if enough(&all) {
+            return order.get(..count).map(<[ImageId]>::to_vec);
+        }
+    }
+    None
+}
+
+/// What bounds of size may take of what the rules keep, in the order to take it: bad ones before good ones, the oldest
+/// first.
+fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
+    let firm = |reason: &KeepReason| match reason {
+        KeepReason::NewestGood
+        | KeepReason::Pinned
+        | KeepReason::MaybePinned
+        | KeepReason::NoGoodImage
+        | KeepReason::Unknown => true,
+        KeepReason::OneOfTheLast(_)
+        | KeepReason::NewestOfHour
+        | KeepReason::NewestOfDay
+        | KeepReason::Within(_)
+        | KeepReason::FromTheFuture
+        | KeepReason::RecentBad(_) => false,
+    };
+    let is_expendable = |id: ImageId| {
+        let decision = plan.decisions.iter().find(|it| it.id == id);
+        matches!(decision.map(|it| &it.verdict), Some(Verdict::Keep(reasons)) if !reasons.iter().any(firm))
+    };
+    let mut order: Vec<&Facts> = facts.iter().filter(|it| is_expendable(it.id)).collect();
+    order.sort_by_key(|it| (it.kind == FactKind::Good, it.id));
+    order.into_iter().map(|it| it.id).collect()
+}
+
+/// What the rules keep, without bounds of size.
+fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
     let mut facts = facts.to_vec();
     facts.sort_by_key(|it| Reverse(it.id));
     let any_good = facts.iter().any(|it| it.kind == FactKind::Good);
-    let (mut good, mut bad) = (0_u32, 0_u32);
-    let mut decide = |kind| match kind {
-        FactKind::Unknown => Verdict::Keep(KeepReason::Unknown),
-        FactKind::Good => {
-            good = good.saturating_add(1);
-            match good {
-                1 => Verdict::Keep(KeepReason::NewestGood),
-                n if n <= keep => Verdict::Keep(KeepReason::OneOfTheLast(keep)),
-                _ => Verdict::Remove(RemoveReason::OlderThanTheLast(keep)),
+    let mut rules = Rules::new(policy, now);
+    let mut bad = 0_u32;
+    let keep = policy.keep_last.max(1);
+    let mut decide = |it: &Facts| {
+        let (mut reasons, otherwise) = match it.kind {
+            FactKind::Unknown => (vec![KeepReason::Unknown], None),
+            FactKind::Good => (rules.keep(it.taken), Some(RemoveReason::NotKept(*policy))),
+            FactKind::Bad if !any_good => (vec![KeepReason::NoGoodImage], None),
+            FactKind::Bad => {
+                bad = bad.saturating_add(1);
+                let recent = if bad <= keep { vec![KeepReason::RecentBad(keep)] } else { Vec::new() };
+                (recent, Some(RemoveReason::OlderBad(keep)))
             }
+        };
+        match it.pin {
+            Pin::None => {}
+            Pin::Pinned => reasons.push(KeepReason::Pinned),
+            Pin::Unreadable => reasons.push(KeepReason::MaybePinned),
         }
-        FactKind::Bad if !any_good => Verdict::Keep(KeepReason::NoGoodImage),
-        FactKind::Bad => {
-            bad = bad.saturating_add(1);
-            if bad <= keep {
-                Verdict::Keep(KeepReason::RecentBad(keep))
-            } else {
-                Verdict::Remove(RemoveReason::OlderBad(keep))
-            }
+        match otherwise.filter(|_| reasons.is_empty()) {
+            Some(reason) => Verdict::Remove(reason),
+            None => Verdict::Keep(reasons),
         }
     };
-    Plan { decisions: facts.iter().map(|it| Decision { id: it.id, verdict: decide(it.kind) }).collect() }
+    let decisions = facts.iter().map(|it| Decision { id: it.id, verdict: decide(it) }).collect();
+    Plan { decisions, notes: Vec::new() }
+}
+
+/// The rules for good images, which are shown to them newest first.
+struct Rules<'p> {
+    policy: &'p Policy,
+    now: DateTime<Utc>,
+    good: u32,
+    hours: HashSet<i64>,
+    days: HashSet<i64>,
+}
+
+impl<'p> Rules<'p> {
+    fn new(policy: &'p Policy, now: DateTime<Utc>) -> Rules<'p> {
+        Rules { policy, now, good: 0, hours: HashSet::new(), days: HashSet::new() }
+    }
+
+    /// Why the next one stays; empty where it does not.
+    fn keep(&mut self, taken: DateTime<Utc>) -> Vec<KeepReason> {
+        let Policy { keep_last, keep_hourly, keep_daily, keep_within, .. } = *self.policy;
+        let keep_last = keep_last.max(1);
+        self.good = self.good.saturating_add(1);
+        let mut reasons = Vec::new();
+        match self.good {
+            1 => reasons.push(KeepReason::NewestGood),
+            n if n <= keep_last => reasons.push(KeepReason::OneOfTheLast(keep_last)),
+            _ => {}
+        }
+        if is_first_of(&mut self.hours, taken.timestamp().div_euclid(3600), keep_hourly) {
+            reasons.push(KeepReason::NewestOfHour);
+        }
+        if is_first_of(&mut self.days, taken.timestamp().div_euclid(24 * 3600), keep_daily) {
+            reasons.push(KeepReason::NewestOfDay);
+        }
+        if keep_within > Duration::ZERO {
+            // Negative where the clock was put back.
+            match self.now.signed_duration_since(taken).to_std() {
+                Ok(age) if age <= keep_within => reasons.push(KeepReason::Within(keep_within)),
+                Ok(_) => {}
+                Err(_) => reasons.push(KeepReason::FromTheFuture),
+            }
+        }
+        reasons
+    }
+}
+
+/// Whether a time of which none was seen yet, while fewer than `most` were.
+fn is_first_of(seen: &mut HashSet<i64>, time: i64, most: u32) -> bool {
+    u32::try_from(seen.len()).is_ok_and(|count| count < most) && seen.insert(time)
 }
 
 #[cfg(test)]

@@ -1,14 +1,21 @@
-//! Which image does a text mean: `latest`, `42`, `000042-20261120T132105Z` or the begin of that.
+//! Which image does a text mean: `latest`, `42`, `000042-20261120T132105Z` or the begin of that, or a tag.
 
 use super::error::{Error, Result};
 use super::id::{ImageId, JobName};
 use super::image::Image;
+use super::tags::Tag;
 
 /// The text for the newest good image.
 pub const LATEST: &str = "latest";
 
-/// Chooses among `images`, which are sorted newest first.
-pub(super) fn select(job: &JobName, images: Vec<Image>, wanted: &str) -> Result<Image> {
+/// Chooses among `images`, which are sorted newest first. `tagged` names those that have a tag; it is asked only where no
+/// id fits.
+pub(super) fn select(
+    job: &JobName,
+    images: Vec<Image>,
+    wanted: &str,
+    tagged: impl FnOnce(&Tag) -> Vec<ImageId>,
+) -> Result<Image> {
     let known = |images: &[Image]| images.iter().map(|image| image.id).collect::<Vec<_>>();
     if wanted == LATEST {
         let all = known(&images);
@@ -17,6 +24,9 @@ pub(super) fn select(job: &JobName, images: Vec<Image>, wanted: &str) -> Result<
     }
     let ids = known(&images);
     let mut matching = matches(&ids, wanted);
+    if let (true, Ok(tag)) = (matching.is_empty(), wanted.parse()) {
+        matching = tagged(&tag);
+    }
     let Some(id) = matching.pop() else {
         return Err(Error::UnknownImage { job: job.clone(), wanted: wanted.to_owned(), known: ids });
     };
@@ -62,7 +72,20 @@ mod tests {
         ["1000042-20261122T000000Z", "000142-20261121T000000Z", "000042-20261120T132105Z", "000004-20261120T132000Z"];
 
     fn found(wanted: &str) -> Result<String> {
-        select(&"train".parse().unwrap(), images(&IDS), wanted).map(|image| image.id.to_string())
+        let ids = |at: &[usize]| at.iter().map(|at| IDS[*at].parse().unwrap()).collect();
+        let tagged = |tag: &Tag| match tag.as_str() {
+            "best" => ids(&[2]),
+            "x" => ids(&[1, 3]),
+            _ => Vec::new(),
+        };
+        select(&"train".parse().unwrap(), images(&IDS), wanted, tagged).map(|image| image.id.to_string())
+    }
+
+    #[test]
+    fn a_tag_is_tried_last_and_must_be_of_one() {
+        assert_eq!(found("best").unwrap(), IDS[2]);
+        let error = found("x").unwrap_err();
+        assert!(matches!(&error, Error::AmbiguousImage { matching, .. } if matching.len() == 2), "{error}");
     }
 
     #[test]
@@ -90,7 +113,7 @@ mod tests {
 
     #[test]
     fn what_fits_none_names_all() {
-        for wanted in ["", "7", "x", "../x", "latest2"] {
+        for wanted in ["", "7", "y", "../x", "latest2"] {
             let error = found(wanted).unwrap_err();
             assert!(matches!(&error, Error::UnknownImage { known, .. } if known.len() == 4), "{wanted}: {error}");
         }

@@ -4,7 +4,9 @@ mod damage;
 mod full;
 mod killed;
 mod leftovers;
+mod packed;
 mod publish;
+mod tags;
 mod unreadable;
 
 use std::collections::BTreeMap;
@@ -106,6 +108,7 @@ pub(crate) fn manifest() -> Manifest {
         given_files: Vec::new(),
         saved_links: Vec::new(),
         recreate: Vec::new(),
+        mapped_files: Vec::new(),
         landing: Vec::new(),
         tcp: Tcp::Close,
         phases: Vec::new(),
@@ -113,6 +116,7 @@ pub(crate) fn manifest() -> Manifest {
         interval: None,
         bytes: 0,
         parts: Vec::<Part>::new(),
+        chunks: None,
     }
 }
 

@@ -1,4 +1,8 @@
-//! Is an image still what was published? Reads every byte of it.
+//! Is an image still what was published? Reads every byte of one whose parts are files; of a packed one its chunk map and
+//! the indexes of the packs, and their content when that is asked for ([`Image::verify_content`], [`check_packs`]).
+
+mod content;
+mod packed;
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -6,12 +10,15 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
+use super::chunk::map;
 use super::files::{self, Kind};
 use super::id::ImageId;
 use super::image::{Damage, Image, Place, State};
-use super::manifest::{self, Part};
-use super::mark;
+use super::manifest::{self, Manifest, Part};
+use super::{mark, tags};
 use crate::sys::durable;
+
+pub use content::{PackReport, PacksReport, Share, check_packs};
 
 /// What [`Image::verify`] found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -72,6 +79,20 @@ pub enum Finding {
     },
     /// It is not in the manifest.
     Extra,
+    /// Some of it is in no pack, or is not what was written.
+    Chunks {
+        /// How many chunks of it.
+        count: u64,
+        /// Where in it the first of them is, in bytes.
+        offset: u64,
+        /// What is wrong with that one.
+        why: String,
+    },
+    /// It was read, and can not be used.
+    Broken {
+        /// In words.
+        why: String,
+    },
 }
 
 impl std::fmt::Display for PartReport {
@@ -89,20 +110,24 @@ impl std::fmt::Display for Finding {
             Finding::WrongHash => f.pad("wrong hash"),
             Finding::Unreadable { why } => write!(f, "unreadable: {why}"),
             Finding::Extra => f.pad("not in the manifest"),
+            Finding::Chunks { count, offset, why } => {
+                write!(f, "{count} chunks can not be had, the first at byte {offset}: {why}")
+            }
+            Finding::Broken { why } => write!(f, "broken: {why}"),
         }
     }
 }
 
 impl Image {
     /// Reads the manifest anew and every file, on several threads; of an image in memory, whose parts have no hash yet, the
-    /// sizes. Damage is part of the answer, never an error.
+    /// sizes; of a packed one whether the packs have all of it. Damage is part of the answer, never an error.
     #[must_use]
     pub fn verify(&self) -> Report {
         let now = self.look_again();
-        let manifest = match now.state {
+        let manifest = match &now.state {
             State::Good(manifest) | State::Bad { manifest, .. } => manifest,
             State::Damaged { why } => {
-                return Report { image: self.id, place: self.place, manifest: Some(why), parts: Vec::new() };
+                return Report { image: self.id, place: self.place, manifest: Some(why.clone()), parts: Vec::new() };
             }
         };
         let (mut there, mut parts) = match files::walk(&self.dir) {
@@ -113,30 +138,38 @@ impl Image {
                 (HashMap::new(), vec![PartReport { path, finding: Finding::Unreadable { why: source.to_string() } }])
             }
         };
-        for part in &manifest.parts {
-            there.remove(Path::new(&part.path));
+        if manifest.chunks.is_none() {
+            for part in &manifest.parts {
+                there.remove(Path::new(&part.path));
+            }
         }
         let extra = there.into_iter().filter(|(path, kind)| {
             *kind != Kind::Folder && !is_ours(path) && !(self.is_staged() && path.starts_with("spool"))
         });
         parts.extend(extra.map(|(path, _)| PartReport { path, finding: Finding::Extra }));
-        let sized = manifest.parts.iter().map(|part| (part, part.size)).collect();
-        let look = |part: &Part| {
-            Ok::<_, Infallible>(PartReport { path: PathBuf::from(&part.path), finding: check(&self.dir, part) })
-        };
-        let Ok(checked) = files::in_parallel(sized, files::MAX_THREADS, look);
-        parts.extend(checked);
+        parts.extend(match manifest.chunks {
+            Some(_) => packed::check(&now, manifest),
+            None => check_all(&self.dir, manifest),
+        });
         parts.sort_by(|a, b| a.path.cmp(&b.path));
         Report { image: self.id, place: self.place, manifest: None, parts }
     }
 }
 
-/// The manifest, a mark, and what a crash left of writing a mark.
+fn check_all(dir: &Path, manifest: &Manifest) -> Vec<PartReport> {
+    let sized = manifest.parts.iter().map(|part| (part, part.size)).collect();
+    let look =
+        |part: &Part| Ok::<_, Infallible>(PartReport { path: PathBuf::from(&part.path), finding: check(dir, part) });
+    let Ok(checked) = files::in_parallel(sized, files::MAX_THREADS, look);
+    checked
+}
+
+/// The manifest, the chunk map, a mark, tags, and what a crash left of writing one of the last two.
 fn is_ours(path: &Path) -> bool {
-    let mark_in_work = format!("{}{}-", durable::TEMP_PREFIX, mark::FILE_NAME);
-    path == Path::new(manifest::FILE_NAME)
-        || path == Path::new(mark::FILE_NAME)
-        || path.to_str().is_some_and(|text| text.starts_with(&mark_in_work))
+    let Some(text) = path.to_str() else { return false };
+    let in_work = |name: &str| text.starts_with(&format!("{}{name}-", durable::TEMP_PREFIX));
+    [manifest::FILE_NAME, map::FILE_NAME].contains(&text)
+        || [mark::FILE_NAME, tags::FILE_NAME].iter().any(|name| text == *name || in_work(name))
 }
 
 fn check(dir: &Path, part: &Part) -> Finding {

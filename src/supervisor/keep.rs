@@ -4,15 +4,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use bytesize::ByteSize;
+use chrono::Utc;
+
 use super::publish::Persisting;
 use super::state::{Event, Finish, Harm, State};
 use super::{Message, Owner, PROGRESS, Setup};
-use crate::config::Rate;
+use crate::config::Repack;
 use crate::snapshot::{self, Subject, Taken};
-use crate::store::persist::{self, Bounds, Progress};
-use crate::store::retention::{self, Facts, Policy};
+use crate::store::gc;
+use crate::store::persist::{self, Progress};
+use crate::store::retention::Policy;
+use crate::store::retention::survey::{self, NoRoom, Removing};
 use crate::store::staging::Area;
-use crate::store::{Image, ImageId};
+use crate::store::{Form, Image, ImageId};
 use crate::sys::criu::Log;
 use crate::sys::{cgroup, process};
 use crate::telemetry::log::chain;
@@ -20,18 +25,34 @@ use crate::telemetry::log::chain;
 /// How often it is looked at how much memory is left.
 pub(super) const LOOK: Duration = Duration::from_secs(2);
 
-/// An image on its way from memory to the store.
-pub(super) struct Persist {
+/// An image on its way from one place to another.
+pub(super) struct Moving {
     image: ImageId,
     progress: Arc<Progress>,
+}
+
+impl Moving {
+    pub(super) fn new(image: ImageId, progress: Arc<Progress>) -> Moving {
+        Moving { image, progress }
+    }
+
+    /// What others see of it; None before it has begun.
+    pub(super) fn seen(&self) -> Option<Persisting> {
+        let (done, total) = self.progress.bytes();
+        (total > 0).then_some(Persisting { image: self.image, done, total })
+    }
+}
+
+/// An image on its way from memory to the store.
+pub(super) struct Persist {
+    moving: Moving,
     cancel: Arc<AtomicBool>,
 }
 
 impl Persist {
     /// What others see of it.
     pub(super) fn seen(&self) -> Persisting {
-        let (done, total) = self.progress.bytes();
-        Persisting { image: self.image, done, total }
+        self.moving.seen().unwrap_or(Persisting { image: self.moving.image, done: 0, total: 0 })
     }
 }
 
@@ -49,7 +70,9 @@ enum PersistError {
     #[error(transparent)]
     Store(#[from] crate::store::Error),
     #[error(transparent)]
-    Refused(#[from] snapshot::Refusal),
+    NoRoom(#[from] NoRoom),
+    #[error("for as long as it is packed it takes {} more, {} are free, and {} are to stay free (store.min-free)", ByteSize::b(*need), ByteSize::b(*free), ByteSize::b(*keep))]
+    NotPacked { need: u64, free: u64, keep: u64 },
     #[error(transparent)]
     Persist(#[from] persist::Error),
 }
@@ -89,16 +112,12 @@ impl Owner<'_> {
                 taken.notes.iter().for_each(|note| tracing::warn!("{note}"));
                 let bytes = taken.image.manifest().map_or(0, |m| m.bytes);
                 let freeze = shown(taken.freeze);
-                let size = bytesize::ByteSize::b(bytes);
+                let size = ByteSize::b(bytes);
                 tracing::info!("image {}: {size}, the job stood still for {freeze}", taken.image.id);
                 self.published.taken(&taken);
-                let persist = match taken.image.is_staged() {
-                    true => {
-                        self.persist(taken.image);
-                        None
-                    }
-                    false => Some(taken.persist),
-                };
+                // One that is in the store as plain files is packed, which saves space only.
+                let persist = (!taken.image.is_staged()).then_some(taken.persist);
+                self.persist(taken.image);
                 Event::SnapshotTaken { freeze: taken.freeze, persist }
             }
             Err(error) => {
@@ -131,7 +150,7 @@ impl Owner<'_> {
 
     /// Brings the newest image that is in memory only to the store, unless one is on its way.
     pub(super) fn persist_newest(&mut self) {
-        let newest = self.only_in_memory().filter(|image| self.is_usable(image));
+        let newest = self.only_in_memory().filter(|image| self.is_usable(image)).or_else(|| self.newest_loose());
         if let Some(image) = newest.filter(|_| self.persist.is_none()) {
             self.persist(image);
         }
@@ -146,15 +165,22 @@ impl Owner<'_> {
         (stored.is_none_or(|stored| stored.id < newest.id) && !folder.is_stored(newest.id)).then_some(newest)
     }
 
+    /// The newest good image, where it is in the store as plain files.
+    fn newest_loose(&self) -> Option<Image> {
+        let newest = self.shared.folder.images().ok()?.into_iter().find(Image::is_good)?;
+        (newest.form() == Form::Loose).then_some(newest)
+    }
+
     fn persist(&mut self, image: Image) {
         let (setup, sender, read) = (Arc::clone(self.shared), self.sender.clone(), Arc::clone(&self.read));
         let (progress, cancel) = (Arc::new(Progress::default()), Arc::new(AtomicBool::new(false)));
-        self.persist = Some(Persist { image: image.id, progress: Arc::clone(&progress), cancel: Arc::clone(&cancel) });
+        let moving = Moving::new(image.id, Arc::clone(&progress));
+        self.persist = Some(Persist { moving, cancel: Arc::clone(&cancel) });
         self.step(Event::PersistBegan);
         self.spawn("persist", move || {
             process::be_nice();
             let began = Instant::now();
-            let result = bring_to_store(&setup, &image, &progress, &cancel);
+            let result = bring_to_store(&setup, &image, &progress, &cancel, &read);
             let took = began.elapsed();
             // While memory is brought back from an image none is removed: it is done when that is over.
             if result.is_ok() && !read.load(Ordering::SeqCst) {
@@ -183,8 +209,12 @@ impl Owner<'_> {
                 tracing::info!("image {} was not brought to the store", outcome.image);
             }
             Err(error) => {
-                let there = self.shared.folder.staged().iter().any(|image| image.id == outcome.image);
-                let what = if there { "is in memory only" } else { "is lost, it was in memory only" };
+                let folder = &self.shared.folder;
+                let what = match folder.staged().iter().any(|image| image.id == outcome.image) {
+                    _ if folder.is_stored(outcome.image) => "is in the store, but not packed",
+                    true => "is in memory only",
+                    false => "is lost, it was in memory only",
+                };
                 let why = format!("image {} {what}: {}", outcome.image, chain(&error));
                 tracing::error!("{why}");
                 self.published.persist_failure = Some(why);
@@ -212,7 +242,7 @@ impl Owner<'_> {
         slots.sort_by_key(|slot| slot.image().map(|image| image.id) == newest);
         for slot in slots {
             let image = slot.image().map(|image| image.id);
-            let persisting = self.persist.as_ref().map(|persist| persist.image);
+            let persisting = self.persist.as_ref().map(|persist| persist.moving.image);
             let needed = image.is_some() && (image == only_here || image == persisting);
             if needed || slot.allocated() == 0 || !is_short() {
                 continue;
@@ -245,7 +275,7 @@ impl Owner<'_> {
         }
         // A second signal means at once.
         while self.persist.is_some() {
-            if self.stops > 1 {
+            if self.stops > 1 || !self.holds_the_lock() {
                 self.persist.iter().for_each(|persist| persist.cancel.store(true, Ordering::Relaxed));
             }
             match messages.recv_timeout(PROGRESS) {
@@ -255,6 +285,9 @@ impl Owner<'_> {
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,
             }
+        }
+        if self.taken_over.is_some() {
+            return;
         }
         match self.only_in_memory().filter(|_| *finish != Finish::Completed) {
             Some(image) => tracing::warn!(
@@ -287,17 +320,22 @@ fn bring_to_store(
     image: &Image,
     progress: &Progress,
     cancel: &AtomicBool,
+    read: &AtomicBool,
 ) -> Result<Image, PersistError> {
     let store = &setup.config.store;
-    let need = image.manifest().map_or(0, |manifest| manifest.bytes);
-    snapshot::check_disk(need, store.min_free.bytes(), &setup.folder)?;
-    let rate = match store.persist_rate {
-        Rate::Unlimited => None,
-        Rate::PerSecond(size) => Some(size.bytes()),
-    };
-    let bounds = Bounds { rate, threads: store.threads() };
-    let draft = setup.folder.begin_image_as(&setup.lock, image.id)?;
-    Ok(persist::persist(image, draft, bounds, progress, &|| cancel.load(Ordering::Relaxed))?)
+    let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
+    let removing = if read.load(Ordering::SeqCst) { Removing::NotNow } else { Removing::Allowed };
+    if image.is_staged() {
+        survey::make_room(&setup.folder, &setup.lock, store, whole, removing)?;
+    } else {
+        // It is safe as it is: no other has to go for it.
+        let (free, keep) = (survey::free_space(setup.folder.path())?, store.min_free.bytes());
+        if free < whole.saturating_add(keep) {
+            return Err(PersistError::NotPacked { need: whole, free, keep });
+        }
+    }
+    let cancelled = || cancel.load(Ordering::Relaxed);
+    Ok(persist::persist(image, &setup.folder, &setup.lock, &setup.packing, progress, &cancelled)?)
 }
 
 /// In whole milliseconds.
@@ -307,16 +345,18 @@ pub(super) fn shown(time: Duration) -> humantime::FormattedDuration {
 
 /// Removes what the plan says. What can not be read stays. It may take seconds: never on the thread that owns the state.
 pub(super) fn rotate(setup: &Setup) {
-    let folder = &setup.folder;
-    let policy = Policy { keep_last: setup.config.store.keep_last };
-    let removed = folder.images().and_then(|images| {
-        let facts: Vec<Facts> = images.iter().map(Facts::from).collect();
-        retention::plan(&facts, &policy).removals().try_for_each(|id| {
-            tracing::debug!("removing image {id}");
-            folder.remove(&setup.lock, &id)
-        })
-    });
-    if let Err(error) = removed {
-        tracing::warn!("old images were not removed: {}", chain(&error));
+    let store = &setup.config.store;
+    match survey::rotate(&setup.folder, &setup.lock, &Policy::from(store), store.min_free.bytes()) {
+        Ok((plan, _)) => plan.notes.iter().for_each(|note| tracing::warn!("{note}")),
+        Err(error) => tracing::warn!("old images were not removed: {}", chain(&error)),
+    }
+    let repack = match store.repack {
+        Repack::Off => None,
+        Repack::UpTo(size) => Some(size.bytes()),
+    };
+    let bounds = gc::Bounds { sweep_after: store.sweep_after, repack, key: setup.packing.key.as_deref() };
+    match gc::collect(&setup.folder, &setup.lock, &bounds, Utc::now(), &|| false) {
+        Ok(done) => tracing::debug!(?done, "packs"),
+        Err(error) => tracing::warn!("what no image needs was not swept: {}", chain(&error)),
     }
 }

@@ -8,12 +8,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::keep::{rotate, shown};
+use super::start::Loader;
 use super::state::{Event, Harm};
 use super::{Message, Owner};
 use crate::launch::Job;
-use crate::store::ImageId;
 use crate::sys::criu::Log;
-use crate::sys::criu::lazy::Daemon;
 use crate::sys::spawn::Ended;
 
 /// After so many failures restores are done as ever.
@@ -37,7 +36,8 @@ enum Failure {
 
 impl Owner<'_> {
     /// Looks after the daemon until it has delivered all.
-    pub(super) fn load(&mut self, job: Arc<Job>, mut daemon: Daemon, image: ImageId) {
+    pub(super) fn load(&mut self, job: Arc<Job>, loader: Loader) {
+        let Loader { mut daemon, image, unpacked } = loader;
         let (life, sender) = (self.life, self.sender.clone());
         self.loading = Some((life, image));
         self.read.store(true, Ordering::SeqCst);
@@ -62,6 +62,7 @@ impl Owner<'_> {
                 let _ = job.world.init().map_or_else(|| job.root.wait_for_end(), |init| init.wait_for_end());
             }
             drop(daemon);
+            drop(unpacked);
         });
     }
 

@@ -13,9 +13,10 @@ pub use publish::{Persisting, Published};
 mod start;
 pub mod state;
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use signal_hook::consts as sig;
@@ -24,8 +25,9 @@ use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
 use crate::snapshot::{self, Launch, Taken};
+use crate::store::persist::Packing;
 use crate::store::staging::Area;
-use crate::store::{BadWhy, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
+use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
 use crate::sys::criu::Criu;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
@@ -55,6 +57,8 @@ pub struct Setup {
     pub interposer: Option<PathBuf>,
     /// Where images land in memory.
     pub staging: Option<Area>,
+    /// How they are packed.
+    pub packing: Packing,
     /// What to begin with.
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
@@ -125,16 +129,20 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         stops: 0,
         published: publish::Published::new(&shared.launch.lineage),
         persist: None,
+        restoring: None,
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
+        told: Arc::default(),
+        heartbeat: Instant::now(),
+        taken_over: None,
         finish: None,
     };
     owner.record(Outcome::Running, None)?;
     owner.carry_out(actions);
     // What an interrupted run left in memory.
     owner.persist_newest();
-    while owner.finish.is_none() {
+    while owner.finish.is_none() && owner.holds_the_lock() {
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
             Err(mpsc::RecvTimeoutError::Timeout) => owner.timed_out(),
@@ -144,8 +152,14 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let finish = owner.finish.take();
     let finish = finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
     owner.end_job();
-    owner.leave_memory(&finish, &messages);
+    if owner.taken_over.is_none() {
+        owner.leave_memory(&finish, &messages);
+    }
     signals.close();
+    if let Some(error) = owner.taken_over.take() {
+        // Nothing more is written; what is under way ends with this process.
+        return Err(error.into());
+    }
     // Before the rest of the output is shown: a reader that stands still must not keep the end from being recorded.
     let recorded = owner.wrap_up(&finish);
     // All is done but for that reader: whoever does not want to wait for it can end us.
@@ -192,12 +206,20 @@ struct Owner<'a> {
     published: publish::Published,
     /// The image that is on its way from memory to the store.
     persist: Option<keep::Persist>,
+    /// The image that a start under way reads.
+    restoring: Option<keep::Moving>,
     /// The life whose memory is still being brought back, and the image that it comes from.
     loading: Option<(u32, ImageId)>,
     /// The same for other threads: whether an image is being read.
     read: Arc<AtomicBool>,
     /// How often that failed.
     lazy_failures: u32,
+    /// Differences between images and this machine that the user knows of.
+    told: Arc<Mutex<BTreeSet<String>>>,
+    /// The last one of the lock.
+    heartbeat: Instant,
+    /// Once the job's folder is another supervisor's.
+    taken_over: Option<crate::store::Error>,
     finish: Option<Finish>,
 }
 
@@ -216,17 +238,34 @@ impl Owner<'_> {
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
+        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
         match (&self.persist, &self.shared.staging) {
+            _ if self.restoring.is_some() => tick.min(PROGRESS),
             (Some(_), _) => tick.min(PROGRESS),
             (None, Some(_)) => tick.min(keep::LOOK),
             (None, None) => tick,
         }
     }
 
+    /// The heartbeat of the lock, when it is due. Answers whether the job's folder is still ours.
+    fn holds_the_lock(&mut self) -> bool {
+        if self.heartbeat.elapsed() < HEARTBEAT {
+            return self.taken_over.is_none();
+        }
+        self.heartbeat = Instant::now();
+        match self.shared.lock.refresh() {
+            Ok(()) => {}
+            Err(error @ crate::store::Error::TakenOver { .. }) => self.taken_over = Some(error),
+            // The next one may work; who waits for us to fall silent waits for ten of them.
+            Err(error) => tracing::warn!("no sign of life could be given: {}", chain(&error)),
+        }
+        self.taken_over.is_none()
+    }
+
     fn timed_out(&mut self) {
         if self.machine.deadline().is_some_and(|at| at <= Instant::now()) {
             self.step(Event::Tick);
-        } else if self.persist.is_some() {
+        } else if self.persist.is_some() || self.restoring.is_some() {
             self.publish();
         }
         self.give_memory_back();
@@ -353,6 +392,7 @@ impl Owner<'_> {
     fn publish(&mut self) {
         self.published.update(self.machine.state(), self.job.as_deref());
         self.published.persisting = self.persist.as_ref().map(keep::Persist::seen);
+        self.published.restoring = self.restoring.as_ref().and_then(keep::Moving::seen);
         self.published.loading = self.loading.map(|(_, image)| image);
         self.published.chosen(self.machine.choice());
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
@@ -409,7 +449,10 @@ impl Owner<'_> {
         if *finish == Finish::Completed && self.shared.config.store.on_success == OnSuccess::Remove {
             let images = self.shared.folder.images()?;
             for id in self.good_images()?.iter().filter(|id| images.iter().any(|image| image.id == **id)) {
-                self.shared.folder.remove(&self.shared.lock, id)?;
+                match self.shared.folder.remove(&self.shared.lock, id) {
+                    Err(crate::store::Error::Pinned(id)) => tracing::info!("image {id} is pinned and stays"),
+                    other => other?,
+                }
             }
         }
         self.publish();

@@ -47,6 +47,9 @@ pub struct Published {
     /// The image that is on its way from memory to the store.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persisting: Option<Persisting>,
+    /// The image that is read to bring the job back, when it is in packs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restoring: Option<Persisting>,
     /// The image that the job's memory is still being brought back from.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loading: Option<ImageId>,
@@ -91,6 +94,7 @@ impl Published {
             interval: None,
             last_failure: None,
             persisting: None,
+            restoring: None,
             loading: None,
             persist_failure: None,
         }

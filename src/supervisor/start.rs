@@ -1,29 +1,40 @@
 //! Launching and restoring, on a thread of its own, and what becomes of it.
 
-use std::sync::Arc;
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use chrono::Utc;
 
-use super::keep::shown;
+use super::keep::{Moving, shown};
 use super::state::Event;
 use super::{Message, Owner, Setup, load};
 use crate::config::{Lazy, PidNamespace};
 use crate::launch::world::{FIRST_PID, World};
 use crate::launch::{self, Job, output};
+use crate::restart::compat::{self, Difference, Here};
 use crate::restart::policy::From;
 use crate::restart::{self, Blame};
+use crate::store::persist::Progress;
 use crate::store::{BadMark, BadWhy, Image, ImageId};
 use crate::sys::criu::lazy::Daemon;
+use crate::sys::pages;
 use crate::telemetry::log::chain;
 
 pub(super) struct StartedJob {
     job: Job,
     notes: Vec<String>,
-    /// What brings its memory while it runs, from this image.
-    loader: Option<(Daemon, ImageId)>,
+    loader: Option<Loader>,
     not_lazy: Option<String>,
+}
+
+/// What brings the job's memory while it runs.
+pub(super) struct Loader {
+    pub(super) daemon: Daemon,
+    pub(super) image: ImageId,
+    /// The files that it comes from, where they are for this restore only.
+    pub(super) unpacked: Option<restart::Unpacked>,
 }
 
 pub(super) enum StartFailure {
@@ -38,11 +49,16 @@ impl Owner<'_> {
         self.cancel = Arc::new(AtomicBool::new(false));
         let (setup, files, cancel, sender) =
             (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
+        let (told, progress) = (Arc::clone(&self.told), Arc::new(Progress::default()));
+        self.restoring = match from {
+            From::Image(image) => Some(Moving::new(image, Arc::clone(&progress))),
+            From::Cold => None,
+        };
         let lazy = if self.lazy_failures < load::FAILURES { self.shared.config.restart.lazy } else { Lazy::Off };
         let work = move || {
             let result = match from {
                 From::Cold => launch_job(&setup, &files),
-                From::Image(id) => restore_job(&setup, id, lazy, &cancel),
+                From::Image(id) => restore_job(&setup, id, lazy, &told, &progress, &cancel),
             };
             let _ = sender.send(Message::Started(Box::new(result)));
         };
@@ -50,6 +66,7 @@ impl Owner<'_> {
     }
 
     pub(super) fn started(&mut self, started: StartedJob) {
+        self.restoring = None;
         started.notes.iter().for_each(|note| tracing::info!("{note}"));
         let job = Arc::new(started.job);
         self.life += 1;
@@ -68,12 +85,13 @@ impl Owner<'_> {
         if let Some(why) = started.not_lazy {
             self.not_lazy(&why);
         }
-        if let Some((loader, image)) = started.loader {
-            self.load(job, loader, image);
+        if let Some(loader) = started.loader {
+            self.load(job, loader);
         }
     }
 
     pub(super) fn start_failed(&mut self, failure: StartFailure) {
+        self.restoring = None;
         let event = match failure {
             StartFailure::World(error) => Event::Impossible { why: chain(&error) },
             StartFailure::Launch(error) => Event::Impossible { why: chain(&error) },
@@ -88,6 +106,7 @@ impl Owner<'_> {
         self.keep_criu_log("restore", error.criu_log());
         let bad = match error.blame() {
             Blame::Nobody => return Event::StartFailed { why },
+            Blame::Here => return Event::Impossible { why: self.advise_misfit(&image, &why) },
             Blame::Machine => {
                 tracing::error!("can not restore image {} now: {why}", image.id);
                 return Event::StartFailed { why };
@@ -111,6 +130,24 @@ impl Owner<'_> {
             }
             Err(error) => Event::StartFailed { why: chain(&error) },
         }
+    }
+
+    /// What can be done about an image that does not fit this machine. It is not marked, and nothing else is begun by
+    /// itself: an older image or the beginning would cost work, which is for the user to decide.
+    fn advise_misfit(&self, image: &Image, why: &str) -> String {
+        let job = self.shared.folder.name();
+        let older = self.shared.folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
+        let fits = older.filter(|other| self.is_usable(other)).find_map(|other| {
+            let manifest = other.manifest()?;
+            let here = Here::look(manifest, Some(self.shared.criu.version));
+            (!compat::compare(manifest, &here).iter().any(Difference::is_fatal)).then_some(other.id)
+        });
+        let other = fits.map_or_else(String::new, |id| {
+            format!(" Image {id}, which is older, fits: `rekindle restore {job}/{id}` goes on from there.")
+        });
+        format!(
+            "{why}. Put that right and run the same command again: the image is kept and is as good as it was.{other} `rekindle run --fresh` begins anew."
+        )
     }
 
     fn has_good_copy(&self, id: ImageId) -> bool {
@@ -156,7 +193,14 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
     }
 }
 
-fn restore_job(setup: &Setup, id: ImageId, lazy: Lazy, cancel: &AtomicBool) -> Result<StartedJob, StartFailure> {
+fn restore_job(
+    setup: &Setup,
+    id: ImageId,
+    lazy: Lazy,
+    told: &Mutex<BTreeSet<String>>,
+    progress: &Progress,
+    cancel: &AtomicBool,
+) -> Result<StartedJob, StartFailure> {
     let copies = setup.folder.copies().map_err(StartFailure::Store)?;
     let wanted = copies.into_iter().find(|image| image.id == id && image.is_good());
     let image = match wanted {
@@ -171,10 +215,24 @@ fn restore_job(setup: &Setup, id: ImageId, lazy: Lazy, cancel: &AtomicBool) -> R
         identity: setup.spec.identity.as_ref(),
         timeout: setup.config.restart.restore_timeout,
         lazy,
+        unpacking: restart::Unpacking {
+            staging: setup.staging.as_ref(),
+            memory_reserve: setup.config.snapshot.memory_reserve.bytes(),
+            key: setup.packing.key.as_deref(),
+            threads: pages::spare_threads(),
+            progress,
+        },
     };
     let cancelled = || cancel.load(Ordering::Relaxed);
+    // Once, not at every restart.
+    let warn = |difference: &Difference| {
+        let text = difference.to_string();
+        if told.lock().unwrap_or_else(PoisonError::into_inner).insert(text.clone()) {
+            tracing::warn!("this machine differs from the one of image {id}: {text}");
+        }
+    };
     let mut not_lazy = None;
-    let mut result = restart::restore(&request, &cancelled);
+    let mut result = restart::restore(&request, &warn, &cancelled);
     if let Err(error) = &result
         && lazy == Lazy::On
         && error.blame() == Blame::Image
@@ -182,7 +240,7 @@ fn restore_job(setup: &Setup, id: ImageId, lazy: Lazy, cancel: &AtomicBool) -> R
         // It counts against the image only where the other way does not work either.
         not_lazy = Some(chain(error));
         request.lazy = Lazy::Off;
-        result = restart::restore(&request, &cancelled);
+        result = restart::restore(&request, &warn, &cancelled);
     }
     match result {
         Ok(restored) => {
@@ -196,7 +254,9 @@ fn restore_job(setup: &Setup, id: ImageId, lazy: Lazy, cancel: &AtomicBool) -> R
             let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();
             notes.push(format!("the job is back from image {id} after {}", shown(took)));
             let not_lazy = not_lazy.or_else(|| restored.not_lazy.map(|error| chain(&error)));
-            Ok(StartedJob { job: restored.job, notes, loader: restored.loader.map(|loader| (loader, id)), not_lazy })
+            let unpacked = restored.unpacked;
+            let loader = restored.loader.map(|daemon| Loader { daemon, image: id, unpacked });
+            Ok(StartedJob { job: restored.job, notes, loader, not_lazy })
         }
         Err(error) => Err(StartFailure::Restore(Box::new(image), Box::new(error))),
     }

@@ -4,7 +4,9 @@
 pub mod cgroup;
 pub mod criu;
 pub mod cuda;
+pub mod direct;
 pub mod durable;
+pub mod elf;
 pub mod identity;
 pub mod inherited;
 pub mod nvml;

@@ -56,8 +56,14 @@ impl GpuInventory {
         // development packages install.
         match Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init() {
             Ok(nvml) => from_nvml(&nvml),
-            Err(_) => from_proc(Path::new("/proc/driver/nvidia/gpus")),
+            Err(_) => GpuInventory::of_kernel_module(),
         }
+    }
+
+    /// What the kernel module tells: names and UUIDs. A GPU that nothing has used yet may be missing.
+    #[must_use]
+    pub fn of_kernel_module() -> Self {
+        from_proc(Path::new("/proc/driver/nvidia/gpus"))
     }
 
     /// Device memory of process `pid`, bytes.

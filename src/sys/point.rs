@@ -1,6 +1,6 @@
 //! Numbered points of the protocols that write, publish and remove: before each step that changes the disk.
 //!
-//! Outside of tests there is nothing here. In a test that runs in a process of its own ([`armed`]), the process is killed at
+//! Outside of tests there is nothing here. In a test that runs in a process of its own (`armed`), the process is killed at
 //! one of them, or the disk is full from there on. That finds every state that a crash can leave without waiting for one.
 
 /// What a step does to the disk.

@@ -10,6 +10,7 @@ use crate::store::id::{ImageId, JobName};
 use crate::store::paths;
 use crate::supervisor::interval::Choice;
 use crate::sys::criu::Tcp;
+use crate::sys::nvml;
 
 /// All that is known of an image. It holds no environment variable, neither name nor value; like the memory in the
 /// image, the command may be private, which is why the store is 0700.
@@ -53,6 +54,9 @@ pub struct Manifest {
     pub saved_links: Vec<SavedLink>,
     /// Files of ours that the job has mapped, and that must be put back before a restore.
     pub recreate: Vec<Recreate>,
+    /// Files that nobody puts back and that must be at a restore what they were. An image of an earlier version names none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub mapped_files: Vec<MappedFile>,
     /// Device memory of CUDA processes that is in a file of its own, which the process has mapped in the image.
     #[serde(default)]
     pub landing: Vec<Landing>,
@@ -69,6 +73,21 @@ pub struct Manifest {
     pub bytes: u64,
     /// Every file of the image but this one, by path. Set by [`crate::store::Draft::publish`].
     pub parts: Vec<Part>,
+    /// Where the content of the parts is, if it is in packs: `parts` then need no hash. Version 2 has it, version 1 not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub chunks: Option<Chunks>,
+}
+
+/// What the manifest knows of the chunk map of a packed image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Chunks {
+    /// BLAKE3 of the file `chunks`.
+    #[serde(with = "hex")]
+    pub blake3: blake3::Hash,
+    /// The extents in it.
+    pub extents: u64,
+    /// Bytes that this image added to packs: what it cost, not what it needs.
+    pub stored: u64,
 }
 
 /// What asked for a snapshot.
@@ -109,6 +128,12 @@ pub struct Gpu {
     pub uuid: String,
     /// The product's name.
     pub name: String,
+}
+
+impl From<&nvml::Gpu> for Gpu {
+    fn from(gpu: &nvml::Gpu) -> Gpu {
+        Gpu { uuid: gpu.uuid.to_string(), name: gpu.name.clone().unwrap_or_default() }
+    }
 }
 
 /// The processes in an image.
@@ -208,6 +233,22 @@ pub struct Recreate {
     pub part: String,
 }
 
+/// A file that the job has mapped, executes, or has open for reading only. CRIU compares it at a restore.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MappedFile {
+    /// As the job sees it, and as the supervisor did too.
+    #[serde(with = "paths")]
+    pub path: PathBuf,
+    /// Its size, in bytes.
+    pub size: u64,
+    /// `st_mode`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mode: Option<u32>,
+    /// The build-id of an ELF file as CRIU keeps it: hexadecimal, padded to a multiple of four bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub build_id: Option<String>,
+}
+
 /// The landing file of a CUDA process: CRIU's image names it, and the driver reads it back at the restore.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Landing {
@@ -240,8 +281,8 @@ pub struct Part {
     pub path: String,
     /// In bytes.
     pub size: u64,
-    /// BLAKE3 of its content; hexadecimal in the file. None in an image that is in memory only: it is taken when the image
-    /// is brought to the store.
+    /// BLAKE3 of its content; hexadecimal in the file. None in an image that is in memory only, and in a packed one, which
+    /// has a hash for each chunk.
     #[serde(default, with = "hex::optional", skip_serializing_if = "Option::is_none")]
     pub blake3: Option<blake3::Hash>,
 }

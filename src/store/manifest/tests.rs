@@ -66,9 +66,22 @@ fn unknown_fields_are_additions() {
 
 #[test]
 fn paths_that_lead_out_are_refused() {
-    for path in
-        ["", "/", "/a", "..", "../a", "a/../b", "a/..", "./a", "a//b", "a/", "a\0b", "manifest.json", "bad.json"]
-    {
+    for path in [
+        "",
+        "/",
+        "/a",
+        "..",
+        "../a",
+        "a/../b",
+        "a/..",
+        "./a",
+        "a//b",
+        "a/",
+        "a\0b",
+        "manifest.json",
+        "bad.json",
+        "tags.json",
+    ] {
         let error = Manifest { parts: vec![part(path)], ..manifest() }.to_bytes().unwrap_err();
         assert!(matches!(&error, ManifestError::PartPath(it) if it == path), "{path}: {error}");
     }
@@ -123,4 +136,36 @@ proptest! {
             prop_assert_eq!(parsed, manifest());
         }
     }
+}
+
+fn packed() -> Manifest {
+    let part = Part { blake3: None, ..part("criu/pages-1.img") };
+    let chunks = Chunks { blake3: blake3::hash(b"map"), extents: 3, stored: 1 << 40 };
+    Manifest { parts: vec![part], chunks: Some(chunks), ..manifest() }
+}
+
+#[test]
+fn only_a_packed_image_needs_version_2() {
+    let version = |manifest: &Manifest| {
+        let json: serde_json::Value = serde_json::from_slice(&manifest.to_bytes().unwrap()).unwrap();
+        json["version"].as_u64().unwrap()
+    };
+    assert_eq!((version(&manifest()), version(&packed())), (1, 2));
+    assert_eq!(Manifest::parse(&packed().to_bytes().unwrap()).unwrap(), packed());
+}
+
+#[test]
+fn a_version_that_does_not_go_with_the_content_is_damage() {
+    for (manifest, from, to) in [(packed(), 2, 1), (manifest(), 1, 2)] {
+        let text = String::from_utf8(manifest.to_bytes().unwrap()).unwrap();
+        let other = text.replacen(&format!("\"version\": {from}"), &format!("\"version\": {to}"), 1);
+        assert!(matches!(Manifest::parse(other.as_bytes()), Err(ManifestError::WrongVersion(it)) if it == to));
+    }
+}
+
+#[test]
+fn the_name_of_the_chunk_map_is_taken() {
+    let error = Manifest { parts: vec![part("chunks")], ..manifest() }.to_bytes().unwrap_err();
+    assert!(matches!(error, ManifestError::PartPath(_)));
+    Manifest { parts: vec![part("criu/chunks")], ..manifest() }.to_bytes().unwrap();
 }

@@ -21,6 +21,7 @@
 
 pub mod admission;
 mod slot;
+mod take;
 
 use std::fs::{self, DirBuilder};
 use std::io;
@@ -31,6 +32,7 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::statfs::{TMPFS_MAGIC, statfs};
 
 pub use slot::{Filling, Slot};
+pub use take::{Need, TakeError};
 
 use super::folder::JobFolder;
 use super::image::Image;

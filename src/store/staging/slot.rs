@@ -134,6 +134,19 @@ impl Filling {
         self.slot.dir.join("spool")
     }
 
+    /// Removes what earlier images left for the pages of this one: files that are made anew.
+    ///
+    /// # Errors
+    /// When something can not be removed.
+    pub fn clear_pages(&self) -> Result<(), Error> {
+        for name in LASTING {
+            let path = self.slot.dir.join(name);
+            remove_dir(&path)?;
+            make(&path, 0o700)?;
+        }
+        Ok(())
+    }
+
     /// The part that holds the device memory of a process.
     #[must_use]
     pub fn landing_part(pid: i32) -> String {

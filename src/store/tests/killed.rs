@@ -1,7 +1,7 @@
 //! A writer that is killed at any moment: whole images, and leftovers that the next start sweeps.
 
 use super::*;
-use retention::{Facts, Policy, plan};
+use retention::{Policy, survey};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -20,10 +20,7 @@ fn writer() {
         let draft = folder.begin_image(&lock, at(0)).unwrap();
         fill(draft.dir());
         draft.publish(manifest(), 8).unwrap();
-        let facts: Vec<Facts> = folder.images().unwrap().iter().map(Facts::from).collect();
-        for id in plan(&facts, &Policy { keep_last: KEEP }).removals() {
-            folder.remove(&lock, &id).unwrap();
-        }
+        survey::rotate(&folder, &lock, &Policy { keep_last: KEEP, ..Policy::default() }, 0).unwrap();
     }
 }
 

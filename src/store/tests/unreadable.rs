@@ -1,7 +1,8 @@
 //! What can not be read is not deleted. Root reads through all permissions, so the obstacles are of another kind.
 
 use super::*;
-use retention::{FactKind, Facts, Policy, plan};
+use retention::survey::{self, Survey};
+use retention::{FactKind, Facts, Policy};
 use std::os::unix::fs::{PermissionsExt, symlink};
 
 const OBSTACLES: [fn(&Path); 2] = [|path| fs::write(path, b"x").unwrap(), |path| symlink(path, path).unwrap()];
@@ -61,7 +62,9 @@ fn nothing_goes(home: &Home, unknown: usize) {
     let before = snapshot(home.store.path());
     let facts: Vec<Facts> = home.folder.images().unwrap().iter().map(Facts::from).collect();
     assert_eq!(facts.iter().filter(|it| it.kind == FactKind::Unknown).count(), unknown);
-    assert_eq!(plan(&facts, &Policy { keep_last: 0 }).removals().count(), 0);
+    let strictest = Policy { max_total: Some(0), ..Policy::default() };
+    let survey = Survey::of(&home.folder, u64::MAX).unwrap();
+    assert_eq!(survey.plan(&strictest, at(0)).removals().count(), 0);
     assert!(home.folder.sweep_leftovers(&home.lock).unwrap().is_empty());
     assert_eq!(snapshot(home.store.path()), before);
 }
@@ -80,10 +83,9 @@ fn removing_needs_the_image_to_be_there() {
 fn a_plan_is_carried_out() {
     let home = Home::new();
     let images: Vec<_> = (0..5).map(|seconds| home.publish(seconds)).collect();
-    let facts: Vec<Facts> = home.folder.images().unwrap().iter().map(Facts::from).collect();
-    for id in plan(&facts, &Policy { keep_last: 2 }).removals() {
-        home.folder.remove(&home.lock, &id).unwrap();
-    }
+    let policy = Policy { keep_last: 2, ..Policy::default() };
+    let (_, gone) = survey::rotate(&home.folder, &home.lock, &policy, 0).unwrap();
+    assert_eq!(gone, [images[0].id, images[1].id, images[2].id]);
     assert_eq!(home.ids(), [images[4].id.to_string(), images[3].id.to_string()]);
     assert!(home.folder.images().unwrap().iter().all(|image| image.verify().is_sound()));
     assert!(home.folder.sweep_leftovers(&home.lock).unwrap().is_empty());

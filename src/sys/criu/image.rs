@@ -2,10 +2,14 @@
 //!
 //! Everything read here may be damaged: lengths are checked against the file before anything is allocated.
 
+mod checked;
+
 use std::io;
 use std::path::{Path, PathBuf};
 
 use prost::Message;
+
+pub use checked::{CheckedFile, checked_files};
 
 use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};
 
@@ -19,7 +23,7 @@ const REMAP: u32 = 0x5913_3954;
 const STATS: u32 = 0x5709_3306;
 
 /// CRIU on x86-64 maps pages of this size.
-const PAGE: u64 = 4096;
+pub const PAGE: u64 = 4096;
 /// `PE_PRESENT`: the page is in the pages file.
 const PRESENT: u32 = 4;
 const MAX_RECORD: usize = 16 << 20;
@@ -273,20 +277,9 @@ pub fn check_pages(dir: &Path) -> Result<u64, Error> {
 }
 
 fn check_pagemap(dir: &Path, path: PathBuf) -> Result<u64, Error> {
-    let mut records = Records::open(path.clone(), PAGEMAP)?;
-    let head: PagemapHead = records.next()?.ok_or_else(|| damaged(&path, "no head"))?;
-    let entries: Vec<PagemapEntry> = records.all()?;
-    let mut pages: u64 = 0;
-    for entry in entries {
-        // Before flags there was only in_parent.
-        let present = entry.flags.map_or_else(|| entry.in_parent != Some(true), |flags| flags & PRESENT != 0);
-        if present {
-            let count = entry.nr_pages.unwrap_or_else(|| u64::from(entry.compat_nr_pages.unwrap_or(0)));
-            pages = pages.checked_add(count).ok_or_else(|| damaged(&path, "page counts overflow"))?;
-        }
-    }
-    let want = pages.checked_mul(PAGE).ok_or_else(|| damaged(&path, "page counts overflow"))?;
-    let file = dir.join(format!("pages-{}.img", head.pages_id));
+    let map = page_runs(&path)?;
+    let want = map.bytes(&path)?;
+    let file = dir.join(format!("pages-{}.img", map.pages_id));
     let have = match std::fs::metadata(&file) {
         Ok(metadata) => metadata.len(),
         Err(e) if e.kind() == io::ErrorKind::NotFound && want == 0 => 0,
@@ -296,6 +289,59 @@ fn check_pagemap(dir: &Path, path: PathBuf) -> Result<u64, Error> {
         return Err(damaged(&file, format!("{have} bytes, its page map says {want}")));
     }
     Ok(have)
+}
+
+/// Pages that follow each other in memory and in the pages file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageRun {
+    /// The address of the first.
+    pub address: u64,
+    /// How many.
+    pub pages: u64,
+}
+
+/// What a page map says of its pages file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PageRuns {
+    /// The file is `pages-ID.img`.
+    pub pages_id: u32,
+    /// What is in it, in its order: only pages that have content there.
+    pub runs: Vec<PageRun>,
+}
+
+impl PageRuns {
+    /// The size that the pages file must have.
+    ///
+    /// # Errors
+    /// When the counts overflow.
+    pub fn bytes(&self, path: &Path) -> Result<u64, Error> {
+        let pages = self.runs.iter().try_fold(0_u64, |sum, run| sum.checked_add(run.pages));
+        pages.and_then(|pages| pages.checked_mul(PAGE)).ok_or_else(|| damaged(path, "page counts overflow"))
+    }
+}
+
+/// Reads the begin of a page map: which pages file it is of.
+///
+/// # Errors
+/// When it is missing or damaged.
+pub fn pages_id(path: &Path) -> Result<u32, Error> {
+    let head: Option<PagemapHead> = Records::open(path.to_owned(), PAGEMAP)?.next()?;
+    head.map(|head| head.pages_id).ok_or_else(|| damaged(path, "no head"))
+}
+
+/// Reads a page map.
+///
+/// # Errors
+/// When it is missing or damaged.
+pub fn page_runs(path: &Path) -> Result<PageRuns, Error> {
+    let mut records = Records::open(path.to_owned(), PAGEMAP)?;
+    let head: PagemapHead = records.next()?.ok_or_else(|| damaged(path, "no head"))?;
+    let entries: Vec<PagemapEntry> = records.all()?;
+    // Before flags there was only in_parent.
+    let present = |e: &PagemapEntry| e.flags.map_or_else(|| e.in_parent != Some(true), |flags| flags & PRESENT != 0);
+    let pages = |e: &PagemapEntry| e.nr_pages.unwrap_or_else(|| u64::from(e.compat_nr_pages.unwrap_or(0)));
+    let runs = entries.iter().filter(|e| present(e)).map(|e| PageRun { address: e.vaddr, pages: pages(e) });
+    Ok(PageRuns { pages_id: head.pages_id, runs: runs.collect() })
 }
 
 /// The page maps of an image that CRIU is writing: what stands between `pagemap-` and `.img` (a pid, or `shmem-` and the
@@ -330,3 +376,5 @@ pub fn frozen_time(dir: &Path) -> Result<std::time::Duration, Error> {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+pub(crate) use tests::write_pagemap;

@@ -138,6 +138,9 @@ pub(crate) struct PagemapHead {
 /// `pagemap_entry`.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct PagemapEntry {
+    /// The address of the first page.
+    #[prost(uint64, required, tag = "1")]
+    pub vaddr: u64,
     /// The number of pages up to CRIU 4.1.
     #[prost(uint32, optional, tag = "2")]
     pub compat_nr_pages: Option<u32>,
@@ -173,6 +176,18 @@ pub(crate) struct RegFileEntry {
     /// Without the leading slash where it is in the task's root.
     #[prost(string, required, tag = "6")]
     pub name: String,
+    /// Of a regular file, unless it was opened to be appended to only: a restore compares it.
+    #[prost(uint64, optional, tag = "8")]
+    pub size: Option<u64>,
+    /// Somebody else brings it back.
+    #[prost(bool, optional, tag = "9")]
+    pub ext: Option<bool>,
+    /// `st_mode`: a restore compares it.
+    #[prost(uint32, optional, tag = "10")]
+    pub mode: Option<u32>,
+    /// The build-id of an ELF file, padded to whole words: a restore compares it.
+    #[prost(uint32, repeated, packed = "false", tag = "11")]
+    pub build_id: Vec<u32>,
 }
 
 /// `remap_file_path_entry`: a file whose name was gone at the dump.

@@ -1,4 +1,5 @@
 use super::*;
+use crate::sys::criu::proto::RegFileEntry;
 
 fn write(path: &Path, magic: u32, records: &[Vec<u8>]) {
     let mut bytes = [COMMON.to_le_bytes(), magic.to_le_bytes()].concat();
@@ -13,6 +14,15 @@ fn pagemap(dir: &Path, entries: &[PagemapEntry]) {
     let mut records = vec![PagemapHead { pages_id: 7 }.encode_to_vec()];
     records.extend(entries.iter().map(Message::encode_to_vec));
     write(&dir.join("pagemap-12.img"), PAGEMAP, &records);
+}
+
+/// A page map as CRIU writes it, of runs (address, pages).
+pub(crate) fn write_pagemap(path: &Path, pages_id: u32, runs: &[(u64, u64)]) {
+    let mut records = vec![PagemapHead { pages_id }.encode_to_vec()];
+    let entry =
+        |(vaddr, pages)| PagemapEntry { vaddr, nr_pages: Some(pages), flags: Some(PRESENT), ..Default::default() };
+    records.extend(runs.iter().map(|run| entry(*run).encode_to_vec()));
+    write(path, PAGEMAP, &records);
 }
 
 #[test]
@@ -117,4 +127,39 @@ fn cut_records_and_foreign_files_are_refused() {
     assert!(ids(dir.path()).is_err());
     std::fs::write(&path, [FILES.to_le_bytes(), PSTREE.to_le_bytes()].concat()).unwrap();
     assert!(ids(dir.path()).unwrap_err().to_string().contains("magic"));
+}
+
+#[test]
+fn files_that_a_restore_compares() {
+    let dir = tempfile::tempdir().unwrap();
+    let reg = |id: u32, name: &str, flags: i32| RegFileEntry {
+        id,
+        flags: flags.cast_unsigned(),
+        name: name.into(),
+        size: Some(10),
+        mode: Some(0o100_644),
+        ..RegFileEntry::default()
+    };
+    let library = RegFileEntry { build_id: vec![0x0302_0100, 0x0706_0504], ..reg(1, "/lib/a", libc::O_RDONLY) };
+    let folder = RegFileEntry { size: None, ..reg(2, "/home", libc::O_RDONLY) };
+    let entries = [
+        library,
+        folder,
+        reg(3, "/data", libc::O_RDONLY),
+        reg(4, "/log", libc::O_RDONLY),
+        reg(5, "/log", libc::O_RDWR),
+        reg(6, "/deleted", libc::O_RDONLY),
+        reg(7, "/link_remap.7", libc::O_RDONLY),
+        RegFileEntry { ext: Some(true), ..reg(8, "file[1:2]", libc::O_RDONLY) },
+        reg(9, "/data", libc::O_RDONLY),
+    ];
+    let records: Vec<Vec<u8>> =
+        entries.into_iter().map(|reg| FileEntry { id: reg.id, reg: Some(reg) }.encode_to_vec()).collect();
+    write(&dir.path().join("files.img"), FILES, &records);
+    let remap = RemapEntry { orig_id: 6, remap_id: 7, remap_type: Some(0) };
+    write(&dir.path().join("remap-fpath.img"), REMAP, &[remap.encode_to_vec()]);
+    let found = checked_files(dir.path()).unwrap();
+    let data = CheckedFile { path: "/data".into(), size: 10, mode: Some(0o100_644), build_id: None };
+    let library = CheckedFile { path: "/lib/a".into(), build_id: Some((0..8).collect()), ..data.clone() };
+    assert_eq!(found, [data, library]);
 }

@@ -1,0 +1,72 @@
+//! `rekindle pin`, `unpin`, `tag` and `untag`: what a user says of an image.
+
+use serde::Serialize;
+
+use super::output::{Format, print_json, print_text};
+use super::{Exit, Global, job_args};
+use crate::store::{Change, ImageId, JobName, Place, Tag, Tags};
+
+/// Which image.
+#[derive(Debug, clap::Args)]
+pub(crate) struct PinArgs {
+    /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
+    image: String,
+}
+
+/// Which image, and its names.
+#[derive(Debug, clap::Args)]
+pub(crate) struct TagArgs {
+    /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
+    image: String,
+    /// Names: 1 to 64 characters from A-Z a-z 0-9 . _ -, no numbers, and not "latest"
+    #[arg(required = true, value_name = "TAG")]
+    tags: Vec<Tag>,
+}
+
+/// What holds after the change.
+#[derive(Debug, Serialize)]
+struct Shown<'a> {
+    job: &'a JobName,
+    image: ImageId,
+    pinned: bool,
+    tags: Vec<&'a Tag>,
+}
+
+pub(super) fn pin(global: &Global, args: &PinArgs) -> anyhow::Result<Exit> {
+    change(global, &args.image, Change::Pin)
+}
+
+pub(super) fn unpin(global: &Global, args: &PinArgs) -> anyhow::Result<Exit> {
+    change(global, &args.image, Change::Unpin)
+}
+
+pub(super) fn tag(global: &Global, args: &TagArgs) -> anyhow::Result<Exit> {
+    change(global, &args.image, Change::Tag(args.tags.clone()))
+}
+
+pub(super) fn untag(global: &Global, args: &TagArgs) -> anyhow::Result<Exit> {
+    change(global, &args.image, Change::Untag(args.tags.clone()))
+}
+
+fn change(global: &Global, text: &str, change: Change) -> anyhow::Result<Exit> {
+    let (folder, best) = job_args::image(&global.open_store()?, text)?;
+    // Of two copies the one in the store has the tags, whichever is the better one.
+    let known = folder.known()?.into_iter().find(|known| known.id() == best.id);
+    let image = known.as_ref().and_then(|known| known.copy(Place::Stored)).unwrap_or(&best);
+    let tags = image.change_tags(change)?;
+    match global.format() {
+        Format::Json => {
+            let tags_shown = tags.iter().collect();
+            print_json(&Shown { job: folder.name(), image: image.id, pinned: tags.is_pinned(), tags: tags_shown })?;
+        }
+        Format::Text => print_text(&format!("{}/{}: {}", folder.name(), image.id, or_none(&tags)))?,
+    }
+    Ok(Exit::Success)
+}
+
+fn or_none(tags: &Tags) -> String {
+    match tags.to_string().as_str() {
+        "" => "no pin, no tags".to_owned(),
+        text => text.to_owned(),
+    }
+}

@@ -1,0 +1,23 @@
+//! Chunks: the pieces that the parts of an image are cut into, and by which they are stored once.
+//!
+//! It owns what a chunk is: its name ([`id`]), where files are cut ([`cut`]), how its bytes are compressed ([`codec`]) and
+//! sealed ([`cipher`]), and the list of chunks of an image ([`map`]). Where a chunk lies is the business of
+//! [`super::pack`]. All of it is computed in memory; only the key, the page maps and the chunk map are read from files.
+
+pub mod cipher;
+pub mod codec;
+pub mod cut;
+pub mod id;
+pub mod map;
+
+pub use cipher::{Key, KeyError, chunk_id};
+pub use codec::{Codec, Compression};
+pub use cut::{Cuts, Cutter};
+pub use id::ChunkId;
+pub use map::{ChunkMap, Extent};
+
+/// Raw bytes of a chunk at most, when written. Large enough that 1 TiB has 4 million chunks, small enough that a few
+/// changed pages cost little.
+pub const CHUNK: usize = 256 << 10;
+/// Raw bytes of a chunk at most, when read: room for a later writer that cuts more coarsely.
+pub const CHUNK_MAX: u32 = 16 << 20;

@@ -1,0 +1,55 @@
+//! A disk that is full at different moments.
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+
+use super::*;
+use crate::test_gate::require;
+
+struct SmallDisk(tempfile::TempDir);
+
+impl SmallDisk {
+    fn mount(bytes: usize) -> Option<SmallDisk> {
+        let dir = tempfile::tempdir().unwrap();
+        let options = format!("size={bytes},mode=0700");
+        let mounted = mount(Some("rekindle-test"), dir.path(), Some("tmpfs"), MsFlags::empty(), Some(options.as_str()));
+        let why = mounted.err().map_or_else(String::new, |error| format!("can not mount a small tmpfs: {error}"));
+        require("root", mounted.is_ok(), &why).then(|| SmallDisk(dir))
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = umount2(self.0.path(), MntFlags::MNT_DETACH);
+    }
+}
+
+#[test]
+fn a_full_disk_leaves_what_was_there_and_says_so() {
+    let source = Ground::new();
+    let (mut full, mut done) = (0, 0);
+    // All of it takes 8 MiB and a little; the smallest has no room for a piece, others not for the index or the map.
+    for kib in [2048, 6144, 8176, 8192, 8200, 8208, 8212, 8216, 8220, 8224, 8240, 9000, 12288] {
+        let Some(disk) = SmallDisk::mount(kib << 10) else { return };
+        let ground = Ground::below(tempfile::tempdir_in(disk.0.path()).unwrap());
+        let small = source.stage(1, &[("a", noise(1, 1000))]);
+        let old = ground.persist(&small).unwrap();
+        let large = source.stage(2, &[("a", noise(2, 8 << 20))]);
+        match ground.persist(&large) {
+            Ok(image) => {
+                done += 1;
+                assert_eq!(ground.folder.images().unwrap(), [image, old.clone()]);
+            }
+            Err(error) => {
+                full += 1;
+                assert!(error.is_full(), "{kib}: {error:?}");
+                assert_eq!(ground.folder.images().unwrap(), std::slice::from_ref(&old));
+                assert_eq!(fs::read_dir(ground.folder.images_dir()).unwrap().count(), 1);
+                assert!(ground.packs("").iter().all(|name| !name.starts_with(".tmp-")), "{:?}", ground.packs(""));
+            }
+        }
+        let into = tempfile::tempdir().unwrap();
+        unpack(&old, &ground.folder, into.path(), None, 1, &Progress::default(), &|| false).unwrap();
+        assert_eq!(fs::read(into.path().join("a")).unwrap(), noise(1, 1000));
+    }
+    assert!(full > 2 && done > 0, "{full} full, {done} done");
+}

@@ -1,0 +1,114 @@
+//! What a plan has to know: of each image, of what is to stay, and of the room there is.
+
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+
+use crate::store::id::ImageId;
+use crate::store::image::{DamageKind, Image, State};
+use crate::store::tags::Tags;
+
+/// What a plan has to know of an image. Its tags are not among it: a tag is a name, a pin keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Facts {
+    /// Which image.
+    pub id: ImageId,
+    /// When it was taken, as the clock said then.
+    pub taken: DateTime<Utc>,
+    /// What is known of it.
+    pub kind: FactKind,
+    /// Whether somebody pinned it.
+    pub pin: Pin,
+}
+
+/// What is known of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FactKind {
+    /// It can be used.
+    Good,
+    /// It is marked as bad, or its manifest is broken.
+    Bad,
+    /// Nothing is known: its manifest can not be read, or a newer rekindle wrote it.
+    Unknown,
+}
+
+/// Whether somebody pinned an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pin {
+    /// Nobody did.
+    None,
+    /// Somebody did.
+    Pinned,
+    /// What is said of it can not be read: somebody may have.
+    Unreadable,
+}
+
+impl From<&Tags> for Pin {
+    fn from(tags: &Tags) -> Pin {
+        match (tags.unreadable(), tags.is_pinned()) {
+            (Some(_), _) => Pin::Unreadable,
+            (None, true) => Pin::Pinned,
+            (None, false) => Pin::None,
+        }
+    }
+}
+
+/// Reads the tags anew.
+impl From<&Image> for Facts {
+    fn from(image: &Image) -> Facts {
+        let kind = match &image.state {
+            State::Good(_) => FactKind::Good,
+            State::Bad { .. } => FactKind::Bad,
+            State::Damaged { why } => match why.kind {
+                DamageKind::Broken => FactKind::Bad,
+                DamageKind::Newer | DamageKind::Unreadable => FactKind::Unknown,
+            },
+        };
+        Facts { id: image.id, taken: image.id.taken(), kind, pin: Pin::from(&image.tags()) }
+    }
+}
+
+/// What stays. An image stays that one of these keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Policy {
+    /// So many of the newest good images, and as many bad ones. 0 counts as 1.
+    pub keep_last: u32,
+    /// The newest good image of each of so many hours of UTC, of those with one.
+    pub keep_hourly: u32,
+    /// The newest good image of each of so many days of UTC, of those with one.
+    pub keep_daily: u32,
+    /// Good images that were taken so shortly before now, or after it. Zero keeps none.
+    pub keep_within: Duration,
+    /// Bytes that all may take, above what the others say.
+    pub max_total: Option<u64>,
+}
+
+impl From<&crate::config::Store> for Policy {
+    fn from(config: &crate::config::Store) -> Policy {
+        Policy {
+            keep_last: config.keep_last,
+            keep_hourly: config.keep_hourly,
+            keep_daily: config.keep_daily,
+            keep_within: config.keep_within,
+            max_total: config.max_total_size.bytes(),
+        }
+    }
+}
+
+/// The room on the file system.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// Bytes free.
+    pub free: u64,
+    /// Bytes that nobody needs any more and that come free without another image going.
+    pub pending: u64,
+    /// Bytes that must stay free.
+    pub min_free: u64,
+}
+
+impl Room {
+    /// Bytes that are missing for `need` bytes more.
+    pub(super) fn short_of(&self, need: u64) -> u64 {
+        need.saturating_add(self.min_free).saturating_sub(self.free.saturating_add(self.pending))
+    }
+}

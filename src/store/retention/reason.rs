@@ -1,0 +1,164 @@
+//! Why an image stays or goes, in words.
+
+use std::fmt;
+use std::time::Duration;
+
+use bytesize::ByteSize;
+
+use super::facts::Policy;
+
+/// Stay or go. Displayed, it is the reason.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// It stays, for at least one reason.
+    Keep(Vec<KeepReason>),
+    /// It goes.
+    Remove(RemoveReason),
+}
+
+impl Verdict {
+    /// Whether the image goes.
+    #[must_use]
+    pub fn is_removal(&self) -> bool {
+        matches!(self, Verdict::Remove(_))
+    }
+}
+
+/// Why an image stays.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeepReason {
+    /// The one that a restart would take.
+    NewestGood,
+    /// One of so many good ones.
+    OneOfTheLast(u32),
+    /// The newest good one of its hour, and the hour is one of those that count.
+    NewestOfHour,
+    /// The newest good one of its day, and the day is one of those that count.
+    NewestOfDay,
+    /// Younger than this.
+    Within(Duration),
+    /// Its time has not come yet: the clock was put back.
+    FromTheFuture,
+    /// Somebody pinned it.
+    Pinned,
+    /// What is said of it can not be read, which may be a pin.
+    MaybePinned,
+    /// Bad, but one of so many; the mark may be wrong.
+    RecentBad(u32),
+    /// There is no good one: this may be all that is left.
+    NoGoodImage,
+    /// Nothing is known of it.
+    Unknown,
+}
+
+/// Why an image goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RemoveReason {
+    /// No rule keeps it.
+    NotKept(Policy),
+    /// There are so many newer bad ones.
+    OlderBad(u32),
+    /// All together would take more than this.
+    MaxTotal(u64),
+    /// The file system has less than this free.
+    MinFree(u64),
+}
+
+/// What a plan can not reach.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Note {
+    /// What must stay takes more than all may.
+    MaxTotal {
+        /// Bytes that stay.
+        left: u64,
+        /// Bytes that may.
+        max: u64,
+    },
+    /// Removing all that may go would not give the file system what it should have free; so nothing goes for that.
+    MinFree {
+        /// Bytes free.
+        free: u64,
+        /// Bytes that must be.
+        min_free: u64,
+        /// Bytes that would come free.
+        freed: u64,
+    },
+}
+
+impl fmt::Display for KeepReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            KeepReason::NewestGood => f.write_str("newest good"),
+            KeepReason::OneOfTheLast(n) => write!(f, "one of the last {n}"),
+            KeepReason::NewestOfHour => f.write_str("newest of its hour"),
+            KeepReason::NewestOfDay => f.write_str("newest of its day"),
+            KeepReason::Within(age) => write!(f, "younger than {}", humantime::format_duration(*age)),
+            KeepReason::FromTheFuture => f.write_str("taken later than now"),
+            KeepReason::Pinned => f.write_str("pinned"),
+            KeepReason::MaybePinned => f.write_str("tags.json can not be read, so it counts as pinned"),
+            KeepReason::RecentBad(n) => write!(f, "bad, one of the last {n} bad ones"),
+            KeepReason::NoGoodImage => f.write_str("there is no good image"),
+            KeepReason::Unknown => f.write_str("can not be read here, so it is not touched"),
+        }
+    }
+}
+
+impl fmt::Display for RemoveReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            RemoveReason::NotKept(policy) => not_kept(policy, f),
+            RemoveReason::OlderBad(n) => write!(f, "bad, older than the last {n} bad ones"),
+            RemoveReason::MaxTotal(max) => {
+                write!(f, "too much for store.max-total-size ({})", ByteSize::b(*max))
+            }
+            RemoveReason::MinFree(keep) => {
+                write!(f, "the file system is to have {} free (store.min-free)", ByteSize::b(*keep))
+            }
+        }
+    }
+}
+
+fn not_kept(policy: &Policy, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    write!(f, "older than the last {}", policy.keep_last.max(1))?;
+    match (policy.keep_hourly, policy.keep_daily) {
+        (0, 0) => {}
+        (hours, 0) => write!(f, ", not the newest of one of the last {hours} hours")?,
+        (0, days) => write!(f, ", not the newest of one of the last {days} days")?,
+        (hours, days) => write!(f, ", not the newest of one of the last {hours} hours or {days} days")?,
+    }
+    if policy.keep_within > Duration::ZERO {
+        write!(f, ", not younger than {}", humantime::format_duration(policy.keep_within))?;
+    }
+    Ok(())
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Verdict::Keep(reasons) => f.pad(&reasons.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")),
+            Verdict::Remove(reason) => f.pad(&reason.to_string()),
+        }
+    }
+}
+
+impl fmt::Display for Note {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Note::MaxTotal { left, max } => write!(
+                f,
+                "the images that must stay (the newest good one, pinned ones, and what can not be read) take {}, more than \
+                 store.max-total-size ({}): raise it, or take pins back with `rekindle unpin`",
+                ByteSize::b(*left),
+                ByteSize::b(*max)
+            ),
+            Note::MinFree { free, min_free, freed } => write!(
+                f,
+                "the file system has {} free instead of {} (store.min-free), and removing all images that may go would free \
+                 only {}: nothing is removed for that; make room elsewhere",
+                ByteSize::b(*free),
+                ByteSize::b(*min_free),
+                ByteSize::b(*freed)
+            ),
+        }
+    }
+}

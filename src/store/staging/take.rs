@@ -1,0 +1,77 @@
+//! Takes a slot for an image: what [`super::admission`] decided is done.
+
+use super::admission::{self, Choice, Memory, Refusal, SlotFacts};
+use super::{Area, Error, Filling};
+use crate::store::folder::JobFolder;
+use crate::store::id::ImageId;
+use crate::store::image::Image;
+use crate::sys::cgroup;
+
+/// With two images in memory, at least this part of the machine's memory stays free.
+const KEPT_BESIDE: u64 = 16;
+
+/// Why there is no slot.
+#[derive(Debug, thiserror::Error)]
+pub enum TakeError {
+    /// Memory has no room.
+    #[error(transparent)]
+    NoRoom(#[from] Refusal),
+    /// A slot can not be emptied or begun.
+    #[error(transparent)]
+    Area(#[from] Error),
+}
+
+/// What an image will take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Need {
+    /// Bytes of the image.
+    pub image: u64,
+    /// Bytes that are needed besides, until the job runs.
+    pub besides: u64,
+    /// Bytes that must stay free.
+    pub keep: u64,
+}
+
+impl Area {
+    /// Takes a slot for the image `id`, for a job in the control group of the process `member`. The newest good image stays,
+    /// unless memory has room for one only and the store has that image; then `instead` is told its name.
+    ///
+    /// # Errors
+    /// When there is no room, or a slot can not be emptied.
+    pub fn take(
+        &self,
+        folder: &JobFolder,
+        id: ImageId,
+        need: Need,
+        member: i32,
+        instead: impl FnOnce(ImageId),
+    ) -> Result<Filling, TakeError> {
+        let slots = self.slots();
+        let facts = |at: usize| SlotFacts {
+            image: slots[at].image().filter(Image::is_good).map(|image| image.id),
+            allocated: slots[at].allocated(),
+        };
+        let memory = Memory {
+            image: need.image,
+            besides: need.besides,
+            available: cgroup::memory_available(),
+            below_limit: cgroup::memory_headroom(member),
+            keep: need.keep,
+            keep_beside: cgroup::memory_total().unwrap_or(0) / KEPT_BESIDE,
+        };
+        let facts = [facts(0), facts(1)];
+        let at = match admission::choose(&facts, &memory, |id| folder.is_stored(id))? {
+            Choice::Beside(at) => at,
+            Choice::Instead(at) => {
+                if let Some(newest) = facts[at].image {
+                    instead(newest);
+                }
+                folder.drop_links(&slots[1 - at]);
+                slots[1 - at].empty()?;
+                at
+            }
+        };
+        folder.drop_links(&slots[at]);
+        Ok(slots[at].begin(id)?)
+    }
+}
