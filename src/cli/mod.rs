@@ -10,6 +10,7 @@ pub mod output;
 mod progress;
 mod prune;
 mod repair;
+mod replica;
 mod run;
 mod show;
 mod tag;
