@@ -213,6 +213,19 @@ mod tests {
     }
 
     #[test]
+    fn overwrite_changes_those_bytes_of_a_file_that_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        assert_eq!(overwrite(&path, 0, b"x").unwrap_err().kind(), io::ErrorKind::NotFound);
+        fs::write(&path, "0123456").unwrap();
+        overwrite(&path, 2, b"ab").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"01ab456");
+        std::os::unix::fs::symlink(&path, dir.path().join("link")).unwrap();
+        overwrite(&dir.path().join("link"), 0, b"x").unwrap_err();
+        assert_eq!(fs::read(&path).unwrap(), b"01ab456");
+    }
+
+    #[test]
     fn publish_dir_never_replaces() {
         let dir = tempfile::tempdir().unwrap();
         let (tmp, to) = (dir.path().join(".tmp-a"), dir.path().join("a"));

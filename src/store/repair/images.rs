@@ -81,7 +81,7 @@ fn of_files(image: &Image) -> Option<(Loss, String)> {
     let certain = report.manifest.is_some() || problems().any(|part| is_certain(&part.finding));
     let what: Vec<String> = problems().take(SHOWN).map(ToString::to_string).collect();
     let what = report.manifest.map(|damage| damage.to_string()).into_iter().chain(what).collect::<Vec<_>>().join(", ");
-    (!what.is_empty()).then(|| (if certain { Loss::Certain } else { Loss::NotKnown }, what))
+    (!what.is_empty()).then_some((if certain { Loss::Certain } else { Loss::NotKnown }, what))
 }
 
 /// Parts that are named.

@@ -159,3 +159,16 @@ fn a_key_fits_or_not_and_the_answer_says_what_to_do() {
         assert!(error.is_not_for_us() && error.to_string().contains("store.encryption-key"), "{error}");
     }
 }
+
+#[test]
+fn a_pack_header_with_one_bit_wrong_is_told_and_with_two_is_not() {
+    let header = PackHeader::of(Some(&key()));
+    let whole = header.to_bytes();
+    for bit in 0..8 * HEADER {
+        let mut bytes = whole;
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        assert_eq!(PackHeader::with_one_bit_wrong(&bytes), Some(header), "bit {bit}");
+        bytes[(bit / 8 + 1) % HEADER] ^= 1;
+        assert_eq!(PackHeader::with_one_bit_wrong(&bytes), None, "bit {bit}");
+    }
+}
