@@ -108,7 +108,7 @@ impl Mending<'_> {
             Before::None => said.push("its index was missing and is written anew".to_owned()),
             Before::Broken => said.push("its index was damaged and is written anew".to_owned()),
             Before::Other => said.push("its index was of another pack and is written anew".to_owned()),
-            Before::Index(_) if lost > 0 => said.push(format!("{} of its index are damaged or gone", of_records(lost))),
+            Before::Index(_) if lost > 0 => said.push(format!("{} of its index lost", of_records(lost))),
             Before::Index(_) if !same => said.push("its index did not fit and is written anew".to_owned()),
             Before::Index(_) => {}
         }
