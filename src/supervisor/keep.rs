@@ -38,8 +38,11 @@ impl Moving {
 
     /// What others see of it; None before it has begun.
     pub(super) fn seen(&self) -> Option<Persisting> {
-        let (done, total) = self.progress.bytes();
-        (total > 0).then_some(Persisting { image: self.image, done, total })
+        Some(self.now()).filter(|now| now.total > 0)
+    }
+
+    fn now(&self) -> Persisting {
+        Persisting::of(self.image, &self.progress)
     }
 }
 
@@ -52,7 +55,7 @@ pub(super) struct Persist {
 impl Persist {
     /// What others see of it.
     pub(super) fn seen(&self) -> Persisting {
-        self.moving.seen().unwrap_or(Persisting { image: self.moving.image, done: 0, total: 0 })
+        self.moving.now()
     }
 }
 
