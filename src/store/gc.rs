@@ -14,7 +14,8 @@
 //! read and is damaged needs what its map still names.) A pack with a mark is still read from. Between mark and sweep lies at least the grace period by the clock of
 //! the wall; when that was set back, the mark is renewed.
 //!
-//! All of it needs the writer's lock: a persist that runs beside it could reuse a chunk that is just swept.
+//! All of it needs the writer's lock, and within one process one thread at a time (`WriterLock::packs`): a persist that runs
+//! beside it could reuse a chunk that is just swept.
 
 mod mark;
 mod needed;
@@ -133,6 +134,7 @@ pub fn collect(
     cancelled: &dyn Fn() -> bool,
 ) -> Result<Collected, Error> {
     folder.check_lock(lock)?;
+    let _alone = lock.packs();
     let packs = folder.packs();
     let mut done = Collected::default();
     let mut index = packs.index()?;
