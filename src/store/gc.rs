@@ -34,6 +34,7 @@ use super::id::ImageId;
 use super::lock::WriterLock;
 use super::pack::set::{Index, Lost, Packs};
 use super::pack::{PackName, WriteError};
+use crate::config::{self, Repack};
 use crate::sys::durable;
 use needed::Needed;
 
@@ -46,6 +47,18 @@ pub struct Bounds<'k> {
     pub repack: Option<u64>,
     /// What packs are encrypted with.
     pub key: Option<&'k Key>,
+}
+
+impl<'k> Bounds<'k> {
+    /// As it is configured.
+    #[must_use]
+    pub fn of(store: &config::Store, key: Option<&'k Key>) -> Bounds<'k> {
+        let repack = match store.repack {
+            Repack::Off => None,
+            Repack::UpTo(size) => Some(size.bytes()),
+        };
+        Bounds { sweep_after: store.sweep_after, repack, key }
+    }
 }
 
 /// What one round did.
