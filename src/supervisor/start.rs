@@ -58,7 +58,7 @@ impl Owner<'_> {
         let work = move || {
             let result = match from {
                 From::Cold => launch_job(&setup, &files),
-                From::Image(id) => restore_job(&setup, id, lazy, &told, &progress, &cancel),
+                From::Image(id) => restore_job(&setup, &files, id, lazy, &told, &progress, &cancel),
             };
             let _ = sender.send(Message::Started(Box::new(result)));
         };
@@ -106,7 +106,7 @@ impl Owner<'_> {
         self.keep_criu_log("restore", error.criu_log());
         let bad = match error.blame() {
             Blame::Nobody => return Event::StartFailed { why },
-            Blame::Here => return Event::Impossible { why: self.advise_misfit(&image, &why) },
+            Blame::Here => return Event::Impossible { why: self.advise_misfit(&image, error) },
             Blame::Machine => {
                 tracing::error!("can not restore image {} now: {why}", image.id);
                 return Event::StartFailed { why };
@@ -134,9 +134,11 @@ impl Owner<'_> {
 
     /// What can be done about an image that does not fit this machine. It is not marked, and nothing else is begun by
     /// itself: an older image or the beginning would cost work, which is for the user to decide.
-    fn advise_misfit(&self, image: &Image, why: &str) -> String {
+    fn advise_misfit(&self, image: &Image, error: &restart::Error) -> String {
         let job = self.shared.folder.name();
         let older = self.shared.folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
+        // What one can not be read without, the others can not either.
+        let older = older.filter(|_| !matches!(error, restart::Error::Unpack(_)));
         let fits = older.filter(|other| self.is_usable(other)).find_map(|other| {
             let manifest = other.manifest()?;
             let here = Here::look(manifest, Some(self.shared.criu.version));
@@ -146,7 +148,8 @@ impl Owner<'_> {
             format!(" Image {id}, which is older, fits: `rekindle restore {job}/{id}` goes on from there.")
         });
         format!(
-            "{why}. Put that right and run the same command again: the image is kept and is as good as it was.{other} `rekindle run --fresh` begins anew."
+            "{}. Put that right and run the same command again: the image is kept and is as good as it was.{other} `rekindle run --fresh` begins anew.",
+            chain(error)
         )
     }
 
@@ -195,6 +198,7 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
 
 fn restore_job(
     setup: &Setup,
+    files: &output::Files,
     id: ImageId,
     lazy: Lazy,
     told: &Mutex<BTreeSet<String>>,
@@ -212,6 +216,7 @@ fn restore_job(
         folder: &setup.folder,
         criu: &setup.criu,
         reaper: &setup.reaper,
+        output: files,
         identity: setup.spec.identity.as_ref(),
         timeout: setup.config.restart.restore_timeout,
         lazy,
