@@ -103,7 +103,7 @@ def against_dd(args, fast, disk):
         # In place of the source, because memory has no room for both.
         source.rename(changed)
         for path in changed.glob("part*"):
-            ours("change", path, 10, 100 + n)
+            ours("change", path, 10, 1000 * n + int(path.name.removeprefix("part")))
         second = ours("persist", store, 2, changed, "auto", THREADS)
         changed.rename(source)
         peak = max(peak, second["peak_kib"])

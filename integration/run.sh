@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,s3  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -57,6 +57,11 @@ if [ -z "${REKINDLE_CRIU:-}" ]; then
   else
     skip 'tests with CRIU' 'it could not be had, the reason is above'
   fi
+fi
+if required s3; then
+  step 'dependencies: an S3 server' scripts/deps.sh s3
+elif ! scripts/deps.sh s3; then
+  skip 'tests with an S3 server' 'it could not be had, the reason is above'
 fi
 
 step 'format' cargo fmt --all --check

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# deps.sh [build] [python] [criu]: gets what the demo and the tests need on Debian or Ubuntu; without arguments all of it.
+# deps.sh [build] [python] [criu] [s3]: gets what the demo and the tests need on Debian or Ubuntu; without arguments all but the last.
 #   build   a C compiler as linker for cargo (and a look whether cargo is there)
 #   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
 #   criu    .deps/criu/criu, at least 4.2 (scripts/install-criu.sh)
+#   s3      .deps/s3, a Python environment with an S3 server for the tests of replication
 # Installs only what is missing, and says nothing and takes no time when nothing is. Delete .deps to start anew.
 set -euo pipefail
 
@@ -36,27 +37,32 @@ build() {
   command -v cc >/dev/null || packages gcc libc6-dev
 }
 
-python() {
-  local venv=$deps/venv stamp=$deps/venv/requirements.done wanted=$root/scripts/requirements.txt
+# environment FOLDER REQUIREMENTS WHAT: a Python environment in .deps/FOLDER with what that file names.
+environment() {
+  local venv=$deps/$1 wanted=$root/scripts/$2 stamp=$deps/$1/requirements.done
   # The distribution's Python, not the first in PATH: a version manager's shim is a shell script and belongs to one user.
   if [ -x "$venv/bin/python" ] && cmp -s "$wanted" "$stamp" && "$venv/bin/python" -S -c '' 2>/dev/null; then return 0; fi
   packages python3 python3-venv
-  say 'making .deps/venv with numpy and scikit-learn'
+  say "making .deps/$1 with $3"
   rm -rf -- "$venv"
   /usr/bin/python3 -m venv "$venv" || die "python3 -m venv failed: see the lines above"
   timeout 600 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --only-binary :all: -r "$wanted" \
-    || die "pip could not install scripts/requirements.txt: see the lines above, check the network (pip's own settings, such as PIP_INDEX_URL, are honoured)"
+    || die "pip could not install scripts/$2: see the lines above, check the network (pip's own settings, such as PIP_INDEX_URL, are honoured)"
   # Last: a venv without it is an interrupted one.
   cp -- "$wanted" "$stamp"
 }
+
+python() { environment venv requirements.txt 'numpy and scikit-learn'; }
+
+s3() { environment s3 requirements-s3.txt 'an S3 server'; }
 
 criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 
 [ $# -gt 0 ] || set -- build python criu
 for what; do
   case $what in
-    build | python | criu) "$what" ;;
-    -h | --help) sed -n '2,6s/^# //p' "${BASH_SOURCE[0]}" ;;
-    *) say "unknown part '$what': use build, python or criu"; exit 2 ;;
+    build | python | criu | s3) "$what" ;;
+    -h | --help) sed -n '2,7s/^# //p' "${BASH_SOURCE[0]}" ;;
+    *) say "unknown part '$what': use build, python, criu or s3"; exit 2 ;;
   esac
 done

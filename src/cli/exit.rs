@@ -63,7 +63,10 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
         {
             return Exit::Config;
         }
-        if cause.is::<sys::criu::FindError>() || cause.is::<super::run::NoRights>() {
+        if cause.is::<sys::criu::FindError>()
+            || cause.is::<super::run::NoRights>()
+            || cause.is::<super::replica::Unknown>()
+        {
             return Exit::Missing;
         }
         if let Some(error) = cause.downcast_ref::<launch::ProgramError>() {

@@ -38,6 +38,12 @@ struct JobRow {
     persisting: Option<Persisting>,
     /// Why the last image did not get there.
     persist_failure: Option<String>,
+    /// What is on its way to the replica.
+    replicating: Option<Persisting>,
+    /// The newest image that this supervisor brought there.
+    last_replicated: Option<ImageId>,
+    /// Why the last image did not get there.
+    replica_failure: Option<String>,
     /// The interval in force, where it is chosen.
     interval: Option<Choice>,
     last_failure: Option<String>,
@@ -95,6 +101,9 @@ fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
         memory_bytes: bytes(Place::Staged),
         persisting: live.as_ref().and_then(|l| l.persisting.clone()),
         persist_failure: live.as_ref().and_then(|l| l.persist_failure.clone()),
+        replicating: live.as_ref().and_then(|l| l.replicating.clone()),
+        last_replicated: live.as_ref().and_then(|l| l.last_replicated),
+        replica_failure: live.as_ref().and_then(|l| l.replica_failure.clone()),
         interval: live.as_ref().and_then(|l| l.interval.clone()),
         last_failure: live.and_then(|l| l.last_failure),
         command: record.map(|r| r.command).unwrap_or_default(),

@@ -8,6 +8,7 @@ mod job_args;
 mod list;
 pub mod output;
 mod prune;
+mod replica;
 mod run;
 mod show;
 mod tag;

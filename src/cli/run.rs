@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use chrono::Utc;
 
-use super::{Exit, Global, Misuse, job_args, named_criu, start_log};
+use super::{Exit, Global, Misuse, job_args, named_criu, replica, start_log};
 use crate::config::{ColdStart, Config, EnvironmentMode, Interposer, Limit, Overrides, Staging, Stdin};
 use crate::launch::identity::{self, Identity};
 use crate::launch::{self, JobSpec, Privileges, interposer, reaper};
@@ -67,12 +67,17 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
     };
     let ground = Ground::prepare(config, directory, command)?;
     let (folder, lock) = ground.open(&name)?;
+    if !args.fresh {
+        replica::bring_newest(&ground.config, &folder, &lock)?;
+    }
     let start = choose(&folder, command, args.fresh, ground.config.restart.cold_start)?;
     supervise(ground, folder, lock, start)
 }
 
 pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exit> {
     let config = global.settings(global.overrides())?;
+    start_log(&config);
+    replica::bring_named(&config, &args.image)?;
     let (folder, image) = job_args::image(&Store::open(&config.store.directory, Access::Read)?, &args.image)?;
     let known = || Misuse(format!("image {} has no readable manifest: `rekindle verify` says more", image.id));
     let manifest = image.manifest().ok_or_else(known)?.clone();

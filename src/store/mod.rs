@@ -43,6 +43,7 @@ pub mod persist;
 mod record;
 mod remove;
 pub mod repair;
+pub mod replica;
 pub mod retention;
 mod rights;
 mod select;

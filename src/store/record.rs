@@ -16,7 +16,7 @@ pub(super) const FILE_NAME: &str = "job.json";
 const VERSION: u32 = 1;
 /// execve(2) takes at most 6 MiB of arguments (three quarters of `_STK_LIM`, fs/exec.c); JSON makes at most six bytes
 /// of one.
-const MAX_BYTES: u64 = 64 << 20;
+pub(super) const MAX_BYTES: u64 = 64 << 20;
 
 /// The last run of a job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,15 +83,23 @@ pub(super) fn read(path: &Path) -> Result<Option<JobRecord>> {
     };
     let mut bytes = Vec::new();
     file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(|source| Error::Read { path: path.to_owned(), source })?;
+    parse(&bytes, path).map(Some)
+}
+
+/// Reads what [`to_bytes`] wrote; the path is for messages.
+pub(super) fn parse(bytes: &[u8], path: &Path) -> Result<JobRecord> {
     let parse = |source| Error::ParseRecord { path: path.to_owned(), source };
-    match serde_json::from_slice(&bytes).map_err(parse)? {
+    match serde_json::from_slice(bytes).map_err(parse)? {
         Header { version } if version > VERSION => Err(Error::NewerRecord { path: path.to_owned(), version }),
-        Header { .. } => serde_json::from_slice::<OnDisk<JobRecord>>(&bytes).map(|it| Some(it.record)).map_err(parse),
+        Header { .. } => serde_json::from_slice::<OnDisk<JobRecord>>(bytes).map(|it| it.record).map_err(parse),
     }
+}
+
+pub(super) fn to_bytes(record: &JobRecord) -> io::Result<Vec<u8>> {
+    serde_json::to_vec_pretty(&OnDisk { version: VERSION, record }).map_err(io::Error::from)
 }
 
 pub(super) fn write(path: &Path, record: &JobRecord) -> Result<()> {
     let failed = |source| Error::Write { path: path.to_owned(), source };
-    let bytes = serde_json::to_vec_pretty(&OnDisk { version: VERSION, record }).map_err(io::Error::from);
-    durable::write_file(path, &bytes.map_err(failed)?, 0o600).map_err(failed)
+    durable::write_file(path, &to_bytes(record).map_err(failed)?, 0o600).map_err(failed)
 }

@@ -22,6 +22,7 @@ use super::image::{DamageKind, Image, State};
 use super::manifest::{Manifest, SavedLink};
 use super::{DELETED_PREFIX, tags};
 use crate::sys::durable::{self, TEMP_PREFIX};
+use crate::sys::point::{Step, point};
 
 pub(super) fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
     let images = folder.images()?;
@@ -146,7 +147,7 @@ pub(super) fn remove_all(path: &Path) -> Result<()> {
     let removed = match fs::symlink_metadata(path) {
         Ok(meta) if meta.is_dir() => {
             shorten(path);
-            fs::remove_dir_all(path)
+            point(Step::Other).and_then(|()| fs::remove_dir_all(path))
         }
         Ok(_) => fs::remove_file(path),
         Err(error) => Err(error),

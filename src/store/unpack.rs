@@ -19,6 +19,12 @@ use super::pack::reader::{ReadChunkError, Reading, Visit, Want};
 use super::persist::Progress;
 use crate::sys::direct::Way;
 
+/// Threads for a restart, when the job needs no processor: more than there are, because each waits for the disk as well.
+#[must_use]
+pub fn threads() -> usize {
+    std::thread::available_parallelism().map_or(4, |cores| (2 * cores.get()).clamp(4, 16))
+}
+
 /// Why an image can not be unpacked.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

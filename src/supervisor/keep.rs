@@ -198,6 +198,7 @@ impl Owner<'_> {
             Ok(image) => {
                 tracing::info!("image {} is in the store after {}", image.id, shown(took));
                 self.published.persist_failure = None;
+                self.replicate(image);
                 if self.machine.is_postponed() && self.loading.is_none() {
                     tracing::warn!(
                         "a snapshot had to wait: bringing the image before it to the store took {}, which is longer than the interval",
@@ -280,6 +281,7 @@ impl Owner<'_> {
             }
             match messages.recv_timeout(PROGRESS) {
                 Ok(Message::Persisted(outcome)) => self.persisted(*outcome),
+                Ok(Message::Replicated(report)) => self.replicated(*report),
                 Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => self.stops += 1,
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),

@@ -10,6 +10,7 @@ mod keep;
 mod load;
 mod publish;
 pub use publish::{Persisting, Published};
+mod replicate;
 mod start;
 pub mod state;
 
@@ -100,6 +101,7 @@ enum Message {
     Started(Box<Result<StartedJob, StartFailure>>),
     Snapshot(Box<Result<Taken, snapshot::Error>>),
     Persisted(Box<keep::Outcome>),
+    Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
 }
 
@@ -129,6 +131,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         stops: 0,
         published: publish::Published::new(&shared.launch.lineage),
         persist: None,
+        replication: replicate::Replication::default(),
         restoring: None,
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
@@ -142,6 +145,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.carry_out(actions);
     // What an interrupted run left in memory.
     owner.persist_newest();
+    owner.replicate_newest();
     while owner.finish.is_none() && owner.holds_the_lock() {
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
@@ -154,6 +158,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.end_job();
     if owner.taken_over.is_none() {
         owner.leave_memory(&finish, &messages);
+        owner.leave_replica(&finish, &messages);
     }
     signals.close();
     if let Some(error) = owner.taken_over.take() {
@@ -164,6 +169,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let recorded = owner.wrap_up(&finish);
     // All is done but for that reader: whoever does not want to wait for it can end us.
     inherited::let_end_us(&OURS);
+    owner.record_in_replica(&finish);
     drop(follower);
     recorded.map(|()| finish)
 }
@@ -206,6 +212,8 @@ struct Owner<'a> {
     published: publish::Published,
     /// The image that is on its way from memory to the store.
     persist: Option<keep::Persist>,
+    /// What is on its way to the replica.
+    replication: replicate::Replication,
     /// The image that a start under way reads.
     restoring: Option<keep::Moving>,
     /// The life whose memory is still being brought back, and the image that it comes from.
@@ -239,6 +247,9 @@ impl Owner<'_> {
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
         let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
+        if self.replication.is_running() {
+            return tick.min(PROGRESS);
+        }
         match (&self.persist, &self.shared.staging) {
             _ if self.restoring.is_some() => tick.min(PROGRESS),
             (Some(_), _) => tick.min(PROGRESS),
@@ -265,7 +276,7 @@ impl Owner<'_> {
     fn timed_out(&mut self) {
         if self.machine.deadline().is_some_and(|at| at <= Instant::now()) {
             self.step(Event::Tick);
-        } else if self.persist.is_some() || self.restoring.is_some() {
+        } else if self.persist.is_some() || self.restoring.is_some() || self.replication.is_running() {
             self.publish();
         }
         self.give_memory_back();
@@ -311,6 +322,7 @@ impl Owner<'_> {
             },
             Message::Snapshot(result) => self.snapshot_done(*result),
             Message::Persisted(outcome) => self.persisted(*outcome),
+            Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
         }
     }
@@ -392,6 +404,7 @@ impl Owner<'_> {
     fn publish(&mut self) {
         self.published.update(self.machine.state(), self.job.as_deref());
         self.published.persisting = self.persist.as_ref().map(keep::Persist::seen);
+        self.published.replicating = self.replication.seen();
         self.published.restoring = self.restoring.as_ref().and_then(keep::Moving::seen);
         self.published.loading = self.loading.map(|(_, image)| image);
         self.published.chosen(self.machine.choice());

@@ -56,9 +56,18 @@ pub struct Published {
     /// Why the last image did not get from memory to the store, if it did not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persist_failure: Option<String>,
+    /// The image that is on its way to the replica.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replicating: Option<Persisting>,
+    /// The newest image that this supervisor brought to the replica.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_replicated: Option<ImageId>,
+    /// Why the last image did not get to the replica, if it did not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub replica_failure: Option<String>,
 }
 
-/// How far the way of an image from memory to the store is.
+/// How far the way of an image from memory to the store is, or from there to the replica.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Persisting {
     /// Which.
@@ -97,6 +106,9 @@ impl Published {
             restoring: None,
             loading: None,
             persist_failure: None,
+            replicating: None,
+            last_replicated: None,
+            replica_failure: None,
         }
     }
 

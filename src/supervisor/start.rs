@@ -17,9 +17,9 @@ use crate::restart::compat::{self, Difference, Here};
 use crate::restart::policy::From;
 use crate::restart::{self, Blame};
 use crate::store::persist::Progress;
+use crate::store::unpack;
 use crate::store::{BadMark, BadWhy, Image, ImageId};
 use crate::sys::criu::lazy::Daemon;
-use crate::sys::pages;
 use crate::telemetry::log::chain;
 
 pub(super) struct StartedJob {
@@ -224,7 +224,7 @@ fn restore_job(
             staging: setup.staging.as_ref(),
             memory_reserve: setup.config.snapshot.memory_reserve.bytes(),
             key: setup.packing.key.as_deref(),
-            threads: pages::spare_threads(),
+            threads: unpack::threads(),
             progress,
         },
     };

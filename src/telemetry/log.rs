@@ -8,6 +8,9 @@ use tracing_subscriber::fmt::time::ChronoLocal;
 
 use crate::config::Level;
 
+/// Crates whose messages are never shown.
+const SILENT: [&str; 6] = ["object_store", "reqwest", "hyper", "hyper_util", "h2", "rustls"];
+
 /// Starts logging. RUST_LOG, where it is set, decides in place of the configuration.
 pub fn start(level: Level) {
     let default = match level {
@@ -18,6 +21,9 @@ pub fn start(level: Level) {
         Level::Trace => "rekindle=trace,info",
     };
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
+    // What the clients of object stores say quotes requests, and those hold signatures and tokens.
+    let quiet = SILENT.iter().filter_map(|target| format!("{target}=off").parse().ok());
+    let filter = quiet.fold(filter, EnvFilter::add_directive);
     let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let logger = tracing_subscriber::fmt()
         .with_env_filter(filter)

@@ -20,6 +20,7 @@ use std::thread::{self, JoinHandle};
 use super::{Entry, PackIndex, PackName, Packs};
 use crate::sys::direct::{Aligned, DirectFile, Way};
 use crate::sys::durable::{self, TEMP_PREFIX};
+use crate::sys::point::{Step, point};
 
 /// Why a pack is not there.
 #[derive(Debug, thiserror::Error)]
@@ -134,14 +135,14 @@ struct Temporary {
 impl Temporary {
     fn create(packs: &Packs, name: PackName, way: Way) -> Result<Temporary, Error> {
         let path = packs.dir().join(format!("{TEMP_PREFIX}{name}.pack"));
-        let file = DirectFile::create(&path, way).map_err(failed("make", &path))?;
+        let file = point(Step::Write).and_then(|()| DirectFile::create(&path, way)).map_err(failed("make", &path))?;
         Ok(Temporary { name, path, file, kept: false })
     }
 
     /// Steps 2 to 4.
     fn close(mut self, packs: &Packs, len: u64, entries: Vec<Entry>) -> Result<(), Error> {
         let lasting = packs.pack_path(self.name);
-        let synced = self.file.cut(len).and_then(|()| self.file.sync());
+        let synced = self.file.cut(len).and_then(|()| point(Step::Other)).and_then(|()| self.file.sync());
         synced.map_err(failed("bring to the disk", &self.path))?;
         durable::publish_file(&self.path, &lasting).map_err(failed("give its name to", &lasting))?;
         self.kept = true;
@@ -167,7 +168,9 @@ fn run(packs: &Packs, way: Way, jobs: &Receiver<Job>, free: &SyncSender<Aligned>
             (Job::Begin(name), _) => open = Some(Temporary::create(packs, name, way)?),
             (Job::Write { memory, len, offset }, Some(pack)) => {
                 let bytes = memory.get(..len).unwrap_or_default();
-                pack.file.write_at(bytes, offset).map_err(failed("write", &pack.path))?;
+                point(Step::Write)
+                    .and_then(|()| pack.file.write_at(bytes, offset))
+                    .map_err(failed("write", &pack.path))?;
                 // Nobody waits for memory any more when this fails.
                 let _ = free.send(memory);
             }

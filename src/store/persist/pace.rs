@@ -29,6 +29,11 @@ impl Progress {
         self.total.store(total, Ordering::Relaxed);
     }
 
+    /// So many more are to come.
+    pub(in crate::store) fn expect(&self, more: u64) {
+        self.total.fetch_add(more, Ordering::Relaxed);
+    }
+
     pub(in crate::store) fn add(&self, done: usize) {
         self.done.fetch_add(u64::try_from(done).unwrap_or(u64::MAX), Ordering::Relaxed);
     }

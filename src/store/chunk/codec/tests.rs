@@ -163,3 +163,18 @@ fn measured() {
         }
     }
 }
+
+#[test]
+fn auto_compresses_weights_although_nothing_in_them_is_there_twice() {
+    // A sum of twelve uniform numbers is as good as normal.
+    let numbers = noise(12 * 2 * (64 << 10), 5);
+    let weight = |bytes: &[u8]| {
+        let sum: f64 = bytes.chunks(2).map(|two| f64::from(u16::from_le_bytes([two[0], two[1]])) / 65536.0).sum();
+        ((sum - 6.0) * 0.02).to_string().parse::<f32>().unwrap().to_le_bytes()
+    };
+    let weights: Vec<u8> = numbers.chunks(24).flat_map(weight).collect();
+    assert_eq!(weights.len(), 256 << 10);
+    assert_eq!(coded(Compression::Lz4, &weights).0, Codec::Raw);
+    let (codec, stored) = coded(Compression::Auto, &weights);
+    assert!(codec == Codec::Zstd && stored < 250_000, "{codec:?} {stored}");
+}

@@ -1,0 +1,68 @@
+//! `rekindle run` with a replica.
+
+use std::fs;
+
+use nix::sys::signal::Signal;
+use rekindle::store::{ImageId, Outcome};
+
+use crate::ground::folder_replica_of;
+use crate::supervisor::Lab;
+
+const FRESH: [&str; 5] = ["run", "--fresh", "--name", "j", "--"];
+
+#[test]
+fn the_last_image_of_a_stopped_job_is_there_and_comes_to_another_machine() {
+    let (Some(lab), Some(other)) = (Lab::new(), Lab::new()) else { return };
+    let dir = tempfile::tempdir().unwrap();
+    let url = format!("\"file://{}\"", dir.path().display());
+    let lab = lab.set("replica.url", &url).set("replica.keep-last", "2");
+    let folder = lab.path().to_str().unwrap().to_owned();
+    let mut run = lab.python("kinds.py", &["plain", &folder]);
+    run.job_pid(&lab);
+    run.snapshot(&lab);
+    run.wait_for("it is in the replica", || {
+        lab.published().is_some_and(|published| published.last_replicated.is_some())
+    });
+    let published = lab.published().unwrap();
+    let first = published.last_replicated.unwrap();
+    assert_eq!((published.replica_failure, published.replicating), (None, None));
+    run.signal(Signal::SIGTERM);
+    let (_, said) = run.ends_with(128 + 15);
+    let last: ImageId = lab.images()[0].id;
+    assert!(last > first, "the stop took one more: {said}");
+    let replica = folder_replica_of(dir.path(), "j");
+    assert_eq!(replica.newest_good(None, &|| false).unwrap().map(|image| image.id), Some(last), "{said}");
+    assert_eq!(replica.record(&|| false).unwrap().map(|record| record.outcome), Some(Outcome::Stopped));
+
+    // Another machine, with a store that knows nothing; what it does with the image is not the matter here.
+    let other = other.set("replica.url", &url);
+    let mut run = other.run(lab.python_command("kinds.py", &["plain", &folder]));
+    run.wait_said(&format!("image {last} came from the replica"));
+    assert!(other.images().iter().any(|image| image.id == last && image.is_good()));
+    run.wait_said(&format!("goes on from image {last}"));
+    run.kill_9();
+}
+
+#[test]
+fn a_replica_that_can_not_be_reached_is_no_reason_to_begin_anew() {
+    let Some(lab) = Lab::new() else { return };
+    let gone = lab.path().join("not-mounted");
+    let lab = lab.set("replica.url", &format!("\"file://{}\"", gone.display()));
+    let (_, said) = lab.run(["true"]).ends_with(69);
+    assert!(said.contains("there is no image of the job here") && said.contains("--fresh"), "{said}");
+    let (_, said) = lab.run_with(&FRESH, ["true"]).ends_with(0);
+    assert!(said.contains("the replica does not know how the job ended"), "{said}");
+
+    // With an image here it goes on, and says so.
+    fs::create_dir(&gone).unwrap();
+    let folder = lab.path().to_str().unwrap().to_owned();
+    let mut run = lab.run_with(&FRESH, lab.python_command("kinds.py", &["plain", &folder]));
+    run.job_pid(&lab);
+    run.snapshot(&lab);
+    run.kill_9();
+    fs::rename(&gone, lab.path().join("elsewhere")).unwrap();
+    let mut run = lab.python("kinds.py", &["plain", &folder]);
+    run.wait_said("whether the replica has a newer image is not known");
+    run.kill_9();
+    lab.assert_all_gone();
+}

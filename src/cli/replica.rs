@@ -1,0 +1,199 @@
+//! Before a job goes on: is there a newer image in its replica? Then it is brought here first.
+//!
+//! To begin from the beginning because a network is down would throw away what the replica has, so without any image here
+//! that is refused. With one here the job goes on from that, and the log says that there may be a newer one.
+
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::Misuse;
+use super::list::size;
+use crate::config::Config;
+use crate::store::chunk::Key;
+use crate::store::persist::Progress;
+use crate::store::replica::{Error, Patience, RemoteImage, Replica};
+use crate::store::{
+    Access, Image, ImageId, JobFolder, JobName, JobRecord, LATEST, Manifest, Outcome, Store, WriterLock,
+};
+use crate::telemetry::log::chain;
+
+/// How often a fetch says how far it is.
+const SAY: Duration = Duration::from_secs(3);
+
+/// The replica is needed, and can not be used.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "there is no image of the job here, and it can not be told whether the replica has one: {why}; run the same again when that is put right, or with --fresh to start the job from the beginning"
+)]
+pub(crate) struct Unknown {
+    why: String,
+}
+
+/// Brings the newest good image of the job here, where it is newer than all that are here, and takes over what is known
+/// of its run. Does nothing without `replica.url`, or for a job that is completed.
+pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLock) -> anyhow::Result<()> {
+    let Some(url) = &config.replica.url else { return Ok(()) };
+    let record = folder.record()?;
+    if record.as_ref().is_some_and(|record| record.outcome == Outcome::Completed) {
+        return Ok(());
+    }
+    let newest = folder.copies()?.into_iter().find(Image::is_good).map(|image| image.id);
+    let key = config.store.encryption_key.as_deref().map(Key::read).transpose()?;
+    let brought = Replica::open(url, folder.name(), Patience::Little)
+        .and_then(|replica| look(&replica, folder, lock, key.as_ref(), record.as_ref(), newest));
+    match (brought, newest) {
+        (Ok(None), _) => Ok(()),
+        (Ok(Some((image, new))), _) => {
+            if let Some(record) = new {
+                folder.write_record(lock, &record)?;
+            }
+            tracing::info!("image {} came from the replica", image.id);
+            Ok(())
+        }
+        (Err(error), Some(newest)) => {
+            let why = chain(&error);
+            tracing::warn!(
+                "whether the replica has a newer image is not known: {why}; the job goes on from what is here, of which image {newest} is the newest"
+            );
+            Ok(())
+        }
+        (Err(error), None) => Err(Unknown { why: chain(&error) }.into()),
+    }
+}
+
+/// Brings the image here that JOB or JOB/ID names, where the replica has it and the store has not; JOB means the newest good
+/// one.
+pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
+    let Some(url) = &config.replica.url else { return Ok(()) };
+    let (job, wanted) = text.split_once('/').unwrap_or((text, LATEST));
+    // An id alone is looked for in the store only.
+    let Ok(name) = job.parse::<JobName>() else { return Ok(()) };
+    let store = Store::open(&config.store.directory, Access::Write)?;
+    let here = store.jobs()?.contains(&name).then(|| store.job(&name)).transpose()?;
+    let found = here.as_ref().and_then(|folder| folder.find(wanted).ok()).map(|image| image.id);
+    if found.is_some() && wanted != LATEST {
+        return Ok(());
+    }
+    let unknown = |error: &Error| match found {
+        Some(id) => {
+            let why = chain(error);
+            tracing::warn!("whether the replica has an image newer than {id} is not known: {why}");
+            Ok(())
+        }
+        None => Err(Unknown { why: chain(error) }.into()),
+    };
+    let replica = Replica::open(url, &name, Patience::Little);
+    let images = replica.and_then(|replica| Ok((replica.images(&|| false)?, replica)));
+    let (images, replica) = match images {
+        Ok(found) => found,
+        Err(error) => return unknown(&error),
+    };
+    let is_wanted = |image: &&RemoteImage| match wanted {
+        LATEST => image.is_good() && found.is_none_or(|found| image.id > found),
+        number if number.parse() == Ok(image.id.sequence()) => true,
+        text => !text.is_empty() && image.id.to_string().starts_with(text),
+    };
+    let mut matching = images.iter().filter(is_wanted);
+    let (image, more) = (matching.next(), matching.next());
+    if wanted != LATEST && more.is_some() {
+        return Err(Misuse(format!("{wanted:?} could be several images of the replica: name it in full")).into());
+    }
+    // What is not there either is told of by who looks in the store.
+    let Some((image, manifest)) = image.and_then(|image| Some((image, image.manifest()?))) else { return Ok(()) };
+    let folder = store.create_job(&name)?;
+    let lock = folder.lock()?;
+    let key = config.store.encryption_key.as_deref().map(Key::read).transpose()?;
+    fetch(&replica, &folder, &lock, key.as_ref(), image.id)?;
+    if folder.record()?.is_none() {
+        folder.write_record(&lock, &record_of(manifest))?;
+    }
+    tracing::info!("image {} came from the replica", image.id);
+    Ok(())
+}
+
+/// The image that was brought, and the record that goes with it where there is none here that does.
+type Brought = Option<(Image, Option<JobRecord>)>;
+
+fn look(
+    replica: &Replica,
+    folder: &JobFolder,
+    lock: &WriterLock,
+    key: Option<&Key>,
+    record: Option<&JobRecord>,
+    newest: Option<ImageId>,
+) -> Result<Brought, Error> {
+    let never = || false;
+    let theirs = replica.record(&never)?;
+    if record.is_none() && theirs.as_ref().is_some_and(|theirs| theirs.outcome == Outcome::Completed) {
+        tracing::info!("job {} was completed elsewhere", folder.name());
+        return Ok(None);
+    }
+    let newer = |image: &RemoteImage| newest.is_none_or(|newest| image.id > newest);
+    let mut last = None;
+    for image in replica.images(&never)?.into_iter().take_while(newer).filter(RemoteImage::is_good) {
+        let Some(manifest) = image.manifest() else { continue };
+        // A run that was begun anew here after it was taken left it behind on purpose.
+        let left_behind = |record: &JobRecord| record.lineage != manifest.lineage && record.created > manifest.taken;
+        if record.is_some_and(left_behind) {
+            continue;
+        }
+        tracing::info!("image {} of the replica is newer than what is here, and is fetched", image.id);
+        match fetch(replica, folder, lock, key, image.id) {
+            Ok(fetched) => {
+                let known = record.is_some_and(|record| record.lineage == manifest.lineage);
+                let theirs = theirs.filter(|theirs| theirs.lineage == manifest.lineage);
+                let new = (!known).then(|| theirs.unwrap_or_else(|| record_of(manifest)));
+                return Ok(Some((fetched, new)));
+            }
+            Err(error @ (Error::Damaged { .. } | Error::NotWhole { .. })) => {
+                tracing::error!("an older image is looked for: {}", chain(&error));
+                last = Some(error);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    last.map_or(Ok(None), Err)
+}
+
+/// What an image tells of the run that it is from.
+fn record_of(manifest: &Manifest) -> JobRecord {
+    JobRecord {
+        command: manifest.command.clone(),
+        directory: manifest.directory.clone(),
+        lineage: manifest.lineage.clone(),
+        base: None,
+        created: manifest.taken,
+        outcome: Outcome::Running,
+        exit_code: None,
+        uptime: Duration::ZERO,
+        failures: 0,
+    }
+}
+
+/// Fetches, and says every few seconds how far that is.
+fn fetch(
+    replica: &Replica,
+    folder: &JobFolder,
+    lock: &WriterLock,
+    key: Option<&Key>,
+    id: ImageId,
+) -> Result<Image, Error> {
+    let (progress, began) = (Progress::default(), Instant::now());
+    let (done, waiting) = mpsc::channel::<()>();
+    thread::scope(|scope| {
+        let progress = &progress;
+        let say = move || {
+            while waiting.recv_timeout(SAY) == Err(RecvTimeoutError::Timeout) {
+                let (bytes, total) = progress.bytes();
+                let rate = bytes / began.elapsed().as_secs().max(1);
+                tracing::info!("image {id}: {} of {} fetched, {}/s", size(bytes), size(total), size(rate));
+            }
+        };
+        // Without the lines it works as well.
+        let _ = thread::Builder::new().name("progress".into()).spawn_scoped(scope, say);
+        let fetched = replica.fetch(id, folder, lock, key, progress, &|| false);
+        drop(done);
+        fetched
+    })
+}

@@ -1,0 +1,197 @@
+//! Copies of a job's images in an object store, off this machine.
+//!
+//! It owns what is below `PATH/JOB` of the address (layout.rs), of which it writes and removes nothing but packs, indexes,
+//! and files of images. It is the only part of the program that speaks with a network, and the only one with futures
+//! inside (client.rs); what calls it waits.
+//!
+//! An image is replicated when its manifest is there; that comes last:
+//!
+//! 1. the listing tells which of the packs that it needs are missing, or have another size;
+//! 2. those are sent, each whole or not at all, and behind each its index;
+//! 3. the chunk map is sent;
+//! 4. it is listed again, and what somebody has removed meanwhile is sent again;
+//! 5. the manifest is sent.
+//!
+//! An image is removed in the other order: manifest, map, and then the packs that no other image there needs. When either
+//! stops in the middle, by a loss of the network or of power, there are packs without an image: the next upload uses them,
+//! or the next removal takes them. Nothing of what was sent is sent again, but the pack that was on its way.
+//!
+//! Two machines that write images of one job to one address are not supported: each would remove the images of the other
+//! by its own count. They harm no image that stays, as long as their clocks agree within an hour: names of packs are random, and a
+//! pack that no image names is left alone for an hour, in which the image that it was sent for may come.
+//!
+//! What comes back is checked as what a stranger sent: manifests, maps and indexes by their own hashes, and the content chunk by chunk
+//! (fetch.rs).
+
+mod client;
+mod connect;
+mod cover;
+mod error;
+mod fetch;
+mod layout;
+mod read_mark;
+mod retain;
+mod send;
+mod spans;
+mod upload;
+
+use std::ffi::OsString;
+
+pub use client::Cancelled;
+pub use connect::Patience;
+pub use error::{Error, Failure, Result};
+pub use retain::Removed;
+pub use upload::Uploaded;
+
+use client::Client;
+use connect::Environment;
+use layout::{Inventory, Of, RemoteFiles};
+
+use super::image::{Damage, DamageKind};
+use super::manifest::{self, Manifest, ManifestError};
+use super::record::{self, JobRecord};
+use super::{ImageId, JobName, State};
+use crate::config::ReplicaUrl;
+
+/// The copies of one job's images at one address.
+#[derive(Debug)]
+pub struct Replica {
+    client: Client,
+    rate: Option<u64>,
+}
+
+/// An image that is there.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RemoteImage {
+    /// Its name.
+    pub id: ImageId,
+    /// Whether it can be used, as far as its manifest tells.
+    pub state: State,
+}
+
+impl RemoteImage {
+    /// Its manifest, if that can be used.
+    #[must_use]
+    pub fn manifest(&self) -> Option<&Manifest> {
+        match &self.state {
+            State::Good(manifest) | State::Bad { manifest, .. } => Some(manifest),
+            State::Damaged { .. } => None,
+        }
+    }
+
+    /// Whether a restart may use it.
+    #[must_use]
+    pub fn is_good(&self) -> bool {
+        matches!(self.state, State::Good(_))
+    }
+}
+
+impl Replica {
+    /// The replica of a job, with credentials from the environment. Nothing is sent yet.
+    ///
+    /// # Errors
+    /// [`Error::Open`].
+    pub fn open(url: &ReplicaUrl, job: &JobName, patience: Patience) -> Result<Replica> {
+        Replica::open_with(url, job, patience, std::env::vars_os())
+    }
+
+    /// The same with these variables in place of the environment.
+    ///
+    /// # Errors
+    /// [`Error::Open`].
+    pub fn open_with(
+        url: &ReplicaUrl,
+        job: &JobName,
+        patience: Patience,
+        variables: impl IntoIterator<Item = (OsString, OsString)>,
+    ) -> Result<Replica> {
+        Ok(Replica { client: Client::new(url, job, &Environment::new(variables), patience)?, rate: None })
+    }
+
+    /// Sends at most so many bytes a second.
+    #[must_use]
+    pub fn with_rate(self, rate: Option<u64>) -> Replica {
+        Replica { rate, ..self }
+    }
+
+    /// The images that are there, newest first.
+    ///
+    /// # Errors
+    /// [`Error::Remote`], [`Error::Cancelled`].
+    pub fn images(&self, cancelled: Cancelled<'_>) -> Result<Vec<RemoteImage>> {
+        let there = self.inventory(cancelled)?;
+        there.published().map(|(id, files)| self.look(id, files, cancelled)).collect()
+    }
+
+    /// The newest good image that is there and newer than `than`.
+    ///
+    /// # Errors
+    /// [`Error::Remote`], [`Error::Cancelled`].
+    pub fn newest_good(&self, than: Option<ImageId>, cancelled: Cancelled<'_>) -> Result<Option<RemoteImage>> {
+        let there = self.inventory(cancelled)?;
+        for (id, files) in there.published().take_while(|(id, _)| than.is_none_or(|than| *id > than)) {
+            let image = self.look(id, files, cancelled)?;
+            if image.is_good() {
+                return Ok(Some(image));
+            }
+        }
+        Ok(None)
+    }
+
+    /// How the last run of the job ended, as far as it is known there.
+    ///
+    /// # Errors
+    /// [`Error::Remote`], [`Error::Damaged`], [`Error::Cancelled`].
+    pub fn record(&self, cancelled: Cancelled<'_>) -> Result<Option<JobRecord>> {
+        let Some(bytes) = self.client.get(layout::RECORD, record::MAX_BYTES, cancelled)? else { return Ok(None) };
+        let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: layout::RECORD.into(), why };
+        record::parse(&bytes, std::path::Path::new(layout::RECORD))
+            .map(Some)
+            .map_err(|error| damaged(error.to_string()))
+    }
+
+    /// Says there how the last run ended: who goes on elsewhere has to know that a job is completed.
+    ///
+    /// # Errors
+    /// [`Error::Remote`], [`Error::Cancelled`].
+    pub fn put_record(&self, record: &JobRecord, cancelled: Cancelled<'_>) -> Result<()> {
+        self.client.prepare()?;
+        let bytes = record::to_bytes(record).map_err(|source| Error::Write { path: layout::RECORD.into(), source })?;
+        self.client.put(layout::RECORD, bytes, cancelled)
+    }
+
+    fn inventory(&self, cancelled: Cancelled<'_>) -> Result<Inventory> {
+        Ok(Inventory::of(self.client.list(cancelled)?))
+    }
+
+    /// Reads manifest and mark.
+    fn look(&self, id: ImageId, files: &RemoteFiles, cancelled: Cancelled<'_>) -> Result<RemoteImage> {
+        let found = match self.client.get(&layout::of_image(id, Of::Manifest), manifest::MAX_BYTES, cancelled) {
+            Ok(Some(bytes)) => Manifest::parse(&bytes),
+            Ok(None) => Err(ManifestError::Missing),
+            // Too large to be one.
+            Err(Error::Damaged { why, .. }) => {
+                let why = Damage { kind: DamageKind::Broken, detail: why };
+                return Ok(RemoteImage { id, state: State::Damaged { why } });
+            }
+            Err(error) => return Err(error),
+        };
+        let found = found.and_then(|manifest| match manifest.id == id {
+            true => Ok(Box::new(manifest)),
+            false => Err(ManifestError::OtherImage(manifest.id)),
+        });
+        let manifest = match found {
+            Ok(manifest) => manifest,
+            Err(error) => return Ok(RemoteImage { id, state: State::Damaged { why: error.into() } }),
+        };
+        let mark = match files.mark {
+            Some(_) => self.client.get(&layout::of_image(id, Of::Mark), read_mark::MAX_BYTES, cancelled)?,
+            None => None,
+        };
+        let state = match mark {
+            Some(bytes) => State::Bad { mark: read_mark::parse(&bytes, manifest.taken), manifest },
+            None => State::Good(manifest),
+        };
+        Ok(RemoteImage { id, state })
+    }
+}

@@ -1,0 +1,130 @@
+//! From an address to a client, with what the environment says.
+//!
+//! Each client reads the variables of its provider's own tools, by their prefix: a variable `TOKEN` of the user's job is none of
+//! its business. Nothing is sent yet.
+
+use std::ffi::OsString;
+use std::sync::Arc;
+use std::time::Duration;
+
+use object_store::aws::AmazonS3Builder;
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::local::LocalFileSystem;
+use object_store::path::Path;
+use object_store::{BackoffConfig, ClientOptions, ObjectStore, RetryConfig};
+
+use super::error::credentials_help;
+use crate::config::{ReplicaUrl, Scheme};
+
+/// A request with a part of 8 MiB passes at 70 kB/s; one that takes longer has lost its way.
+const REQUEST: Duration = Duration::from_secs(120);
+const CONNECT: Duration = Duration::from_secs(5);
+
+/// How long what passes by itself (no connection, 5xx, too many requests) is waited for within one request. Longer outages
+/// end the call; who made it comes again, and goes on from what is there then.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Patience {
+    /// Somebody waits.
+    Little,
+    /// Nobody does.
+    Much,
+}
+
+impl Patience {
+    fn retry(self) -> RetryConfig {
+        let (max_retries, seconds) = match self {
+            Patience::Little => (4, 15),
+            Patience::Much => (10, 180),
+        };
+        let init_backoff = Duration::from_millis(200);
+        let backoff = BackoffConfig { init_backoff, max_backoff: Duration::from_secs(15), base: 2.0 };
+        RetryConfig { backoff, max_retries, retry_timeout: Duration::from_secs(seconds) }
+    }
+}
+
+fn client_options() -> ClientOptions {
+    ClientOptions::new().with_timeout(REQUEST).with_connect_timeout(CONNECT)
+}
+
+/// What a client is told: names and values of variables.
+#[derive(Clone)]
+pub(super) struct Environment(Vec<(String, String)>);
+
+impl Environment {
+    pub(super) fn new(variables: impl IntoIterator<Item = (OsString, OsString)>) -> Environment {
+        // The clients know no names or values that are not text.
+        let text = variables
+            .into_iter()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)));
+        Environment(text.collect())
+    }
+
+    pub(super) fn all(&self) -> impl Iterator<Item = (&str, &str)> {
+        self.0.iter().map(|(name, value)| (name.as_str(), value.as_str()))
+    }
+
+    /// Those with the prefix, as the clients write the names of their settings.
+    fn settings(&self, prefix: &str) -> impl Iterator<Item = (String, &str)> {
+        let of = self.all().filter(move |(name, _)| name.starts_with(prefix));
+        of.map(|(name, value)| (name.to_ascii_lowercase(), value))
+    }
+
+    fn get(&self, wanted: &str) -> Option<&str> {
+        self.all().find_map(|(name, value)| (name == wanted).then_some(value))
+    }
+}
+
+/// Gives each variable with the prefix to the builder, if that knows it.
+macro_rules! with_settings {
+    ($builder:expr, $environment:expr, $prefix:literal) => {
+        $environment.settings($prefix).fold($builder, |builder, (name, value)| match name.parse() {
+            Ok(key) => builder.with_config(key, value),
+            Err(_) => builder,
+        })
+    };
+}
+
+/// The client, and the path below which all is.
+pub(super) fn connect(
+    url: &ReplicaUrl,
+    environment: &Environment,
+    patience: Patience,
+) -> object_store::Result<(Arc<dyn ObjectStore>, Path)> {
+    // What HTTPS is spoken with; a second call is told that one is there, which is all that is wanted.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let path = Path::parse(url.path());
+    Ok(match url.scheme() {
+        Scheme::S3 => {
+            let builder = AmazonS3Builder::new().with_client_options(client_options()).with_retry(patience.retry());
+            let builder = with_settings!(builder, environment, "AWS_").with_bucket_name(url.bucket());
+            (Arc::new(builder.build()?), path?)
+        }
+        Scheme::Gs => {
+            let builder =
+                GoogleCloudStorageBuilder::new().with_client_options(client_options()).with_retry(patience.retry());
+            let builder = match environment.get("SERVICE_ACCOUNT") {
+                Some(file) => builder.with_service_account_path(file),
+                None => builder,
+            };
+            let builder = with_settings!(builder, environment, "GOOGLE_").with_bucket_name(url.bucket());
+            (Arc::new(builder.build()?), path?)
+        }
+        Scheme::Az => {
+            let builder =
+                MicrosoftAzureBuilder::new().with_client_options(client_options()).with_retry(patience.retry());
+            let builder = with_settings!(builder, environment, "AZURE_").with_container_name(url.bucket());
+            (Arc::new(builder.build()?), path?)
+        }
+        // It must be there: a folder that is not mounted just now must not look like an empty replica.
+        Scheme::File => (Arc::new(LocalFileSystem::new_with_prefix(url.path())?.with_fsync(true)), Path::default()),
+    })
+}
+
+/// What helps where that failed.
+pub(super) fn help(url: &ReplicaUrl) -> String {
+    match url.scheme() {
+        Scheme::File => format!("{}: make it, or mount what belongs there", credentials_help(Scheme::File)),
+        scheme => credentials_help(scheme).to_owned(),
+    }
+}
