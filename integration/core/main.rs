@@ -20,5 +20,6 @@ mod lazy;
 mod lock;
 mod memory;
 mod output;
+mod packed;
 mod stop;
 mod user;

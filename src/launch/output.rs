@@ -248,13 +248,7 @@ impl Tail {
 }
 
 /// Reads what was at `at` before these changes, from the file that has it now.
-fn read_before(
-    path: &Path,
-    file: &File,
-    changes: &VecDeque<Change>,
-    at: u64,
-    buffer: &mut [u8],
-) -> io::Result<usize> {
+fn read_before(path: &Path, file: &File, changes: &VecDeque<Change>, at: u64, buffer: &mut [u8]) -> io::Result<usize> {
     let mut room = buffer.len();
     for (n, change) in changes.iter().enumerate() {
         match change {

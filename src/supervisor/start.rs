@@ -54,11 +54,17 @@ impl Owner<'_> {
             From::Image(image) => Some(Moving::new(image, Arc::clone(&progress))),
             From::Cold => None,
         };
+        self.stop_packing();
+        let files_go = Arc::clone(&self.files_go);
         let lazy = if self.lazy_failures < load::FAILURES { self.shared.config.restart.lazy } else { Lazy::Off };
         let work = move || {
             let result = match from {
                 From::Cold => launch_job(&setup, &files),
-                From::Image(id) => restore_job(&setup, &files, id, lazy, &told, &progress, &cancel),
+                From::Image(id) => {
+                    // What is packed by now is looked up after this, and nothing else is before the job is back.
+                    drop(files_go.lock().unwrap_or_else(PoisonError::into_inner));
+                    restore_job(&setup, &files, id, lazy, &told, &progress, &cancel)
+                }
             };
             let _ = sender.send(Message::Started(Box::new(result)));
         };
@@ -88,6 +94,7 @@ impl Owner<'_> {
         if let Some(loader) = started.loader {
             self.load(job, loader);
         }
+        self.pack_newest();
     }
 
     pub(super) fn start_failed(&mut self, failure: StartFailure) {
