@@ -20,6 +20,7 @@ mod lazy;
 mod lock;
 mod memory;
 mod output;
+mod packed;
 mod repair;
 mod stop;
 mod user;

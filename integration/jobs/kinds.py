@@ -19,6 +19,7 @@ import struct
 import sys
 import threading
 import time
+import zlib
 
 KIND, FOLDER = sys.argv[1], sys.argv[2]
 
@@ -400,6 +401,23 @@ def memory():
     count(rewrite, pause=0)
 
 
+def fresh(mib):
+    """So much of each image is in no other one, and can not be compressed: random bytes, new ones all the time."""
+    size = mib << 20
+    block = bytearray(os.urandom(size))
+    digest = zlib.crc32(block)
+
+    def rewrite(n):
+        nonlocal digest
+        need(zlib.crc32(block) == digest, "memory differs at", n)
+        # In pieces: an image that is taken just then must not have all of it twice.
+        for at in range(0, size, 65536):
+            block[at : at + 65536] = os.urandom(65536)
+        digest = zlib.crc32(block)
+
+    count(rewrite)
+
+
 def large():
     block = bytearray(b"\1") * (512 << 20)
     count(lambda n: need(block[n * 4096 % len(block)] == 1, "memory differs at", n))
@@ -495,6 +513,8 @@ KINDS = {
     "fork-storm": fork_storm,
     "environment": environment,
     "memory": memory,
+    "fresh-2": lambda: fresh(2),
+    "fresh-8": lambda: fresh(8),
     "large": large,
     "daemon": daemon,
     "mixed": mixed,

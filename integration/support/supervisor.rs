@@ -151,6 +151,12 @@ impl Lab {
         self
     }
 
+    /// Leaves a key at what it is by itself.
+    pub(crate) fn without(mut self, key: &str) -> Lab {
+        self.config.retain(|(known, _)| known != key);
+        self
+    }
+
     /// Sets a key to the path of a file in the ground.
     pub(crate) fn set_file(self, key: &str, name: &str) -> Lab {
         let value = format!("{:?}", self.file(name));

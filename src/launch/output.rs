@@ -3,12 +3,15 @@
 //! The job holds the files open with O_APPEND. So it survives our death, a restored job writes on in the same file (CRIU
 //! checks neither size nor offset of such a descriptor), and a file that is cut is written on from its new end.
 //! Rotation copies the file away and empties it. Lines written between the two would be lost; that is why it happens in a
-//! snapshot, while the job is frozen ([`Files::rotate`]).
+//! snapshot, while the job is frozen ([`Files::rotate`]). A restart puts the files back to their length at the snapshot
+//! ([`Files::hold`]). Both tell the follower, which may be far behind: from the length of a file alone it could not see that
+//! one was cut and has grown past where it had read to.
 
+use std::collections::VecDeque;
 use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, Write};
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -24,9 +27,21 @@ pub struct Files {
     pub stdout: PathBuf,
     /// Standard error.
     pub stderr: PathBuf,
-    /// How often each was rotated. Held over a rotation and over each read of a follower, never while it writes: a
-    /// terminal that is slow must not lengthen a freeze.
-    rotations: Arc<Mutex<[u32; 2]>>,
+    /// What the follower has yet to see of each. Held over a change and over each read of the follower, never while it
+    /// writes: a terminal that is slow must not lengthen a freeze.
+    changes: Arc<Mutex<Changes>>,
+}
+
+/// Of standard output and standard error, the oldest first.
+type Changes = [VecDeque<Change>; 2];
+
+/// What happened to a file, other than that it grew.
+#[derive(Debug)]
+enum Change {
+    /// It was moved to NAME.1, and began anew.
+    Rotated,
+    /// It was put back to this length; what was cut is in the other file.
+    Cut { to: u64, kept: PathBuf },
 }
 
 /// An output file can not be used.
@@ -51,7 +66,7 @@ impl Files {
     /// When they can not be created.
     pub fn create(dir: &Path) -> Result<Files, Error> {
         let (stdout, stderr) = (dir.join("stdout.log"), dir.join("stderr.log"));
-        let files = Files { stdout, stderr, rotations: Arc::default() };
+        let files = Files { stdout, stderr, changes: Arc::default() };
         for path in [&files.stdout, &files.stderr] {
             OpenOptions::new().append(true).create(true).mode(0o600).open(path).map_err(error("create", path))?;
         }
@@ -64,20 +79,45 @@ impl Files {
     /// # Errors
     /// When a file can not be copied; it is not cut then.
     pub fn rotate(&self, limit: u64, keep: u32) -> Result<(), Error> {
-        let mut rotations = lock(&self.rotations);
-        for (path, count) in [&self.stdout, &self.stderr].into_iter().zip(rotations.iter_mut()) {
+        let mut changes = lock(&self.changes);
+        for (path, changes) in [&self.stdout, &self.stderr].into_iter().zip(changes.iter_mut()) {
             let length = std::fs::metadata(path).map_err(error("look at", path))?.len();
             if length > limit {
                 rotate(path, keep).map_err(error("rotate", path))?;
-                *count += 1;
+                changes.push_back(Change::Rotated);
             }
         }
         Ok(())
     }
+
+    /// Keeps the follower from reading while files are put back to what they were.
+    #[must_use]
+    pub fn hold(&self) -> Held<'_> {
+        Held { files: self, changes: lock(&self.changes) }
+    }
 }
 
-fn lock(rotations: &Mutex<[u32; 2]>) -> MutexGuard<'_, [u32; 2]> {
-    rotations.lock().unwrap_or_else(PoisonError::into_inner)
+/// Output files that nobody reads.
+#[derive(Debug)]
+pub struct Held<'a> {
+    files: &'a Files,
+    changes: MutexGuard<'a, Changes>,
+}
+
+impl Held<'_> {
+    /// Tells the follower that this file was cut to `to` bytes, and that what was behind that is in `kept` now. Nothing
+    /// happens where it is none of ours.
+    pub fn was_cut(&mut self, path: &Path, to: u64, kept: &Path) {
+        for (ours, changes) in [&self.files.stdout, &self.files.stderr].into_iter().zip(self.changes.iter_mut()) {
+            if ours == path {
+                changes.push_back(Change::Cut { to, kept: kept.to_owned() });
+            }
+        }
+    }
+}
+
+fn lock(changes: &Mutex<Changes>) -> MutexGuard<'_, Changes> {
+    changes.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn numbered(path: &Path, n: u32) -> PathBuf {
@@ -155,11 +195,9 @@ struct Tail {
     file: File,
     at: u64,
     to: Box<dyn Write + Send>,
-    rotations: Arc<Mutex<[u32; 2]>>,
+    changes: Arc<Mutex<Changes>>,
     /// Which of the two it is.
     which: usize,
-    /// Rotations that were seen.
-    seen: u32,
 }
 
 impl Tail {
@@ -167,9 +205,12 @@ impl Tail {
         let path = if which == 0 { &files.stdout } else { &files.stderr };
         let file = File::open(path)?;
         watch.add_watch(path, AddWatchFlags::IN_MODIFY)?;
-        let rotations = Arc::clone(&files.rotations);
-        let seen = lock(&rotations)[which];
-        Ok(Tail { path: path.clone(), at: file.metadata()?.len(), file, to, rotations, which, seen })
+        let mut changes = lock(&files.changes);
+        // Nobody else follows: what happened before is of no interest.
+        changes[which].clear();
+        let at = file.metadata()?.len();
+        drop(changes);
+        Ok(Tail { path: path.clone(), at, file, to, changes: Arc::clone(&files.changes), which })
     }
 
     fn copy(&mut self) {
@@ -181,29 +222,49 @@ impl Tail {
         let _ = self.to.flush();
     }
 
-    /// What comes next, from the file itself or from the one it was rotated to meanwhile.
+    /// What comes next: from the file itself, or from where it went meanwhile.
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let rotations = lock(&self.rotations);
-        while self.seen < rotations[self.which] {
-            // Older ones that are not kept any more can not be shown.
-            if let Ok(mut rotated) = File::open(numbered(&self.path, rotations[self.which] - self.seen)) {
-                rotated.seek(SeekFrom::Start(self.at))?;
-                let count = rotated.read(buffer)?;
+        let mut changes = lock(&self.changes);
+        let changes = &mut changes[self.which];
+        while let Some(change) = changes.front() {
+            let next = match change {
+                Change::Rotated => 0,
+                Change::Cut { to, .. } => *to,
+            };
+            if let Ok(count @ 1..) = read_before(&self.path, &self.file, changes, self.at, buffer) {
                 self.at += count as u64;
-                if count > 0 {
-                    return Ok(count);
-                }
+                return Ok(count);
             }
-            self.seen += 1;
-            self.at = 0;
+            // All of it was shown, or it is not kept any more and can not be.
+            self.at = next;
+            changes.pop_front();
         }
-        // Put back to the length it had at a snapshot.
+        // Emptied by somebody else.
         self.at = self.at.min(self.file.metadata()?.len());
-        self.file.seek(SeekFrom::Start(self.at))?;
-        let count = self.file.read(buffer)?;
+        let count = self.file.read_at(buffer, self.at)?;
         self.at += count as u64;
         Ok(count)
     }
+}
+
+/// Reads what was at `at` before these changes, from the file that has it now.
+fn read_before(path: &Path, file: &File, changes: &VecDeque<Change>, at: u64, buffer: &mut [u8]) -> io::Result<usize> {
+    let mut room = buffer.len();
+    for (n, change) in changes.iter().enumerate() {
+        match change {
+            Change::Rotated => {
+                let later = changes.iter().skip(n).filter(|change| matches!(change, Change::Rotated)).count();
+                let rotated = File::open(numbered(path, u32::try_from(later).unwrap_or(u32::MAX)))?;
+                return rotated.read_at(buffer.get_mut(..room).unwrap_or_default(), at);
+            }
+            Change::Cut { to, kept } if at >= *to => {
+                return File::open(kept)?.read_at(buffer.get_mut(..room).unwrap_or_default(), at - to);
+            }
+            // It stayed where it was, up to there.
+            Change::Cut { to, .. } => room = room.min(usize::try_from(to - at).unwrap_or(usize::MAX)),
+        }
+    }
+    file.read_at(buffer.get_mut(..room).unwrap_or_default(), at)
 }
 
 #[cfg(test)]
@@ -278,6 +339,58 @@ mod tests {
         writeln!(writer, "X").unwrap();
         drop(follower);
         assert_eq!((out.text().as_str(), err.text().as_str()), ("one\ntwo\nX\n", "last words"));
+    }
+
+    /// One that is far behind sees all of it: the last words of a life, and all lines of the next, though the file has
+    /// grown past where it had read to.
+    #[test]
+    fn nothing_is_lost_on_a_slow_terminal() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = Files::create(dir.path()).unwrap();
+        let screen = Screen::default();
+        let watch = Inotify::init(InitFlags::IN_CLOEXEC).unwrap();
+        let mut tail = Tail::new(&files, 0, Box::new(screen.clone()), &watch).unwrap();
+        let mut writer = OpenOptions::new().append(true).open(&files.stdout).unwrap();
+        let cut = |to: u64, n: u32| {
+            let mut held = files.hold();
+            let kept = numbered(&files.stdout, n);
+            let bytes = std::fs::read(&files.stdout).unwrap();
+            std::fs::write(&kept, &bytes[usize::try_from(to).unwrap()..]).unwrap();
+            OpenOptions::new().write(true).open(&files.stdout).unwrap().set_len(to).unwrap();
+            held.was_cut(&files.stdout, to, &kept);
+            held.was_cut(&dir.path().join("another"), 0, &kept);
+        };
+        write!(writer, "1 2 3 4 ").unwrap();
+        tail.copy();
+        // Seen in part, then cut to before that, and grown past it.
+        write!(writer, "last ").unwrap();
+        cut(4, 91);
+        write!(writer, "3 4 5 6 7 8 9 ").unwrap();
+        tail.copy();
+        assert_eq!(screen.text(), "1 2 3 4 last 3 4 5 6 7 8 9 ");
+        // Behind what was seen; twice, the second time to before that; rotated in between.
+        let length = || std::fs::metadata(&files.stdout).unwrap().len();
+        let seen = length();
+        write!(writer, "a b c ").unwrap();
+        cut(seen + 4, 92);
+        write!(writer, "C ").unwrap();
+        cut(seen - 2, 93);
+        write!(writer, "X ").unwrap();
+        files.rotate(1, 3).unwrap();
+        write!(writer, "D E ").unwrap();
+        cut(2, 94);
+        files.rotate(1, 3).unwrap();
+        write!(writer, "F ").unwrap();
+        tail.copy();
+        let all = "1 2 3 4 last 3 4 5 6 7 8 9 a b c C X D E F ";
+        assert_eq!(screen.text(), all);
+        // What is not kept any more can not be shown: the next is.
+        write!(writer, "gone ").unwrap();
+        cut(2, 95);
+        std::fs::remove_file(numbered(&files.stdout, 95)).unwrap();
+        write!(writer, "G ").unwrap();
+        tail.copy();
+        assert_eq!(screen.text(), format!("{all}G "));
     }
 
     #[test]

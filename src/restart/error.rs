@@ -116,6 +116,8 @@ impl Error {
             Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
             Error::Misfit { .. } => Blame::Here,
+            // A wrong key stays one.
+            Error::Unpack(error) if error.is_not_for_us() => Blame::Here,
             Error::World(_)
             | Error::Store(_)
             | Error::Unpack(_)

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use crate::config::Lazy;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, World};
-use crate::launch::{Job, embedded};
+use crate::launch::{Job, embedded, output};
 use crate::store::chunk::Key;
 use crate::store::manifest::PidNamespace;
 use crate::store::persist::Progress;
@@ -49,6 +49,8 @@ pub struct Request<'a> {
     pub criu: &'a Criu,
     /// This version's reaper, for the init of the new world.
     pub reaper: &'a std::path::Path,
+    /// The job's output, which is put back with its other files.
+    pub output: &'a output::Files,
     /// Who the job runs as.
     pub identity: Option<&'a Identity>,
     /// The bound on CRIU's part.
@@ -110,7 +112,7 @@ pub fn restore(
     let (image, request) = (&image, &Request { image: &image, ..*request });
     let rolled_back = timed.run("files", || -> Result<_, Error> {
         recreate(image, manifest)?;
-        Ok(rollback::put_back(image, manifest, request.folder, request.identity)?)
+        Ok(rollback::put_back(image, manifest, request)?)
     })?;
     // Until the driver has read it back, which is before this function ends.
     let _landing = timed.run("landing", || landing::put(image, manifest, request.identity))?;

@@ -13,9 +13,10 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::launch::identity::Identity;
+use super::Request;
+use crate::launch::output::Files;
 use crate::store::manifest::OpenFile;
-use crate::store::{Image, JobFolder, Manifest};
+use crate::store::{Image, Manifest};
 use crate::sys::identity;
 
 /// A file that was put back.
@@ -69,10 +70,10 @@ fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Rollb
 pub(super) fn put_back(
     image: &Image,
     manifest: &Manifest,
-    folder: &JobFolder,
-    user: Option<&Identity>,
+    request: &Request<'_>,
 ) -> Result<Vec<RolledBack>, RollbackError> {
     let mut done = Vec::new();
+    let logs = request.folder.log_dir();
     for file in &manifest.open_files {
         let content = match &file.part {
             Some(part) => {
@@ -81,17 +82,32 @@ pub(super) fn put_back(
             }
             None => None,
         };
-        let ours = file.path.starts_with(folder.log_dir());
+        let ours = file.path.starts_with(&logs);
         let work = || put_one_back(file, content.as_deref(), ours);
         // Our own folder can only be entered by us.
-        let result = match user.filter(|_| !ours) {
+        let back = match request.identity.filter(|_| !ours) {
             Some(user) => identity::with_file_rights(user.uid, user.gid, &user.groups, work)
-                .map_err(failed("switching to the job's user", &file.path))?,
-            None => work(),
+                .map_err(failed("switching to the job's user", &file.path))??,
+            None if ours => put_output_back(file, request.output, work)?,
+            None => work()?,
         };
-        done.extend(result?);
+        done.extend(back);
     }
     Ok(done)
+}
+
+/// A terminal shows the output as it is written. It shows what is cut, then what comes in its place.
+fn put_output_back(
+    file: &OpenFile,
+    output: &Files,
+    work: impl FnOnce() -> Result<Option<RolledBack>, RollbackError>,
+) -> Result<Option<RolledBack>, RollbackError> {
+    let mut held = output.hold();
+    let back = work()?;
+    if let (Some(back), None) = (&back, &file.part) {
+        held.was_cut(&back.path, file.size, &back.kept);
+    }
+    Ok(back)
 }
 
 fn put_one_back(file: &OpenFile, content: Option<&[u8]>, ours: bool) -> Result<Option<RolledBack>, RollbackError> {

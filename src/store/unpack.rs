@@ -43,7 +43,7 @@ pub enum Error {
     #[error(transparent)]
     Store(#[from] super::Error),
     /// A chunk can not be had.
-    #[error("image {id} can not be unpacked: \"{part}\" is damaged at byte {offset}")]
+    #[error("image {id} can not be unpacked: byte {offset} of \"{part}\" can not be had")]
     Chunk {
         /// Which image.
         id: ImageId,
@@ -73,7 +73,20 @@ impl Error {
     pub fn is_damage(&self) -> bool {
         match self {
             Error::Map { source: ReadError::Format { source, .. }, .. } => !source.is_not_for_us(),
+            Error::Map { source: ReadError::Read { source, .. }, .. } => source.kind() == io::ErrorKind::NotFound,
             Error::Chunk { source, .. } => source.is_damage(),
+            _ => false,
+        }
+    }
+
+    /// Whether nothing is wrong with the image, and we can not read it: it is encrypted with another key, or newer than us.
+    #[must_use]
+    pub fn is_not_for_us(&self) -> bool {
+        match self {
+            Error::Map { source: ReadError::Format { source, .. }, .. } => source.is_not_for_us(),
+            Error::Chunk { source, .. } => {
+                matches!(&**source, ReadChunkError::Format { source, .. } if source.is_not_for_us())
+            }
             _ => false,
         }
     }

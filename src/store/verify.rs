@@ -13,7 +13,7 @@ use serde::Serialize;
 use super::chunk::map;
 use super::files::{self, Kind};
 use super::id::ImageId;
-use super::image::{Damage, Image, Place, State};
+use super::image::{Damage, Form, Image, Place, State};
 use super::manifest::{self, Manifest, Part};
 use super::{mark, tags};
 use crate::sys::durable;
@@ -123,7 +123,15 @@ impl Image {
     /// sizes; of a packed one whether the packs have all of it. Damage is part of the answer, never an error.
     #[must_use]
     pub fn verify(&self) -> Report {
-        let now = self.look_again();
+        let before = self.look_again();
+        let report = before.verify_once();
+        // Its plain files went because it was packed meanwhile: that is no damage.
+        let packed = || before.form() == Form::Loose && before.look_again().form() == Form::Packed;
+        if report.is_sound() || !packed() { report } else { self.look_again().verify_once() }
+    }
+
+    fn verify_once(&self) -> Report {
+        let now = self;
         let manifest = match &now.state {
             State::Good(manifest) | State::Bad { manifest, .. } => manifest,
             State::Damaged { why } => {
@@ -148,7 +156,7 @@ impl Image {
         });
         parts.extend(extra.map(|(path, _)| PartReport { path, finding: Finding::Extra }));
         parts.extend(match manifest.chunks {
-            Some(_) => packed::check(&now, manifest),
+            Some(_) => packed::check(now, manifest),
             None => check_all(&self.dir, manifest),
         });
         parts.sort_by(|a, b| a.path.cmp(&b.path));

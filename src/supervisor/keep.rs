@@ -1,7 +1,7 @@
 //! Snapshots, and the way of their images from memory to the store.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, PoisonError, mpsc};
 use std::time::{Duration, Instant};
 
 use bytesize::ByteSize;
@@ -49,6 +49,8 @@ impl Moving {
 pub(super) struct Persist {
     moving: Moving,
     cancel: Arc<AtomicBool>,
+    /// Whether it is in the store already, as plain files.
+    loose: bool,
 }
 
 impl Persist {
@@ -61,6 +63,7 @@ impl Persist {
 /// How that went.
 pub(super) struct Outcome {
     image: ImageId,
+    loose: bool,
     result: Result<Image, PersistError>,
     /// Without the removal of older ones.
     took: Duration,
@@ -101,9 +104,6 @@ impl Owner<'_> {
             };
             let result = snapshot::take(&subject, reason, &|| cancel.load(Ordering::Relaxed));
             drop(job);
-            if result.as_ref().is_ok_and(|taken| !taken.image.is_staged()) {
-                rotate(&setup);
-            }
             let _ = sender.send(Message::Snapshot(Box::new(result)));
         });
     }
@@ -152,9 +152,28 @@ impl Owner<'_> {
 
     /// Brings the newest image that is in memory only to the store, unless one is on its way.
     pub(super) fn persist_newest(&mut self) {
-        let newest = self.only_in_memory().filter(|image| self.is_usable(image)).or_else(|| self.newest_loose());
-        if let Some(image) = newest.filter(|_| self.persist.is_none()) {
+        match self.only_in_memory().filter(|image| self.is_usable(image)) {
+            Some(image) if self.persist.is_none() => self.persist(image),
+            Some(_) => {}
+            None => self.pack_newest(),
+        }
+    }
+
+    /// Packs the newest image where it is plain files. Not while a restart may read those: they go when it is packed.
+    pub(super) fn pack_newest(&mut self) {
+        if self.persist.is_some() || self.restoring.is_some() || self.loading.is_some() {
+            return;
+        }
+        if let Some(image) = self.newest_loose() {
             self.persist(image);
+        }
+    }
+
+    /// A restart begins: plain files that it may read must not go. What calls off the packing of them; who reads them waits
+    /// for the lock besides.
+    pub(super) fn stop_packing(&self) {
+        if let Some(persist) = self.persist.as_ref().filter(|persist| persist.loose) {
+            persist.cancel.store(true, Ordering::Relaxed);
         }
     }
 
@@ -177,18 +196,24 @@ impl Owner<'_> {
         let (setup, sender, read) = (Arc::clone(self.shared), self.sender.clone(), Arc::clone(&self.read));
         let (progress, cancel) = (Arc::new(Progress::default()), Arc::new(AtomicBool::new(false)));
         let moving = Moving::new(image.id, Arc::clone(&progress));
-        self.persist = Some(Persist { moving, cancel: Arc::clone(&cancel) });
+        let loose = !image.is_staged();
+        self.persist = Some(Persist { moving, cancel: Arc::clone(&cancel), loose });
+        let files_go = Arc::clone(&self.files_go);
         self.step(Event::PersistBegan);
         self.spawn("persist", move || {
             process::be_nice();
             let began = Instant::now();
-            let result = bring_to_store(&setup, &image, &progress, &cancel, &read);
+            let result = {
+                let _files_go = loose.then(|| files_go.lock().unwrap_or_else(PoisonError::into_inner));
+                bring_to_store(&setup, &image, &progress, &cancel, &read)
+            };
             let took = began.elapsed();
-            // While memory is brought back from an image none is removed: it is done when that is over.
-            if result.is_ok() && !read.load(Ordering::SeqCst) {
+            // Not before it is packed: as plain files it takes more for a while, and no other has to go for that. While
+            // memory is brought back from an image none is removed: it is done when that is over.
+            if (result.is_ok() || loose) && !read.load(Ordering::SeqCst) {
                 rotate(&setup);
             }
-            let _ = sender.send(Message::Persisted(Box::new(Outcome { image: image.id, result, took })));
+            let _ = sender.send(Message::Persisted(Box::new(Outcome { image: image.id, loose, result, took })));
         });
     }
 
@@ -196,6 +221,7 @@ impl Owner<'_> {
         self.persist = None;
         let took = outcome.took;
         let stored = outcome.result.is_ok();
+        let called_off = matches!(outcome.result, Err(PersistError::Persist(persist::Error::Cancelled)));
         match outcome.result {
             Ok(image) => {
                 tracing::info!("image {} is in the store after {}", image.id, shown(took));
@@ -207,6 +233,9 @@ impl Owner<'_> {
                         shown(took)
                     );
                 }
+            }
+            Err(PersistError::Persist(persist::Error::Cancelled)) if outcome.loose => {
+                tracing::debug!("image {} was not packed: a restart may read it", outcome.image);
             }
             Err(PersistError::Persist(persist::Error::Cancelled)) => {
                 tracing::info!("image {} was not brought to the store", outcome.image);
@@ -224,6 +253,10 @@ impl Owner<'_> {
             }
         }
         self.step(Event::PersistEnded(stored.then_some(took)));
+        // The restart that it made way for may be over.
+        if outcome.loose && called_off && self.job.is_some() {
+            self.pack_newest();
+        }
     }
 
     /// Images in memory must not cost the job the memory that it needs: where little is left, the older image goes, and

@@ -95,6 +95,9 @@ impl Owner<'_> {
         // What was not removed meanwhile.
         let setup = Arc::clone(self.shared);
         self.spawn("rotate", move || rotate(&setup));
+        if alive {
+            self.pack_newest();
+        }
     }
 
     pub(super) fn no_longer_loading(&mut self) {

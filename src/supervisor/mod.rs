@@ -132,6 +132,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         stops: 0,
         published: publish::Published::new(&shared.launch.lineage),
         persist: None,
+        files_go: Arc::default(),
         replication: replicate::Replication::default(),
         restoring: None,
         loading: None,
@@ -213,6 +214,8 @@ struct Owner<'a> {
     published: publish::Published,
     /// The image that is on its way from memory to the store.
     persist: Option<keep::Persist>,
+    /// Held while an image of plain files is packed, which ends with their removal.
+    files_go: Arc<Mutex<()>>,
     /// What is on its way to the replica.
     replication: replicate::Replication,
     /// The image that a start under way reads.

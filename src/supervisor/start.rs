@@ -54,11 +54,17 @@ impl Owner<'_> {
             From::Image(image) => Some(Moving::new(image, Arc::clone(&progress))),
             From::Cold => None,
         };
+        self.stop_packing();
+        let files_go = Arc::clone(&self.files_go);
         let lazy = if self.lazy_failures < load::FAILURES { self.shared.config.restart.lazy } else { Lazy::Off };
         let work = move || {
             let result = match from {
                 From::Cold => launch_job(&setup, &files),
-                From::Image(id) => restore_job(&setup, id, lazy, &told, &progress, &cancel),
+                From::Image(id) => {
+                    // What is packed by now is looked up after this, and nothing else is before the job is back.
+                    drop(files_go.lock().unwrap_or_else(PoisonError::into_inner));
+                    restore_job(&setup, &files, id, lazy, &told, &progress, &cancel)
+                }
             };
             let _ = sender.send(Message::Started(Box::new(result)));
         };
@@ -88,6 +94,7 @@ impl Owner<'_> {
         if let Some(loader) = started.loader {
             self.load(job, loader);
         }
+        self.pack_newest();
     }
 
     pub(super) fn start_failed(&mut self, failure: StartFailure) {
@@ -106,7 +113,7 @@ impl Owner<'_> {
         self.keep_criu_log("restore", error.criu_log());
         let bad = match error.blame() {
             Blame::Nobody => return Event::StartFailed { why },
-            Blame::Here => return Event::Impossible { why: self.advise_misfit(&image, &why) },
+            Blame::Here => return Event::Impossible { why: self.advise_misfit(&image, error) },
             Blame::Machine => {
                 tracing::error!("can not restore image {} now: {why}", image.id);
                 return Event::StartFailed { why };
@@ -134,9 +141,11 @@ impl Owner<'_> {
 
     /// What can be done about an image that does not fit this machine. It is not marked, and nothing else is begun by
     /// itself: an older image or the beginning would cost work, which is for the user to decide.
-    fn advise_misfit(&self, image: &Image, why: &str) -> String {
+    fn advise_misfit(&self, image: &Image, error: &restart::Error) -> String {
         let job = self.shared.folder.name();
         let older = self.shared.folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
+        // What one can not be read without, the others can not either.
+        let older = older.filter(|_| !matches!(error, restart::Error::Unpack(_)));
         let fits = older.filter(|other| self.is_usable(other)).find_map(|other| {
             let manifest = other.manifest()?;
             let here = Here::look(manifest, Some(self.shared.criu.version));
@@ -146,7 +155,8 @@ impl Owner<'_> {
             format!(" Image {id}, which is older, fits: `rekindle restore {job}/{id}` goes on from there.")
         });
         format!(
-            "{why}. Put that right and run the same command again: the image is kept and is as good as it was.{other} `rekindle run --fresh` begins anew."
+            "{}. Put that right and run the same command again: the image is kept and is as good as it was.{other} `rekindle run --fresh` begins anew.",
+            chain(error)
         )
     }
 
@@ -195,6 +205,7 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
 
 fn restore_job(
     setup: &Setup,
+    files: &output::Files,
     id: ImageId,
     lazy: Lazy,
     told: &Mutex<BTreeSet<String>>,
@@ -212,6 +223,7 @@ fn restore_job(
         folder: &setup.folder,
         criu: &setup.criu,
         reaper: &setup.reaper,
+        output: files,
         identity: setup.spec.identity.as_ref(),
         timeout: setup.config.restart.restore_timeout,
         lazy,

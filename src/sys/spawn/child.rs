@@ -39,6 +39,11 @@ const LIFTED: RawFd = 16;
 /// So many descriptors can be given: their lifted numbers have to lie in memory that is there before the fork.
 const MOST: usize = 8;
 
+/// So long a program may be open for writing: two seconds, where a fork that is not slowed down is at its exec within a
+/// millisecond.
+const BUSY_TRIES: u32 = 400;
+static BUSY_PAUSE: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 5_000_000 };
+
 /// Everything the child needs.
 pub(super) struct Plan<'a> {
     spawn: &'a Spawn,
@@ -115,8 +120,21 @@ impl<'a> Plan<'a> {
         }
         self.close_above(top);
         self.reset_signals();
-        // SAFETY: argv and envp are null-terminated arrays of NUL-terminated texts that live in the copied memory.
-        unsafe { libc::execve(spawn.program.as_ptr(), self.argv.as_ptr(), self.envp.as_ptr()) };
+        self.execute()
+    }
+
+    /// A program that was written a moment ago may be open for writing yet: not by who wrote it, but in a child that
+    /// another thread forked at that moment, until that one gets to its own exec. The kernel refuses it as long.
+    fn execute(&self) -> ! {
+        for tries_left in (0..BUSY_TRIES).rev() {
+            // SAFETY: argv and envp are null-terminated arrays of NUL-terminated texts that live in the copied memory.
+            unsafe { libc::execve(self.spawn.program.as_ptr(), self.argv.as_ptr(), self.envp.as_ptr()) };
+            if tries_left == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ETXTBSY) {
+                break;
+            }
+            // SAFETY: the time is valid, what would be left of it is not wanted.
+            unsafe { libc::nanosleep(&raw const BUSY_PAUSE, std::ptr::null_mut()) };
+        }
         self.fail(8)
     }
 

@@ -56,6 +56,39 @@ fn descriptors_that_trade_places_do_not_cover_each_other() {
     assert_eq!(text, "threefour");
 }
 
+/// A program of our own, and what holds it open for writing.
+fn busy_program(dir: &Path) -> (std::path::PathBuf, std::fs::File) {
+    let program = dir.join("true");
+    std::fs::copy("/bin/true", &program).unwrap();
+    let writer = std::fs::OpenOptions::new().append(true).open(&program).unwrap();
+    (program, writer)
+}
+
+#[test]
+fn a_program_that_is_still_open_for_writing_is_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let (program, writer) = busy_program(dir.path());
+    let before = register().clone();
+    let starting = std::thread::spawn(move || Spawn::new(&program, [""; 0]).unwrap().start());
+    // Other tests start children too: only ours stays before its exec, with our executable as its own.
+    let waits = |pid: &i32| super::super::process::executable(*pid) == std::env::current_exe().ok();
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !register().difference(&before).any(waits) && !starting.is_finished() {
+        assert!(Instant::now() < deadline, "no child was started");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(writer);
+    assert_eq!(starting.join().unwrap().unwrap().wait().unwrap(), Ended::Exit(0));
+}
+
+#[test]
+fn a_program_that_stays_open_for_writing_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let (program, _writer) = busy_program(dir.path());
+    let (step, kind) = step_of(Spawn::new(&program, [""; 0]).unwrap().start().unwrap_err());
+    assert_eq!((step, kind), ("execve", io::ErrorKind::ExecutableFileBusy));
+}
+
 #[test]
 fn more_descriptors_than_can_be_placed_are_refused() {
     let null = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
