@@ -53,6 +53,10 @@ fn a_job_goes_on_elsewhere_with_the_same_configuration() {
     let image = replicated(&mut run, &lab);
     let before = lose(&lab, run);
 
+    let lab = lab.set("store.min-free", "\"8000TB\"");
+    let (out, said) = lab.python("kinds.py", &command).ends_with(69);
+    assert!(said.contains("(store.min-free): make room there") && out.is_empty(), "{said}");
+    let lab = lab.set("store.min-free", "\"1MiB\"");
     let mut run = lab.python("kinds.py", &command);
     run.wait_said(&format!("image {image} came from the replica"));
     run.wait_said(&format!("the job is back from image {image}"));
@@ -72,6 +76,13 @@ fn a_job_goes_on_in_a_store_of_another_path() {
     run.wait_printed("n 20\n");
     let image = replicated(&mut run, &lab);
     let before = lose(&lab, run);
+    let listed = |args: &[&str]| {
+        let ran = other.rekindle(args);
+        assert!(ran.status.success(), "{ran:?}");
+        String::from_utf8(ran.stdout).unwrap()
+    };
+    let line = |text: &str| text.lines().find(|line| line.contains(&image)).unwrap_or_default().to_owned();
+    assert!(line(&listed(&["list", "j", "--replica"])).contains(" replica "), "there is no store yet");
     // Whatever is at the old path is another's.
     let theirs = lab.store().join("j/log/stdout.log");
     fs::create_dir_all(theirs.parent().unwrap()).unwrap();
@@ -79,6 +90,8 @@ fn a_job_goes_on_in_a_store_of_another_path() {
 
     let mut run = other.python("kinds.py", &command);
     run.wait_said(&format!("the job is back from image {image}"));
+    assert!(line(&listed(&["list", "j", "--replica"])).contains("store, replica "));
+    assert!(!listed(&["list", "j"]).contains("replica"));
     // It is as good as any: its images, taken here, bring it back, also in a later run.
     replicated(&mut run, &other);
     run.crash(&other);
