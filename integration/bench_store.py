@@ -85,7 +85,7 @@ def against_dd(args, fast, disk):
             # The pages of the folder are given back before the next one.
             into = fast / "into"
             into.mkdir()
-            took = ours("unpack", store, 1, into, THREADS)["seconds"]
+            took = ours("unpack", store, 1, into)["seconds"]
             shutil.rmtree(into)
             return took
 
@@ -120,6 +120,24 @@ def against_dd(args, fast, disk):
         ("store, verify all content", check.row("wanted: at least 85 %")),
         ("store, persist, most memory", f"{peak / 1024:.0f} MiB RSS (wanted: under 512)"),
     ]  # fmt: skip
+
+
+def listing(args, fast, disk):
+    """How long it takes to list a job's images beside as many index entries as 100,000 images of it would have: 40 chunks
+    (10 MiB) that are new in each."""
+    source, store = fast / "source", disk / "store"
+    fill(source, "noise", 64)
+    ours("persist", store, 1, source, "auto", THREADS)
+    alone = timed_list(args, store)
+    entries = ours("entries", store, 3910)["entries"]
+    beside = timed_list(args, store)
+    shutil.rmtree(store)
+    shutil.rmtree(source)
+    return [("store, rekindle list, beside {:,} index entries".format(entries), f"{beside * 1000:.0f} ms, beside none {alone * 1000:.0f} (wanted: under 100)")]
+
+
+def timed_list(args, store):
+    return statistics.median(timed([args.rekindle, "--store", store, "list", "bench"]) for _ in range(args.runs))
 
 
 def restic(disk, source):
@@ -175,7 +193,7 @@ def store(args):
     fast = Path(tempfile.mkdtemp(prefix="rekindle-bench.", dir=args.dir))
     disk = Path(tempfile.mkdtemp(prefix="rekindle-bench.", dir=args.store))
     try:
-        return against_dd(args, fast, disk) + against_others(args, fast, disk)
+        return against_dd(args, fast, disk) + listing(args, fast, disk) + against_others(args, fast, disk)
     finally:
         shutil.rmtree(fast, ignore_errors=True)
         shutil.rmtree(disk, ignore_errors=True)

@@ -23,7 +23,11 @@ impl Bench {
         let folder = tempfile::tempdir().unwrap();
         let bench = Bench { folder };
         fs::set_permissions(bench.path(""), fs::Permissions::from_mode(0o755)).unwrap();
-        fs::copy(env!("CARGO_BIN_EXE_rekindle"), bench.path("rekindle")).unwrap();
+        // By another process: a child that another test forks meanwhile would hold our descriptor for a moment, and a file
+        // that is open for writing can not be executed (ETXTBSY).
+        let copied =
+            Command::new("cp").arg(env!("CARGO_BIN_EXE_rekindle")).arg(bench.path("rekindle")).status().unwrap();
+        assert!(copied.success());
         fs::write(bench.path("rekindle.toml"), "version = 1\n[store]\nmin-free = \"1MB\"\n").unwrap();
         fs::set_permissions(bench.path("rekindle.toml"), fs::Permissions::from_mode(0o644)).unwrap();
         fs::create_dir(bench.path("tmp")).unwrap();

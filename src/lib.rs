@@ -6,9 +6,10 @@
 //!                |                                  |
 //!                |                            store::staging: the image is whole in memory
 //!              crash                                |   while the job runs:
-//!                |                            store::persist: copy, hash, fsync, publish, rotate
+//!                |                            store::persist: cut, hash, pack what is new, publish; rotate, gc
 //!                v                                  |
-//!            restart <------- newest good image <---+   in memory, or in the store
+//!            restart <------- newest good image <---+---> store::replica
+//!                     in memory, or store::unpack'ed from the packs of the store
 //! ```
 //!
 //! Without room in memory an image is made in the store at once. The job may have our interposer loaded (the crate in
@@ -21,7 +22,7 @@
 //! - [`config`]: TOML, typed and then validated; touches nothing.
 //! - [`launch`]: the job's world: namespaces, init, reaper, interposer, user, limits, output.
 //! - [`snapshot`]: freeze and capture, an ordered list of phases with an undo each; CRIU's pages are received in memory.
-//! - [`store`]: one folder a job, one image a snapshot, in memory first; persist, publish, verify, rotate.
+//! - [`store`]: one folder a job, one image a snapshot, in memory first; chunks in packs, retention, verify, repair, replica.
 //! - [`restart`]: why did it end, is it worth another try, from which image; put files back, restore.
 //! - [`supervisor`]: the one owner of the state; a pure `step` function and the loop that carries out its actions.
 //! - [`doctor`]: what `run` needs of the machine: found, judged, each with a fix.

@@ -5,7 +5,8 @@
 //! bench-store make noise|weights|heap FILE MIB SEED
 //! bench-store change FILE PERCENT SEED
 //! bench-store persist STORE NUMBER FOLDER COMPRESSION THREADS
-//! bench-store unpack STORE NUMBER INTO THREADS
+//! bench-store unpack STORE NUMBER INTO
+//! bench-store entries STORE PACKS
 //! bench-store verify STORE THREADS
 //! ```
 //!
@@ -19,9 +20,10 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use rekindle::store::chunk::Compression;
+use rekindle::store::chunk::{ChunkId, Codec, Compression};
+use rekindle::store::pack::{Entry, PackIndex, PackName};
 use rekindle::store::persist::{self, Bounds, Packing, Progress};
-use rekindle::store::unpack::unpack;
+use rekindle::store::unpack::{self, unpack};
 use rekindle::store::{Access, Image, ImageId, JobFolder, Manifest, Place, Share, State, Store, check_packs};
 use serde_json::{Value, json};
 
@@ -38,9 +40,8 @@ fn main() -> anyhow::Result<()> {
         ["persist", store, number, folder, compression, threads] => {
             persist(Path::new(store), number.parse()?, Path::new(folder), compression.parse()?, threads.parse()?)?
         }
-        ["unpack", store, number, into, threads] => {
-            out(Path::new(store), number.parse()?, Path::new(into), threads.parse()?)?
-        }
+        ["unpack", store, number, into] => out(Path::new(store), number.parse()?, Path::new(into))?,
+        ["entries", store, packs] => entries(Path::new(store), packs.parse()?)?,
         ["verify", store, threads] => verify(Path::new(store), threads.parse()?)?,
         _ => anyhow::bail!("usage: see the head of integration/bench-store/main.rs"),
     };
@@ -173,14 +174,36 @@ fn persist(
     Ok(json!({ "seconds": seconds, "bytes": progress.bytes().1, "stored": progress.written(), "peak_kib": peak()? }))
 }
 
-fn out(store: &Path, number: u32, into: &Path, threads: usize) -> anyhow::Result<Value> {
+fn out(store: &Path, number: u32, into: &Path) -> anyhow::Result<Value> {
     let job = job(store)?;
     let image = job.images()?.into_iter().find(|image| image.id == id(number)).context("there is no such image")?;
     let progress = Progress::default();
     let began = Instant::now();
-    unpack(&image, &job, into, None, threads, &progress, &|| false)?;
+    unpack(&image, &job, into, None, unpack::threads(), &progress, &|| false)?;
     let seconds = began.elapsed().as_secs_f64();
     Ok(json!({ "seconds": seconds, "bytes": progress.bytes().0, "peak_kib": peak()? }))
+}
+
+/// Adds packs to a job of the store, each as full as packs are, as far as their indexes say; the packs themselves are holes.
+fn entries(store: &Path, packs: u32) -> anyhow::Result<Value> {
+    const CHUNK: u32 = 256 << 10;
+    const RECORDS: u32 = 1023;
+    let job = job(store)?;
+    for pack in 0..packs {
+        let name = PackName::random()?;
+        let mut random = noise(u64::from(pack));
+        let entry = |n: u32| {
+            let mut id = [0; 32];
+            random.fill(&mut id);
+            let offset = 64 + u64::from(n) * u64::from(64 + CHUNK);
+            Entry { id: ChunkId::new(id), offset, raw_len: CHUNK, stored_len: CHUNK, codec: Codec::Raw }
+        };
+        let entries: Vec<Entry> = (0..RECORDS).map(entry).collect();
+        let length = entries.last().map_or(64, Entry::end);
+        File::create(job.packs().pack_path(name))?.set_len(length)?;
+        fs::write(job.packs().index_path(name), PackIndex::new(length, entries).to_bytes())?;
+    }
+    Ok(json!({ "entries": u64::from(packs) * u64::from(RECORDS) }))
 }
 
 fn verify(store: &Path, threads: usize) -> anyhow::Result<Value> {

@@ -54,7 +54,11 @@ fn what_is_there_can_be_looked_at() {
 #[test]
 fn an_image_in_memory_is_one_like_the_others() {
     // It is on its way for far longer than all commands here take.
-    let Some(lab) = Lab::new().map(|lab| lab.set("store.persist-rate", "\"1MiB\"")) else { return };
+    let Some(lab) =
+        Lab::new().map(|lab| lab.set("store.persist-rate", "\"1MiB\"").set("store.compression", "\"none\""))
+    else {
+        return;
+    };
     let mut run = lab.python("lazy_job.py", &[lab.path().to_str().unwrap(), "48"]);
     count_on(&lab, &mut run, 5);
     run.signal(Signal::SIGUSR1);

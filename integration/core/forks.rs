@@ -12,7 +12,8 @@ fn a_storm_of_children_is_in_every_image_and_comes_back_from_each() {
     // None of them may fail.
     let taken: Vec<u32> = (0..20).map(|_| run.snapshot(&lab)).collect();
     assert_eq!(taken, (1..=20).collect::<Vec<u32>>());
-    let limit: i32 = std::fs::read_to_string("/proc/sys/kernel/pid_max").unwrap().trim().parse().unwrap();
+    // Of a namespace; the machine's own may be lower.
+    let limit = 4 << 20;
     for image in lab.images() {
         let tree = &image.manifest().unwrap().tree;
         // The reaper, the job, and its child that is dead.

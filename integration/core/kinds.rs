@@ -13,9 +13,10 @@ pub(crate) fn until_after_snapshot(lab: &Lab, kind: &str) -> Running {
     run
 }
 
-/// Waits until the job counted on by this much.
+/// Waits until the job counted on by this much, and its supervisor knows that it runs: a stop before takes no image.
 pub(crate) fn count_on(lab: &Lab, run: &mut Running, by: usize) {
     let before = numbers(&lab.output()).len();
+    run.job_pid(lab);
     run.wait_for("the job counts", || numbers(&lab.output()).len() >= before + by);
 }
 

@@ -184,7 +184,7 @@ impl Drop for SmallStore {
 #[test]
 fn a_full_store_keeps_the_image_in_memory() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("store.persist-rate", "\"3MiB\"");
+    let lab = lab.set("store.persist-rate", "\"3MiB\"").set("store.compression", "\"none\"");
     let store = SmallStore::mount(&lab, 128);
     let mut run = start(&lab);
     let first = run.snapshot(&lab);
@@ -278,7 +278,7 @@ fn a_stop_waits_for_the_store() {
 fn a_second_stop_does_not_wait_for_the_store() {
     let Some(lab) = Lab::new() else { return };
     // An image takes a minute and more.
-    let lab = lab.set("store.persist-rate", "\"1MiB\"");
+    let lab = lab.set("store.persist-rate", "\"1MiB\"").set("store.compression", "\"none\"");
     let start = || lab.python("lazy_job.py", &[lab.path().to_str().unwrap(), "64"]);
     let mut run = start();
     count_on(&lab, &mut run, 5);

@@ -58,8 +58,11 @@ impl Rig {
             dir.path().join("memory").display(),
             fault = fault.display()
         );
-        fs::write(&wrapper, text).unwrap();
-        fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755)).unwrap();
+        let draft = dir.path().join("criu.draft");
+        fs::write(&draft, text).unwrap();
+        // By another process: a child that another test forks meanwhile would hold our descriptor for a moment, and a file
+        // that is open for writing can not be executed (ETXTBSY).
+        assert!(Command::new("install").args(["-m", "755"]).args([&draft, &wrapper]).status().unwrap().success());
         let settings = [
             ("SNAPSHOT_INTERVAL", "off"),
             ("SNAPSHOT_RETRY_AFTER", "300ms"),

@@ -70,7 +70,10 @@ fn jobs(store: &Store, format: Format) -> anyhow::Result<()> {
         vec![
             row.job.to_string(),
             match &row.persisting {
-                Some(persisting) => format!("{}, storing {} %", row.state, persisting.percent()),
+                Some(persisting) => {
+                    let rate = bytesize::ByteSize::b(persisting.rate);
+                    format!("{}, storing {} % at {rate}/s", row.state, persisting.percent())
+                }
                 None => row.state.clone(),
             },
             row.images.to_string(),

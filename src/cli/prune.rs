@@ -8,10 +8,12 @@ use serde::Serialize;
 use super::list::size;
 use super::output::{complain, print_table};
 use super::{Exit, Global, Misuse, job_args};
-use crate::config::SizeLimit;
+use crate::config::{self, SizeLimit};
+use crate::store::gc;
 use crate::store::retention::survey::{self, Survey};
 use crate::store::retention::{Plan, Policy, Verdict};
 use crate::store::{ImageId, JobFolder, JobName, Known, Place};
+use crate::telemetry::log::chain;
 
 /// What to prune, and by which rules.
 #[derive(Debug, clap::Args)]
@@ -89,7 +91,7 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
         let known = folder.known()?;
         let (plan, gone) = match args.dry_run {
             true => (survey.plan(&policy, Utc::now()), Vec::new()),
-            false => carry_out(folder, &policy, config.min_free.bytes())?,
+            false => carry_out(folder, &policy, &config)?,
         };
         rows.extend(known.iter().filter(|known| known.copy(Place::Stored).is_none()).map(|known| Row {
             job: folder.name().clone(),
@@ -137,14 +139,31 @@ fn bytes(known: &Known) -> Option<u64> {
 }
 
 /// The supervisor of a running job prunes by itself, and is the only one that may.
-fn carry_out(folder: &JobFolder, policy: &Policy, min_free: u64) -> anyhow::Result<(Plan, Vec<ImageId>)> {
+fn carry_out(folder: &JobFolder, policy: &Policy, config: &config::Store) -> anyhow::Result<(Plan, Vec<ImageId>)> {
     let lock = folder.lock().map_err(|error| match error {
         crate::store::Error::Supervised { .. } | crate::store::Error::PerhapsSupervised { .. } => anyhow::Error::from(
             Misuse(format!("{error}; its supervisor prunes after each snapshot, and `--dry-run` shows its plan")),
         ),
         other => other.into(),
     })?;
-    Ok(survey::rotate(folder, &lock, policy, min_free)?)
+    let done = survey::rotate(folder, &lock, policy, config.min_free.bytes())?;
+    // To write packs anew takes long, and the key: the supervisor does that in the background.
+    let bounds = gc::Bounds { repack: None, ..gc::Bounds::of(config, None) };
+    let swept =
+        gc::collect(folder, &lock, &bounds, Utc::now(), &|| false).and_then(|first| match first.marked.is_empty() {
+            false if config.sweep_after.is_zero() => gc::sweep_now(folder, &lock).map(|_| first),
+            _ => Ok(first),
+        });
+    match swept {
+        Ok(swept) if !swept.marked.is_empty() && !config.sweep_after.is_zero() => complain(&format!(
+            "job {}: the disk gets the space back {} from now (store.sweep-after), when the job's supervisor or `rekindle prune` sweeps",
+            folder.name(),
+            humantime::format_duration(config.sweep_after)
+        )),
+        Ok(_) => {}
+        Err(error) => complain(&format!("job {}: {}", folder.name(), chain(&error))),
+    }
+    Ok(done)
 }
 
 #[cfg(test)]

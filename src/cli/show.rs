@@ -102,7 +102,9 @@ fn describe(known: &Known, m: &Manifest, live: Option<&Published>, differences: 
     lines.extend(known.copies().map(|copy| ("folder", format!("{} ({})", copy.dir.display(), copy.place))));
     if let Some(persisting) = persisting {
         let (done, total) = (size(persisting.done), size(persisting.total));
-        lines.push(("storing", format!("{done} of {total}, {} %", persisting.percent())));
+        let (rate, written) = (size(persisting.rate), size(persisting.written));
+        let percent = persisting.percent();
+        lines.push(("storing", format!("{done} of {total}, {percent} %, {rate}/s; {written} written")));
     } else if known.copy(Place::Stored).is_none() {
         // Of the last image that was to be stored.
         let why = live.filter(|live| live.last_image == Some(known.id())).and_then(|live| live.persist_failure.clone());

@@ -177,18 +177,26 @@ fn ends_within(child: &Child, limit: Duration) -> bool {
 /// gap, so that neither CRIU's helpers nor the job's next children meet a pid of the image.
 #[must_use]
 pub fn last_pid_for(taken: &[i32]) -> i32 {
-    largest_gap(taken, pid_max())
+    largest_gap(taken, limit_for(taken, pid_max()))
 }
 
 /// The highest pid that is none of these. When a namespace ends the kernel kills its processes from the lowest pid on
 /// (`zap_pid_ns_processes`): this one last.
 #[must_use]
 pub fn last_free_pid(taken: &[i32]) -> i32 {
-    highest_but(taken, pid_max())
+    highest_but(taken, limit_for(taken, pid_max()))
 }
 
 fn highest_but(taken: &[i32], limit: i32) -> i32 {
     (FIRST_PID..limit).rev().find(|pid| !taken.contains(pid)).unwrap_or(FIRST_PID - 1)
+}
+
+/// From kernel 6.14 on each PID namespace has a limit of its own, which is the highest possible one at first
+/// (`create_pid_namespace`); before, it is the machine's in all of them.
+fn limit_for(taken: &[i32], machine: i32) -> i32 {
+    /// `PID_MAX_LIMIT`.
+    const HIGHEST: i32 = 4 << 20;
+    if taken.iter().any(|pid| *pid >= machine) { HIGHEST } else { machine }
 }
 
 fn pid_max() -> i32 {
@@ -256,6 +264,14 @@ mod tests {
         assert_eq!(largest_gap(&[1000, 1001, 1500], 32768), 1500);
         assert_eq!(largest_gap(&[1000, 32000, 32700], 32768), 1000);
         assert_eq!(largest_gap(&[2, 30000, 1000], 32768), 1000);
+    }
+
+    #[test]
+    fn a_namespace_may_have_higher_pids_than_the_machine() {
+        let limit = |taken: &[i32]| limit_for(taken, 32768);
+        assert_eq!((limit(&[1000, 32767]), limit(&[1000, 32768])), (32768, 4 << 20));
+        assert_eq!(highest_but(&[1000, 39000], limit(&[1000, 39000])), (4 << 20) - 1);
+        assert_eq!(largest_gap(&[1000, 39000], limit(&[1000, 39000])), 39000);
     }
 
     #[test]

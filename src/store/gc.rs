@@ -14,7 +14,8 @@
 //! read and is damaged needs what its map still names.) A pack with a mark is still read from. Between mark and sweep lies at least the grace period by the clock of
 //! the wall; when that was set back, the mark is renewed.
 //!
-//! All of it needs the writer's lock: a persist that runs beside it could reuse a chunk that is just swept.
+//! All of it needs the writer's lock, and within one process one thread at a time (`WriterLock::packs`): a persist that runs
+//! beside it could reuse a chunk that is just swept.
 
 mod mark;
 mod needed;
@@ -33,6 +34,7 @@ use super::id::ImageId;
 use super::lock::WriterLock;
 use super::pack::set::{Index, Lost, Packs};
 use super::pack::{PackName, WriteError};
+use crate::config::{self, Repack};
 use crate::sys::durable;
 use needed::Needed;
 
@@ -45,6 +47,18 @@ pub struct Bounds<'k> {
     pub repack: Option<u64>,
     /// What packs are encrypted with.
     pub key: Option<&'k Key>,
+}
+
+impl<'k> Bounds<'k> {
+    /// As it is configured.
+    #[must_use]
+    pub fn of(store: &config::Store, key: Option<&'k Key>) -> Bounds<'k> {
+        let repack = match store.repack {
+            Repack::Off => None,
+            Repack::UpTo(size) => Some(size.bytes()),
+        };
+        Bounds { sweep_after: store.sweep_after, repack, key }
+    }
 }
 
 /// What one round did.
@@ -133,6 +147,7 @@ pub fn collect(
     cancelled: &dyn Fn() -> bool,
 ) -> Result<Collected, Error> {
     folder.check_lock(lock)?;
+    let _alone = lock.packs();
     let packs = folder.packs();
     let mut done = Collected::default();
     let mut index = packs.index()?;

@@ -19,6 +19,7 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -58,6 +59,8 @@ pub struct WriterLock {
     /// Who held it before on another machine, and how long that has been silent.
     silent: Option<(Holder, Duration)>,
     held: held::Held,
+    /// Held by the one thread that changes the packs.
+    packs: Mutex<()>,
 }
 
 /// Who may change a job's folder.
@@ -81,6 +84,13 @@ impl WriterLock {
     /// The images that are held.
     pub(super) fn held(&self) -> Vec<ImageId> {
         self.held.ids()
+    }
+
+    /// Waits until no other thread of this process changes the job's packs: what one finds in a pack and relies on, another
+    /// must not sweep.
+    pub(super) fn packs(&self) -> MutexGuard<'_, ()> {
+        // It guards files, which are as they are after a panic.
+        self.packs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether this is the lock of the job whose folder that is.
@@ -142,8 +152,15 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
     let silent = earlier_holder(&file, folder, &me, job)?;
     let written = |source| Error::Write { path: path.clone(), source };
     write_holder(&file, &me).map_err(written)?;
-    let lock =
-        WriterLock { folder: folder.to_owned(), job: job.clone(), file, me, silent, held: held::Held::default() };
+    let lock = WriterLock {
+        folder: folder.to_owned(),
+        job: job.clone(),
+        file,
+        me,
+        silent,
+        held: held::Held::default(),
+        packs: Mutex::new(()),
+    };
     if lock.silent.is_some() {
         thread::sleep(SETTLE);
         lock.refresh()?;

@@ -159,6 +159,7 @@ pub fn persist(
         return Ok(image.clone());
     }
     folder.check_lock(lock)?;
+    let _alone = lock.packs();
     check_loose(image)?;
     progress.begin(manifest.bytes);
     let draft = folder.begin_image_as(lock, image.id)?;

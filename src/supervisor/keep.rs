@@ -10,7 +10,6 @@ use chrono::Utc;
 use super::publish::Persisting;
 use super::state::{Event, Finish, Harm, State};
 use super::{Message, Owner, PROGRESS, Setup};
-use crate::config::Repack;
 use crate::snapshot::{self, Subject, Taken};
 use crate::store::gc;
 use crate::store::persist::{self, Progress};
@@ -38,8 +37,11 @@ impl Moving {
 
     /// What others see of it; None before it has begun.
     pub(super) fn seen(&self) -> Option<Persisting> {
-        let (done, total) = self.progress.bytes();
-        (total > 0).then_some(Persisting { image: self.image, done, total })
+        Some(self.now()).filter(|now| now.total > 0)
+    }
+
+    fn now(&self) -> Persisting {
+        Persisting::of(self.image, &self.progress)
     }
 }
 
@@ -52,7 +54,7 @@ pub(super) struct Persist {
 impl Persist {
     /// What others see of it.
     pub(super) fn seen(&self) -> Persisting {
-        self.moving.seen().unwrap_or(Persisting { image: self.moving.image, done: 0, total: 0 })
+        self.moving.now()
     }
 }
 
@@ -352,11 +354,7 @@ pub(super) fn rotate(setup: &Setup) {
         Ok((plan, _)) => plan.notes.iter().for_each(|note| tracing::warn!("{note}")),
         Err(error) => tracing::warn!("old images were not removed: {}", chain(&error)),
     }
-    let repack = match store.repack {
-        Repack::Off => None,
-        Repack::UpTo(size) => Some(size.bytes()),
-    };
-    let bounds = gc::Bounds { sweep_after: store.sweep_after, repack, key: setup.packing.key.as_deref() };
+    let bounds = gc::Bounds::of(store, setup.packing.key.as_deref());
     match gc::collect(&setup.folder, &setup.lock, &bounds, Utc::now(), &|| false) {
         Ok(done) => tracing::debug!(?done, "packs"),
         Err(error) => tracing::warn!("what no image needs was not swept: {}", chain(&error)),

@@ -26,6 +26,7 @@ use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
 use crate::snapshot::{self, Launch, Taken};
+use crate::store::gc;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
@@ -466,6 +467,10 @@ impl Owner<'_> {
                     Err(crate::store::Error::Pinned(id)) => tracing::info!("image {id} is pinned and stays"),
                     other => other?,
                 }
+            }
+            // Nobody comes back to sweep when the grace period is over.
+            if let Err(error) = gc::sweep_now(&self.shared.folder, &self.shared.lock) {
+                tracing::warn!("what no image needs was not swept: {}", chain(&error));
             }
         }
         self.publish();

@@ -13,6 +13,7 @@ use super::interval::Choice;
 use super::state::State;
 use crate::launch::Job;
 use crate::snapshot::Taken;
+use crate::store::persist::Progress;
 use crate::store::{self, ImageId, JobFolder, Writer};
 use crate::sys::durable;
 
@@ -76,9 +77,22 @@ pub struct Persisting {
     pub done: u64,
     /// Bytes in all.
     pub total: u64,
+    /// Bytes that are new and went to the disk or the replica.
+    #[serde(default)]
+    pub written: u64,
+    /// Bytes that were copied each second, so far.
+    #[serde(default)]
+    pub rate: u64,
 }
 
 impl Persisting {
+    /// How far it is now.
+    #[must_use]
+    pub fn of(image: ImageId, progress: &Progress) -> Persisting {
+        let (done, total) = progress.bytes();
+        Persisting { image, done, total, written: progress.written(), rate: progress.rate() }
+    }
+
     /// How much of it is done, in hundredths. What is copied still has to be synced: it is never 100.
     #[must_use]
     pub fn percent(&self) -> u64 {

@@ -51,8 +51,7 @@ impl Replication {
     /// What others see of it.
     pub(super) fn seen(&self) -> Option<Persisting> {
         let running = self.running.as_ref()?;
-        let (done, total) = running.progress.bytes();
-        Some(Persisting { image: running.image, done, total })
+        Some(Persisting::of(running.image, &running.progress))
     }
 
     pub(super) fn is_running(&self) -> bool {

@@ -1,6 +1,7 @@
 //! How far persisting is, how fast it may go, and whether it still may.
 
 use std::io;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -10,6 +11,7 @@ pub struct Progress {
     done: AtomicU64,
     total: AtomicU64,
     written: AtomicU64,
+    begun: OnceLock<Instant>,
 }
 
 impl Progress {
@@ -25,7 +27,16 @@ impl Progress {
         self.written.load(Ordering::Relaxed)
     }
 
+    /// Bytes of the image that are dealt with each second, so far.
+    #[must_use]
+    pub fn rate(&self) -> u64 {
+        let elapsed = self.begun.get().map_or(0, |begun| begun.elapsed().as_millis());
+        let rate = u128::from(self.bytes().0) * 1000 / elapsed.max(1);
+        u64::try_from(rate).unwrap_or(u64::MAX)
+    }
+
     pub(in crate::store) fn begin(&self, total: u64) {
+        let _ = self.begun.set(Instant::now());
         self.total.store(total, Ordering::Relaxed);
     }
 

@@ -57,6 +57,7 @@ impl Replica {
         cancelled: Cancelled<'_>,
     ) -> Result<Image> {
         folder.check_lock(lock)?;
+        let _alone = lock.packs();
         let there = self.inventory(cancelled)?;
         let files = there.images.get(&id).ok_or_else(|| self.not_whole(id, "it is not there"))?;
         let image = self.look(id, files, cancelled)?;

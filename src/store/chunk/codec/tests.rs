@@ -123,13 +123,15 @@ proptest! {
 #[ignore = "a measurement"]
 fn measured() {
     let bytes = 64 << 20;
-    let uniform = noise(4 * bytes, 3);
-    // Sums of twelve uniform numbers are as good as normal ones.
+    let uniform = noise(2 * bytes, 3);
+    // Box and Muller: two uniform numbers make a normal one.
     let normal = |piece: &[u8]| {
-        let sum: f32 = piece.iter().map(|byte| f32::from(*byte) / 255.0).sum();
-        ((sum - 6.0) * 0.02).to_le_bytes()
+        let number = |at: usize| u32::from_le_bytes(piece[at..at + 4].try_into().unwrap());
+        let (one, two) = ((f64::from(number(0)) + 1.0) / 4_294_967_296.0, f64::from(number(4)) / 4_294_967_296.0);
+        let value = (-2.0 * one.ln()).sqrt() * (std::f64::consts::TAU * two).cos() * 0.02;
+        value.to_string().parse::<f32>().unwrap().to_le_bytes()
     };
-    let weights: Vec<u8> = uniform.chunks_exact(12).flat_map(normal).take(bytes).collect();
+    let weights: Vec<u8> = uniform.chunks_exact(8).flat_map(normal).collect();
     let mut heap = text(bytes);
     heap.chunks_exact_mut(64).for_each(|object| {
         let (head, _) = object.split_at_mut(16);
@@ -140,20 +142,26 @@ fn measured() {
         for wanted in
             [Compression::None, Compression::Lz4, Compression::Zstd(1), Compression::Zstd(3), Compression::Auto]
         {
-            let (mut scratch, mut stored, mut kept) = (Vec::new(), 0, Vec::new());
-            let began = std::time::Instant::now();
-            for raw in data.chunks(crate::store::chunk::CHUNK) {
-                let (codec, bytes) = encode(wanted, raw, &mut scratch);
-                stored += bytes.len();
-                kept.push((codec, bytes.to_vec(), raw.len()));
+            let (mut stored, mut encoded, mut decoded) = (0, f64::MAX, f64::MAX);
+            // Others use the machine as well: the best of several.
+            for _ in 0..5 {
+                let (mut scratch, mut kept, mut into) = (Vec::new(), Vec::new(), Vec::new());
+                let mut took = std::time::Duration::ZERO;
+                for raw in data.chunks(crate::store::chunk::CHUNK) {
+                    let began = std::time::Instant::now();
+                    let (codec, bytes) = encode(wanted, raw, &mut scratch);
+                    took += began.elapsed();
+                    kept.push((codec, bytes.to_vec(), raw.len()));
+                }
+                encoded = took.as_secs_f64().min(encoded);
+                stored = kept.iter().map(|(_, bytes, _)| bytes.len()).sum();
+                let began = std::time::Instant::now();
+                for (codec, bytes, raw_len) in &kept {
+                    decode(*codec, bytes, *raw_len, &mut into).unwrap();
+                }
+                decoded = began.elapsed().as_secs_f64().min(decoded);
             }
-            let encoded = began.elapsed().as_secs_f64();
-            let began = std::time::Instant::now();
-            let mut into = Vec::new();
-            for (codec, bytes, raw_len) in &kept {
-                decode(*codec, bytes, *raw_len, &mut into).unwrap();
-            }
-            let (mib, decoded) = (data.len() as f64 / 1048576.0, began.elapsed().as_secs_f64());
+            let mib = data.len() as f64 / 1048576.0;
             let share = 100.0 * stored as f64 / data.len() as f64;
             eprintln!(
                 "{name:16} {wanted:7} {share:6.1} % {:7.0} MiB/s in {:7.0} MiB/s out",

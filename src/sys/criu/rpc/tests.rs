@@ -1,14 +1,15 @@
-use std::os::unix::fs::PermissionsExt;
-
 use super::*;
 use crate::sys::criu::Version;
 
 /// Asks a program that stands in for CRIU for a dump.
 fn ask(script: &str, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<Log, RunError> {
     let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("criu");
-    std::fs::write(&path, format!("#!/bin/sh\n{script}")).unwrap();
-    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
+    let [path, draft] = ["criu", "draft"].map(|name| dir.path().join(name));
+    std::fs::write(&draft, format!("#!/bin/sh\n{script}")).unwrap();
+    // By another process: a child that another test forks meanwhile would hold our descriptor for a moment, and a file that
+    // is open for writing can not be executed (ETXTBSY).
+    let install = std::process::Command::new("install").args([&draft, &path]).status().unwrap();
+    assert!(install.success());
     let criu = Criu { path, version: Version(4, 2, 0) };
     let place = Place { criu: &criu, init: None, images: dir.path(), work: dir.path(), timeout };
     let options = DumpOptions { root: 1000, tcp: Tcp::Close, ghost_limit: 1, freeze_timeout: Duration::from_secs(1) };
