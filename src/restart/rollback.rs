@@ -113,8 +113,8 @@ fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Rollb
 
 /// Whether every file of the image can be put back. Changes nothing.
 pub(super) fn check(manifest: &Manifest, folder: &JobFolder, user: Option<&Identity>) -> Result<(), RollbackError> {
-    let theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
-    theirs.map(|file| with_rights(file, user, || check_one(file))).collect()
+    let mut theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
+    theirs.try_for_each(|file| with_rights(file, user, || check_one(file)))
 }
 
 fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
