@@ -66,6 +66,7 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
         if cause.is::<sys::criu::FindError>()
             || cause.is::<super::run::NoRights>()
             || cause.is::<super::replica::Unknown>()
+            || cause.is::<super::replica::NotBrought>()
         {
             return Exit::Missing;
         }

@@ -80,10 +80,7 @@ enum Command {
     Restore(run::RestoreArgs),
     /// List jobs, or the images of a job
     #[command(visible_alias = "ls")]
-    List {
-        /// The job; all jobs without it
-        job: Option<String>,
-    },
+    List(list::ListArgs),
     /// Show all that is known of an image
     Show {
         /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
@@ -174,7 +171,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
     match &cli.command {
         Command::Run(args) => run::run(global, args),
         Command::Restore(args) => run::restore(global, args),
-        Command::List { job } => list::list(global, job.as_deref()),
+        Command::List(args) => list::list(global, args),
         Command::Show { image } => show::show(global, image),
         Command::Verify(args) => verify::verify(global, args),
         Command::Repair(args) => repair::repair(global, args),

@@ -26,12 +26,17 @@ use crate::store::pack::record::{self, HEADER_BYTES};
 use crate::store::pack::{Entry, Index, PackHeader, PackName, Packs, RecordHeader};
 use crate::store::pack::{Making, PackWriter, WriteError};
 use crate::store::persist::Progress;
+use crate::store::retention::survey;
 use crate::store::{Image, ImageId, JobFolder, State, WriterLock, manifest, mark};
 use crate::sys::direct::Way;
 use crate::sys::durable;
 
 /// A new pack is closed when it has so many bytes.
 const CLOSE: u64 = 64 << 20;
+/// Bytes of an extent in the map, and of its chunk in an index.
+const ENTRIES: u64 = 40 + 56;
+/// What the manifest and the folders take, at most.
+const SMALL: u64 = 1 << 20;
 /// Bytes of the header of a record or a pack.
 const HEADER: usize = 64;
 
@@ -40,7 +45,7 @@ impl Replica {
     /// restored, without.
     ///
     /// # Errors
-    /// [`Error::NotWhole`] and [`Error::Damaged`] where it can not be used, [`Error::Key`], [`Error::Remote`], [`Error::Write`],
+    /// [`Error::NotWhole`] and [`Error::Damaged`] where it can not be used, [`Error::Key`], [`Error::NoRoom`], [`Error::Remote`], [`Error::Write`],
     /// [`Error::Store`], [`Error::Cancelled`]. What was fetched by then stays, and the next call goes on behind it.
     pub fn fetch(
         &self,
@@ -64,6 +69,7 @@ impl Replica {
         let stored = |all: &BTreeMap<PackName, Vec<Entry>>| {
             all.values().flatten().map(|it| u64::from(it.stored_len) + HEADER_BYTES).sum()
         };
+        self.check_room(id, stored(&places.first), &map, folder)?;
         progress.expect(stored(&places.first));
         self.check_key(&image, places.first.keys().copied(), key, cancelled)?;
         let making = Making { compression: Compression::None, key, pack: CLOSE, way: Way::Direct };
@@ -120,6 +126,16 @@ impl Replica {
         match missing.len() {
             0 => Ok(places),
             n => Err(self.not_whole(image.id, format!("{n} of its chunks are in no pack there"))),
+        }
+    }
+
+    /// Whether the disk has room for so many bytes of records, their indexes and the image's own files.
+    fn check_room(&self, image: ImageId, records: u64, map: &ChunkMap, folder: &JobFolder) -> Result<()> {
+        let need = records.saturating_add(map.extents().saturating_mul(ENTRIES)).saturating_add(SMALL);
+        let (free, keep) = (survey::free_space(folder.path())?, self.min_free);
+        match need.saturating_add(keep) <= free {
+            true => Ok(()),
+            false => Err(Error::NoRoom { image, need, free, keep, path: folder.path().to_owned() }),
         }
     }
 
