@@ -90,18 +90,6 @@ impl PackHeader {
         })
     }
 
-    /// Whether new chunks, named and sealed with that key, may share the pack with those that are in it. Whoever only reads
-    /// asks for [`PackHeader::key_for`].
-    ///
-    /// # Errors
-    /// [`FormatError::NoKey`], [`FormatError::OtherKey`], [`FormatError::NotEncrypted`].
-    pub fn check_key(&self, key: Option<&Key>) -> Result<(), FormatError> {
-        match (self.key_for(key)?, key) {
-            (None, Some(_)) => Err(FormatError::NotEncrypted),
-            _ => Ok(()),
-        }
-    }
-
     /// The key for the records of this pack: none where it is not encrypted, whatever the user has now. A store may hold
     /// packs from before it was encrypted; their chunks have other names.
     ///

@@ -71,7 +71,7 @@ impl Replica {
         };
         self.check_room(id, stored(&places.first), &map, folder)?;
         progress.expect(stored(&places.first));
-        self.check_key(&image, places.first.keys().copied(), key, cancelled)?;
+        let key = self.key_for(&image, places.first.keys().copied(), key, cancelled)?;
         let making = Making { compression: Compression::None, key, pack: CLOSE, way: Way::Direct };
         let failed = |error: WriteError| Error::Write { path: error.path, source: error.source };
         let mut writer = PackWriter::new(&packs, making).map_err(failed)?;
@@ -139,23 +139,25 @@ impl Replica {
         }
     }
 
-    /// Whether the records can be opened; asked before they are fetched.
-    fn check_key(
+    /// What the records are opened with, asked before they are fetched: nothing where the image is from before there was a
+    /// key. Its chunks are all of one kind, as the key is a part of their names.
+    fn key_for<'k>(
         &self,
         image: &RemoteImage,
         packs: impl Iterator<Item = PackName>,
-        key: Option<&Key>,
+        key: Option<&'k Key>,
         cancelled: Cancelled<'_>,
-    ) -> Result<()> {
+    ) -> Result<Option<&'k Key>> {
+        let mut found = None;
         for name in packs {
             let object = layout::of_pack(name, PackFile::Pack);
             let bytes = self.client.get_range(&object, 0..HEADER_BYTES, cancelled)?;
             let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: object.clone(), why };
             let header = PackHeader::parse(&bytes).map_err(|error| damaged(error.to_string()))?;
             let wrong = |why: String| Error::Key { url: self.client.shown(), image: image.id, why };
-            header.check_key(key).map_err(|error| wrong(error.to_string()))?;
+            found = header.key_for(key).map_err(|error| wrong(error.to_string()))?;
         }
-        Ok(())
+        Ok(found)
     }
 
     /// The records of a stretch, each checked.
