@@ -19,6 +19,7 @@ use crate::store::{Image, State};
 mod bits;
 mod cut;
 mod keys;
+mod killed;
 mod search;
 
 type Parts = Vec<(&'static str, Vec<u8>)>;
