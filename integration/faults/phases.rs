@@ -184,7 +184,7 @@ fn a_full_store_fails_the_snapshot_only() {
     fails(&rig, &mut supervisor, 1, &["No space left on device"], clear);
     // What is left is too little for another, though that would add little once it is packed.
     let packed = |rig: &Rig| rig.folder().images().unwrap().iter().all(|image| image.form() == Form::Packed);
-    supervisor.until("all images are packed", packed);
+    supervisor.until("all images are packed, and their files gone", |rig| packed(rig) && rig.drafts().is_empty());
     let free = nix::sys::statvfs::statvfs(&store).unwrap();
     let fill = usize::try_from((free.blocks_available() * free.fragment_size()).saturating_sub(4 << 20)).unwrap();
     std::fs::write(store.join("fill"), vec![0; fill]).unwrap();
