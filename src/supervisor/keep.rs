@@ -14,7 +14,7 @@ use crate::snapshot::{self, Subject, Taken};
 use crate::store::gc;
 use crate::store::persist::{self, Progress};
 use crate::store::retention::Policy;
-use crate::store::retention::survey::{self, NoRoom, Removing};
+use crate::store::retention::survey::{self, NoRoom, Removing, Written};
 use crate::store::staging::Area;
 use crate::store::{Form, Image, ImageId};
 use crate::sys::criu::Log;
@@ -363,7 +363,7 @@ fn bring_to_store(
     let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
     let removing = if read.load(Ordering::SeqCst) { Removing::NotNow } else { Removing::Allowed };
     if image.is_staged() {
-        survey::make_room(&setup.folder, &setup.lock, store, whole, removing)?;
+        survey::make_room(&setup.folder, &setup.lock, store, whole, Written::Packed, removing)?;
     } else {
         // It is safe as it is: no other has to go for it.
         let (free, keep) = (survey::free_space(setup.folder.path())?, store.min_free.bytes());

@@ -11,6 +11,21 @@ use chrono::{DateTime, Utc};
 use super::{Facts, Policy, Room, Sizes, by_rules, expendable, first_that};
 use crate::store::id::ImageId;
 
+/// What an image needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Need {
+    /// Bytes that it adds to what all take together, for as long as it is kept.
+    pub lasting: u64,
+    /// Bytes that have to be free to write it. More, where its files are written as they are and packed afterwards.
+    pub at_first: u64,
+}
+
+impl From<u64> for Need {
+    fn from(bytes: u64) -> Need {
+        Need { lasting: bytes, at_first: bytes }
+    }
+}
+
 /// The answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Admission {
@@ -104,10 +119,10 @@ pub fn predict(whole: u64, last_added: Option<u64>) -> u64 {
     last_added.map_or(whole, |last| last.saturating_add(last / 4).min(whole))
 }
 
-/// Asks for room for `need` bytes more. `path` is the store, for the words of a refusal.
+/// Asks for room for one image more. `path` is the store, for the words of a refusal.
 #[must_use]
 pub fn admit(
-    need: u64,
+    need: impl Into<Need>,
     facts: &[Facts],
     policy: &Policy,
     now: DateTime<Utc>,
@@ -115,18 +130,19 @@ pub fn admit(
     room: &Room,
     path: &Path,
 ) -> Admission {
+    let Need { lasting, at_first } = need.into();
     let plan = by_rules(facts, policy, now);
     let order: Vec<ImageId> = plan.removals().chain(expendable(facts, &plan)).collect();
-    let within = |gone: &[ImageId]| policy.max_total.is_none_or(|max| sizes.left(gone).saturating_add(need) <= max);
-    let short = room.short_of(need);
+    let within = |gone: &[ImageId]| policy.max_total.is_none_or(|max| sizes.left(gone).saturating_add(lasting) <= max);
+    let short = room.short_of(at_first);
     let Some(for_total) = first_that(&[], &order, within) else {
         let max = policy.max_total.unwrap_or(u64::MAX);
-        return Admission::Refuse(Refusal::MaxTotal { need, stay: sizes.left(&order), max });
+        return Admission::Refuse(Refusal::MaxTotal { need: lasting, stay: sizes.left(&order), max });
     };
     let Some(for_disk) = first_that(&[], &order, |gone| sizes.freed(gone) >= short) else {
         let Room { free, min_free: keep, .. } = *room;
         let freed = sizes.freed(&order);
-        return Admission::Refuse(Refusal::Disk { need, free, keep, freed, path: path.to_owned() });
+        return Admission::Refuse(Refusal::Disk { need: at_first, free, keep, freed, path: path.to_owned() });
     };
     // Both are begins of one order.
     let removal = |(at, id): (usize, &ImageId)| Removal {
@@ -135,7 +151,7 @@ pub fn admit(
     };
     let count = for_total.len().max(for_disk.len());
     let removals: Vec<Removal> = order.iter().enumerate().take(count).map(removal).collect();
-    let fits_now = need.saturating_add(room.min_free) <= room.free;
+    let fits_now = at_first.saturating_add(room.min_free) <= room.free;
     if removals.is_empty() && fits_now { Admission::Admit } else { Admission::AfterRemoving(removals) }
 }
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::{fs, io};
 
 use chrono::{DateTime, Utc};
 
-use super::admission::{self, Admission, Refusal, Removal};
+use super::admission::{self, Admission, Need, Refusal, Removal};
 use super::{Facts, Gathering, Plan, Policy, Room, Sizes, Use, plan};
 use crate::config;
 use crate::store::error::{Error, Result};
@@ -50,6 +50,15 @@ pub enum Removing {
     Allowed,
     /// Memory is brought back from one.
     NotNow,
+}
+
+/// How an image gets to the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// Into packs, where only what is new takes space.
+    Packed,
+    /// As plain files, to be packed afterwards.
+    Loose,
 }
 
 impl Survey {
@@ -101,10 +110,16 @@ impl Survey {
         plan(&self.facts, policy, now, &self.sizes, &self.room)
     }
 
-    /// Whether there is room for an image that is so large by itself.
+    /// What an image will need that is so large by itself.
     #[must_use]
-    pub fn admit(&self, whole: u64, policy: &Policy, now: DateTime<Utc>, path: &Path) -> Admission {
-        let need = admission::predict(whole, self.sizes.last_added());
+    pub fn need(&self, whole: u64, written: Written) -> Need {
+        let lasting = admission::predict(whole, self.sizes.last_added());
+        Need { lasting, at_first: if written == Written::Packed { lasting } else { whole } }
+    }
+
+    /// Whether there is room for it.
+    #[must_use]
+    pub fn admit(&self, need: Need, policy: &Policy, now: DateTime<Utc>, path: &Path) -> Admission {
         admission::admit(need, &self.facts, policy, now, &self.sizes, &self.room, path)
     }
 }
@@ -133,12 +148,13 @@ pub fn make_room(
     lock: &WriterLock,
     config: &config::Store,
     whole: u64,
+    written: Written,
     removing: Removing,
 ) -> Result<Vec<Removal>, NoRoom> {
     let policy = Policy::from(config);
     let look = || -> Result<(Survey, Admission)> {
         let survey = Survey::of(folder, config.min_free.bytes())?.with_held(lock);
-        let admission = survey.admit(whole, &policy, Utc::now(), folder.path());
+        let admission = survey.admit(survey.need(whole, written), &policy, Utc::now(), folder.path());
         Ok((survey, admission))
     };
     let removals = match look()? {
@@ -158,7 +174,7 @@ pub fn make_room(
         (_, Admission::Admit) => Ok(removals.into_iter().filter(|removal| gone.contains(&removal.id)).collect()),
         (_, Admission::Refuse(refusal)) => Err(refusal.into()),
         (survey, Admission::AfterRemoving(_)) => {
-            let need = admission::predict(whole, survey.sizes.last_added());
+            let need = survey.need(whole, written).at_first;
             let Room { free, min_free: keep, .. } = survey.room;
             Err(Refusal::NotYetFree { need, free, keep, path: folder.path().to_owned() }.into())
         }

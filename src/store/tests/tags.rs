@@ -2,7 +2,7 @@
 
 use super::*;
 use retention::Policy;
-use retention::survey::{self, Removing, Survey};
+use retention::survey::{self, Removing, Survey, Written};
 use std::os::unix::fs::{PermissionsExt, symlink};
 
 fn tag(text: &str) -> Tag {
@@ -174,7 +174,7 @@ fn room_is_made_for_the_next_image_and_only_if_it_is_enough() {
     assert!(one >= 2 << 20 && all == 3 * one, "{one} {all}");
     let room = |max, removing| {
         let max = config(0, Some(max));
-        let made = survey::make_room(&home.folder, &home.lock, &max, one, removing)?;
+        let made = survey::make_room(&home.folder, &home.lock, &max, one, Written::Packed, removing)?;
         Ok::<_, survey::NoRoom>(made.iter().map(|removal| removal.id).collect::<Vec<_>>())
     };
     assert_eq!(room(4 * one, Removing::NotNow).unwrap(), []);
@@ -186,7 +186,8 @@ fn room_is_made_for_the_next_image_and_only_if_it_is_enough() {
     images[1].change_tags(Change::Pin).unwrap();
     assert!(matches!(room(2 * one, Removing::Allowed), Err(survey::NoRoom::Refused(_))));
     assert_eq!(home.ids(), [images[2].id.to_string(), images[1].id.to_string()]);
-    let full = survey::make_room(&home.folder, &home.lock, &config(1 << 60, None), 1, Removing::Allowed);
+    let full =
+        survey::make_room(&home.folder, &home.lock, &config(1 << 60, None), 1, Written::Packed, Removing::Allowed);
     assert!(full.unwrap_err().to_string().contains("store.min-free"));
     assert_eq!(home.ids().len(), 2);
 }
@@ -210,7 +211,8 @@ fn what_is_on_its_way_to_the_replica_stays_and_makes_room_last() {
     let one = Survey::of(&home.folder, 0).unwrap().sizes().freed(&[newer.id]);
     let room = |max| {
         let config = crate::config::Store { keep_last: 9, ..config(0, Some(max)) };
-        let made = survey::make_room(&home.folder, &home.lock, &config, one, Removing::Allowed).unwrap();
+        let made =
+            survey::make_room(&home.folder, &home.lock, &config, one, Written::Packed, Removing::Allowed).unwrap();
         made.iter().map(|removal| removal.id).collect::<Vec<_>>()
     };
     assert_eq!(room(3 * one), [images[3].id]);

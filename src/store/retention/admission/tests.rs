@@ -34,6 +34,22 @@ fn an_image_must_leave_min_free() {
     assert!(said.contains("no image may go for it") && said.contains("store.min-free"), "{said}");
 }
 
+/// One that is written as plain files, and packed then.
+#[test]
+fn an_image_may_take_more_at_first() {
+    let facts = facts(&[Good, Good]);
+    let sizes = each(&facts, 10);
+    let need = Need { lasting: 5, at_first: 50 };
+    let policy = Policy { max_total: Some(25), ..last(9) };
+    let ask = |free| admit(need, &facts, &policy, at(0), &sizes, &room(free, 1), Path::new("/store"));
+    assert_eq!(ask(51), Admission::Admit, "all together it is within the bound in the end");
+    assert_eq!(gone(&ask(50)), [1]);
+    assert!(matches!(ask(40), Admission::Refuse(Refusal::Disk { need: 50, .. })));
+    let tight = Policy { max_total: Some(24), ..policy };
+    let asked = admit(need, &facts, &tight, at(0), &sizes, &room(51, 1), Path::new("/store"));
+    assert_eq!(gone(&asked), [1]);
+}
+
 #[test]
 fn the_oldest_go_for_the_next_one() {
     let facts = facts(&[Good, Good, Bad, Good]);
