@@ -42,7 +42,7 @@ fn what_is_there_can_be_looked_at() {
     assert!(shown["freeze_us"].as_u64().unwrap() > 0 && !shown["phases"].as_array().unwrap().is_empty());
     assert!(!shown.to_string().contains("REKINDLE_LAB"), "no environment");
     let reports = json(&lab, &["verify"]);
-    assert_eq!(reports.as_array().unwrap().len(), 2);
+    assert_eq!(reports["images"].as_array().unwrap().len(), 2);
     assert!(text(&lab.rekindle(&["show", "j/1"])).1.contains("made by"));
     // A supervisor at work is not disturbed.
     let (code, _, said) = text(&lab.rekindle(&["prune", "j"]));

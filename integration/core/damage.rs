@@ -88,13 +88,18 @@ impl Ground {
     }
 }
 
+/// The job of [`again`], killed, with two images, and the newer one of them.
+pub(crate) fn two_images() -> Option<(Lab, Image)> {
+    Ground::new().map(|ground| (ground.lab, ground.newest))
+}
+
 fn copy(from: &Path, to: &Path) {
     let _ = fs::remove_dir_all(to);
     let done = std::process::Command::new("cp").arg("-a").arg(from).arg(to).status().unwrap();
     assert!(done.success());
 }
 
-fn again(lab: &Lab) -> Running {
+pub(crate) fn again(lab: &Lab) -> Running {
     lab.python("kinds.py", &[JOB, lab.path().to_str().unwrap()])
 }
 

@@ -21,5 +21,6 @@ mod lock;
 mod memory;
 mod output;
 mod packed;
+mod repair;
 mod stop;
 mod user;

@@ -122,6 +122,19 @@ fn an_interrupted_fetch_goes_on_where_it_was() {
 }
 
 #[test]
+fn nothing_is_fetched_that_the_disk_has_no_room_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let (here, other) = (Machine::new(), Machine::new());
+    let image = here.image(1, &chunks(0..6));
+    here.upload(&folder_replica(dir.path()), &image).unwrap();
+    let error = other.fetch(&folder_replica(dir.path()).with_min_free(u64::MAX / 2), id(1)).unwrap_err();
+    assert!(matches!(error, Error::NoRoom { need, .. } if need > 6 * RECORD), "{error:?}");
+    assert!(error.to_string().contains("rekindle prune"), "{error}");
+    assert_eq!((other.packs(), other.folder.images().unwrap().len()), (0, 0));
+    other.fetch(&folder_replica(dir.path()), id(1)).unwrap();
+}
+
+#[test]
 fn a_pack_that_is_about_to_go_is_kept_for_a_fetched_image() {
     let dir = tempfile::tempdir().unwrap();
     let replica = folder_replica(dir.path());

@@ -6,6 +6,7 @@
 mod supervisor;
 
 mod back;
+mod elsewhere;
 mod ground;
 mod network;
 mod proxy;

@@ -7,7 +7,7 @@ use std::process::ExitCode;
 pub enum Exit {
     /// All went well.
     Success,
-    /// A command that checks something found it wanting (`verify`, `config check`).
+    /// A command that checks something found it wanting (`verify`, `repair`, `config check`).
     Unsound,
     /// Wrong usage, an unknown job or image.
     Usage,
@@ -66,6 +66,7 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
         if cause.is::<sys::criu::FindError>()
             || cause.is::<super::run::NoRights>()
             || cause.is::<super::replica::Unknown>()
+            || cause.is::<super::replica::NotBrought>()
         {
             return Exit::Missing;
         }

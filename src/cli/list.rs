@@ -4,17 +4,28 @@ use chrono::{DateTime, Local, Utc};
 use serde::Serialize;
 
 use super::output::{Format, print_table};
-use super::{Exit, Global};
+use super::{Exit, Global, Misuse};
 use crate::store::manifest::Reason;
-use crate::store::{ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag};
+use crate::store::replica::{Patience, Replica};
+use crate::store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag};
 use crate::supervisor::interval::Choice;
 use crate::supervisor::{Persisting, Published};
 
-pub(super) fn list(global: &Global, job: Option<&str>) -> anyhow::Result<Exit> {
-    let store = global.open_store()?;
-    match job {
-        Some(job) => images(&store.job(&job.parse()?)?, global.format())?,
-        None => jobs(&store, global.format())?,
+/// What to list.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ListArgs {
+    /// The job; all jobs without it
+    job: Option<String>,
+    /// List the job's images in the replica too (replica.url)
+    #[arg(long, requires = "job")]
+    replica: bool,
+}
+
+pub(super) fn list(global: &Global, args: &ListArgs) -> anyhow::Result<Exit> {
+    match (&args.job, args.replica) {
+        (Some(job), true) => images_with_replica(global, &job.parse()?)?,
+        (Some(job), false) => print(&images(&global.open_store()?.job(&job.parse()?)?)?, global.format())?,
+        (None, _) => jobs(&global.open_store()?, global.format())?,
     }
     Ok(Exit::Success)
 }
@@ -119,8 +130,8 @@ fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
 struct ImageRow {
     id: ImageId,
     taken: DateTime<Utc>,
-    /// In memory, in the store, or both.
-    places: Vec<Place>,
+    /// In memory, in the store, in the replica where that was asked.
+    places: Vec<String>,
     /// How far its way from memory to the store is.
     persisting: Option<Persisting>,
     /// good, bad or damaged.
@@ -144,18 +155,31 @@ struct ImageRow {
 impl ImageRow {
     fn new(known: &Known, live: Option<&Published>) -> ImageRow {
         let image = known.best();
-        let (state, detail) = match &image.state {
+        let tags = known.tags();
+        ImageRow {
+            persisting: live.and_then(|live| live.persisting_image(image.id)).cloned(),
+            pinned: tags.is_pinned(),
+            tags: tags.iter().cloned().collect(),
+            said: tags.to_string(),
+            ..ImageRow::of(image.id, &image.state, known.places().iter().map(ToString::to_string).collect())
+        }
+    }
+
+    fn of(id: ImageId, state: &State, places: Vec<String>) -> ImageRow {
+        let manifest = match state {
+            State::Good(manifest) | State::Bad { manifest, .. } => Some(manifest),
+            State::Damaged { .. } => None,
+        };
+        let (state, detail) = match state {
             State::Good(_) => ("good", None),
             State::Bad { mark, .. } => ("bad", Some(format!("{}: {}", mark.why, mark.detail))),
             State::Damaged { why } => ("damaged", Some(why.to_string())),
         };
-        let manifest = image.manifest();
-        let tags = known.tags();
         ImageRow {
-            id: image.id,
-            taken: manifest.map_or_else(|| image.id.taken(), |m| m.taken),
-            places: known.places(),
-            persisting: live.and_then(|live| live.persisting_image(image.id)).cloned(),
+            id,
+            taken: manifest.map_or_else(|| id.taken(), |m| m.taken),
+            places,
+            persisting: None,
             state,
             detail,
             bytes: manifest.map(|m| m.bytes),
@@ -163,16 +187,41 @@ impl ImageRow {
             interval: manifest.and_then(|m| m.interval.clone()),
             reason: manifest.map(|m| m.reason),
             lineage: manifest.map(|m| m.lineage.clone()),
-            pinned: tags.is_pinned(),
-            tags: tags.iter().cloned().collect(),
-            said: tags.to_string(),
+            pinned: false,
+            tags: Vec::new(),
+            said: String::new(),
         }
     }
 }
 
-fn images(folder: &JobFolder, format: Format) -> anyhow::Result<()> {
+fn images(folder: &JobFolder) -> anyhow::Result<Vec<ImageRow>> {
     let live = Published::live(folder)?;
-    let rows: Vec<ImageRow> = folder.known()?.iter().map(|known| ImageRow::new(known, live.as_ref())).collect();
+    Ok(folder.known()?.iter().map(|known| ImageRow::new(known, live.as_ref())).collect())
+}
+
+/// On a new machine there is neither the job nor even a store.
+fn images_with_replica(global: &Global, job: &JobName) -> anyhow::Result<()> {
+    let config = global.settings(global.overrides())?;
+    let url =
+        config.replica.url.as_ref().ok_or_else(|| Misuse("there is no replica: replica.url is not set".into()))?;
+    let there = Replica::open(url, job, Patience::Little)?.images(&|| false)?;
+    let here = match Store::open(&config.store.directory, Access::Read) {
+        Ok(store) => store.jobs()?.contains(job).then(|| store.job(job)).transpose()?,
+        Err(Error::NoStore(_)) => None,
+        Err(error) => return Err(error.into()),
+    };
+    let mut rows = here.as_ref().map(images).transpose()?.unwrap_or_default();
+    for image in there {
+        match rows.iter_mut().find(|row| row.id == image.id) {
+            Some(row) => row.places.push("replica".into()),
+            None => rows.push(ImageRow::of(image.id, &image.state, vec!["replica".into()])),
+        }
+    }
+    rows.sort_by_key(|row| std::cmp::Reverse(row.id));
+    print(&rows, global.format())
+}
+
+fn print(rows: &[ImageRow], format: Format) -> anyhow::Result<()> {
     let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
     let cells = rows.iter().map(|row| {
         vec![
@@ -191,7 +240,7 @@ fn images(folder: &JobFolder, format: Format) -> anyhow::Result<()> {
 }
 
 /// Where an image is, for people.
-pub(super) fn whereabouts(places: &[Place], persisting: Option<&Persisting>) -> String {
+pub(super) fn whereabouts(places: &[impl ToString], persisting: Option<&Persisting>) -> String {
     let mut words: Vec<String> = places.iter().map(ToString::to_string).collect();
     words.extend(persisting.map(|persisting| format!("{} % stored", persisting.percent())));
     words.join(", ")

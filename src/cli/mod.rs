@@ -7,7 +7,9 @@ pub mod exit;
 mod job_args;
 mod list;
 pub mod output;
+mod progress;
 mod prune;
+mod repair;
 mod replica;
 mod run;
 mod show;
@@ -78,20 +80,16 @@ enum Command {
     Restore(run::RestoreArgs),
     /// List jobs, or the images of a job
     #[command(visible_alias = "ls")]
-    List {
-        /// The job; all jobs without it
-        job: Option<String>,
-    },
+    List(list::ListArgs),
     /// Show all that is known of an image
     Show {
         /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
         image: String,
     },
-    /// Read images and compare every byte with what was written; of images in memory only, the sizes
-    Verify {
-        /// JOB, JOB/ID, JOB/TAG or ID; everything without it
-        image: Option<String>,
-    },
+    /// Check that nothing of the images is missing; with --read-data, every byte
+    Verify(verify::VerifyArgs),
+    /// Mend what damage has left of the packs of a job, and mark the images that have lost something
+    Repair(repair::RepairArgs),
     /// Remove images from the store that no rule keeps (store.keep-last and others) or that take too much; those in memory
     /// go by themselves
     Prune(prune::PruneArgs),
@@ -173,9 +171,10 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
     match &cli.command {
         Command::Run(args) => run::run(global, args),
         Command::Restore(args) => run::restore(global, args),
-        Command::List { job } => list::list(global, job.as_deref()),
+        Command::List(args) => list::list(global, args),
         Command::Show { image } => show::show(global, image),
-        Command::Verify { image } => verify::verify(global, image.as_deref()),
+        Command::Verify(args) => verify::verify(global, args),
+        Command::Repair(args) => repair::repair(global, args),
         Command::Prune(args) => prune::prune(global, args),
         Command::Pin(args) => tag::pin(global, args),
         Command::Unpin(args) => tag::unpin(global, args),

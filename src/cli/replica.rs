@@ -30,6 +30,14 @@ pub(crate) struct Unknown {
     why: String,
 }
 
+/// The replica has a newer image, and it can not be brought here for the time being. To go on from an older one would lose
+/// work that is there.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the replica has an image that is not here, and it can not be brought: run the same again when that is put right"
+)]
+pub(crate) struct NotBrought(#[source] Error);
+
 /// Brings the newest good image of the job here, where it is newer than all that are here, and takes over what is known
 /// of its run. Does nothing without `replica.url`, or for a job that is completed.
 pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLock) -> anyhow::Result<()> {
@@ -40,7 +48,9 @@ pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLoc
     }
     let newest = folder.copies()?.into_iter().find(Image::is_good).map(|image| image.id);
     let key = config.store.encryption_key.as_deref().map(Key::read).transpose()?;
+    let min_free = config.store.min_free.bytes();
     let brought = Replica::open(url, folder.name(), Patience::Little)
+        .map(|replica| replica.with_min_free(min_free))
         .and_then(|replica| look(&replica, folder, lock, key.as_ref(), record.as_ref(), newest));
     match (brought, newest) {
         (Ok(None), _) => Ok(()),
@@ -51,6 +61,7 @@ pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLoc
             tracing::info!("image {} came from the replica", image.id);
             Ok(())
         }
+        (Err(error @ Error::NoRoom { .. }), _) => Err(NotBrought(error).into()),
         (Err(error), Some(newest)) => {
             let why = chain(&error);
             tracing::warn!(
@@ -104,7 +115,11 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     let folder = store.create_job(&name)?;
     let lock = folder.lock()?;
     let key = config.store.encryption_key.as_deref().map(Key::read).transpose()?;
-    fetch(&replica, &folder, &lock, key.as_ref(), image.id)?;
+    let replica = replica.with_min_free(config.store.min_free.bytes());
+    fetch(&replica, &folder, &lock, key.as_ref(), image.id).map_err(|error| match error {
+        Error::NoRoom { .. } => NotBrought(error).into(),
+        error => anyhow::Error::from(error),
+    })?;
     if folder.record()?.is_none() {
         folder.write_record(&lock, &record_of(manifest))?;
     }

@@ -1,57 +1,230 @@
-//! `rekindle verify`: is every byte what was written? An image in memory has no checksums before it is stored: of one that
-//! is only there, the sizes.
+//! `rekindle verify`: is all of it there, and is every byte what was written? Without a flag the structure of packed images:
+//! the manifest, the chunk map, a place for every chunk, the indexes and the lengths of the packs. Images share packs: of a
+//! whole job each pack is read once. An image in memory has no checksums before it is stored: of one that is only there, the
+//! sizes.
 
-use super::output::print_table;
-use super::{Exit, Global, job_args};
-use crate::store::{Image, JobFolder, Known, Place, Report, Store};
+use serde::Serialize;
 
-pub(super) fn verify(global: &Global, text: Option<&str>) -> anyhow::Result<Exit> {
+use super::output::{Format, complain, print_json, print_table};
+use super::{Exit, Global, Misuse, job_args, progress};
+use crate::config;
+use crate::store::chunk::Key;
+use crate::store::{Form, Image, JobFolder, JobName, PacksReport, Place, Report, Share, Store, check_packs};
+
+/// What to check, and how much of it to read.
+#[derive(Debug, clap::Args)]
+pub(crate) struct VerifyArgs {
+    /// JOB, JOB/ID, JOB/TAG or ID; everything without it
+    image: Option<String>,
+    /// Read all content as well and compare every byte with what was written
+    #[arg(long)]
+    read_data: bool,
+    /// Read that share of the packs, chosen by chance each time, such as 10%
+    #[arg(long, value_name = "PERCENT", value_parser = share, conflicts_with = "read_data")]
+    read_data_subset: Option<Share>,
+}
+
+fn share(text: &str) -> Result<Share, String> {
+    let percent = text.strip_suffix('%').unwrap_or(text).trim_end().parse().ok().filter(|percent| *percent > 0);
+    percent.and_then(Share::percent).ok_or_else(|| "a share is a whole number from 1% to 100%".to_owned())
+}
+
+/// What was found of an image.
+#[derive(Debug, Serialize)]
+struct ImageRow {
+    job: JobName,
+    sound: bool,
+    /// Whether its content was read, and not only looked up.
+    read: bool,
+    #[serde(flatten)]
+    report: Report,
+}
+
+/// What was found of the packs of a job.
+#[derive(Debug, Serialize)]
+struct PacksRow {
+    job: JobName,
+    sound: bool,
+    #[serde(flatten)]
+    report: PacksReport,
+}
+
+#[derive(Debug, Default, Serialize)]
+struct Found {
+    images: Vec<ImageRow>,
+    packs: Vec<PacksRow>,
+}
+
+pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit> {
     let store = global.open_store()?;
-    let mut rows = Vec::new();
-    for (folder, images) in chosen(&store, text)? {
-        for image in images {
-            let report = image.verify();
-            // The next image took its place meanwhile: that is no damage.
-            let replaced = || !folder.staged().iter().any(|other| other.id == image.id);
-            if report.is_sound() || !image.is_staged() || !replaced() {
-                rows.push((folder.name().to_string(), report));
+    let config = global.settings(global.overrides())?.store;
+    let chosen = chosen(&store, args.image.as_deref())?;
+    let share = match (args.read_data, args.read_data_subset) {
+        (true, _) => Share::ALL,
+        (false, Some(_)) if matches!(chosen, Chosen::One(..)) => {
+            let words =
+                "--read-data-subset reads packs, which the images of a job share: name a job, or use --read-data";
+            return Err(Misuse(words.to_owned()).into());
+        }
+        (false, share) => share.unwrap_or(Share::NONE),
+    };
+    let reading = Reading { share, key: key(&config, share)?, threads: config.threads() };
+    let mut found = Found::default();
+    match chosen {
+        Chosen::One(folder, image) => found.images.extend(reading.image(&folder, &image)?),
+        Chosen::Jobs(folders) => {
+            for folder in folders {
+                reading.job(&folder, &mut found)?;
             }
         }
     }
-    let sound = rows.iter().all(|(_, report)| report.is_sound());
-    let cells = rows.iter().map(|(job, report)| vec![job.clone(), report.image.to_string(), finding(report)]);
-    let json: Vec<&Report> = rows.iter().map(|(_, report)| report).collect();
-    print_table(global.format(), &["JOB", "IMAGE", "FINDING"], cells, &json)?;
-    Ok(if sound { Exit::Success } else { Exit::Unsound })
+    print(global.format(), &found)?;
+    let images = found.images.iter().filter(|row| !row.sound).map(|row| &row.job);
+    let mut unsound: Vec<&JobName> =
+        images.chain(found.packs.iter().filter(|row| !row.sound).map(|row| &row.job)).collect();
+    unsound.dedup();
+    unsound.sort();
+    unsound.dedup();
+    for job in &unsound {
+        complain(&format!(
+            "job {job}: `rekindle repair --dry-run {job}` says which images have lost something, and `rekindle repair {job}` \
+             mends what can be mended"
+        ));
+    }
+    Ok(if unsound.is_empty() { Exit::Success } else { Exit::Unsound })
 }
 
-fn chosen(store: &Store, text: Option<&str>) -> anyhow::Result<Vec<(JobFolder, Vec<Image>)>> {
-    let folders = match text {
-        None => store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<Vec<_>, _>>()?,
-        Some(text) => match job_args::job(store, text)? {
-            Some(folder) => vec![folder],
-            None => {
-                let (folder, image) = job_args::image(store, text)?;
-                return Ok(vec![(folder, vec![image])]);
-            }
-        },
+/// The key that packs may be encrypted with. It is not wanted where nothing is read.
+fn key(config: &config::Store, share: Share) -> anyhow::Result<Option<Key>> {
+    match &config.encryption_key {
+        Some(path) if share != Share::NONE => Ok(Some(Key::read(path)?)),
+        _ => Ok(None),
+    }
+}
+
+enum Chosen {
+    One(JobFolder, Image),
+    Jobs(Vec<JobFolder>),
+}
+
+fn chosen(store: &Store, text: Option<&str>) -> anyhow::Result<Chosen> {
+    let Some(text) = text else {
+        let all = store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?;
+        return Ok(Chosen::Jobs(all));
     };
-    let stored_or_only = |known: &Known| known.copy(Place::Stored).unwrap_or_else(|| known.best()).clone();
-    let with_images = |folder: JobFolder| folder.known().map(|all| (folder, all.iter().map(stored_or_only).collect()));
-    Ok(folders.into_iter().map(with_images).collect::<Result<_, _>>()?)
+    if let Some(folder) = job_args::job(store, text)? {
+        return Ok(Chosen::Jobs(vec![folder]));
+    }
+    let (folder, image) = job_args::image(store, text)?;
+    Ok(Chosen::One(folder, image))
 }
 
-fn finding(report: &Report) -> String {
+struct Reading {
+    share: Share,
+    key: Option<Key>,
+    threads: usize,
+}
+
+impl Reading {
+    fn job(&self, folder: &JobFolder, found: &mut Found) -> anyhow::Result<()> {
+        let job = folder.name();
+        for known in folder.known()? {
+            let image = known.copy(Place::Stored).unwrap_or_else(|| known.best());
+            found.images.extend(row(folder, image, image.verify(), image.form() == Form::Loose));
+        }
+        let what = format!("reading packs of {job}");
+        let report = progress::shown(&what, |progress| {
+            check_packs(folder, self.key.as_ref(), self.share, self.threads, progress, &|| false)
+        })?;
+        // A job without packs has nothing to be told of.
+        if report.packs > 0 || !report.is_sound() {
+            found.packs.push(PacksRow { job: job.clone(), sound: report.is_sound(), report });
+        }
+        Ok(())
+    }
+
+    fn image(&self, folder: &JobFolder, best: &Image) -> anyhow::Result<Option<ImageRow>> {
+        // Of two copies the one that lasts.
+        let known = folder.known()?.into_iter().find(|known| known.id() == best.id);
+        let image = known.as_ref().and_then(|known| known.copy(Place::Stored)).unwrap_or(best);
+        if self.share == Share::NONE || image.form() == Form::Loose {
+            return Ok(row(folder, image, image.verify(), image.form() == Form::Loose));
+        }
+        let what = format!("reading {}", image.id);
+        let report = progress::shown(&what, |progress| {
+            image.verify_content(self.key.as_ref(), self.threads, progress, &|| false)
+        })?;
+        Ok(row(folder, image, report, true))
+    }
+}
+
+/// None where another image took its place meanwhile, or it was removed: that is no damage.
+fn row(folder: &JobFolder, image: &Image, report: Report, read: bool) -> Option<ImageRow> {
+    let is_there = || match image.place {
+        Place::Staged => folder.staged().iter().any(|other| other.id == image.id),
+        Place::Stored => image.dir.exists(),
+    };
+    let sound = report.is_sound();
+    (sound || is_there()).then(|| ImageRow { job: folder.name().clone(), sound, read, report })
+}
+
+fn print(format: Format, found: &Found) -> anyhow::Result<()> {
+    if format == Format::Json {
+        return Ok(print_json(found)?);
+    }
+    let images = found.images.iter().map(|row| vec![row.job.to_string(), row.report.image.to_string(), of_image(row)]);
+    let packs = found.packs.iter().flat_map(|row| {
+        let cells = |what: String, finding| vec![row.job.to_string(), what, finding];
+        let all = std::iter::once(cells("packs".to_owned(), of_packs(&row.report)));
+        all.chain(row.report.problems.iter().map(move |pack| {
+            let name = pack.path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
+            let damaged =
+                if pack.chunks > 0 { format!("{} chunks damaged, the first: ", pack.chunks) } else { String::new() };
+            cells(name, format!("{damaged}{}", pack.why))
+        }))
+    });
+    Ok(print_table(format, &["JOB", "IMAGE", "FINDING"], images.chain(packs), &())?)
+}
+
+fn of_image(ImageRow { report, read, .. }: &ImageRow) -> String {
     if let Some(damage) = &report.manifest {
         return format!("damaged: {damage}");
     }
     let problems: Vec<String> = report.problems().map(ToString::to_string).collect();
-    match (problems.is_empty(), report.place) {
-        (false, _) => problems.join("; "),
-        (true, Place::Stored) => format!("ok, {} files", report.parts.len()),
-        (true, Place::Staged) => format!(
+    match (problems.is_empty(), report.place, read) {
+        (false, ..) => problems.join("; "),
+        (true, Place::Stored, true) => format!("ok, {} files, every byte", report.parts.len()),
+        (true, Place::Stored, false) => format!("ok, {} files, all of them in the packs", report.parts.len()),
+        (true, Place::Staged, _) => format!(
             "ok, the sizes of {} files in memory; there are no checksums before it is stored",
             report.parts.len()
         ),
+    }
+}
+
+fn of_packs(report: &PacksReport) -> String {
+    let state = if report.is_sound() { "ok" } else { "damaged" };
+    match report.read {
+        0 => format!("{state}, {} packs; --read-data reads what is in them", report.packs),
+        read => format!(
+            "{state}, read {read} of {} packs, {} in {} chunks",
+            report.packs,
+            super::list::size(report.bytes),
+            report.chunks
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_share_is_a_whole_number_of_per_cent() {
+        assert_eq!(share("10%").ok(), Share::percent(10));
+        assert_eq!(share("100").ok(), Some(Share::ALL));
+        for wrong in ["", "%", "0%", "101%", "-1%", "1.5%", "300%", "all"] {
+            assert!(share(wrong).is_err(), "{wrong}");
+        }
     }
 }

@@ -120,7 +120,7 @@ impl Trial<'_> {
         let world = self.world(last_pid_for(&ids))?;
         let abandon = || world.kill(None);
         let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, abandon: &abandon, died: &|| None };
-        let restored = criu::restore(&self.place(&world), Tcp::Close, criu::Memory::AtOnce, &mut hooks);
+        let restored = criu::restore(&self.place(&world), Tcp::Close, criu::Memory::AtOnce, &[], &mut hooks);
         let root = match restored {
             Ok(restored) => restored.root,
             Err(error) => {

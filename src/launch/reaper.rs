@@ -19,3 +19,9 @@ const REAPER: Embedded = Embedded {
 pub fn unpack(dir: &Path) -> Result<PathBuf, Error> {
     REAPER.unpack(dir)
 }
+
+/// Whether this is the path of a reaper, of any version.
+#[must_use]
+pub fn is_named(path: &Path) -> bool {
+    path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("reaper-"))
+}

@@ -99,6 +99,8 @@ pub enum Blame {
     Image,
     /// The machine: another image would not do better, and this one is as good as it was.
     Machine,
+    /// Files that the job wrote to and that are not here as they should be: an older image may not need them.
+    Files,
     /// This machine, which the image does not fit: another try would not do better, and another image would be a loss of
     /// work that nobody asked for.
     Here,
@@ -134,7 +136,9 @@ impl Error {
                 criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },
             ) => Blame::Machine,
             Error::Criu(criu::RunError::Refused { log }) if log.says_killed() => Blame::Machine,
-            Error::Criu(_) | Error::Rollback(_) => Blame::Image,
+            Error::Rollback(RollbackError::Io { .. }) => Blame::Image,
+            Error::Rollback(_) => Blame::Files,
+            Error::Criu(_) => Blame::Image,
         }
     }
 

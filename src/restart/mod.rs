@@ -9,6 +9,7 @@ pub mod compat;
 mod error;
 mod guard;
 mod landing;
+mod moved;
 mod plain;
 pub mod policy;
 mod rollback;
@@ -36,7 +37,7 @@ pub use error::{Blame, Error};
 pub(crate) use guard::given_files;
 pub use landing::Error as LandingError;
 pub use plain::Unpacked;
-pub use rollback::{RollbackError, RolledBack};
+pub use rollback::{PutBack, RollbackError, RolledBack};
 
 /// What a restore needs.
 #[derive(Debug)]
@@ -89,7 +90,7 @@ pub struct Restored {
     /// Where it was unpacked for this restore; needed as long as there is a loader.
     pub unpacked: Option<Unpacked>,
     /// Files that were put back to their size or content of then.
-    pub rolled_back: Vec<RolledBack>,
+    pub put_back: Vec<PutBack>,
     /// How long each part took, in order.
     pub timings: Vec<(&'static str, Duration)>,
 }
@@ -107,10 +108,13 @@ pub fn restore(
     let mut timings = Vec::new();
     let mut timed = Timer(&mut timings);
 
-    timed.run("compare", || fits(request.image, manifest, request.criu, warn))?;
+    timed.run("compare", || -> Result<_, Error> {
+        fits(request.image, manifest, request.criu, warn)?;
+        Ok(rollback::check(manifest, request.folder, request.identity)?)
+    })?;
     let plain::Plain { image, folder: unpacked } = timed.run("verify", || plain::make(request, cancelled))?;
     let (image, request) = (&image, &Request { image: &image, ..*request });
-    let rolled_back = timed.run("files", || -> Result<_, Error> {
+    let put_back = timed.run("files", || -> Result<_, Error> {
         recreate(image, manifest)?;
         Ok(rollback::put_back(image, manifest, request)?)
     })?;
@@ -148,9 +152,9 @@ pub fn restore(
     // A job that ends from here on was restored, and has ended: whether its image is to blame is what the policy counts
     // early deaths for. One kill at this moment must not cost a good image.
     match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest))) {
-        Ok(()) => Ok(Restored { job, loader, not_lazy, unpacked, rolled_back, timings }),
+        Ok(()) => Ok(Restored { job, loader, not_lazy, unpacked, put_back, timings }),
         Err(Error::NoProcess(_) | Error::Cuda { .. }) if job.root.has_ended().unwrap_or(false) => {
-            Ok(Restored { job, loader, not_lazy, unpacked, rolled_back, timings })
+            Ok(Restored { job, loader, not_lazy, unpacked, put_back, timings })
         }
         Err(error) => {
             // There is one for a job without CUDA only, for which nothing can fail here but by being called off.
@@ -172,6 +176,12 @@ fn died_while_restored(images: &std::path::Path) -> Option<(i32, Ended)> {
         let inner = process::inner_pid(pid)?;
         images.join(format!("mm-{inner}.img")).exists().then_some((inner, ended))
     })
+}
+
+/// Whether the files that the image's job wrote to are here, or can be put back.
+#[must_use]
+pub fn has_its_files(manifest: &Manifest, folder: &JobFolder, user: Option<&Identity>) -> bool {
+    rollback::check(manifest, folder, user).is_ok()
 }
 
 struct Timer<'a>(&'a mut Vec<(&'static str, Duration)>);
@@ -276,7 +286,8 @@ fn run_criu(
     };
     let mut hooks = Hooks { notify: &mut before_it_runs, cancelled, died: &died, abandon: &abandon };
     rollback::put_links_back(manifest)?;
-    let restored = criu::restore(&place, manifest.tcp, memory, &mut hooks);
+    let instead = moved::instead(manifest, request.folder);
+    let restored = criu::restore(&place, manifest.tcp, memory, &instead, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would lie beside the user's files.
     rollback::drop_links(manifest);
     Ok(restored?.root)

@@ -5,21 +5,39 @@
 //! refuses a file of another size (but for those opened to append), and a log with lines from a future that did not
 //! happen would lie.
 //!
+//! A file that is not here any more is made from its content in the image. Where the image does not have that, or a file is
+//! shorter than it was, the image can not be used here: [`check`] says so before anything is begun. Output of the job that
+//! is gone is no reason not to go on.
+//!
 //! Work on the user's files is done with the user's rights: the user owns the folders and could otherwise point us, as
 //! root, at somebody else's file.
 
+use std::fmt;
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use super::Request;
-use crate::launch::output::Files;
+use bytesize::ByteSize;
+
+use super::{Request, moved};
+use crate::launch::identity::Identity;
 use crate::store::manifest::OpenFile;
-use crate::store::{Image, Manifest};
+use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::identity;
 
 /// A file that was put back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PutBack {
+    /// What was too much, or other content, is kept beside it.
+    Kept(RolledBack),
+    /// It was gone, and is made anew from the image.
+    Made(PathBuf),
+    /// Output of the job, and so many bytes that it had written are not here.
+    Begun(PathBuf, u64),
+}
+
+/// A file of which something was taken away.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RolledBack {
     /// The file.
@@ -30,12 +48,39 @@ pub struct RolledBack {
     pub bytes: u64,
 }
 
+impl fmt::Display for PutBack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PutBack::Kept(RolledBack { path, kept, bytes }) => {
+                write!(f, "{} was put back; {bytes} bytes are kept in {}", path.display(), kept.display())
+            }
+            PutBack::Made(path) => write!(f, "{} was not here, and is made anew from the image", path.display()),
+            PutBack::Begun(path, bytes) => write!(
+                f,
+                "{} is begun anew: the {} that the job had written to it before the snapshot are not here",
+                path.display(),
+                ByteSize::b(*bytes)
+            ),
+        }
+    }
+}
+
 /// Why a file could not be put back.
 #[derive(Debug, thiserror::Error)]
 pub enum RollbackError {
     /// It is gone.
-    #[error("{} was open at the snapshot and is gone now: put it back, or take an older image", .0.display())]
+    #[error("{} was open for writing at the snapshot and is not here, and its content is not in the image: put it back, or take an older image", .0.display())]
     Gone(PathBuf),
+    /// CRIU would refuse it.
+    #[error("{} had mode {then:o} at the snapshot and has {now:o} now: change it back", path.display())]
+    Mode {
+        /// The file.
+        path: PathBuf,
+        /// Its permission bits then.
+        then: u32,
+        /// And now.
+        now: u32,
+    },
     /// It is no regular file any more.
     #[error("{} was a regular file at the snapshot and is none now", .0.display())]
     NotAFile(PathBuf),
@@ -66,15 +111,70 @@ fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Rollb
     move |source| RollbackError::Io { path: path.into(), verb, source }
 }
 
+/// Whether every file of the image can be put back. Changes nothing.
+pub(super) fn check(manifest: &Manifest, folder: &JobFolder, user: Option<&Identity>) -> Result<(), RollbackError> {
+    let mut theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
+    theirs.try_for_each(|file| with_rights(file, user, || check_one(file)))
+}
+
+fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
+    let path = &file.path;
+    let metadata = match std::fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return if can_be_made(file) { Ok(()) } else { Err(RollbackError::Gone(path.clone())) };
+        }
+        Err(error) => return Err(failed("stat", path)(error)),
+    };
+    if !metadata.is_file() {
+        return Err(RollbackError::NotAFile(path.clone()));
+    }
+    if let Some(then) = file.mode.filter(|then| *then != metadata.mode()) {
+        let (then, now) = (then & 0o7777, metadata.mode() & 0o7777);
+        return Err(RollbackError::Mode { path: path.clone(), then, now });
+    }
+    if file.part.is_none() && !file.append && metadata.size() < file.size {
+        return Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() });
+    }
+    Ok(())
+}
+
+/// With the mode of then, which CRIU compares.
+fn can_be_made(file: &OpenFile) -> bool {
+    file.part.is_some() && file.mode.is_some()
+}
+
+/// With the rights of the job's user on the user's files.
+fn with_rights<T: Send>(
+    file: &OpenFile,
+    user: Option<&Identity>,
+    work: impl FnOnce() -> Result<T, RollbackError> + Send,
+) -> Result<T, RollbackError> {
+    match user {
+        Some(user) => identity::with_file_rights(user.uid, user.gid, &user.groups, work)
+            .map_err(failed("switching to the job's user", &file.path))?,
+        None => work(),
+    }
+}
+
 /// Puts every file of the image back.
 pub(super) fn put_back(
     image: &Image,
     manifest: &Manifest,
     request: &Request<'_>,
-) -> Result<Vec<RolledBack>, RollbackError> {
+) -> Result<Vec<PutBack>, RollbackError> {
     let mut done = Vec::new();
-    let logs = request.folder.log_dir();
     for file in &manifest.open_files {
+        if let Some(path) = moved::log_here(&file.path, manifest, request.folder) {
+            // A terminal shows the output as it is written: first what is cut, then what comes in its place.
+            let mut held = request.output.hold();
+            let back = put_log_back(file, &path)?;
+            if let Some(PutBack::Kept(back)) = &back {
+                held.was_cut(&back.path, file.size, &back.kept);
+            }
+            done.extend(back);
+            continue;
+        }
         let content = match &file.part {
             Some(part) => {
                 let path = image.dir.join(part);
@@ -82,60 +182,66 @@ pub(super) fn put_back(
             }
             None => None,
         };
-        let ours = file.path.starts_with(&logs);
-        let work = || put_one_back(file, content.as_deref(), ours);
-        // Our own folder can only be entered by us.
-        let back = match request.identity.filter(|_| !ours) {
-            Some(user) => identity::with_file_rights(user.uid, user.gid, &user.groups, work)
-                .map_err(failed("switching to the job's user", &file.path))??,
-            None if ours => put_output_back(file, request.output, work)?,
-            None => work()?,
-        };
-        done.extend(back);
+        done.extend(with_rights(file, request.identity, || put_one_back(file, content.as_deref()))?);
     }
     Ok(done)
 }
 
-/// A terminal shows the output as it is written. It shows what is cut, then what comes in its place.
-fn put_output_back(
-    file: &OpenFile,
-    output: &Files,
-    work: impl FnOnce() -> Result<Option<RolledBack>, RollbackError>,
-) -> Result<Option<RolledBack>, RollbackError> {
-    let mut held = output.hold();
-    let back = work()?;
-    if let (Some(back), None) = (&back, &file.part) {
-        held.was_cut(&back.path, file.size, &back.kept);
+/// Logs that somebody tidied away, or that another machine has, must not keep a job from coming back.
+fn put_log_back(file: &OpenFile, path: &Path) -> Result<Option<PutBack>, RollbackError> {
+    let open = options().create(true).mode(0o600).open(path).map_err(failed("open", path))?;
+    let size = open.metadata().map_err(failed("stat", path))?.size();
+    let rotated = || PathBuf::from(format!("{}.1", path.display())).exists();
+    match size {
+        size if size > file.size => cut(open, path, file.size).map(PutBack::Kept).map(Some),
+        0 if file.size > 0 && !rotated() => Ok(Some(PutBack::Begun(path.into(), file.size))),
+        _ => Ok(None),
     }
-    Ok(back)
 }
 
-fn put_one_back(file: &OpenFile, content: Option<&[u8]>, ours: bool) -> Result<Option<RolledBack>, RollbackError> {
-    let path = &file.path;
+fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
-    if ours {
-        // Logs that somebody tidied away must not keep a job from coming back.
-        options.create(true).mode(0o600);
-    }
-    let open = options.open(path).map_err(|source| match source.raw_os_error() {
-        Some(libc::ENOENT) => RollbackError::Gone(path.clone()),
-        Some(libc::ELOOP | libc::EISDIR | libc::ENXIO) => RollbackError::NotAFile(path.clone()),
-        _ => failed("open", path)(source),
-    })?;
+    options
+}
+
+fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBack>, RollbackError> {
+    let path = &file.path;
+    let open = match (options().open(path), content) {
+        (Ok(open), _) => open,
+        (Err(error), Some(content)) if error.kind() == io::ErrorKind::NotFound && can_be_made(file) => {
+            return make(file, content).map(|()| Some(PutBack::Made(path.clone())));
+        }
+        (Err(source), _) => {
+            return Err(match source.raw_os_error() {
+                Some(libc::ENOENT) => RollbackError::Gone(path.clone()),
+                Some(libc::ELOOP | libc::EISDIR | libc::ENXIO) => RollbackError::NotAFile(path.clone()),
+                _ => failed("open", path)(source),
+            });
+        }
+    };
     let metadata = open.metadata().map_err(failed("stat", path))?;
     if !metadata.is_file() {
         return Err(RollbackError::NotAFile(path.clone()));
     }
     match content {
-        Some(content) => replace(open, path, content),
-        None if metadata.size() > file.size => cut(open, path, file.size).map(Some),
+        Some(content) => Ok(replace(open, path, content)?.map(PutBack::Kept)),
+        None if metadata.size() > file.size => cut(open, path, file.size).map(PutBack::Kept).map(Some),
         // Rotated or emptied by its owner; whoever appends does not mind.
         None if metadata.size() < file.size && !file.append => {
             Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() })
         }
         None => Ok(None),
     }
+}
+
+/// A file that is not here.
+fn make(file: &OpenFile, content: &[u8]) -> Result<(), RollbackError> {
+    let path = &file.path;
+    let mut made = options().create_new(true).mode(0o600).open(path).map_err(failed("create", path))?;
+    made.write_all(content).map_err(failed("write", path))?;
+    let mode = Permissions::from_mode(file.mode.unwrap_or_default() & 0o7777);
+    made.set_permissions(mode).map_err(failed("chmod", path))
 }
 
 fn cut(mut file: File, path: &Path, size: u64) -> Result<RolledBack, RollbackError> {
@@ -206,7 +312,14 @@ mod tests {
     use super::*;
 
     fn file(path: &Path, size: u64, append: bool) -> OpenFile {
-        OpenFile { path: path.into(), size, append, position: size, part: None }
+        OpenFile { path: path.into(), size, append, position: size, mode: None, part: None }
+    }
+
+    fn kept(result: Result<Option<PutBack>, RollbackError>) -> RolledBack {
+        match result {
+            Ok(Some(PutBack::Kept(kept))) => kept,
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]
@@ -215,12 +328,12 @@ mod tests {
         let path = dir.path().join("log");
         for (round, tail) in [(1, "later"), (2, "again")] {
             std::fs::write(&path, format!("before{tail}")).unwrap();
-            let back = put_one_back(&file(&path, 6, true), None, false).unwrap().unwrap();
+            let back = kept(put_one_back(&file(&path, 6, true), None));
             assert_eq!(std::fs::read_to_string(&path).unwrap(), "before");
             assert_eq!(back.kept, dir.path().join(format!("log.rolled-back.{round}")));
             assert_eq!((std::fs::read_to_string(back.kept).unwrap().as_str(), back.bytes), (tail, 5));
         }
-        assert_eq!(put_one_back(&file(&path, 6, true), None, false).unwrap(), None);
+        assert_eq!(put_one_back(&file(&path, 6, true), None).unwrap(), None);
     }
 
     #[test]
@@ -229,25 +342,47 @@ mod tests {
         let path = dir.path().join("progress");
         std::fs::write(&path, "epoch 10, and more").unwrap();
         let inode = std::fs::metadata(&path).unwrap().ino();
-        let back = put_one_back(&file(&path, 7, false), Some(b"epoch 7"), false).unwrap().unwrap();
+        let back = kept(put_one_back(&file(&path, 7, false), Some(b"epoch 7")));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "epoch 7");
         assert_eq!(std::fs::read_to_string(back.kept).unwrap(), "epoch 10, and more");
         assert_eq!(std::fs::metadata(&path).unwrap().ino(), inode);
-        assert_eq!(put_one_back(&file(&path, 7, false), Some(b"epoch 7"), false).unwrap(), None);
+        assert_eq!(put_one_back(&file(&path, 7, false), Some(b"epoch 7")).unwrap(), None);
+    }
+
+    #[test]
+    fn a_file_that_is_gone_is_made_from_the_image_with_its_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("progress");
+        let part = Some("files/open-0".to_owned());
+        let mut wanted = OpenFile { part, mode: Some(0o100_640), ..file(&path, 7, false) };
+        check_one(&wanted).unwrap();
+        assert_eq!(put_one_back(&wanted, Some(b"epoch 7")).unwrap(), Some(PutBack::Made(path.clone())));
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "epoch 7");
+        assert_eq!(std::fs::metadata(&path).unwrap().mode(), 0o100_640);
+        check_one(&wanted).unwrap();
+        wanted.mode = Some(0o100_644);
+        assert!(matches!(check_one(&wanted), Err(RollbackError::Mode { then: 0o644, now: 0o640, .. })));
+        wanted.mode = None;
+        std::fs::remove_file(&path).unwrap();
+        assert!(matches!(check_one(&wanted), Err(RollbackError::Gone(_))), "CRIU would find another mode");
     }
 
     #[test]
     fn what_can_not_be_put_back_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("file");
-        assert!(matches!(put_one_back(&file(&path, 6, false), None, false), Err(RollbackError::Gone(_))));
+        assert!(matches!(put_one_back(&file(&path, 6, false), None), Err(RollbackError::Gone(_))));
+        assert!(matches!(check_one(&file(&path, 6, false)), Err(RollbackError::Gone(_))));
         std::fs::write(&path, "abc").unwrap();
-        assert!(matches!(put_one_back(&file(&path, 6, false), None, false), Err(RollbackError::Shorter { .. })));
-        assert_eq!(put_one_back(&file(&path, 6, true), None, false).unwrap(), None);
+        assert!(matches!(check_one(&file(&path, 6, false)), Err(RollbackError::Shorter { .. })));
+        check_one(&file(&path, 6, true)).unwrap();
+        assert!(matches!(put_one_back(&file(&path, 6, false), None), Err(RollbackError::Shorter { .. })));
+        assert_eq!(put_one_back(&file(&path, 6, true), None).unwrap(), None);
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
-        assert!(matches!(put_one_back(&file(&link, 1, false), None, false), Err(RollbackError::NotAFile(_))));
+        assert!(matches!(put_one_back(&file(&link, 1, false), None), Err(RollbackError::NotAFile(_))));
+        assert!(matches!(check_one(&file(&link, 1, false)), Err(RollbackError::NotAFile(_))));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "abc", "nothing was cut through the link");
-        assert!(matches!(put_one_back(&file(dir.path(), 1, false), None, false), Err(RollbackError::NotAFile(_))));
+        assert!(matches!(put_one_back(&file(dir.path(), 1, false), None), Err(RollbackError::NotAFile(_))));
     }
 }

@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 
 use crate::launch::identity::Identity;
 use crate::launch::output::Files;
+use crate::launch::reaper;
 use crate::store::ImageId;
 use crate::store::manifest::{OpenFile, Recreate, SavedLink};
 use crate::sys::criu::image;
 use crate::sys::identity;
-use crate::sys::process::path_in;
+use crate::sys::process::{self, path_in};
 
 /// The regular files that the frozen job has open for writing, with their sizes of this moment. `root` is the root of
 /// the tree, as we see it: files are looked at through its mount namespace.
@@ -30,7 +31,14 @@ pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
         let Some(metadata) = std::fs::metadata(path_in(root, &file.path)).ok().filter(|m| m.is_file()) else {
             continue;
         };
-        found.push(OpenFile { path: file.path, size: metadata.size(), append, position: file.position, part: None });
+        found.push(OpenFile {
+            path: file.path,
+            size: metadata.size(),
+            append,
+            position: file.position,
+            mode: Some(metadata.mode()),
+            part: None,
+        });
     }
     Ok(found)
 }
@@ -102,6 +110,15 @@ pub(super) fn drop_links(links: &[SavedLink], root: i32) {
     for link in links {
         let _ = std::fs::remove_file(path_in(root, &link.saved));
     }
+}
+
+/// The files of ours that the job has mapped. A job that was restored goes on with the reaper that it had, of another version
+/// or below another store.
+pub(super) fn ours(subject: &super::Subject<'_>) -> Vec<PathBuf> {
+    let mut all = subject.ours.clone();
+    let reaper = process::executable(subject.job.root.pid());
+    all.extend(reaper.filter(|path| reaper::is_named(path) && !subject.ours.contains(path) && path.exists()));
+    all
 }
 
 /// Puts files of ours that the job has mapped into the image: a restore may happen after an upgrade, or on another

@@ -294,7 +294,8 @@ impl<'a> Work<'a> {
         self.drained = drained;
         self.criu_frozen = criu::image::frozen_time(&scratch).unwrap_or_default();
         std::fs::write(image_dir.join("dump.log"), log.text()).map_err(io("keep CRIU's log"))?;
-        self.recreate = files::keep_ours(&image_dir, &subject.ours).map_err(io("keep our files"))?;
+        let ours = files::ours(subject);
+        self.recreate = files::keep_ours(&image_dir, &ours).map_err(io("keep our files"))?;
         Ok(())
     }
 

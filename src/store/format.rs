@@ -110,19 +110,13 @@ pub enum FormatError {
     /// Encrypted with another key.
     #[error("this pack is encrypted with another key (its id is {}); name the right one with store.encryption-key", blake3_hex(.0))]
     OtherKey([u8; 16]),
-    /// Not encrypted, and there is a key.
-    #[error("this pack is not encrypted, although store.encryption-key is set: its chunks have other names")]
-    NotEncrypted,
 }
 
 impl FormatError {
     /// Whether it is fine, but not for us: nothing is wrong with the file.
     #[must_use]
     pub fn is_not_for_us(&self) -> bool {
-        matches!(
-            self,
-            FormatError::Newer { .. } | FormatError::NoKey | FormatError::OtherKey(_) | FormatError::NotEncrypted
-        )
+        matches!(self, FormatError::Newer { .. } | FormatError::NoKey | FormatError::OtherKey(_))
     }
 }
 

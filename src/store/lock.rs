@@ -11,6 +11,7 @@
 //! for longer than [`STALE`], finds another name in the file at its next heartbeat and has to stop ([`Error::TakenOver`]).
 //! When the power goes the name stays; the other boot, the dead pid or the age of the time stamp tell that it is nobody's.
 
+mod held;
 mod holder;
 mod judge;
 
@@ -25,11 +26,12 @@ use std::time::{Duration, Instant, SystemTime};
 use nix::sys::stat::futimens;
 use nix::sys::time::TimeSpec;
 
+pub use held::Hold;
 pub use holder::Holder;
 use judge::{Facts, Verdict};
 
 use super::error::{Error, Result};
-use super::id::JobName;
+use super::id::{ImageId, JobName};
 
 pub(super) const FILE_NAME: &str = "lock";
 /// How often a holder says that it is alive.
@@ -56,6 +58,7 @@ pub struct WriterLock {
     me: Holder,
     /// Who held it before on another machine, and how long that has been silent.
     silent: Option<(Holder, Duration)>,
+    held: held::Held,
     /// Held by the one thread that changes the packs.
     packs: Mutex<()>,
 }
@@ -72,6 +75,17 @@ pub enum Writer {
 }
 
 impl WriterLock {
+    /// Keeps retention from the image for as long as that is held: it is being read.
+    #[must_use]
+    pub fn hold(&self, id: ImageId) -> Hold {
+        self.held.hold(id)
+    }
+
+    /// The images that are held.
+    pub(super) fn held(&self) -> Vec<ImageId> {
+        self.held.ids()
+    }
+
     /// Waits until no other thread of this process changes the job's packs: what one finds in a pack and relies on, another
     /// must not sweep.
     pub(super) fn packs(&self) -> MutexGuard<'_, ()> {
@@ -138,7 +152,15 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
     let silent = earlier_holder(&file, folder, &me, job)?;
     let written = |source| Error::Write { path: path.clone(), source };
     write_holder(&file, &me).map_err(written)?;
-    let lock = WriterLock { folder: folder.to_owned(), job: job.clone(), file, me, silent, packs: Mutex::new(()) };
+    let lock = WriterLock {
+        folder: folder.to_owned(),
+        job: job.clone(),
+        file,
+        me,
+        silent,
+        held: held::Held::default(),
+        packs: Mutex::new(()),
+    };
     if lock.silent.is_some() {
         thread::sleep(SETTLE);
         lock.refresh()?;

@@ -63,7 +63,7 @@ pub use folder::JobFolder;
 pub use id::{ImageId, JobName, NameError};
 pub use image::{Damage, DamageKind, Form, Image, Place, State};
 pub use known::Known;
-pub use lock::{HEARTBEAT, Holder, Writer, WriterLock};
+pub use lock::{HEARTBEAT, Hold, Holder, Writer, WriterLock};
 pub use manifest::Manifest;
 pub use mark::{BadMark, BadWhy};
 pub use record::{JobRecord, Outcome};

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! JOB/packs/  0700
-//!   NAME.pack   a header and records; never changed once it has that name
+//!   NAME.pack   a header and records; never changed once it has that name, but for a damaged header (see [`super::repair`])
 //!   NAME.idx    which chunk is where in it; can be made anew from the records
 //!   NAME.gone   no image needs it any more, since when; a writer takes that back or sweeps the pack
 //!   .tmp-*      what a crash left

@@ -1,65 +1,113 @@
 //! What damage has left of a job's packs: every record is read, indexes are written anew from those that are whole, and
 //! the images that have lost something are named.
 //!
-//! Nothing is removed. A record that can not be read or is not what was written is left out of the index, so that the next
-//! image that has the same content stores it again; a read that fails for another reason than the content ends the repair of
-//! that pack without a change. Images that suffer are marked as bad, so that a restart passes them over; one that was marked
-//! and is whole after all keeps its mark, because what else speaks against it is not known here.
+//! No content is removed. A record that is not what was written is left out of the index, so that the next image that has
+//! the same content stores it again; it stays in its pack until that goes as any other. The begin of a pack is written anew
+//! in its place where it is damaged, since all of it follows from the records. What can not be read for another reason
+//! than its content, or is not for us (a newer format, a key that we have not), stays as it is, and nothing is
+//! concluded from it. An image that has lost something is marked as bad, so that a restart passes it over; one that was
+//! marked and is whole after all keeps its mark, because what else speaks against it is not known here.
 //!
-//! A crash in the middle leaves some indexes written anew; the next repair begins again.
+//! Each pack is looked at and mended by itself, the index last. When the power goes, some are mended; the next repair
+//! begins again, and finds nothing to do about those.
 
-use std::fs::File;
+mod images;
+mod mend;
+mod salvage;
+
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use chrono::Utc;
 use serde::Serialize;
 
 use super::chunk::Key;
-use super::chunk::map::Extent;
+use super::error::Error as StoreError;
 use super::folder::JobFolder;
-use super::format;
-use super::gc;
 use super::id::ImageId;
-use super::image::{Image, State};
 use super::lock::WriterLock;
-use super::mark::{BadMark, BadWhy};
-use super::pack::record::{self, HEADER_BYTES};
-use super::pack::set::{Index, PackInfo, Packs};
-use super::pack::{Entry, PackHeader, PackIndex, PackName, RecordHeader};
-use crate::sys::durable;
-use crate::telemetry::log::chain;
+use super::pack::PackName;
+use super::persist::Progress;
+use crate::sys::parallel;
+use images::Known;
 
 /// What was found, and done about it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct Repaired {
-    /// Packs whose index was missing, damaged, or named what can not be read.
+    /// Packs that there is something to say of, by name.
     pub packs: Vec<PackRepair>,
-    /// Images that have lost something.
+    /// Images that have lost something, or of which that can not be told; newest first.
     pub images: Vec<Suffering>,
 }
 
-/// What became of a pack.
+impl Repaired {
+    /// Whether every image is whole, as far as it can be told, and everything could be.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        let known = |pack: &PackRepair| matches!(pack.outcome, Outcome::Mended | Outcome::Lost);
+        self.images.is_empty() && self.packs.iter().all(known)
+    }
+}
+
+/// What became of a pack, or would.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PackRepair {
     /// Which.
     #[serde(serialize_with = "as_text")]
     pub pack: PackName,
-    /// Records that are whole.
+    /// In a word.
+    pub outcome: Outcome,
+    /// Records that are whole, as far as they could be checked.
     pub whole: usize,
-    /// Records that the index named and that are not; None where there was no index to tell.
-    pub lost: Option<usize>,
     /// In words.
     pub what: String,
 }
 
-/// An image that can not be put together any more.
+/// What became of a pack, or would.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// All that was written is there again.
+    Mended,
+    /// What is left can be used again; the rest is lost. Whether an image needs that is told with the images.
+    Lost,
+    /// Its records can not be read without another key, only that they are there.
+    NotChecked,
+    /// Nothing could be told, and nothing was changed.
+    LeftAlone,
+}
+
+impl std::fmt::Display for Outcome {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Outcome::Mended => "mended",
+            Outcome::Lost => "lost some",
+            Outcome::NotChecked => "not checked",
+            Outcome::LeftAlone => "left alone",
+        })
+    }
+}
+
+/// An image that can not be put together any more, or perhaps not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Suffering {
     /// Which.
     pub image: ImageId,
+    /// Whether that is certain.
+    pub loss: Loss,
     /// What it has lost, in words.
     pub what: String,
+}
+
+/// Whether an image has lost something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Loss {
+    /// It has: it is marked as bad.
+    Certain,
+    /// That can not be told, because something can not be read or is not for us. It is not marked.
+    NotKnown,
 }
 
 fn as_text<S: serde::Serializer>(name: &PackName, to: S) -> Result<S::Ok, S::Error> {
@@ -67,214 +115,100 @@ fn as_text<S: serde::Serializer>(name: &PackName, to: S) -> Result<S::Ok, S::Err
 }
 
 /// Whether anything is changed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
-    /// It is only said what would be done.
+#[derive(Debug, Clone, Copy)]
+pub enum Mode<'l> {
+    /// It is only said what would be done. Nobody has to be kept away for that.
     DryRun,
     /// It is done.
-    Repair,
+    Repair(&'l WriterLock),
 }
 
-/// Reads everything, and repairs what can be.
+/// Why a repair ended before its time. What was mended by then stays so.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The store can not be listed, an image not be marked, or the lock is not ours (any more).
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A file can not be written or removed.
+    #[error("can not {what} {}", path.display())]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Reads everything on so many threads, and repairs what can be. `progress` counts the bytes of the packs.
 ///
 /// # Errors
-/// When the store can not be listed, or an index not be written.
+/// When the store can not be listed, something not be written, or the lock was taken over.
 pub fn repair(
     folder: &JobFolder,
-    lock: &WriterLock,
+    mode: Mode<'_>,
     key: Option<&Key>,
-    mode: Mode,
-    progress: &dyn Fn(PackName),
-) -> Result<Repaired, gc::Error> {
-    folder.check_lock(lock)?;
+    threads: usize,
+    progress: &Progress,
+) -> Result<Repaired, Error> {
+    if let Mode::Repair(lock) = mode {
+        folder.check_lock(lock)?;
+    }
     let packs = folder.packs();
-    let mut done = Repaired::default();
-    let mut index = Index::default();
-    for name in packs.names()? {
-        progress(name);
-        match repair_pack(&packs, name, key, mode)? {
-            Found::NoPack => continue,
-            Found::Unreadable(what) => done.packs.push(PackRepair { pack: name, whole: 0, lost: None, what }),
-            Found::Records { contents, repair } => {
-                index.add(PackInfo { name, pack_len: contents.pack_len(), key: None, gone: false }, &contents);
-                done.packs.extend(repair);
-            }
-        }
-    }
-    index.sort();
-    for image in folder.images()? {
-        let Some(what) = lost_of(&image, &index) else { continue };
-        if mode == Mode::Repair && image.is_good() {
-            let mark = BadMark { why: BadWhy::Damaged, detail: what.clone(), when: Utc::now() };
-            image.clone().mark_bad(mark)?;
-        }
-        done.images.push(Suffering { image: image.id, what });
-    }
+    let names = packs.names()?;
+    let size = |name: &PackName| std::fs::metadata(packs.pack_path(*name)).map_or(0, |meta| meta.len());
+    progress.begin(names.iter().map(size).sum());
+    let hold = Hold::new(mode);
+    let known = Mutex::new(Known::default());
+    let mending = mend::Mending { packs: &packs, key, hold: &hold, known: &known, progress };
+    let mended = parallel::in_parallel(names, threads, |name| mending.pack(name))?;
+    let mut done = Repaired { packs: mended.into_iter().flatten().collect(), images: Vec::new() };
+    done.packs.sort_by_key(|report| report.pack);
+    let known = known.into_inner().unwrap_or_else(PoisonError::into_inner).sorted();
+    done.images = images::look(folder, &known, &hold)?;
     Ok(done)
 }
 
-/// What an image has lost; None where it is whole, or loose: then its parts are files, which `verify` looks at.
-fn lost_of(image: &Image, index: &Index) -> Option<String> {
-    if let State::Damaged { why } = &image.state {
-        return Some(why.to_string());
-    }
-    let map = match image.chunk_map() {
-        Ok(map) => map?,
-        Err(error) => return Some(chain(&error)),
-    };
-    let manifest = image.manifest()?;
-    let is_lost = |extent: &Extent| matches!(extent, Extent::Chunk { id, .. } if index.get(id).is_none());
-    let lost = |extents: &Vec<Extent>| extents.iter().filter(|extent| is_lost(extent)).map(Extent::len).sum::<u64>();
-    let parts: Vec<(&str, u64)> =
-        manifest.parts.iter().map(|part| part.path.as_str()).zip(map.parts.iter().map(lost)).collect();
-    let bytes: u64 = parts.iter().map(|(_, lost)| lost).sum();
-    let names: Vec<&str> = parts.iter().filter(|(_, lost)| *lost > 0).map(|(path, _)| *path).take(5).collect();
-    (bytes > 0).then(|| format!("{} of it are lost, in {}", bytesize::ByteSize::b(bytes), names.join(", ")))
+/// How often the lock is looked at while nothing is written: a repair takes hours, and others may take us for dead.
+const LOOK: Duration = Duration::from_secs(10);
+
+/// What may be changed, as long as the lock is ours.
+struct Hold<'l> {
+    lock: Option<&'l WriterLock>,
+    last: Mutex<Instant>,
 }
 
-/// What was found of a pack.
-enum Found {
-    /// Only an index or a mark.
-    NoPack,
-    /// It can not be read at all; its index stays as it is.
-    Unreadable(String),
-    /// Its records, and what had to be done.
-    Records { contents: PackIndex, repair: Option<PackRepair> },
-}
-
-fn repair_pack(packs: &Packs, name: PackName, key: Option<&Key>, mode: Mode) -> Result<Found, gc::Error> {
-    let path = packs.pack_path(name);
-    let salvaged = match durable::open_for_reading(&path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Found::NoPack),
-        Err(error) => Err(error),
-        Ok(file) => salvage(&file, key),
-    };
-    let Salvage { entries, pack_len, checked } = match salvaged {
-        Ok(salvage) => salvage,
-        Err(error) => return Ok(Found::Unreadable(format!("can not be read, and is left alone: {error}"))),
-    };
-    let contents = PackIndex::new(pack_len, entries);
-    let index_path = packs.index_path(name);
-    let indexed = std::fs::read(&index_path).ok().and_then(|bytes| PackIndex::parse(&bytes).ok());
-    if indexed.as_ref() == Some(&contents) {
-        return Ok(Found::Records { contents, repair: None });
-    }
-    let whole = contents.entries().len();
-    let has = |entry: &&Entry| contents.entries().binary_search_by_key(&entry.id, |known| known.id).is_ok();
-    let lost = indexed.as_ref().map(|index| index.entries().iter().filter(|entry| !has(entry)).count());
-    let what = match (lost, checked) {
-        (None, _) => "its index was missing or damaged, and is made anew from its records".to_owned(),
-        (Some(lost), true) => format!("{lost} records are damaged and left out of its index"),
-        (Some(lost), false) => {
-            format!("{lost} records have no whole header; their content needs the key to be checked")
-        }
-    };
-    if mode == Mode::Repair {
-        durable::write_file(&index_path, &contents.to_bytes(), 0o600).map_err(|source| gc::Error::Io {
-            what: "write",
-            path: index_path,
-            source,
-        })?;
-    }
-    Ok(Found::Records { contents, repair: Some(PackRepair { pack: name, whole, lost, what }) })
-}
-
-/// What is whole of a pack.
-struct Salvage {
-    entries: Vec<Entry>,
-    pack_len: u64,
-    /// Whether content was compared with its name: an encrypted pack without its key can only be looked at.
-    checked: bool,
-}
-
-/// Searched at once for the begin of the next record.
-const WINDOW: usize = 1 << 20;
-
-/// Reads every record. Behind damage it looks for the next header that proves itself by its check.
-fn salvage(file: &File, key: Option<&Key>) -> io::Result<Salvage> {
-    let pack_len = file.metadata()?.len();
-    let mut begin = [0; format::HEADER];
-    let header = read_at(file, 0, pack_len, &mut begin)?.then(|| PackHeader::parse(&begin).ok()).flatten();
-    // A pack whose begin is lost does not say whether it is encrypted: what proves itself with this key is whole.
-    let checked = header.is_none_or(|header| header.check_key(key).is_ok());
-    let mut found = Salvage { entries: Vec::new(), pack_len, checked };
-    let (mut record, mut raw) = (Vec::new(), Vec::new());
-    let mut at = HEADER_BYTES;
-    while at < pack_len {
-        let mut bytes = [0; format::HEADER];
-        let parsed = read_at(file, at, pack_len, &mut bytes)?.then(|| RecordHeader::parse(&bytes).ok()).flatten();
-        let Some(header) = parsed.filter(|header| at + header.record_len() <= pack_len) else {
-            match next_record(file, at + 1, pack_len)? {
-                Some(next) => at = next,
-                None => break,
-            }
-            continue;
+impl<'l> Hold<'l> {
+    fn new(mode: Mode<'l>) -> Hold<'l> {
+        let lock = match mode {
+            Mode::DryRun => None,
+            Mode::Repair(lock) => Some(lock),
         };
-        if !checked || is_whole(file, at, &header, key, &mut record, &mut raw)? {
-            found.entries.push(Entry::of(&header, at));
+        Hold { lock, last: Mutex::new(Instant::now()) }
+    }
+
+    /// To be called now and then.
+    fn keep(&self) -> Result<(), Error> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.elapsed() < LOOK {
+            return Ok(());
         }
-        at += header.record_len();
-    }
-    Ok(found)
-}
-
-fn is_whole(
-    file: &File,
-    at: u64,
-    header: &RecordHeader,
-    key: Option<&Key>,
-    record: &mut Vec<u8>,
-    raw: &mut Vec<u8>,
-) -> io::Result<bool> {
-    record.resize(usize::try_from(header.record_len()).unwrap_or(usize::MAX), 0);
-    match file.read_exact_at(record, at) {
-        Ok(()) => Ok(record::read(record, &header.id, key, raw).is_ok()),
-        // A bad sector is damage of this record; the others may be whole.
-        Err(error) if error.raw_os_error() == Some(libc::EIO) => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
-/// Whether there is a header's worth of bytes, which are then in `bytes`.
-fn read_at(file: &File, at: u64, pack_len: u64, bytes: &mut [u8; format::HEADER]) -> io::Result<bool> {
-    if pack_len.saturating_sub(at) < HEADER_BYTES {
-        return Ok(false);
-    }
-    match file.read_exact_at(bytes, at) {
-        Ok(()) => Ok(true),
-        Err(error) if error.raw_os_error() == Some(libc::EIO) => Ok(false),
-        Err(error) => Err(error),
-    }
-}
-
-/// Where the next header begins whose check is right, at `from` or behind.
-fn next_record(file: &File, mut from: u64, pack_len: u64) -> io::Result<Option<u64>> {
-    let mut window = vec![0; WINDOW];
-    while pack_len.saturating_sub(from) >= HEADER_BYTES {
-        let len = usize::try_from(pack_len - from).unwrap_or(usize::MAX).min(WINDOW);
-        let bytes = window.get_mut(..len).unwrap_or_default();
-        match file.read_exact_at(bytes, from) {
-            Ok(()) => {}
-            // What can not be read holds no header. The next page may.
-            Err(error) if error.raw_os_error() == Some(libc::EIO) => {
-                from = (from / PAGE + 1) * PAGE;
-                continue;
-            }
-            Err(error) => return Err(error),
+        *last = Instant::now();
+        drop(last);
+        match self.lock.map(WriterLock::refresh) {
+            Some(Err(error @ StoreError::TakenOver { .. })) => Err(error.into()),
+            // A heartbeat that fails is tried again long before others take us for dead.
+            _ => Ok(()),
         }
-        let is_header = |at: usize| bytes.get(at..).is_some_and(|rest| RecordHeader::parse(rest).is_ok());
-        let last = len.saturating_sub(format::HEADER);
-        if let Some(at) = (0..=last).find(|at| bytes.get(*at) == Some(&FIRST) && is_header(*at)) {
-            return Ok(Some(from + format::size_of(at)));
-        }
-        from += format::size_of(last + 1);
     }
-    Ok(None)
-}
 
-const PAGE: u64 = 4096;
-/// Of the magic of a record.
-const FIRST: u8 = b'R';
+    /// Whether something may be written now; no in a dry run.
+    fn may_write(&self) -> Result<bool, Error> {
+        self.lock.map_or(Ok(false), |lock| Ok(lock.refresh().map(|()| true)?))
+    }
+}
 
 #[cfg(test)]
 mod tests;

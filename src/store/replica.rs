@@ -58,6 +58,7 @@ use crate::config::ReplicaUrl;
 pub struct Replica {
     client: Client,
     rate: Option<u64>,
+    min_free: u64,
 }
 
 /// An image that is there.
@@ -105,13 +106,19 @@ impl Replica {
         patience: Patience,
         variables: impl IntoIterator<Item = (OsString, OsString)>,
     ) -> Result<Replica> {
-        Ok(Replica { client: Client::new(url, job, &Environment::new(variables), patience)?, rate: None })
+        Ok(Replica { client: Client::new(url, job, &Environment::new(variables), patience)?, rate: None, min_free: 0 })
     }
 
     /// Sends at most so many bytes a second.
     #[must_use]
     pub fn with_rate(self, rate: Option<u64>) -> Replica {
         Replica { rate, ..self }
+    }
+
+    /// Fetches only what leaves so many bytes free here.
+    #[must_use]
+    pub fn with_min_free(self, min_free: u64) -> Replica {
+        Replica { min_free, ..self }
     }
 
     /// The images that are there, newest first.

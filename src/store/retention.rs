@@ -8,6 +8,7 @@
 //! Invariants:
 //! - The newest good image stays. While there is no good image, all stay.
 //! - No rule and no bound removes a pinned image.
+//! - One that is on its way to the replica stays for so long, unless a new image has no room otherwise.
 //! - Only an image whose manifest was read counts as good; one of which nothing is known is neither counted nor removed.
 //!   Bad images stay for a while, not counted, so that a wrong mark loses nothing at once.
 //! - Newer means a higher number, whatever the clock said. Hours and days are those that the clock showed when the image was
@@ -29,7 +30,7 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 
 use super::id::ImageId;
-pub use facts::{FactKind, Facts, Pin, Policy, Room};
+pub use facts::{FactKind, Facts, Pin, Policy, Room, Use};
 pub use reason::{KeepReason, Note, RemoveReason, Verdict};
 pub use sizes::{Gathering, Sizes};
 
@@ -63,7 +64,9 @@ pub struct Decision {
 pub fn plan(facts: &[Facts], policy: &Policy, now: DateTime<Utc>, sizes: &Sizes, room: &Room) -> Plan {
     let mut plan = by_rules(facts, policy, now);
     let mut gone: Vec<ImageId> = plan.removals().collect();
-    let order = expendable(facts, &plan);
+    let mut order = expendable(facts, &plan);
+    // It is expendable soon.
+    order.retain(|id| !facts.iter().any(|it| it.id == *id && it.in_use == Use::Replicating));
     if let Some(max) = policy.max_total {
         let more = first_that(&gone, &order, |gone| sizes.left(gone) <= max);
         // As near as it gets: a bound of the images alone is for them to keep.
@@ -114,7 +117,7 @@ fn first_that(gone: &[ImageId], order: &[ImageId], enough: impl Fn(&[ImageId]) -
 }
 
 /// What bounds of size may take of what the rules keep, in the order to take it: bad ones before good ones, the oldest
-/// first.
+/// first; at the very end what is just being read.
 fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
     let firm = |reason: &KeepReason| match reason {
         KeepReason::NewestGood
@@ -127,6 +130,7 @@ fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
         | KeepReason::NewestOfDay
         | KeepReason::Within(_)
         | KeepReason::FromTheFuture
+        | KeepReason::Replicating
         | KeepReason::RecentBad(_) => false,
     };
     let is_expendable = |id: ImageId| {
@@ -134,7 +138,7 @@ fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
         matches!(decision.map(|it| &it.verdict), Some(Verdict::Keep(reasons)) if !reasons.iter().any(firm))
     };
     let mut order: Vec<&Facts> = facts.iter().filter(|it| is_expendable(it.id)).collect();
-    order.sort_by_key(|it| (it.kind == FactKind::Good, it.id));
+    order.sort_by_key(|it| (it.in_use == Use::Replicating, it.kind == FactKind::Good, it.id));
     order.into_iter().map(|it| it.id).collect()
 }
 
@@ -161,6 +165,9 @@ fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
             Pin::None => {}
             Pin::Pinned => reasons.push(KeepReason::Pinned),
             Pin::Unreadable => reasons.push(KeepReason::MaybePinned),
+        }
+        if it.in_use == Use::Replicating {
+            reasons.push(KeepReason::Replicating);
         }
         match otherwise.filter(|_| reasons.is_empty()) {
             Some(reason) => Verdict::Remove(reason),

@@ -96,10 +96,14 @@ impl Owner<'_> {
         let (setup, sender) = (Arc::clone(self.shared), self.sender.clone());
         self.replication.running =
             Some(Running { image: image.id, progress: Arc::clone(&progress), flags: Arc::clone(&flags) });
+        // However long it takes, and whatever is rotated away meanwhile.
+        let hold = self.shared.lock.hold(image.id);
         self.spawn("replicate", move || {
             process::be_nice();
             let send = |what| drop(sender.send(Message::Replicated(Box::new(Report { image: image.id, what }))));
-            send(bring(&setup, &image, &progress, &flags, &send));
+            let what = bring(&setup, &image, &progress, &flags, &send);
+            drop(hold);
+            send(what);
         });
     }
 

@@ -119,6 +119,10 @@ impl Owner<'_> {
                 return Event::StartFailed { why };
             }
             Blame::Damaged => BadWhy::Damaged,
+            Blame::Files if self.life == 0 && !self.can_fall_back(&image) => {
+                return Event::Impossible { why: self.advise_files(&image, &why) };
+            }
+            Blame::Files => BadWhy::DoesNotRestore,
             Blame::Image => BadWhy::DoesNotRestore,
         };
         tracing::error!("image {} does not restore: {why}", image.id);
@@ -137,6 +141,25 @@ impl Owner<'_> {
             }
             Err(error) => Event::StartFailed { why: chain(&error) },
         }
+    }
+
+    /// Whether an older image has all its files here. A job that ran here may have removed what it had open at a snapshot,
+    /// and an older one will do. Where none does, as on a machine that has the image and not the files, a run that just
+    /// begins must not end up at the job's beginning.
+    fn can_fall_back(&self, image: &Image) -> bool {
+        let (folder, user) = (&self.shared.folder, self.shared.spec.identity.as_ref());
+        let older = folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
+        older
+            .filter(|other| self.is_usable(other))
+            .any(|other| other.manifest().is_some_and(|manifest| restart::has_its_files(manifest, folder, user)))
+    }
+
+    fn advise_files(&self, image: &Image, why: &str) -> String {
+        let job = self.shared.folder.name();
+        format!(
+            "image {} of job {job} can not be used: {why}. Bring the file here as it was when the image was taken, with its mode (from the machine that the job ran on, or by a file system that both have), and run the same command again: the image is kept and is as good as it was. `rekindle run --fresh` begins anew.",
+            image.id
+        )
     }
 
     /// What can be done about an image that does not fit this machine. It is not marked, and nothing else is begun by
@@ -256,13 +279,7 @@ fn restore_job(
     }
     match result {
         Ok(restored) => {
-            let mut notes: Vec<String> = restored
-                .rolled_back
-                .iter()
-                .map(|r| {
-                    format!("{} was put back; {} bytes are kept in {}", r.path.display(), r.bytes, r.kept.display())
-                })
-                .collect();
+            let mut notes: Vec<String> = restored.put_back.iter().map(ToString::to_string).collect();
             let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();
             notes.push(format!("the job is back from image {id} after {}", shown(took)));
             let not_lazy = not_lazy.or_else(|| restored.not_lazy.map(|error| chain(&error)));

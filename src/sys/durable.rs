@@ -8,7 +8,7 @@
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io::{self, Write};
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -38,6 +38,18 @@ pub fn write_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
         return Err(error);
     }
     sync_dir(parent(path))
+}
+
+/// Writes `bytes` over those of the file from `offset` on, and waits for the disk. For what is worth nothing as it is: when
+/// the power goes, any of the bytes are the old or the new ones.
+///
+/// # Errors
+/// The step that failed.
+pub fn overwrite(path: &Path, offset: u64, bytes: &[u8]) -> io::Result<()> {
+    point(Step::Write)?;
+    let file = OpenOptions::new().write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    file.write_all_at(bytes, offset)?;
+    file.sync_all()
 }
 
 /// Replaces `path` as [`write_file`] does, so that a reader finds the old or the new one whole, but does not wait for the
@@ -198,6 +210,19 @@ mod tests {
         assert!(write_file(&path, b"new", 0o600).is_err());
         assert_eq!(names(dir.path()), ["taken"]);
         assert_eq!(names(&path), ["inside"]);
+    }
+
+    #[test]
+    fn overwrite_changes_those_bytes_of_a_file_that_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        assert_eq!(overwrite(&path, 0, b"x").unwrap_err().kind(), io::ErrorKind::NotFound);
+        fs::write(&path, "0123456").unwrap();
+        overwrite(&path, 2, b"ab").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"01ab456");
+        std::os::unix::fs::symlink(&path, dir.path().join("link")).unwrap();
+        overwrite(&dir.path().join("link"), 0, b"x").unwrap_err();
+        assert_eq!(fs::read(&path).unwrap(), b"01ab456");
     }
 
     #[test]

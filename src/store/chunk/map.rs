@@ -161,11 +161,16 @@ impl ChunkMap {
     /// # Errors
     /// When it can not be read, or is not what was written.
     pub fn read(path: &Path, expected: &blake3::Hash) -> Result<ChunkMap, ReadError> {
-        let (map, hash) = ChunkMap::read_any(path)?;
-        match hash == *expected {
-            true => Ok(map),
-            false => Err(ReadError::Format { path: path.to_owned(), source: FormatError::Checksum(What::Map) }),
-        }
+        let bytes = read_bytes(path)?;
+        let is_same = blake3::hash(&bytes) == *expected;
+        let checksum = FormatError::Checksum(What::Map);
+        // First what is wrong with it, and only then that it is another one. A bit of the version does not make it newer.
+        let map = match ChunkMap::parse(&bytes) {
+            Err(error) if error.is_not_for_us() && !is_same => Err(checksum),
+            Ok(_) if !is_same => Err(checksum),
+            parsed => parsed,
+        };
+        map.map_err(|source| ReadError::Format { path: path.to_owned(), source })
     }
 
     /// Reads the file at `path`, whatever manifest it belongs to; and its hash.
@@ -173,17 +178,8 @@ impl ChunkMap {
     /// # Errors
     /// When it can not be read, or is not what was written.
     pub fn read_any(path: &Path) -> Result<(ChunkMap, blake3::Hash), ReadError> {
-        let failed = |source| ReadError::Read { path: path.to_owned(), source };
-        let wrong = |source| ReadError::Format { path: path.to_owned(), source };
-        let file = durable::open_for_reading(path).map_err(failed)?;
-        let found = file.metadata().map_err(failed)?.len();
-        if found > MAX_BYTES {
-            return Err(wrong(FormatError::OutOfBounds { what: What::Map, field: "size", found, bound: MAX_BYTES }));
-        }
-        let mut bytes = Vec::with_capacity(usize::try_from(found).unwrap_or(0));
-        file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(failed)?;
-        // First what is wrong with it, and only then that it is another one.
-        let map = ChunkMap::parse(&bytes).map_err(wrong)?;
+        let bytes = read_bytes(path)?;
+        let map = ChunkMap::parse(&bytes).map_err(|source| ReadError::Format { path: path.to_owned(), source })?;
         Ok((map, blake3::hash(&bytes)))
     }
 
@@ -205,6 +201,19 @@ impl ChunkMap {
             false => wrong("sum of a part"),
         }
     }
+}
+
+fn read_bytes(path: &Path) -> Result<Vec<u8>, ReadError> {
+    let failed = |source| ReadError::Read { path: path.to_owned(), source };
+    let file = durable::open_for_reading(path).map_err(failed)?;
+    let found = file.metadata().map_err(failed)?.len();
+    if found > MAX_BYTES {
+        let source = FormatError::OutOfBounds { what: What::Map, field: "size", found, bound: MAX_BYTES };
+        return Err(ReadError::Format { path: path.to_owned(), source });
+    }
+    let mut bytes = Vec::with_capacity(usize::try_from(found).unwrap_or(0));
+    file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(failed)?;
+    Ok(bytes)
 }
 
 /// The size of the file; None where it is beyond all numbers.

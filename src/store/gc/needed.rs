@@ -43,7 +43,7 @@ impl Needed {
                 Ok(())
             }
             // It was read and is not what was written, or not there: whatever it named can not be put together any more.
-            Err(ReadError::Format { .. }) => Ok(()),
+            Err(ReadError::Format { source, .. }) if !source.is_not_for_us() => Ok(()),
             Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(()),
             Err(error) => Err(unknown(chain(&error))),
         }

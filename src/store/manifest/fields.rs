@@ -188,6 +188,9 @@ pub struct OpenFile {
     pub append: bool,
     /// The file offset, in bytes.
     pub position: u64,
+    /// `st_mode`, which a restore compares.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mode: Option<u32>,
     /// The part with its content, where it is small and may be rewritten in place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<String>,

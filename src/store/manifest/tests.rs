@@ -18,12 +18,13 @@ fn a_manifest_survives_its_bytes() {
         driver: Some("580.1".to_owned()),
         gpus: vec![Gpu { uuid: "GPU-1".to_owned(), name: "H200".to_owned() }],
         open_files: vec![
-            OpenFile { path: odd.clone(), size: u64::MAX, append: true, position: 7, part: None },
+            OpenFile { path: odd.clone(), size: u64::MAX, append: true, position: 7, mode: None, part: None },
             OpenFile {
                 path: "/data/ü.csv".into(),
                 size: 0,
                 append: false,
                 position: 0,
+                mode: Some(0o100_640),
                 part: Some("files/open-0".into()),
             },
         ],

@@ -193,11 +193,7 @@ impl Reading<'_> {
     /// What a pack is opened with. What was written before there was a key stays readable.
     fn key_of(&self, index: &Index, pack: PackName) -> Result<Option<&Key>, FormatError> {
         let header = PackHeader { key: index.pack(pack).and_then(|info| info.key) };
-        match header.check_key(self.key) {
-            Ok(()) => Ok(self.key),
-            Err(FormatError::NotEncrypted) => Ok(None),
-            Err(error) => Err(error),
-        }
+        header.key_for(self.key)
     }
 
     fn open(&self, at: &Location) -> Result<DirectFile, ReadChunkError> {

@@ -78,16 +78,16 @@ impl PackHeader {
         }
     }
 
-    /// Whether new chunks, named and sealed with that key, may share the pack with those that are in it. Whoever only reads
-    /// asks for [`PackHeader::key_for`].
-    ///
-    /// # Errors
-    /// [`FormatError::NoKey`], [`FormatError::OtherKey`], [`FormatError::NotEncrypted`].
-    pub fn check_key(&self, key: Option<&Key>) -> Result<(), FormatError> {
-        match (self.key_for(key)?, key) {
-            (None, Some(_)) => Err(FormatError::NotEncrypted),
-            _ => Ok(()),
-        }
+    /// The header that these bytes are with one bit the other way, which the check tells. A bit of the version, or of the
+    /// id of the key, makes a pack look like one that is not for us.
+    #[must_use]
+    pub fn with_one_bit_wrong(bytes: &[u8; HEADER]) -> Option<PackHeader> {
+        let turned = (0..HEADER).flat_map(|byte| (0..8).map(move |bit| (byte, 1_u8 << bit)));
+        turned.into_iter().find_map(|(byte, bit)| {
+            let mut other = *bytes;
+            *other.get_mut(byte)? ^= bit;
+            PackHeader::parse(&other).ok()
+        })
     }
 
     /// The key for the records of this pack: none where it is not encrypted, whatever the user has now. A store may hold

@@ -202,7 +202,11 @@ impl Packs {
         }
     }
 
-    fn read_index(&self, name: PackName) -> std::result::Result<PackIndex, ReadError> {
+    /// The index of a pack as it is in its file.
+    ///
+    /// # Errors
+    /// Where it can not be read, or is not what was written.
+    pub(in crate::store) fn read_index(&self, name: PackName) -> std::result::Result<PackIndex, ReadError> {
         let path = self.index_path(name);
         let failed = |source| ReadError::Read { path: path.clone(), source };
         let wrong = |source| ReadError::Format { path: path.clone(), source };

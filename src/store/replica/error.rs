@@ -9,6 +9,8 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
+use bytesize::ByteSize;
+
 use super::connect::Environment;
 use crate::config::Scheme;
 use crate::store::format::ReadError;
@@ -89,6 +91,20 @@ pub enum Error {
         image: ImageId,
         /// In words.
         why: String,
+    },
+    /// The disk is too full for it.
+    #[error("image {image} of the replica takes {need} more here, and {path} has {free} free, of which {keep} are to stay free (store.min-free): make room there (`rekindle prune` removes images that no rule keeps), lower store.min-free, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
+    NoRoom {
+        /// Which.
+        image: ImageId,
+        /// Bytes that are to be fetched.
+        need: u64,
+        /// Bytes free.
+        free: u64,
+        /// Bytes that must stay free.
+        keep: u64,
+        /// The job's folder.
+        path: PathBuf,
     },
     /// A file of ours can not be written.
     #[error("can not write {}", path.display())]

@@ -26,12 +26,17 @@ use crate::store::pack::record::{self, HEADER_BYTES};
 use crate::store::pack::{Entry, Index, PackHeader, PackName, Packs, RecordHeader};
 use crate::store::pack::{Making, PackWriter, WriteError};
 use crate::store::persist::Progress;
+use crate::store::retention::survey;
 use crate::store::{Image, ImageId, JobFolder, State, WriterLock, manifest, mark};
 use crate::sys::direct::Way;
 use crate::sys::durable;
 
 /// A new pack is closed when it has so many bytes.
 const CLOSE: u64 = 64 << 20;
+/// Bytes of an extent in the map, and of its chunk in an index.
+const ENTRIES: u64 = 40 + 56;
+/// What the manifest and the folders take, at most.
+const SMALL: u64 = 1 << 20;
 /// Bytes of the header of a record or a pack.
 const HEADER: usize = 64;
 
@@ -40,7 +45,7 @@ impl Replica {
     /// restored, without.
     ///
     /// # Errors
-    /// [`Error::NotWhole`] and [`Error::Damaged`] where it can not be used, [`Error::Key`], [`Error::Remote`], [`Error::Write`],
+    /// [`Error::NotWhole`] and [`Error::Damaged`] where it can not be used, [`Error::Key`], [`Error::NoRoom`], [`Error::Remote`], [`Error::Write`],
     /// [`Error::Store`], [`Error::Cancelled`]. What was fetched by then stays, and the next call goes on behind it.
     pub fn fetch(
         &self,
@@ -64,8 +69,9 @@ impl Replica {
         let stored = |all: &BTreeMap<PackName, Vec<Entry>>| {
             all.values().flatten().map(|it| u64::from(it.stored_len) + HEADER_BYTES).sum()
         };
+        self.check_room(id, stored(&places.first), &map, folder)?;
         progress.expect(stored(&places.first));
-        self.check_key(&image, places.first.keys().copied(), key, cancelled)?;
+        let key = self.key_for(&image, places.first.keys().copied(), key, cancelled)?;
         let making = Making { compression: Compression::None, key, pack: CLOSE, way: Way::Direct };
         let failed = |error: WriteError| Error::Write { path: error.path, source: error.source };
         let mut writer = PackWriter::new(&packs, making).map_err(failed)?;
@@ -123,23 +129,35 @@ impl Replica {
         }
     }
 
-    /// Whether the records can be opened; asked before they are fetched.
-    fn check_key(
+    /// Whether the disk has room for so many bytes of records, their indexes and the image's own files.
+    fn check_room(&self, image: ImageId, records: u64, map: &ChunkMap, folder: &JobFolder) -> Result<()> {
+        let need = records.saturating_add(map.extents().saturating_mul(ENTRIES)).saturating_add(SMALL);
+        let (free, keep) = (survey::free_space(folder.path())?, self.min_free);
+        match need.saturating_add(keep) <= free {
+            true => Ok(()),
+            false => Err(Error::NoRoom { image, need, free, keep, path: folder.path().to_owned() }),
+        }
+    }
+
+    /// What the records are opened with, asked before they are fetched: nothing where the image is from before there was a
+    /// key. Its chunks are all of one kind, as the key is a part of their names.
+    fn key_for<'k>(
         &self,
         image: &RemoteImage,
         packs: impl Iterator<Item = PackName>,
-        key: Option<&Key>,
+        key: Option<&'k Key>,
         cancelled: Cancelled<'_>,
-    ) -> Result<()> {
+    ) -> Result<Option<&'k Key>> {
+        let mut found = None;
         for name in packs {
             let object = layout::of_pack(name, PackFile::Pack);
             let bytes = self.client.get_range(&object, 0..HEADER_BYTES, cancelled)?;
             let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: object.clone(), why };
             let header = PackHeader::parse(&bytes).map_err(|error| damaged(error.to_string()))?;
             let wrong = |why: String| Error::Key { url: self.client.shown(), image: image.id, why };
-            header.check_key(key).map_err(|error| wrong(error.to_string()))?;
+            found = header.key_for(key).map_err(|error| wrong(error.to_string()))?;
         }
-        Ok(())
+        Ok(found)
     }
 
     /// The records of a stretch, each checked.

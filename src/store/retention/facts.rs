@@ -19,6 +19,17 @@ pub struct Facts {
     pub kind: FactKind,
     /// Whether somebody pinned it.
     pub pin: Pin,
+    /// Whether it is just being read.
+    pub in_use: Use,
+}
+
+/// Whether an image is just being read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Use {
+    /// As far as is known it is not.
+    None,
+    /// It is on its way to the replica.
+    Replicating,
 }
 
 /// What is known of an image.
@@ -64,7 +75,7 @@ impl From<&Image> for Facts {
                 DamageKind::Newer | DamageKind::Unreadable => FactKind::Unknown,
             },
         };
-        Facts { id: image.id, taken: image.id.taken(), kind, pin: Pin::from(&image.tags()) }
+        Facts { id: image.id, taken: image.id.taken(), kind, pin: Pin::from(&image.tags()), in_use: Use::None }
     }
 }
 

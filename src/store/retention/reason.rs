@@ -43,6 +43,8 @@ pub enum KeepReason {
     Pinned,
     /// What is said of it can not be read, which may be a pin.
     MaybePinned,
+    /// It is on its way to the replica.
+    Replicating,
     /// Bad, but one of so many; the mark may be wrong.
     RecentBad(u32),
     /// There is no good one: this may be all that is left.
@@ -96,6 +98,7 @@ impl fmt::Display for KeepReason {
             KeepReason::FromTheFuture => f.write_str("taken later than now"),
             KeepReason::Pinned => f.write_str("pinned"),
             KeepReason::MaybePinned => f.write_str("tags.json can not be read, so it counts as pinned"),
+            KeepReason::Replicating => f.write_str("on its way to the replica"),
             KeepReason::RecentBad(n) => write!(f, "bad, one of the last {n} bad ones"),
             KeepReason::NoGoodImage => f.write_str("there is no good image"),
             KeepReason::Unknown => f.write_str("can not be read here, so it is not touched"),

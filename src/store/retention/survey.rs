@@ -7,7 +7,7 @@ use std::{fs, io};
 use chrono::{DateTime, Utc};
 
 use super::admission::{self, Admission, Need, Refusal, Removal};
-use super::{Facts, Gathering, Plan, Policy, Room, Sizes, plan};
+use super::{Facts, Gathering, Plan, Policy, Room, Sizes, Use, plan};
 use crate::config;
 use crate::store::error::{Error, Result};
 use crate::store::folder::JobFolder;
@@ -91,6 +91,13 @@ impl Survey {
         })
     }
 
+    /// With what its writer is just reading.
+    fn with_held(mut self, lock: &WriterLock) -> Survey {
+        let held = lock.held();
+        self.facts.iter_mut().filter(|it| held.contains(&it.id)).for_each(|it| it.in_use = Use::Replicating);
+        self
+    }
+
     /// What the images take.
     #[must_use]
     pub fn sizes(&self) -> &Sizes {
@@ -123,7 +130,7 @@ impl Survey {
 /// # Errors
 /// [`Error::Read`], [`Error::Remove`], [`Error::WrongLock`].
 pub fn rotate(folder: &JobFolder, lock: &WriterLock, policy: &Policy, min_free: u64) -> Result<(Plan, Vec<ImageId>)> {
-    let plan = Survey::of(folder, min_free)?.plan(policy, Utc::now());
+    let plan = Survey::of(folder, min_free)?.with_held(lock).plan(policy, Utc::now());
     let removals: Vec<ImageId> = plan.removals().collect();
     for decision in plan.decisions.iter().filter(|it| it.verdict.is_removal()) {
         tracing::debug!("removing image {}: {}", decision.id, decision.verdict);
@@ -146,7 +153,7 @@ pub fn make_room(
 ) -> Result<Vec<Removal>, NoRoom> {
     let policy = Policy::from(config);
     let look = || -> Result<(Survey, Admission)> {
-        let survey = Survey::of(folder, config.min_free.bytes())?;
+        let survey = Survey::of(folder, config.min_free.bytes())?.with_held(lock);
         let admission = survey.admit(survey.need(whole, written), &policy, Utc::now(), folder.path());
         Ok((survey, admission))
     };

@@ -19,7 +19,7 @@ pub(super) fn shared(images: &Pieces) -> Sizes {
 pub(super) const NO_NEED: Room = Room { free: 0, pending: 0, min_free: 0 };
 
 pub(super) fn fact(n: u32, seconds: i64, kind: FactKind) -> Facts {
-    Facts { id: ImageId::new(n, at(seconds)), taken: at(seconds), kind, pin: Pin::None }
+    Facts { id: ImageId::new(n, at(seconds)), taken: at(seconds), kind, pin: Pin::None, in_use: Use::None }
 }
 
 pub(super) fn facts(kinds: &[FactKind]) -> Vec<Facts> {

@@ -191,3 +191,34 @@ fn room_is_made_for_the_next_image_and_only_if_it_is_enough() {
     assert!(full.unwrap_err().to_string().contains("store.min-free"));
     assert_eq!(home.ids().len(), 2);
 }
+
+#[test]
+fn what_is_on_its_way_to_the_replica_stays_and_makes_room_last() {
+    let home = Home::new();
+    let images: Vec<Image> = (0..4).map(|seconds| home.publish(seconds)).collect();
+    let hold = home.lock.hold(images[0].id);
+    let again = home.lock.hold(images[0].id);
+    let max = config(0, Some(1));
+    let policy = Policy { keep_last: 2, ..Policy::from(&max) };
+    let (plan, gone) = survey::rotate(&home.folder, &home.lock, &policy, 0).unwrap();
+    assert_eq!(gone, [images[1].id, images[2].id], "a rule and a bound");
+    assert_eq!(plan.decisions[3].verdict.to_string(), "on its way to the replica");
+    drop(hold);
+    let (_, gone) = survey::rotate(&home.folder, &home.lock, &policy, 0).unwrap();
+    assert_eq!(gone, []);
+
+    let newer = home.publish(9);
+    let one = Survey::of(&home.folder, 0).unwrap().sizes().freed(&[newer.id]);
+    let room = |max| {
+        let config = crate::config::Store { keep_last: 9, ..config(0, Some(max)) };
+        let made =
+            survey::make_room(&home.folder, &home.lock, &config, one, Written::Packed, Removing::Allowed).unwrap();
+        made.iter().map(|removal| removal.id).collect::<Vec<_>>()
+    };
+    assert_eq!(room(3 * one), [images[3].id]);
+    assert_eq!(room(2 * one), [images[0].id], "a new image comes first");
+    drop(again);
+    home.publish(10);
+    let (_, gone) = survey::rotate(&home.folder, &home.lock, &policy, 0).unwrap();
+    assert_eq!(gone, [newer.id]);
+}

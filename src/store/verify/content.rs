@@ -26,6 +26,8 @@ pub struct Share(u8);
 impl Share {
     /// All of them.
     pub const ALL: Share = Share(100);
+    /// None of them: only what can be told without that.
+    pub const NONE: Share = Share(0);
 
     /// 0 to 100; None for more.
     #[must_use]
@@ -89,6 +91,7 @@ pub fn check_packs(
     let packs = folder.packs();
     let index = packs.index()?;
     let mut chosen: Vec<PackName> = index.packs().iter().map(|info| info.name).collect();
+    let unusable = index.problems().iter().filter(|problem| matches!(problem.lost, Lost::All(_))).count();
     let all = chosen.len();
     let chance = RandomState::new();
     chosen.sort_by_cached_key(|name| chance.hash_one(name));
@@ -97,12 +100,15 @@ pub fn check_packs(
         .problems()
         .iter()
         .map(|Problem { pack, index, lost }| {
-            let index = index.as_ref().map(|error| format!("its index can not be used: {}", chain(error)));
+            let index = index.as_ref().map(|error| chain(error));
             let lost = match lost {
                 Lost::Nothing => None,
                 Lost::From { offset, why, .. } => Some(format!("nothing can be had from byte {offset} on: {why}")),
                 Lost::All(error) => Some(chain(error)),
             };
+            // What is wrong with the pack itself is why its index could not be used, too.
+            let index = index.filter(|index| lost.as_ref() != Some(index));
+            let index = index.map(|index| format!("its index can not be used: {index}"));
             let why = index.into_iter().chain(lost).collect::<Vec<_>>().join("; ");
             PackReport { path: packs.pack_path(*pack), chunks: 0, why }
         })
@@ -119,9 +125,11 @@ pub fn check_packs(
     let reading = Reading { packs: &packs, key, threads, way: Way::Direct, cancelled };
     reading.read_as_told(&index, wants, &looking)?;
     let mut problems = looking.found.into_inner().unwrap_or_else(PoisonError::into_inner);
+    // What was swept meanwhile, the index first, is no damage.
+    problems.retain(|problem| problem.path.exists() || problem.path.with_extension("idx").exists());
     problems.sort_by(|a, b| a.path.cmp(&b.path));
     let chunks = looking.chunks.into_inner();
-    Ok(PacksReport { packs: all, read: chosen.len(), chunks, bytes: progress.bytes().0, problems })
+    Ok(PacksReport { packs: all + unusable, read: chosen.len(), chunks, bytes: progress.bytes().0, problems })
 }
 
 struct Looking<'a> {

@@ -26,6 +26,17 @@ pub(crate) struct Request {
     pub features: Option<Features>,
 }
 
+/// `inherit_fd`.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct InheritFd {
+    /// The path in the image, without the leading slash.
+    #[prost(string, required, tag = "1")]
+    pub key: String,
+    /// CRIU's own number of it.
+    #[prost(int32, required, tag = "2")]
+    pub fd: i32,
+}
+
 /// `criu_opts`.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct Options {
@@ -51,6 +62,8 @@ pub(crate) struct Options {
     pub link_remap: Option<bool>,
     #[prost(bool, optional, tag = "26")]
     pub rst_sibling: Option<bool>,
+    #[prost(message, repeated, tag = "27")]
+    pub inherit_fd: Vec<InheritFd>,
     /// `CriuCgMode`; 0 is IGNORE.
     #[prost(int32, optional, tag = "34")]
     pub manage_cgroups_mode: Option<i32>,

@@ -17,7 +17,7 @@ use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, 
 use prost::Message;
 
 use super::log::{Log, Reader};
-use super::proto::{Kind, Options, Request, Response};
+use super::proto::{InheritFd, Kind, Options, Request, Response};
 use super::{Criu, image};
 use crate::sys::spawn::{self, Child, Ended, Open, Spawn, World};
 
@@ -53,6 +53,15 @@ pub enum Memory {
     AtOnce,
     /// From a [`Daemon`](super::lazy::Daemon) at the same place, while it runs.
     Lazily,
+}
+
+/// A file that was open under another path at the dump, for appending.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Instead {
+    /// Its path then.
+    pub then: PathBuf,
+    /// Its path now, as the restored tree sees it.
+    pub now: PathBuf,
 }
 
 /// What a dump needs to know.
@@ -232,20 +241,31 @@ pub fn dump(place: &Place<'_>, options: DumpOptions, hooks: &mut Hooks<'_>) -> R
         timeout: Some(seconds.max(1)),
         ..common(place, options.tcp)
     };
-    let mut run = Run::start(place, Orphan::Dies)?;
+    let mut run = Run::start(place, Orphan::Dies, &[])?;
     let outcome = run.converse(Kind::Dump, wanted, place.timeout, hooks);
     run.end(outcome, place.timeout).map(|(_, log)| log)
 }
 
-/// Restores an image; its root becomes a child of this process.
+/// The first descriptor of CRIU that is a file of the job; below are its own.
+const FIRST_FILE: i32 = 4;
+
+/// Restores an image; its root becomes a child of this process. The job gets the files of `instead` for those that it had.
 ///
 /// # Errors
 /// When CRIU does not start, refuses, is cancelled or takes too long. Nothing of the tree is left then.
-pub fn restore(place: &Place<'_>, tcp: Tcp, memory: Memory, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
+pub fn restore(
+    place: &Place<'_>,
+    tcp: Tcp,
+    memory: Memory,
+    instead: &[Instead],
+    hooks: &mut Hooks<'_>,
+) -> Result<Restored, RunError> {
     image::check_pages(place.images)?;
     let lazy_pages = (memory == Memory::Lazily).then_some(true);
-    let wanted = Options { rst_sibling: Some(true), lazy_pages, ..common(place, tcp) };
-    let mut run = Run::start(place, Orphan::CleansUp)?;
+    let key = |file: &Instead| file.then.to_string_lossy().trim_start_matches('/').to_owned();
+    let inherit_fd = (FIRST_FILE..).zip(instead).map(|(fd, file)| InheritFd { key: key(file), fd }).collect();
+    let wanted = Options { rst_sibling: Some(true), lazy_pages, inherit_fd, ..common(place, tcp) };
+    let mut run = Run::start(place, Orphan::CleansUp, instead)?;
     let outcome = run.converse(Kind::Restore, wanted, place.timeout, hooks);
     if outcome.is_err() {
         (hooks.abandon)();
@@ -296,7 +316,7 @@ struct Run {
 }
 
 impl Run {
-    fn start(place: &Place<'_>, orphan: Orphan) -> Result<Run, RunError> {
+    fn start(place: &Place<'_>, orphan: Orphan, files: &[Instead]) -> Result<Run, RunError> {
         let talk = |what| move |e: nix::Error| RunError::Talk { what, source: e.into() };
         let (socket, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .map_err(talk("socketpair"))?;
@@ -312,7 +332,11 @@ impl Run {
             .and_then(|s| s.environment([("PATH", path.as_os_str())]))
             .and_then(|spawn| {
                 let spawn = spawn.open(null(0, libc::O_RDONLY)).open(null(1, libc::O_WRONLY));
-                let spawn = spawn.fd(log_end, 2).fd(theirs, 3);
+                let mut spawn = spawn.fd(log_end, 2).fd(theirs, 3);
+                for (fd, file) in (FIRST_FILE..).zip(files) {
+                    let flags = libc::O_WRONLY | libc::O_APPEND;
+                    spawn = spawn.open(Open { fd, path: spawn::c_string(&file.now)?, flags });
+                }
                 match place.init {
                     // Job pids begin far above.
                     Some(init) => {

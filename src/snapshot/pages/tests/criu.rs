@@ -166,7 +166,7 @@ fn no_page_is_torn_and_the_image_restores() {
             job.child.wait().unwrap();
             let (images, work) = (area.criu(), area.dir.path().to_path_buf());
             let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, died: &|| None, abandon: &|| {} };
-            job.child = criu::restore(&place(&criu, &images, &work), Tcp::Close, criu::Memory::AtOnce, &mut hooks)
+            job.child = criu::restore(&place(&criu, &images, &work), Tcp::Close, criu::Memory::AtOnce, &[], &mut hooks)
                 .unwrap()
                 .root;
             job.goes_on();

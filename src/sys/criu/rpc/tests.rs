@@ -45,7 +45,7 @@ fn an_answer_that_is_none_and_a_program_that_is_none() {
     let criu = Criu { path: "/nowhere/criu".into(), version: Version(4, 2, 0) };
     let place = Place { criu: &criu, init: None, images: Path::new("/"), work: Path::new("/"), timeout: LONG };
     assert!(matches!(
-        Run::start(&place, Orphan::Dies),
+        Run::start(&place, Orphan::Dies, &[]),
         Err(RunError::Start(spawn::Error::Child { step: "execve", .. }))
     ));
 }

@@ -1,0 +1,67 @@
+//! A bar for what takes long, on a terminal only. It is drawn on standard error, so that what is printed stays clean.
+
+use std::io::{IsTerminal, stderr};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+
+use crate::store::persist::Progress;
+
+/// How often it is drawn.
+const TICK: Duration = Duration::from_millis(100);
+const PLAIN: &str = "{msg} [{bar:30}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
+const COLOURED: &str =
+    "{msg} [{bar:30.cyan/blue}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
+
+/// Does `work`, which counts in the progress that it is given, under a bar. The bar is gone when this returns.
+pub(crate) fn shown<R>(what: &str, work: impl FnOnce(&Progress) -> R) -> R {
+    let progress = Progress::default();
+    if !stderr().is_terminal() {
+        return work(&progress);
+    }
+    thread::scope(|scope| {
+        let (done, is_done) = channel::<()>();
+        let draw = || {
+            let is_done = is_done;
+            let bar = bar(what);
+            // Nothing is ever sent: the other end goes when the work is done, or has panicked.
+            while is_done.recv_timeout(TICK) == Err(RecvTimeoutError::Timeout) {
+                let (bytes, total) = progress.bytes();
+                bar.set_length(total);
+                bar.set_position(bytes);
+            }
+            bar.finish_and_clear();
+        };
+        // Without a thread there is no bar, and the work is done all the same.
+        let _drawing = thread::Builder::new().name("progress".into()).spawn_scoped(scope, draw);
+        let result = work(&progress);
+        drop(done);
+        result
+    })
+}
+
+fn bar(what: &str) -> ProgressBar {
+    let template = if std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty()) { COLOURED } else { PLAIN };
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
+    bar.with_style(style.progress_chars("=> ")).with_message(what.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_forms_of_the_bar_are_understood() {
+        for template in [PLAIN, COLOURED] {
+            ProgressStyle::with_template(template).unwrap();
+        }
+    }
+
+    #[test]
+    fn what_the_work_answers_is_answered() {
+        assert_eq!(shown("x", |progress| progress.bytes()), (0, 0));
+    }
+}

@@ -1,0 +1,97 @@
+//! `rekindle repair`: mends the packs of a job and names the images that have lost something.
+
+use serde::Serialize;
+
+use super::output::{Format, print_json, print_table};
+use super::{Exit, Global, Misuse, job_args, progress};
+use crate::store::chunk::Key;
+use crate::store::repair::{self, Loss, Mode, Repaired};
+use crate::store::{Error as StoreError, JobFolder, JobName};
+
+/// What to repair.
+#[derive(Debug, clap::Args)]
+pub(crate) struct RepairArgs {
+    /// The job; all jobs without it
+    job: Option<String>,
+    /// Print what would be done, and change nothing
+    #[arg(long)]
+    dry_run: bool,
+}
+
+/// What was found of a job.
+#[derive(Debug, Serialize)]
+struct Row {
+    job: JobName,
+    whole: bool,
+    dry_run: bool,
+    #[serde(flatten)]
+    repaired: Repaired,
+}
+
+pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit> {
+    let store = global.open_store()?;
+    let config = global.settings(global.overrides())?.store;
+    let key = config.encryption_key.as_deref().map(Key::read).transpose()?;
+    let folders: Vec<JobFolder> = match &args.job {
+        Some(job) => {
+            let folder = job_args::job(&store, job)?;
+            vec![folder.map_or_else(|| Ok(store.job(&job.parse()?)?), Ok::<_, anyhow::Error>)?]
+        }
+        None => store.jobs()?.iter().map(|name| store.job(name)).collect::<Result<_, _>>()?,
+    };
+    if !args.dry_run {
+        // A refusal should not come after hours. The locks are not kept: one that nobody renews counts as that of the dead.
+        folders.iter().try_for_each(|folder| lock(folder).map(drop))?;
+    }
+    let mut rows = Vec::new();
+    for folder in &folders {
+        let lock = if args.dry_run { None } else { Some(lock(folder)?) };
+        let mode = lock.as_ref().map_or(Mode::DryRun, Mode::Repair);
+        let what = format!("reading packs of {}", folder.name());
+        let repaired =
+            progress::shown(&what, |progress| repair::repair(folder, mode, key.as_ref(), config.threads(), progress))?;
+        let whole = repaired.is_whole();
+        rows.push(Row { job: folder.name().clone(), whole, dry_run: args.dry_run, repaired });
+    }
+    match global.format() {
+        Format::Json => print_json(&rows)?,
+        Format::Text => {
+            print_table(Format::Text, &["JOB", "WHAT", "STATE", "DETAIL"], rows.iter().flat_map(cells), &())?
+        }
+    }
+    Ok(if rows.iter().all(|row| row.whole) { Exit::Success } else { Exit::Unsound })
+}
+
+/// The supervisor of a running job writes to the packs, and is the only one that may.
+fn lock(folder: &JobFolder) -> anyhow::Result<crate::store::WriterLock> {
+    folder.lock().map_err(|error| match error {
+        StoreError::Supervised { .. } | StoreError::PerhapsSupervised { .. } => {
+            Misuse(format!("{error}; `--dry-run` looks without changing anything")).into()
+        }
+        other => other.into(),
+    })
+}
+
+fn cells(row: &Row) -> Vec<Vec<String>> {
+    let cells = |what: String, state: &str, detail: &str| vec![row.job.to_string(), what, state.into(), detail.into()];
+    let packs = row.repaired.packs.iter().map(|pack| {
+        let whole = format!("{}; {} whole records", pack.what, pack.whole);
+        cells(format!("pack {}", pack.pack), &format!("{}{}", would(row), pack.outcome), &whole)
+    });
+    let images = row.repaired.images.iter().map(|image| {
+        let state = match image.loss {
+            Loss::Certain => format!("{}marked bad", would(row)),
+            Loss::NotKnown => "not known".to_owned(),
+        };
+        cells(format!("image {}", image.image), &state, &image.what)
+    });
+    let mut all: Vec<_> = packs.chain(images).collect();
+    if all.is_empty() {
+        all.push(cells("everything".into(), "whole", "every record was read, and every image has all of its own"));
+    }
+    all
+}
+
+fn would(row: &Row) -> &'static str {
+    if row.dry_run { "would be " } else { "" }
+}
