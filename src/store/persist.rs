@@ -10,6 +10,8 @@
 //! 7. the draft gets its lasting name, or changes names with the loose image that it takes the place of;
 //! 8. `images/` is synced; the loose image, which is the `.tmp-ID` now, is removed.
 //!
+//! In 8 the files of a loose image go: who packs one sees to it that nobody restores from it meanwhile.
+//!
 //! The image in memory is only read. When the power goes before 7 there are a draft, which the next start sweeps, and packs
 //! that no image needs, which are found again by the next try or go as such packs go. When only we go, the next supervisor begins
 //! anew from the staged image.
