@@ -147,7 +147,7 @@ impl Case {
                 Err(error) => {
                     let text = crate::telemetry::log::chain(&error);
                     assert!(text.contains(&image.id.to_string()), "{text}");
-                    let part = parts.iter().any(|(path, _)| text.contains(&format!("\"{path}\" is damaged at byte")));
+                    let part = parts.iter().any(|(path, _)| text.contains(&format!("of \"{path}\" can not be had")));
                     let place = text.contains(".pack") || text.contains("is in no pack");
                     let manifest = now.manifest().is_none();
                     assert!(part && place || text.contains("chunk map") || manifest, "{text}");
