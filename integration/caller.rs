@@ -140,7 +140,7 @@ fn children_from_before_survive_a_restore_that_fails_in_the_hosts_namespaces() {
     let Some(bench) = bench() else { return };
     let spoil = "import subprocess\nopen('other', 'w').write(str(subprocess.Popen(['sleep', '120']).pid))";
     let config = "[snapshot]\ninterval = \"off\"\n[restart]\nbackoff = \"1ms\"\n[job]\npid-namespace = \"host\"\n";
-    let script = "exec 5>>file; echo begun; echo $$ > pid; sleep 60";
+    let script = "mkfifo -m 600 file; exec 5<>file; echo begun; echo $$ > pid; sleep 60";
     let child = bench.run(spoil, config, script).spawn().unwrap();
     let supervisor = Pid::from_raw(child.id().cast_signed());
     bench.wait_for_log("begun");
@@ -155,8 +155,8 @@ fn children_from_before_survive_a_restore_that_fails_in_the_hosts_namespaces() {
         assert!(Instant::now() < deadline, "no image");
         std::thread::sleep(Duration::from_millis(5));
     }
-    // CRIU itself refuses this, in the middle of a restore.
-    fs::set_permissions(bench.path("file"), fs::Permissions::from_mode(0o444)).unwrap();
+    // It is no regular file, so that CRIU itself finds it missing, in the middle of a restore.
+    fs::remove_file(bench.path("file")).unwrap();
     let pid = |name: &str| Pid::from_raw(fs::read_to_string(bench.path(name)).unwrap().trim().parse().unwrap());
     kill(pid("pid"), Signal::SIGKILL).unwrap();
     // It starts from the beginning then.
