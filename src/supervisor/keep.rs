@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use bytesize::ByteSize;
 use chrono::Utc;
 
+use super::events::micros;
 use super::publish::Persisting;
 use super::state::{Event, Finish, Harm, State};
 use super::{Message, Owner, PROGRESS, Setup};
@@ -19,6 +20,7 @@ use crate::store::staging::Area;
 use crate::store::{Form, Image, ImageId};
 use crate::sys::criu::Log;
 use crate::sys::{cgroup, process};
+use crate::telemetry::events::What;
 use crate::telemetry::log::chain;
 
 /// How often it is looked at how much memory is left.
@@ -67,6 +69,8 @@ pub(super) struct Outcome {
     result: Result<Image, PersistError>,
     /// Without the removal of older ones.
     took: Duration,
+    /// Bytes.
+    written: u64,
 }
 
 /// Why an image stays in memory only.
@@ -89,6 +93,7 @@ impl Owner<'_> {
         let (setup, files, cancel, sender) =
             (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
         let interval = self.machine.choice().cloned();
+        self.tell(What::SnapshotBegan { reason });
         self.spawn("snapshot", move || {
             let subject = Subject {
                 job: &job,
@@ -117,6 +122,7 @@ impl Owner<'_> {
                 let size = ByteSize::b(bytes);
                 tracing::info!("image {}: {size}, the job stood still for {freeze}", taken.image.id);
                 self.published.taken(&taken);
+                self.tell_snapshot(&taken);
                 // One that is in the store as plain files is packed, which saves space only.
                 let persist = (!taken.image.is_staged()).then_some(taken.persist);
                 self.persist(taken.image);
@@ -133,6 +139,7 @@ impl Owner<'_> {
                         snapshot::Error::JobEnded => tracing::info!("no snapshot: {why}"),
                         _ => tracing::error!("the snapshot failed, the job runs on: {why}"),
                     }
+                    self.tell(What::SnapshotFailed { why: why.clone(), job_lost: lost });
                     self.published.snapshot_failed(why);
                     // It may be that memory has room for the one image only that did not get to the store.
                     self.persist_newest();
@@ -213,7 +220,13 @@ impl Owner<'_> {
             if (result.is_ok() || loose) && !read.load(Ordering::SeqCst) {
                 rotate(&setup);
             }
-            let _ = sender.send(Message::Persisted(Box::new(Outcome { image: image.id, loose, result, took })));
+            let _ = sender.send(Message::Persisted(Box::new(Outcome {
+                image: image.id,
+                loose,
+                result,
+                took,
+                written: progress.written(),
+            })));
         });
     }
 
@@ -225,6 +238,8 @@ impl Owner<'_> {
         match outcome.result {
             Ok(image) => {
                 tracing::info!("image {} is in the store after {}", image.id, shown(took));
+                let written = outcome.written;
+                self.tell(What::Stored { image: image.id, took_us: micros(took), written });
                 self.published.persist_failure = None;
                 self.replicate(image);
                 if self.machine.is_postponed() && self.loading.is_none() {
@@ -249,6 +264,7 @@ impl Owner<'_> {
                 };
                 let why = format!("image {} {what}: {}", outcome.image, chain(&error));
                 tracing::error!("{why}");
+                self.tell(What::NotStored { image: outcome.image, why: why.clone() });
                 self.published.persist_failure = Some(why);
             }
         }

@@ -5,6 +5,7 @@
 //! job's namespaces down ([`crate::launch::world`]); the next run sweeps what is left in the store and goes on from the
 //! newest image, be it in memory or in the store.
 
+mod events;
 pub mod interval;
 mod keep;
 mod load;
@@ -33,6 +34,7 @@ use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outc
 use crate::sys::criu::Criu;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
+use crate::telemetry::events::{Journal, What};
 use crate::telemetry::log::chain;
 use interval::{Failures, Pace};
 use start::{StartFailure, StartedJob};
@@ -139,11 +141,14 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
         told: Arc::default(),
+        journal: Journal::in_folder(&shared.folder.log_dir()),
+        since: Instant::now(),
         heartbeat: Instant::now(),
         taken_over: None,
         finish: None,
     };
     owner.record(Outcome::Running, None)?;
+    owner.tell_begin();
     owner.carry_out(actions);
     // What an interrupted run left in memory.
     owner.persist_newest();
@@ -228,6 +233,10 @@ struct Owner<'a> {
     lazy_failures: u32,
     /// Differences between images and this machine that the user knows of.
     told: Arc<Mutex<BTreeSet<String>>>,
+    /// What happens is written there.
+    journal: Journal,
+    /// When the start under way was begun.
+    since: Instant,
     /// The last one of the lock.
     heartbeat: Instant,
     /// Once the job's folder is another supervisor's.
@@ -309,6 +318,7 @@ impl Owner<'_> {
             }
             Action::Announce { from, after } => {
                 self.published.restarts += 1;
+                self.tell(What::Restarting { image: events::image_of(from), after_us: events::micros(after) });
                 tracing::warn!("going on from {from} in {}", humantime::format_duration(after));
             }
             Action::Finish(finish) => self.finish = Some(finish),
@@ -374,6 +384,7 @@ impl Owner<'_> {
                 ended => tracing::warn!("the job ended: {ended}"),
             }
         }
+        self.tell_end(ended);
         self.report_end(ended);
     }
 
@@ -463,6 +474,7 @@ impl Owner<'_> {
             }
         };
         self.record(outcome, code)?;
+        self.tell_finish(finish, code);
         if *finish == Finish::Completed && self.shared.config.store.on_success == OnSuccess::Remove {
             let images = self.shared.folder.images()?;
             for id in self.good_images()?.iter().filter(|id| images.iter().any(|image| image.id == **id)) {
