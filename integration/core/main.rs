@@ -25,3 +25,4 @@ mod packed;
 mod repair;
 mod stop;
 mod user;
+mod watch;

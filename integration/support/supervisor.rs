@@ -144,6 +144,13 @@ impl Lab {
         self
     }
 
+    /// Has everything run within a control group.
+    pub(crate) fn within(mut self, group: &Path) -> Lab {
+        let script = self.script("within", &format!("echo $$ > {}/cgroup.procs\nexec \"$@\"", group.display()));
+        self.wrapper.insert(0, script.into());
+        self
+    }
+
     /// Sets a key of the configuration, `section.key`, to a TOML value.
     pub(crate) fn set(mut self, key: &str, value: &str) -> Lab {
         self.config.retain(|(known, _)| known != key);

@@ -12,8 +12,12 @@ mod load;
 mod publish;
 pub use publish::{Persisting, Published};
 mod replicate;
+mod result;
+pub use result::RunResult;
 mod start;
 pub mod state;
+mod watch;
+pub use watch::LastEnd;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -142,6 +146,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         lazy_failures: 0,
         told: Arc::default(),
         journal: Journal::in_folder(&shared.folder.log_dir()),
+        watch: watch::Watch::default(),
         since: Instant::now(),
         heartbeat: Instant::now(),
         taken_over: None,
@@ -235,6 +240,8 @@ struct Owner<'a> {
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
     journal: Journal,
+    /// What is known of the job's health.
+    watch: watch::Watch,
     /// When the start under way was begun.
     since: Instant,
     /// The last one of the lock.
