@@ -28,6 +28,7 @@ use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
+use crate::store::manifest::Reason;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
@@ -343,7 +344,7 @@ impl Owner<'_> {
 
     fn signalled(&mut self, signal: i32) {
         let event = match signal {
-            sig::SIGUSR1 => Event::SnapshotNow,
+            sig::SIGUSR1 => Event::SnapshotNow(Reason::Signal),
             signal if STOPS.contains(&signal) => {
                 self.stops += 1;
                 let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
@@ -393,11 +394,12 @@ impl Owner<'_> {
             tracing::error!("can not read the images: {}", chain(&error));
             Vec::new()
         });
-        self.step(Event::Ended { ended, images });
-        self.remember();
+        // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
             self.job = None;
         }
+        self.step(Event::Ended { ended, images });
+        self.remember();
     }
 
     /// The good images of this lineage, newest first.
