@@ -9,6 +9,7 @@ mod events;
 pub mod interval;
 mod keep;
 mod load;
+pub mod notify;
 mod publish;
 pub use publish::{Persisting, Published};
 mod replicate;
@@ -143,6 +144,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         lazy_failures: 0,
         told: Arc::default(),
         journal: Journal::in_folder(&shared.folder.log_dir()),
+        notify: notify::Notify::of(&shared),
         since: Instant::now(),
         heartbeat: Instant::now(),
         taken_over: None,
@@ -155,6 +157,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.persist_newest();
     owner.replicate_newest();
     while owner.finish.is_none() && owner.holds_the_lock() {
+        owner.beat();
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
             Err(mpsc::RecvTimeoutError::Timeout) => owner.timed_out(),
@@ -236,6 +239,8 @@ struct Owner<'a> {
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
     journal: Journal,
+    /// The service manager, and what it was told.
+    notify: notify::Notify,
     /// When the start under way was begun.
     since: Instant,
     /// The last one of the lock.
@@ -261,6 +266,7 @@ impl Owner<'_> {
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
         let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
+        let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
         }
@@ -428,6 +434,7 @@ impl Owner<'_> {
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
             tracing::debug!("can not publish the state: {error}");
         }
+        self.beat();
     }
 
     fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), crate::store::Error> {

@@ -111,6 +111,12 @@ impl<'a> Machine<'a> {
         self.postponed.is_some()
     }
 
+    /// Whether it was asked to stop, or is at its end.
+    #[must_use]
+    pub fn is_stopping(&self) -> bool {
+        matches!(self.postponed, Some(Postponed::Stop(..))) || self.state.is_stopping()
+    }
+
     /// Goes on from what earlier runs left.
     #[must_use]
     pub fn recalling(self, pace: Pace) -> Machine<'a> {

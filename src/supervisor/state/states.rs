@@ -106,10 +106,22 @@ impl State {
     }
 
     /// The life of the job that has not ended yet.
-    pub(super) fn life(&self) -> Option<&Life> {
+    pub(in crate::supervisor) fn life(&self) -> Option<&Life> {
         match self {
             State::Running(life) | State::Snapshotting { life, .. } | State::Ending { life, .. } => Some(life),
             State::Starting { .. } | State::Waiting { .. } | State::Suspended { .. } | State::Done => None,
+        }
+    }
+
+    /// Whether a stop was asked for, or all is over.
+    #[must_use]
+    pub(super) fn is_stopping(&self) -> bool {
+        match self {
+            State::Starting { stop, .. } => stop.is_some(),
+            State::Snapshotting { stop, .. } => stop.is_some(),
+            State::Ending { stop, .. } => matches!(stop, Ending::Stop(_)),
+            State::Running(_) | State::Waiting { .. } => false,
+            State::Done => true,
         }
     }
 
