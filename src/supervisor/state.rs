@@ -114,7 +114,7 @@ impl<'a> Machine<'a> {
     /// Whether it was asked to stop, or is at its end.
     #[must_use]
     pub fn is_stopping(&self) -> bool {
-        matches!(self.postponed, Some(Postponed::Stop(..))) || self.state.is_stopping()
+        self.postponed.and_then(Postponed::stop).is_some() || self.state.is_stopping()
     }
 
     /// Goes on from what earlier runs left.

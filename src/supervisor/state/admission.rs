@@ -52,14 +52,4 @@ impl Machine<'_> {
             _ => false,
         }
     }
-
-    fn is_stopping(&self) -> bool {
-        match &self.state {
-            State::Running(_) => self.postponed.is_some_and(|postponed| postponed.stop().is_some()),
-            State::Starting { then: Some(Then::Stop(..)), .. }
-            | State::Snapshotting { then: Some(Then::Stop(..)), .. }
-            | State::Ending { stop: Ending::Stop(_), .. } => true,
-            _ => false,
-        }
-    }
 }

@@ -117,10 +117,9 @@ impl State {
     #[must_use]
     pub(super) fn is_stopping(&self) -> bool {
         match self {
-            State::Starting { stop, .. } => stop.is_some(),
-            State::Snapshotting { stop, .. } => stop.is_some(),
+            State::Starting { then, .. } | State::Snapshotting { then, .. } => matches!(then, Some(Then::Stop(..))),
             State::Ending { stop, .. } => matches!(stop, Ending::Stop(_)),
-            State::Running(_) | State::Waiting { .. } => false,
+            State::Running(_) | State::Waiting { .. } | State::Suspended { .. } => false,
             State::Done => true,
         }
     }
