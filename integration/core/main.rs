@@ -20,6 +20,7 @@ mod launch;
 mod lazy;
 mod lock;
 mod memory;
+mod notify;
 mod output;
 mod packed;
 mod repair;

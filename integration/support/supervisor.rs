@@ -269,6 +269,19 @@ impl Lab {
         Running::start(&mut all)
     }
 
+    /// The same with more variables in its environment.
+    pub(crate) fn run_with_environment<A: AsRef<OsStr>>(
+        &self,
+        head: &[&str],
+        command: impl IntoIterator<Item = A>,
+        variables: &[(String, String)],
+    ) -> Running {
+        let config = self.write_config();
+        let mut all = self.command(["--config".as_ref(), config.as_os_str()]);
+        all.args(head).args(command).envs(variables.iter().cloned());
+        Running::start(&mut all)
+    }
+
     /// Supervises a Python job of `integration/jobs`.
     pub(crate) fn python(&self, name: &str, args: &[&str]) -> Running {
         self.run(self.python_command(name, args))

@@ -54,6 +54,10 @@ pub enum Cause {
     },
     /// It was asked for: a signal to the supervisor, or a command.
     Requested,
+    /// It made room for others, and waits to be called back.
+    Suspended,
+    /// It was asked to go back to an older image.
+    Rewound,
     /// The supervisor was killed, and it with it.
     SupervisorKilled,
     /// The machine went down with it.
@@ -99,6 +103,8 @@ impl fmt::Display for Cause {
             Cause::BadTraining { rule } => write!(f, "its training went wrong, by rule {rule}"),
             Cause::Rule { rule } => write!(f, "its output matched rule {rule}"),
             Cause::Requested => f.write_str("it was asked to stop"),
+            Cause::Suspended => f.write_str("it was suspended"),
+            Cause::Rewound => f.write_str("it was asked to go back to an image"),
             Cause::SupervisorKilled => f.write_str("rekindle was killed"),
             Cause::MachineRestart => f.write_str("the machine went down"),
             Cause::Unknown => f.write_str("a reason that this version of rekindle does not know"),

@@ -75,9 +75,15 @@ impl Owner<'_> {
     pub(super) fn why_ended(&mut self, ended: Ended) -> Cause {
         let by_us = match self.machine.state() {
             // Killed when it was at its end already.
-            State::Ending { deadline: None, .. } if ended == Ended::Exit(0) => None,
+            State::Ending { deadline: None, stop: Ending::Stop(_) | Ending::Lost | Ending::Unloaded, .. }
+                if ended == Ended::Exit(0) =>
+            {
+                None
+            }
             State::Ending { stop: Ending::Lost, .. } => Some(Cause::SnapshotLost),
             State::Ending { stop: Ending::Unloaded, .. } => Some(Cause::MemoryLost),
+            State::Ending { stop: Ending::Suspend, .. } => Some(Cause::Suspended),
+            State::Ending { stop: Ending::Rewind(_), .. } => self.watch.blame.clone().or(Some(Cause::Rewound)),
             State::Ending { .. } => self.watch.blame.clone().or(Some(Cause::Requested)),
             _ => None,
         };
@@ -94,7 +100,9 @@ impl Owner<'_> {
         if let (Some(since), false) = (self.watch.unsaved_since.take(), cause == Cause::Completed) {
             self.watch.lost += since.elapsed();
         }
-        if !matches!(cause, Cause::Completed | Cause::Exit { .. } | Cause::Signal { .. } | Cause::Requested) {
+        if !matches!(cause, Cause::Completed | Cause::Exit { .. } | Cause::Signal { .. })
+            && !matches!(cause, Cause::Requested | Cause::Suspended | Cause::Rewound)
+        {
             tracing::warn!("why it ended: {cause}");
         }
         self.published.last_end = Some(LastEnd::now(Some(ended), cause.clone()));
@@ -105,7 +113,7 @@ impl Owner<'_> {
 /// Why the supervisor before this one left a job that was not at its end; nothing where it said goodbye.
 pub(super) fn interrupted(setup: &Setup) -> Option<LastEnd> {
     let before = Published::read(&setup.folder.state_file()).ok()?;
-    if before.state == "done" || before.state == "waiting" || before.boot_id.is_empty() {
+    if before.state == "done" || before.state == "waiting" || before.state == "suspended" || before.boot_id.is_empty() {
         return None;
     }
     let same_boot = process::boot_id().is_ok_and(|now| now == before.boot_id);
