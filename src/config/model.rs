@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::auto::{MeanTime, Percentage};
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
+use super::watch::{Rule, Watch};
 
 /// The only configuration format there is so far.
 pub const VERSION: u32 = 1;
@@ -19,6 +20,9 @@ pub const VERSION: u32 = 1;
 pub struct Config {
     /// Format of the file, [`VERSION`].
     pub version: u32,
+    /// What is done about which end of the job, or line of its output; the first that fits.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rules: Vec<Rule>,
     /// The job's world.
     pub job: Job,
     /// When and how to snapshot.
@@ -29,6 +33,8 @@ pub struct Config {
     pub replica: Replica,
     /// What to do when the job dies.
     pub restart: Restart,
+    /// When a job that has not ended is taken for hung.
+    pub watch: Watch,
     /// The job's output and our own messages.
     pub log: Log,
     /// Which CRIU to use.
@@ -348,11 +354,13 @@ impl Default for Config {
     fn default() -> Config {
         Config {
             version: VERSION,
+            rules: Vec::new(),
             job: Job::default(),
             snapshot: Snapshot::default(),
             store: Store::default(),
             replica: Replica::default(),
             restart: Restart::default(),
+            watch: Watch::default(),
             log: Log::default(),
             criu: Criu::default(),
         }

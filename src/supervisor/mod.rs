@@ -42,6 +42,7 @@ use crate::sys::inherited;
 use crate::sys::spawn::Ended;
 use crate::telemetry::events::{Journal, What};
 use crate::telemetry::log::chain;
+use crate::watch::beats::Beats;
 use interval::{Failures, Pace};
 use start::{StartFailure, StartedJob};
 use state::{Action, Event, Finish, Machine, Stop};
@@ -69,6 +70,8 @@ pub struct Setup {
     pub staging: Option<Area>,
     /// How they are packed.
     pub packing: Packing,
+    /// Where the job says that it lives, where it is to.
+    pub beats: Option<Beats>,
     /// What to begin with.
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
@@ -112,6 +115,7 @@ enum Message {
     Persisted(Box<keep::Outcome>),
     Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
+    Watched(watch::Finding),
 }
 
 /// Supervises the job until it is over.
@@ -313,6 +317,7 @@ impl Owner<'_> {
         for action in actions {
             self.act(action);
         }
+        self.watch_follows();
         self.publish();
     }
 
@@ -352,6 +357,7 @@ impl Owner<'_> {
             Message::Persisted(outcome) => self.persisted(*outcome),
             Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
+            Message::Watched(finding) => self.watched(finding),
         }
     }
 
@@ -426,7 +432,10 @@ impl Owner<'_> {
     /// Whether it is good, and of this lineage or what that began from.
     fn is_usable(&self, image: &Image) -> bool {
         let Setup { launch, base, .. } = &**self.shared;
-        image.is_good() && image.manifest().is_some_and(|m| m.lineage == launch.lineage || Some(m.id) == *base)
+        let went_wrong = self.watch.wrong.contains(&image.id);
+        image.is_good()
+            && !went_wrong
+            && image.manifest().is_some_and(|m| m.lineage == launch.lineage || Some(m.id) == *base)
     }
 
     // ---- what others see ----

@@ -232,7 +232,7 @@ fn slots(path: &Path) -> [Slot; 2] {
 }
 
 /// The job's name for people, and a hash of where its folder is, because two stores may hold jobs of one name.
-fn name(folder: &JobFolder) -> String {
+pub(crate) fn name(folder: &JobFolder) -> String {
     let hash = blake3::hash(folder.path().as_os_str().as_encoded_bytes()).to_hex();
     format!("{}-{}", folder.name(), hash.get(..8).unwrap_or_default())
 }
