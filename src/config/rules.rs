@@ -107,6 +107,12 @@ const OURS: [&str; 3] = ["REKINDLE_JOB", "REKINDLE_RUN_ID", "REKINDLE_SOCKET"];
 
 fn job(config: &Config, rules: &mut Rules) {
     let job = &config.job;
+    rules.that(job.command.first().is_none_or(|program| !program.is_empty()), "job.command", || {
+        "must begin with the name of a program".to_owned()
+    });
+    rules.that(!job.command.iter().any(|word| word.contains('\0')), "job.command", || {
+        "must not contain a zero byte".to_owned()
+    });
     rules.that(job.name.as_deref().is_none_or(is_name), "job.name", || {
         "must be 1 to 64 characters from A-Z a-z 0-9 . _ - and not begin with . or -".to_owned()
     });
