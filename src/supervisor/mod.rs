@@ -5,11 +5,13 @@
 //! job's namespaces down ([`crate::launch::world`]); the next run sweeps what is left in the store and goes on from the
 //! newest image, be it in memory or in the store.
 
+mod deadline;
 mod events;
 pub mod interval;
 mod keep;
 mod load;
 mod publish;
+pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
 mod replicate;
 mod start;
@@ -21,11 +23,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
+use chrono::{DateTime, Utc};
 use signal_hook::consts as sig;
 
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
+use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
 use crate::store::persist::Packing;
@@ -67,6 +71,10 @@ pub struct Setup {
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
     pub base: Option<ImageId>,
+    /// Who started us.
+    pub scheduler: Scheduler,
+    /// When the job must be gone, where the user said so.
+    pub deadline: Option<DateTime<Utc>>,
 }
 
 impl Setup {
@@ -106,6 +114,8 @@ enum Message {
     Persisted(Box<keep::Outcome>),
     Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
+    /// What the scheduler says of the job's end.
+    End(deadline::Answer),
 }
 
 /// Supervises the job until it is over.
@@ -142,6 +152,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         lazy_failures: 0,
         told: Arc::default(),
         journal: Journal::in_folder(&shared.folder.log_dir()),
+        deadline: deadline::Deadline::new(&shared),
         since: Instant::now(),
         heartbeat: Instant::now(),
         taken_over: None,
@@ -153,7 +164,9 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     // What an interrupted run left in memory.
     owner.persist_newest();
     owner.replicate_newest();
+    owner.ask_for_the_end();
     while owner.finish.is_none() && owner.holds_the_lock() {
+        owner.mind_the_deadline();
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
             Err(mpsc::RecvTimeoutError::Timeout) => owner.timed_out(),
@@ -235,6 +248,8 @@ struct Owner<'a> {
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
     journal: Journal,
+    /// When the job's time is over, and what a last snapshot takes.
+    deadline: deadline::Deadline,
     /// When the start under way was begun.
     since: Instant,
     /// The last one of the lock.
@@ -259,7 +274,7 @@ impl Owner<'_> {
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
-        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
+        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed())).min(self.deadline.patience());
         if self.replication.is_running() {
             return tick.min(PROGRESS);
         }
@@ -338,6 +353,7 @@ impl Owner<'_> {
             Message::Persisted(outcome) => self.persisted(*outcome),
             Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
+            Message::End(answer) => self.end_is_known(answer),
         }
     }
 

@@ -9,6 +9,7 @@ use std::path::Path;
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use super::deadline::Forecast;
 use super::interval::Choice;
 use super::state::State;
 use crate::launch::Job;
@@ -66,6 +67,12 @@ pub struct Published {
     /// Why the last image did not get to the replica, if it did not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replica_failure: Option<String>,
+    /// When the job must be gone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deadline: Option<DateTime<Utc>>,
+    /// What a last snapshot would take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted: Option<Forecast>,
 }
 
 /// How far the way of an image from memory to the store is, or from there to the replica.
@@ -123,6 +130,8 @@ impl Published {
             replicating: None,
             last_replicated: None,
             replica_failure: None,
+            deadline: None,
+            predicted: None,
         }
     }
 

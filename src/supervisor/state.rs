@@ -52,6 +52,8 @@ pub struct Machine<'a> {
     loading: bool,
     /// Only while the job runs.
     postponed: Option<Postponed>,
+    /// See [`Machine::no_interval_from`].
+    quiet: Option<Instant>,
     pace: Pace,
 }
 
@@ -67,6 +69,7 @@ impl<'a> Machine<'a> {
             loading: false,
             pace: Pace::default(),
             postponed: None,
+            quiet: None,
         };
         (machine, vec![Action::Start(from)])
     }
@@ -78,7 +81,10 @@ impl<'a> Machine<'a> {
             Some(Postponed::Stop(_, until)) => Some(until),
             // Its turn comes with the end of the other one.
             Some(Postponed::Snapshot(_)) => None,
-            None => self.state.deadline(),
+            None => match &self.state {
+                State::Running(life) => self.next(life),
+                state => state.deadline(),
+            },
         }
     }
 
@@ -112,8 +118,17 @@ impl<'a> Machine<'a> {
         &self.state
     }
 
+    /// From this time on no snapshot is begun by the interval: the last one is near, and would have to wait for it.
+    pub fn no_interval_from(&mut self, time: Option<Instant>) {
+        self.quiet = time;
+    }
+
     /// Takes an event; answers what is to be done, in this order. Events that make no sense in a state change nothing.
     pub fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
+        let event = match event {
+            Event::Stop(stop) => Event::StopBy(stop, now + self.config.snapshot.grace),
+            other => other,
+        };
         match event {
             Event::PersistBegan => self.persisting = true,
             Event::PersistEnded(took) => {
@@ -174,7 +189,7 @@ impl<'a> Machine<'a> {
                 decided(decision, None, now)
             }
             (Event::Impossible { why }, None) => finish(Finish::Impossible { why }),
-            (Event::Stop(stop) | Event::StopNow(stop), _) => {
+            (Event::StopBy(stop, _) | Event::StopNow(stop), _) => {
                 (State::Starting { from, stop: Some(stop) }, vec![Action::Cancel])
             }
             (_, stop) => (State::Starting { from, stop }, vec![]),
@@ -191,7 +206,7 @@ impl<'a> Machine<'a> {
                 };
                 (State::Ending { stop, deadline: None, life }, vec![Action::Kill])
             }
-            Event::Tick | Event::SnapshotNow | Event::Stop(_) if self.is_busy() => self.postpone(life, event, now),
+            Event::Tick | Event::SnapshotNow | Event::StopBy(..) if self.is_busy() => self.postpone(life, event, now),
             Event::PersistEnded(_) | Event::LoadEnded(Harm::None) if !self.is_busy() => match self.postponed.take() {
                 Some(Postponed::Snapshot(reason)) => (snapshot(life, None), vec![Action::Snapshot(reason)]),
                 Some(Postponed::Stop(stop, until)) => {
@@ -199,14 +214,11 @@ impl<'a> Machine<'a> {
                 }
                 None => (State::Running(life), vec![]),
             },
-            Event::Tick if life.next.is_some_and(|at| at <= now) => {
+            Event::Tick if self.next(&life).is_some_and(|at| at <= now) => {
                 (snapshot(life, None), vec![Action::Snapshot(Reason::Interval)])
             }
             Event::SnapshotNow => (snapshot(life, None), vec![Action::Snapshot(Reason::Signal)]),
-            Event::Stop(stop) => {
-                let until = now + self.config.snapshot.grace;
-                (snapshot(life, Some((stop, until))), vec![Action::Snapshot(Reason::Final)])
-            }
+            Event::StopBy(stop, until) => (snapshot(life, Some((stop, until))), vec![Action::Snapshot(Reason::Final)]),
             Event::StopNow(stop) => {
                 (State::Ending { stop: Ending::Stop(stop), deadline: None, life }, vec![Action::Kill])
             }
@@ -217,6 +229,11 @@ impl<'a> Machine<'a> {
             },
             _ => (State::Running(life), vec![]),
         }
+    }
+
+    /// When this life is due for its next snapshot, if that is to be taken.
+    fn next(&self, life: &Life) -> Option<Instant> {
+        life.next.filter(|at| self.quiet.is_none_or(|quiet| *at < quiet))
     }
 
     /// Whether a snapshot can not be begun yet.
@@ -233,11 +250,11 @@ impl<'a> Machine<'a> {
                 return (State::Ending { stop: Ending::Stop(stop), deadline: None, life }, vec![Action::Kill]);
             }
             (_, Some(Postponed::Stop(..))) => {}
-            (Event::Stop(stop), _) => {
-                self.postponed = Some(Postponed::Stop(stop, now + self.config.snapshot.grace));
+            (Event::StopBy(stop, until), _) => {
+                self.postponed = Some(Postponed::Stop(stop, until));
             }
             (Event::SnapshotNow, _) => self.postponed = Some(Postponed::Snapshot(Reason::Signal)),
-            (_, None) if life.next.is_some_and(|at| at <= now) => {
+            (_, None) if self.next(&life).is_some_and(|at| at <= now) => {
                 self.postponed = Some(Postponed::Snapshot(Reason::Interval));
             }
             _ => {}
@@ -279,8 +296,7 @@ impl<'a> Machine<'a> {
                     }
                 }
             }
-            Event::Stop(wanted) => {
-                let until = now + self.config.snapshot.grace;
+            Event::StopBy(wanted, until) => {
                 (State::Snapshotting { life, stop: stop.or(Some((wanted, until))), ended }, vec![])
             }
             Event::StopNow(wanted) => {
@@ -315,7 +331,7 @@ impl<'a> Machine<'a> {
             (Event::Ended { .. }, Ending::Stop(stop)) => finish(Finish::Stopped(stop)),
             (Event::Ended { images, .. }, Ending::Lost) => self.died(Death::Lost, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Unloaded) => self.died(Death::Unloaded, &life, &images, now),
-            (Event::Stop(wanted) | Event::StopNow(wanted), Ending::Lost | Ending::Unloaded) => {
+            (Event::StopBy(wanted, _) | Event::StopNow(wanted), Ending::Lost | Ending::Unloaded) => {
                 (State::Ending { stop: Ending::Stop(wanted), deadline, life }, vec![Action::Kill])
             }
             (Event::StopNow(_), _) => (State::Ending { stop, deadline: None, life }, vec![Action::Kill]),
@@ -357,7 +373,7 @@ impl<'a> Machine<'a> {
 fn waiting(from: From, until: Instant, event: Event, now: Instant) -> (State, Vec<Action>) {
     match event {
         Event::Tick if until <= now => (State::Starting { from, stop: None }, vec![Action::Start(from)]),
-        Event::Stop(stop) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
+        Event::StopBy(stop, _) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
         _ => (State::Waiting { from, until }, vec![]),
     }
 }
