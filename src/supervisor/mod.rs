@@ -10,12 +10,17 @@ mod events;
 pub mod interval;
 mod keep;
 mod load;
+pub mod notify;
 mod publish;
 pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
 mod replicate;
+mod result;
+pub use result::RunResult;
 mod start;
 pub mod state;
+mod watch;
+pub use watch::LastEnd;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -32,6 +37,7 @@ use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
+use crate::store::manifest::Reason;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
@@ -153,6 +159,8 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         told: Arc::default(),
         journal: Journal::in_folder(&shared.folder.log_dir()),
         deadline: deadline::Deadline::new(&shared),
+        watch: watch::Watch::default(),
+        notify: notify::Notify::of(&shared),
         since: Instant::now(),
         heartbeat: Instant::now(),
         taken_over: None,
@@ -167,6 +175,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.ask_for_the_end();
     while owner.finish.is_none() && owner.holds_the_lock() {
         owner.mind_the_deadline();
+        owner.beat();
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
             Err(mpsc::RecvTimeoutError::Timeout) => owner.timed_out(),
@@ -250,6 +259,10 @@ struct Owner<'a> {
     journal: Journal,
     /// When the job's time is over, and what a last snapshot takes.
     deadline: deadline::Deadline,
+    /// What is known of the job's health.
+    watch: watch::Watch,
+    /// The service manager, and what it was told.
+    notify: notify::Notify,
     /// When the start under way was begun.
     since: Instant,
     /// The last one of the lock.
@@ -275,6 +288,7 @@ impl Owner<'_> {
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
         let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed())).min(self.deadline.patience());
+        let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
         }
@@ -359,7 +373,7 @@ impl Owner<'_> {
 
     fn signalled(&mut self, signal: i32) {
         let event = match signal {
-            sig::SIGUSR1 => Event::SnapshotNow,
+            sig::SIGUSR1 => Event::SnapshotNow(Reason::Signal),
             signal if STOPS.contains(&signal) => {
                 self.stops += 1;
                 let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
@@ -409,11 +423,12 @@ impl Owner<'_> {
             tracing::error!("can not read the images: {}", chain(&error));
             Vec::new()
         });
-        self.step(Event::Ended { ended, images });
-        self.remember();
+        // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
             self.job = None;
         }
+        self.step(Event::Ended { ended, images });
+        self.remember();
     }
 
     /// The good images of this lineage, newest first.
@@ -442,6 +457,7 @@ impl Owner<'_> {
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
             tracing::debug!("can not publish the state: {error}");
         }
+        self.beat();
     }
 
     fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), crate::store::Error> {

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use crate::restart::cause::Cause;
 use crate::store::ImageId;
 use crate::store::manifest::{Phase, Reason};
 
@@ -58,6 +59,9 @@ pub enum What {
         command: Vec<String>,
         /// The interval, as configured.
         interval: String,
+        /// Why the run before did not come to its end, where it did not.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        before: Option<Cause>,
     },
     /// The job runs.
     Started {
@@ -131,6 +135,9 @@ pub enum What {
         exit_code: Option<i32>,
         /// Or the signal that ended it.
         signal: Option<i32>,
+        /// Why.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cause: Option<Cause>,
     },
     /// An image can not be used any more.
     ImageBad {
