@@ -26,3 +26,4 @@ mod packed;
 mod repair;
 mod stop;
 mod user;
+mod watch;
