@@ -8,9 +8,9 @@
 #   --fast           compress little, for a test
 #
 # The executable needs the C library, with libgcc, and nothing else: TLS, compression and hashing are in it, and so are
-# the job's init and the interposer. The C library can not be: libcuda.so.1 and NVML are opened while rekindle runs, and need the one of
-# the machine. The same source and toolchain give the same bytes: times are those of the last commit (SOURCE_DATE_EPOCH,
-# where it is set), and paths of this machine stay out. DEBFULLNAME and DEBEMAIL name who made the package.
+# the job's init and the interposer. The C library can not be: libcuda.so.1 and NVML are opened while rekindle runs, and
+# need the one of the machine. The same source and toolchain give the same bytes: times are those of the last commit
+# (SOURCE_DATE_EPOCH, where it is set), and paths of this machine stay out. DEBFULLNAME and DEBEMAIL name who made it.
 set -euo pipefail
 export LC_ALL=C TZ=UTC
 umask 022

@@ -73,7 +73,7 @@ fn more() -> Roff {
     roff.control("SH", ["SIGNALS"]);
     let signals = [
         ("SIGUSR1", "To rekindle run: take a snapshot now."),
-        ("SIGUSR2", "Take one, stop, and exit with 75, to be queued again."),
+        ("SIGUSR2", "Take one, stop, and exit with 75 (or what the scheduler wants), to be queued again."),
         (
             "SIGTERM, SIGINT, SIGHUP",
             "Take one within snapshot.grace and stop. A second one ends the job at once and does not wait for the store.",
@@ -94,8 +94,8 @@ fn more() -> Roff {
             "Something needed is missing: CRIU, rights, driver (rekindle doctor has the fix), or the image does not fit this machine.",
         ),
         (
-            code(Exit::Requeue),
-            "Stopped by SIGUSR2, to be queued again; the same command goes on from the newest image.",
+            code(Exit::Requeue(75)),
+            "Stopped by SIGUSR2, to be queued again (some schedulers want another code); the same command goes on from the newest image.",
         ),
         (code(Exit::Config), "The configuration is wrong."),
         (code(Exit::Internal), "Rekindle failed."),
@@ -177,6 +177,8 @@ fn paragraphs(roff: &mut Roff, begin: &str, lines: &[&str]) {
     for part in lines.chunk_by(|a, b| a.starts_with("  ") == b.starts_with("  ") && !b.is_empty()) {
         match part.first() {
             Some(first) if first.starts_with("  ") => example(roff, part),
+            // What follows makes a paragraph of its own.
+            Some(&"") if part.len() == 1 => {}
             Some(&"") => {
                 roff.control(begin, []);
                 roff.text(part.iter().skip(1).map(|line| roman(format!("{line}\n"))).collect::<Vec<_>>());
