@@ -25,6 +25,7 @@
 //! - [`store`]: one folder a job, one image a snapshot, in memory first; chunks in packs, retention, verify, repair, replica.
 //! - [`restart`]: why did it end, is it worth another try, from which image; put files back, restore.
 //! - [`supervisor`]: the one owner of the state; a pure `step` function and the loop that carries out its actions.
+//! - [`control`]: the socket on which others ask the supervisor for something; its protocol, both ends.
 //! - [`doctor`]: what `run` needs of the machine: found, judged, each with a fix.
 //! - [`sys`]: the only code with `unsafe` of this crate: spawning into namespaces, CRIU's protocol, libcuda, ptrace, pages of
 //!   files, durable writes.
@@ -32,6 +33,7 @@
 
 pub mod cli;
 pub mod config;
+pub mod control;
 pub mod doctor;
 pub mod launch;
 pub mod restart;

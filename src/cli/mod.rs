@@ -1,6 +1,7 @@
 //! What was typed, turned into calls of the library; tables, JSON and exit codes.
 
 pub mod config;
+mod control;
 mod cuda;
 mod doctor;
 pub mod exit;
@@ -13,6 +14,8 @@ mod repair;
 mod replica;
 mod run;
 mod show;
+mod status;
+mod stop;
 mod tag;
 mod verify;
 
@@ -78,6 +81,19 @@ enum Command {
     Run(run::RunArgs),
     /// Bring a job back from an image and keep it alive from there
     Restore(run::RestoreArgs),
+    /// Show what jobs do: state, restarts, last snapshot, the next, and why one failed
+    #[command(visible_alias = "ps")]
+    Status(status::StatusArgs),
+    /// Have a snapshot of a running job taken now
+    Snapshot(control::SnapshotArgs),
+    /// Take a snapshot, then end the job and free its memory and GPUs, until `resume`
+    Suspend(control::JobArg),
+    /// Go on with a suspended job
+    Resume(control::JobArg),
+    /// Take a running job back to one of its images; newer images stay
+    Rewind(control::RewindArgs),
+    /// Take a last snapshot, then stop the job and its supervisor; the same `run` goes on from it
+    Stop(stop::StopArgs),
     /// List jobs, or the images of a job
     #[command(visible_alias = "ls")]
     List(list::ListArgs),
@@ -171,6 +187,12 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
     match &cli.command {
         Command::Run(args) => run::run(global, args),
         Command::Restore(args) => run::restore(global, args),
+        Command::Status(args) => status::status(global, args),
+        Command::Snapshot(args) => control::snapshot(global, args),
+        Command::Suspend(args) => control::suspend(global, args),
+        Command::Resume(args) => control::resume(global, args),
+        Command::Rewind(args) => control::rewind(global, args),
+        Command::Stop(args) => stop::stop(global, args),
         Command::List(args) => list::list(global, args),
         Command::Show { image } => show::show(global, image),
         Command::Verify(args) => verify::verify(global, args),

@@ -5,8 +5,6 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use chrono::Utc;
-
 use super::{Exit, Global, Misuse, job_args, named_criu, replica, start_log};
 use crate::config::{ColdStart, Config, EnvironmentMode, Interposer, Limit, Overrides, Staging, Stdin};
 use crate::launch::identity::{self, Identity};
@@ -96,7 +94,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     let newest = folder.copies()?.iter().find(|i| i.is_good()).map(|i| i.id);
     let (lineage, base) = match newest == Some(image.id) {
         true => (manifest.lineage, None),
-        false => (new_lineage(), Some(image.id)),
+        false => (supervisor::new_lineage(), Some(image.id)),
     };
     supervise(ground, folder, lock, Start { from: From::Image(image.id), lineage, base })
 }
@@ -258,7 +256,7 @@ fn exit(finish: Finish) -> Exit {
 
 /// Goes on from the newest good image where the last run did not complete.
 fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart) -> anyhow::Result<Start> {
-    let anew = || Start { from: From::Cold, lineage: new_lineage(), base: None };
+    let anew = || Start { from: From::Cold, lineage: supervisor::new_lineage(), base: None };
     let Some(record) = folder.record()? else { return Ok(anew()) };
     if fresh || record.outcome == Outcome::Completed {
         return Ok(anew());
@@ -302,10 +300,6 @@ fn same_command(record: &JobRecord, command: &[OsString], name: &JobName) -> Res
         "job {name} was interrupted while it ran {:?}, and this is another command: use --fresh to start anew, or another --name",
         record.command.join(" ")
     )))
-}
-
-fn new_lineage() -> String {
-    format!("{}-{}", Utc::now().format("%Y%m%dT%H%M%S%3fZ"), std::process::id())
 }
 
 /// The command's name and a hash of all of it with its directory: the same line typed again means the same job.

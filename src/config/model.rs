@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
+use super::control::Control;
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 
@@ -31,6 +32,8 @@ pub struct Config {
     pub restart: Restart,
     /// The job's output and our own messages.
     pub log: Log,
+    /// Where others reach the supervisor.
+    pub control: Control,
     /// Which CRIU to use.
     pub criu: Criu,
 }
@@ -354,6 +357,7 @@ impl Default for Config {
             replica: Replica::default(),
             restart: Restart::default(),
             log: Log::default(),
+            control: Control::default(),
             criu: Criu::default(),
         }
     }

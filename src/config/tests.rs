@@ -109,6 +109,9 @@ lazy = "on"
 level = "trace"
 max-size = "1.5MiB"
 keep = 0
+[control]
+directory = "/run/elsewhere"
+
 [criu]
 path = "/opt/criu"
 "#;
