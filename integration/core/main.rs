@@ -27,3 +27,4 @@ mod packed;
 mod repair;
 mod stop;
 mod user;
+mod watch;

@@ -144,6 +144,13 @@ impl Lab {
         self
     }
 
+    /// Has everything run within a control group.
+    pub(crate) fn within(mut self, group: &Path) -> Lab {
+        let script = self.script("within", &format!("echo $$ > {}/cgroup.procs\nexec \"$@\"", group.display()));
+        self.wrapper.insert(0, script.into());
+        self
+    }
+
     /// Sets a key of the configuration, `section.key`, to a TOML value.
     pub(crate) fn set(mut self, key: &str, value: &str) -> Lab {
         self.config.retain(|(known, _)| known != key);
@@ -219,6 +226,15 @@ impl Lab {
     /// What the job wrote to its standard output, as far as it is not rotated away.
     pub(crate) fn output(&self) -> String {
         fs::read_to_string(self.store().join("j/log/stdout.log")).unwrap_or_default()
+    }
+
+    /// The same configuration as variables of the environment.
+    pub(crate) fn variables(&self) -> Vec<(String, String)> {
+        let name = |key: &str| format!("REKINDLE_{}", key.to_uppercase().replace(['.', '-'], "_"));
+        let set = self.config.iter().map(|(key, value)| (name(key), value.trim_matches('"').to_owned()));
+        let folders = [("STORE_DIRECTORY", self.store()), ("SNAPSHOT_STAGING_DIRECTORY", self.memory())];
+        let folders = folders.map(|(name, path)| (format!("REKINDLE_{name}"), path.display().to_string()));
+        set.chain(folders).chain([("REKINDLE_LAB".into(), self.path().display().to_string())]).collect()
     }
 
     fn write_config(&self) -> PathBuf {

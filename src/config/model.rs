@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
 use super::control::Control;
+use super::scheduler::Scheduler;
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 
@@ -30,6 +31,8 @@ pub struct Config {
     pub replica: Replica,
     /// What to do when the job dies.
     pub restart: Restart,
+    /// What is around: a scheduler, and the time it leaves.
+    pub scheduler: Scheduler,
     /// The job's output and our own messages.
     pub log: Log,
     /// Where others reach the supervisor.
@@ -356,6 +359,7 @@ impl Default for Config {
             store: Store::default(),
             replica: Replica::default(),
             restart: Restart::default(),
+            scheduler: Scheduler::default(),
             log: Log::default(),
             control: Control::default(),
             criu: Criu::default(),

@@ -6,18 +6,24 @@
 //! newest image, be it in memory or in the store.
 
 mod control;
+mod deadline;
 mod events;
 pub mod interval;
 mod keep;
 mod load;
 pub mod notify;
 mod publish;
+pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
 mod replicate;
 mod rewind;
 pub(crate) use rewind::new_lineage;
+mod result;
+pub use result::RunResult;
 mod start;
 pub mod state;
+mod watch;
+pub use watch::LastEnd;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -25,11 +31,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
+use chrono::{DateTime, Utc};
 use signal_hook::consts as sig;
 
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
+use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
 use crate::store::manifest::Reason;
@@ -72,6 +80,10 @@ pub struct Setup {
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
     pub base: Option<ImageId>,
+    /// Who started us.
+    pub scheduler: Scheduler,
+    /// When the job must be gone, where the user said so.
+    pub deadline: Option<DateTime<Utc>>,
 }
 
 impl Setup {
@@ -112,6 +124,8 @@ enum Message {
     Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
     Control(Box<control::Incoming>),
+    /// What the scheduler says of the job's end.
+    End(deadline::Answer),
 }
 
 /// Supervises the job until it is over.
@@ -150,6 +164,8 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         lazy_failures: 0,
         told: Arc::default(),
         journal: Journal::in_folder(&shared.folder.log_dir()),
+        deadline: deadline::Deadline::new(&shared),
+        watch: watch::Watch::default(),
         notify: notify::Notify::of(&shared),
         since: Instant::now(),
         heartbeat: Instant::now(),
@@ -163,7 +179,9 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     // What an interrupted run left in memory.
     owner.persist_newest();
     owner.replicate_newest();
+    owner.ask_for_the_end();
     while owner.finish.is_none() && owner.holds_the_lock() {
+        owner.mind_the_deadline();
         owner.beat();
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
@@ -251,6 +269,10 @@ struct Owner<'a> {
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
     journal: Journal,
+    /// When the job's time is over, and what a last snapshot takes.
+    deadline: deadline::Deadline,
+    /// What is known of the job's health.
+    watch: watch::Watch,
     /// The service manager, and what it was told.
     notify: notify::Notify,
     /// When the start under way was begun.
@@ -277,7 +299,7 @@ impl Owner<'_> {
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
-        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
+        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed())).min(self.deadline.patience());
         let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
@@ -359,6 +381,7 @@ impl Owner<'_> {
             Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
             Message::Control(incoming) => self.heard(*incoming),
+            Message::End(answer) => self.end_is_known(answer),
         }
     }
 
@@ -420,19 +443,6 @@ impl Owner<'_> {
         }
         self.step(Event::Ended { ended, images });
         self.remember();
-    }
-
-    /// The good images of this line, newest first.
-    fn good_images(&self) -> Result<Vec<ImageId>, crate::store::Error> {
-        let images = self.shared.folder.copies()?;
-        let mut ids: Vec<ImageId> = images.iter().filter(|image| self.is_usable(image)).map(|image| image.id).collect();
-        ids.dedup();
-        Ok(ids)
-    }
-
-    /// Whether it is good, and of this lineage or what that began from.
-    fn is_usable(&self, image: &Image) -> bool {
-        self.line.has(image)
     }
 
     // ---- what others see ----

@@ -64,6 +64,19 @@ impl Line {
 }
 
 impl Owner<'_> {
+    /// The good images of this line, newest first.
+    pub(super) fn good_images(&self) -> Result<Vec<ImageId>, crate::store::Error> {
+        let images = self.shared.folder.copies()?;
+        let mut ids: Vec<ImageId> = images.iter().filter(|image| self.is_usable(image)).map(|image| image.id).collect();
+        ids.dedup();
+        Ok(ids)
+    }
+
+    /// Whether it is good, and of this lineage or what that began from.
+    pub(super) fn is_usable(&self, image: &Image) -> bool {
+        self.line.has(image)
+    }
+
     /// Finds the image and looks whether it can be restored, on a thread of its own, and then rewinds: what does not fit
     /// must not cost the job its life.
     pub(super) fn look_at_target(&mut self, to: String, reply: Reply) {
