@@ -11,6 +11,7 @@ mod supervisor;
 mod commands;
 mod compat;
 mod damage;
+mod deadline;
 mod events;
 mod forks;
 mod interval;

@@ -72,8 +72,12 @@ impl Deadline {
             }
             Err(error) => tracing::debug!("what earlier runs measured is not used: {error}"),
         }
-        let manager = ["NOTIFY_SOCKET", "KUBERNETES_SERVICE_HOST"].iter().any(|name| std::env::var_os(name).is_some());
-        let attended = if setup.scheduler.is_there() || manager { Attended::Yes } else { Attended::No };
+        // Not systemd, which is asked for more time ([`super::notify`]).
+        let attended = if setup.scheduler.is_there() || std::env::var_os("KUBERNETES_SERVICE_HOST").is_some() {
+            Attended::Yes
+        } else {
+            Attended::No
+        };
         let route = Route { store: setup.staging.is_some(), replica: setup.config.replica.url.is_some() };
         Deadline {
             measured,

@@ -173,7 +173,7 @@ pub(super) fn plan(begun: DateTime<Utc>, deadline: DateTime<Utc>, lead: Duration
 /// Who decides what a stop must fit into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Attended {
-    /// A scheduler or a service manager, who kills us when the grace is over.
+    /// A scheduler or an orchestrator, who kills us when the grace is over.
     Yes,
     /// Nobody: after the last snapshot there is all the time of the world.
     No,
@@ -184,7 +184,7 @@ pub(super) fn too_short(forecast: &Forecast, grace: Duration, attended: Attended
     use super::super::keep::shown;
     let needed = Duration::from_secs(forecast.lead().as_secs() + 1);
     let advice = format!(
-        "Set it to what there is (--grace), and see that there is enough: {} or more as TimeoutStopSec, terminationGracePeriodSeconds, or N in Slurm's --signal=B:USR2@N",
+        "Set it to what there is (--grace), and see that there is enough: {} or more as terminationGracePeriodSeconds, TimeoutStopSec, or N in Slurm's --signal=B:USR2@N",
         humantime::format_duration(needed)
     );
     let (snapshot, given) = (shown(forecast.snapshot), shown(grace));
