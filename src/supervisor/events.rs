@@ -21,7 +21,8 @@ impl Owner<'_> {
     pub(super) fn tell_begin(&mut self) {
         let command = self.shared.launch.command.clone();
         let interval = self.shared.config.snapshot.interval.to_string();
-        self.tell(What::Supervised { supervisor: std::process::id(), command, interval });
+        let last_seen = self.shared.lock.last_seen().map(Into::into);
+        self.tell(What::Supervised { supervisor: std::process::id(), command, interval, last_seen });
     }
 
     pub(super) fn tell_start(&mut self, job: &Job) {
