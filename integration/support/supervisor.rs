@@ -144,6 +144,13 @@ impl Lab {
         self
     }
 
+    /// Has everything run within a control group.
+    pub(crate) fn within(mut self, group: &Path) -> Lab {
+        let script = self.script("within", &format!("echo $$ > {}/cgroup.procs\nexec \"$@\"", group.display()));
+        self.wrapper.insert(0, script.into());
+        self
+    }
+
     /// Sets a key of the configuration, `section.key`, to a TOML value.
     pub(crate) fn set(mut self, key: &str, value: &str) -> Lab {
         self.config.retain(|(known, _)| known != key);
@@ -259,6 +266,19 @@ impl Lab {
         let config = self.write_config();
         let mut all = self.command(["--config".as_ref(), config.as_os_str()]);
         all.args(head).args(command);
+        Running::start(&mut all)
+    }
+
+    /// The same with more variables in its environment.
+    pub(crate) fn run_with_environment<A: AsRef<OsStr>>(
+        &self,
+        head: &[&str],
+        command: impl IntoIterator<Item = A>,
+        variables: &[(String, String)],
+    ) -> Running {
+        let config = self.write_config();
+        let mut all = self.command(["--config".as_ref(), config.as_os_str()]);
+        all.args(head).args(command).envs(variables.iter().cloned());
         Running::start(&mut all)
     }
 

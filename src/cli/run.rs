@@ -17,7 +17,7 @@ use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock};
 use crate::supervisor::state::{Finish, Stop};
-use crate::supervisor::{self, Setup};
+use crate::supervisor::{self, Setup, notify};
 use crate::sys::cgroup;
 use crate::sys::criu::Criu;
 use crate::sys::cuda;
@@ -340,7 +340,9 @@ fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
 /// The job's whole environment: the caller's or a clean one, then the configured variables.
 fn environment(config: &Config, user: Option<&Identity>) -> BTreeMap<OsString, OsString> {
     let mut all: BTreeMap<OsString, OsString> = match config.job.environment_mode {
-        EnvironmentMode::Inherit => std::env::vars_os().collect(),
+        EnvironmentMode::Inherit => {
+            std::env::vars_os().filter(|(name, _)| !notify::VARIABLES.iter().any(|ours| name == ours)).collect()
+        }
         EnvironmentMode::Clean => {
             let kept = ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ"];
             kept.iter().filter_map(|name| Some((OsString::from(name), std::env::var_os(name)?))).collect()

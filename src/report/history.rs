@@ -13,6 +13,7 @@ use chrono::{DateTime, Utc};
 use serde::Serialize;
 
 use super::words;
+use crate::restart::cause::Cause;
 use crate::store::ImageId;
 use crate::store::manifest::{Phase, Reason};
 use crate::telemetry::events::{Event, What};
@@ -138,6 +139,28 @@ enum Now {
     Up,
 }
 
+/// An end of the job.
+#[derive(Debug, Clone)]
+struct End {
+    at: i64,
+    why: String,
+    /// Somebody asked for it: going on from there is no failure.
+    asked: bool,
+}
+
+impl End {
+    fn of(at: i64, exit_code: Option<i32>, signal: Option<i32>, cause: Option<&Cause>) -> End {
+        let asked = matches!(cause, Some(Cause::Completed | Cause::Requested | Cause::Suspended | Cause::Rewound));
+        let how = words::end(exit_code, signal);
+        let why = match cause {
+            // The same, in other words.
+            None | Some(Cause::Exit { .. } | Cause::Signal { .. } | Cause::Unknown) => how,
+            Some(cause) => format!("{cause} ({how})"),
+        };
+        End { at, why, asked }
+    }
+}
+
 /// The events of a job, added up.
 #[derive(Debug, Clone, Default)]
 pub struct History {
@@ -155,8 +178,8 @@ pub struct History {
     states: HashMap<ImageId, i64>,
     /// Where each image's snapshot is.
     places: HashMap<ImageId, usize>,
-    /// How the job ended last, while it is not known yet whether that was a failure.
-    ended: Option<(i64, String)>,
+    /// How the job ended last, while it is not known yet what comes of it.
+    ended: Option<End>,
     /// The failure that the next start makes good.
     open: Option<usize>,
     /// How long the job has run since the last snapshot or start.
@@ -188,9 +211,11 @@ impl History {
             self.run_began = at;
         }
         match &event.what {
-            What::Supervised { command, interval, last_seen, .. } => {
+            What::Supervised { command, interval, before, last_seen, .. } => {
                 let seen = last_seen.map(|seen| seen.timestamp_micros().saturating_add(self.skew));
-                self.supervised(at, seen, command, interval);
+                self.supervised(at, seen, before.as_ref());
+                self.command.clone_from(command);
+                self.interval.clone_from(interval);
             }
             What::Started { image, took_us, .. } => self.started(at, *image, *took_us),
             What::SnapshotBegan { .. } => self.runs(at),
@@ -234,17 +259,19 @@ impl History {
                 self.pass(at);
                 self.fail(at, Trouble::Image, format!("image {image}: {why}"));
             }
-            What::Ended { exit_code, signal } => {
+            What::Ended { exit_code, signal, cause } => {
                 self.runs(at);
-                self.now = Now::Down;
-                self.ended = Some((at, words::end(*exit_code, *signal)));
+                let suspended = *cause == Some(Cause::Suspended);
+                self.now = if suspended { Now::Nothing } else { Now::Down };
+                self.life_began = None;
+                self.ended = Some(End::of(at, *exit_code, *signal, cause.as_ref()));
             }
             What::Restarting { .. } => {
                 self.pass(at);
                 self.restarts.push(at);
                 if self.now == Now::Up {
                     // Of how it ended nothing is written.
-                    self.ended = Some((at, "the job ended".into()));
+                    self.ended = Some(End::of(at, None, None, None));
                 }
                 self.now = Now::Down;
                 self.crashed();
@@ -305,7 +332,7 @@ impl History {
         self.states.insert(image, from);
     }
 
-    fn supervised(&mut self, at: i64, seen: Option<i64>, command: &[String], interval: &str) {
+    fn supervised(&mut self, at: i64, seen: Option<i64>, before: Option<&Cause>) {
         if self.now == Now::Nothing {
             self.pass(at);
         } else {
@@ -313,14 +340,13 @@ impl History {
             self.pass(seen.unwrap_or(i64::MIN).min(at));
             let died = self.at.unwrap_or(at);
             self.fill(Kind::Away, at);
-            self.ended = None;
-            self.fail(died, Trouble::Supervisor, "the supervisor was killed, or the machine went down".into());
+            let why = before.map_or("the supervisor was killed, or the machine went down".into(), Cause::to_string);
+            self.fail(died, Trouble::Supervisor, why);
             self.open = self.failures.len().checked_sub(1);
         }
+        self.ended = None;
         self.now = Now::Down;
         self.life_began = None;
-        self.command = command.to_vec();
-        interval.clone_into(&mut self.interval);
     }
 
     fn started(&mut self, at: i64, image: Option<ImageId>, took_us: u64) {
@@ -329,13 +355,14 @@ impl History {
             self.pass(at.saturating_sub_unsigned(took_us).max(self.at.unwrap_or(at)));
         }
         self.fill(if self.now == Now::Nothing { Kind::Idle } else { Kind::Down }, at);
+        // A rule brings the job back without a word in between.
+        self.crashed();
         let lost = self.go_back(image);
         if let Some(failure) = self.open.take().and_then(|open| self.failures.get_mut(open)) {
             failure.back_us = Some(between(failure.at, at));
             failure.lost_us = Some(lost);
             failure.image = image;
         }
-        self.ended = None;
         self.now = Now::Up;
         self.ran = 0;
         self.first = true;
@@ -375,17 +402,17 @@ impl History {
         lost
     }
 
-    /// The end before is one that the job is brought back from.
+    /// The job is brought back from its end, if that was one of its own.
     fn crashed(&mut self) {
-        if let Some((at, how)) = self.ended.take() {
-            self.fail(at, Trouble::Crash, how);
+        if let Some(End { at, why, asked: false }) = self.ended.take() {
+            self.fail(at, Trouble::Crash, why);
             self.open = self.failures.len().checked_sub(1);
         }
     }
 
     fn finished(&mut self, at: i64, outcome: &str, exit_code: Option<i32>, why: Option<&str>) {
         self.pass(at);
-        let since = self.ended.as_ref().map_or(at, |(ended, _)| *ended);
+        let since = self.ended.as_ref().map_or(at, |end| end.at);
         if outcome == "failed" {
             self.ended = None;
             let code = exit_code.map(|code| format!(" (exit code {code})")).unwrap_or_default();

@@ -108,6 +108,10 @@ pub fn event(what: &What) -> (String, String) {
             let why = why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
             format!("{outcome}{code}{why}")
         }
+        What::Ended { exit_code, signal, cause } => {
+            let cause = cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();
+            format!("the job {}{cause}", end(*exit_code, *signal))
+        }
         other => fields(other),
     };
     let name = serde_json::to_value(what).ok().and_then(|value| value.get("event")?.as_str().map(ToOwned::to_owned));

@@ -9,11 +9,16 @@ mod events;
 pub mod interval;
 mod keep;
 mod load;
+pub mod notify;
 mod publish;
 pub use publish::{Persisting, Published};
 mod replicate;
+mod result;
+pub use result::RunResult;
 mod start;
 pub mod state;
+mod watch;
+pub use watch::LastEnd;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -28,6 +33,7 @@ use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
+use crate::store::manifest::Reason;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
@@ -142,6 +148,8 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         lazy_failures: 0,
         told: Arc::default(),
         journal: Journal::in_folder(&shared.folder.log_dir()),
+        watch: watch::Watch::default(),
+        notify: notify::Notify::of(&shared),
         since: Instant::now(),
         heartbeat: Instant::now(),
         taken_over: None,
@@ -154,6 +162,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.persist_newest();
     owner.replicate_newest();
     while owner.finish.is_none() && owner.holds_the_lock() {
+        owner.beat();
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
             Err(mpsc::RecvTimeoutError::Timeout) => owner.timed_out(),
@@ -235,6 +244,10 @@ struct Owner<'a> {
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
     journal: Journal,
+    /// What is known of the job's health.
+    watch: watch::Watch,
+    /// The service manager, and what it was told.
+    notify: notify::Notify,
     /// When the start under way was begun.
     since: Instant,
     /// The last one of the lock.
@@ -260,6 +273,7 @@ impl Owner<'_> {
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
         let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
+        let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
         }
@@ -343,7 +357,7 @@ impl Owner<'_> {
 
     fn signalled(&mut self, signal: i32) {
         let event = match signal {
-            sig::SIGUSR1 => Event::SnapshotNow,
+            sig::SIGUSR1 => Event::SnapshotNow(Reason::Signal),
             signal if STOPS.contains(&signal) => {
                 self.stops += 1;
                 let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
@@ -393,11 +407,12 @@ impl Owner<'_> {
             tracing::error!("can not read the images: {}", chain(&error));
             Vec::new()
         });
-        self.step(Event::Ended { ended, images });
-        self.remember();
+        // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
             self.job = None;
         }
+        self.step(Event::Ended { ended, images });
+        self.remember();
     }
 
     /// The good images of this lineage, newest first.
@@ -426,6 +441,7 @@ impl Owner<'_> {
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
             tracing::debug!("can not publish the state: {error}");
         }
+        self.beat();
     }
 
     fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), crate::store::Error> {

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use crate::restart::cause::Cause;
 use crate::store::ImageId;
 use crate::store::manifest::{Phase, Reason};
 
@@ -61,6 +62,9 @@ pub enum What {
         /// When the one before gave its last sign of life, where it ended without a word.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         last_seen: Option<DateTime<Utc>>,
+        /// Why the run before did not come to its end, where it did not.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        before: Option<Cause>,
     },
     /// The job runs.
     Started {
@@ -134,6 +138,9 @@ pub enum What {
         exit_code: Option<i32>,
         /// Or the signal that ended it.
         signal: Option<i32>,
+        /// Why.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cause: Option<Cause>,
     },
     /// An image can not be used any more.
     ImageBad {

@@ -13,7 +13,16 @@ fn event(ms: i64, what: What) -> Event {
 }
 
 fn supervised(ms: i64) -> Event {
-    event(ms, What::Supervised { supervisor: 1, command: vec!["x".into()], interval: "10m".into(), last_seen: None })
+    event(
+        ms,
+        What::Supervised {
+            supervisor: 1,
+            command: vec!["x".into()],
+            interval: "10m".into(),
+            before: None,
+            last_seen: None,
+        },
+    )
 }
 
 fn started(ms: i64, from: Option<u32>) -> Event {
@@ -27,7 +36,7 @@ fn taken(ms: i64, n: u32) -> Event {
 }
 
 fn ended(ms: i64) -> Event {
-    event(ms, What::Ended { exit_code: None, signal: Some(9) })
+    event(ms, What::Ended { exit_code: None, signal: Some(9), cause: None })
 }
 
 fn restarting(ms: i64, from: Option<u32>) -> Event {
@@ -102,6 +111,29 @@ fn a_new_start_loses_all_of_its_run_and_nothing_of_the_one_before() {
     assert_eq!(seconds(&events), [10, 0, 5, 4, 0, 9]);
     let whats: Vec<_> = History::of(&events).failures().iter().map(|it| it.what).collect();
     assert_eq!(whats, [Trouble::GivenUp, Trouble::Crash]);
+}
+
+#[test]
+fn what_was_asked_for_is_no_failure() {
+    let end = |ms, cause| event(ms, What::Ended { exit_code: None, signal: Some(9), cause: Some(cause) });
+    let events = [
+        supervised(0),
+        started(1_000, None),
+        taken(12_000, 1),
+        end(15_000, Cause::Rewound),
+        started(16_000, Some(1)),
+        taken(20_000, 2),
+        end(20_000, Cause::Suspended),
+        started(100_000, Some(2)),
+        end(105_000, Cause::BadTraining { rule: 1 }),
+        started(107_000, Some(1)),
+    ];
+    // While it was suspended it was not meant to run.
+    assert_eq!(seconds(&events), [10, 2, 3 + 3 + 5, 1 + 1 + 1 + 1, 0, 80]);
+    let history = History::of(&events);
+    let [failure] = history.failures() else { panic!("{:?}", history.failures()) };
+    assert_eq!((failure.what, failure.lost_us), (Trouble::Crash, Some(8_000_000)));
+    assert!(failure.why.contains("training went wrong, by rule 1"), "{}", failure.why);
 }
 
 #[test]

@@ -17,16 +17,22 @@ fn events() -> Vec<Event> {
     vec![
         event(
             0,
-            What::Supervised { supervisor: 1, command: vec!["x".into()], interval: "10m".into(), last_seen: None },
+            What::Supervised {
+                supervisor: 1,
+                command: vec!["x".into()],
+                interval: "10m".into(),
+                before: None,
+                last_seen: None,
+            },
         ),
         event(4, What::Started { pid: None, image: None, took_us: 4_000_000 }),
         taken(605, 1),
         taken(1207, 2),
         taken(1810, 3),
-        event(1900, What::Ended { exit_code: Some(1), signal: None }),
+        event(1900, What::Ended { exit_code: Some(1), signal: None, cause: None }),
         event(1900, What::Restarting { image, after_us: 0 }),
         event(1906, What::Started { pid: None, image, took_us: 1 }),
-        event(2106, What::Ended { exit_code: Some(0), signal: None }),
+        event(2106, What::Ended { exit_code: Some(0), signal: None, cause: None }),
         event(2106, What::Finished { outcome: "completed".into(), exit_code: Some(0), why: None }),
     ]
 }

@@ -82,7 +82,16 @@ pub enum Event {
     /// A snapshot failed; the job runs on, unless it is lost.
     SnapshotFailed(Harm),
     /// Take one now.
-    SnapshotNow,
+    SnapshotNow(Reason),
+    /// Take one, then end the job until it is called back.
+    Suspend,
+    /// Call a suspended job back.
+    Resume,
+    /// End the job and start it from this image. It was asked for, so it counts as no failure.
+    Rewind {
+        /// Which.
+        image: ImageId,
+    },
     /// Take a last one, then stop.
     Stop(Stop),
     /// Stop at once.
