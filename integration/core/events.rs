@@ -74,7 +74,7 @@ fn a_report_adds_up_what_was_told() {
     let out = lab.rekindle(&["report", "j", "--out", file.to_str().unwrap()]);
     assert!(out.status.success(), "{out:?}");
     let page = std::fs::read_to_string(&file).unwrap();
-    assert!(page.contains("Goodput") && page.contains("SIGKILL") && page.contains("the supervisor was killed"));
+    assert!(page.contains("Goodput") && page.contains("SIGKILL") && page.contains("rekindle was killed"));
     let out = lab.rekindle(&["report", "j", "--out", "-", "--since", "1s"]);
     assert!(out.status.success() && out.stdout.starts_with(b"<!DOCTYPE html>"), "{out:?}");
     for wrong in [["report", "j", "--out", "/tmp"], ["report", "nobody", "--out", "-"], ["report", "j", "--since", "x"]]
