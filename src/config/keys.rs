@@ -3,7 +3,7 @@
 use super::storage::ReplicaUrl;
 
 /// The tables of the file, in its order.
-pub(super) const SECTIONS: &[&str] = &["job", "snapshot", "store", "replica", "restart", "log", "criu"];
+pub(super) const SECTIONS: &[&str] = &["job", "snapshot", "store", "replica", "restart", "scheduler", "log", "criu"];
 
 /// One key.
 #[derive(Debug, PartialEq, Eq)]
@@ -114,6 +114,14 @@ pub(super) const KEYS: &[Key] = &[
     key("restart.cold-start", Shape::Text, "\"allow\" or \"never\""),
     key("restart.restore-timeout", Shape::Text, DURATION),
     key("restart.lazy", Shape::Text, "\"off\" or \"on\""),
+    key("scheduler.profile", Shape::Text, "\"auto\", \"slurm\", \"sge\", \"htcondor\" or \"none\""),
+    key("scheduler.requeue", Shape::Text, "\"exit-code\" or \"scontrol\""),
+    key(
+        "scheduler.deadline",
+        Shape::Text,
+        "a duration with a unit, such as \"8h\", or a time, such as \"2026-11-22T06:00:00\" (local), \
+         \"2026-11-22T06:00:00Z\" or \"@1795327200\"",
+    ),
     key("log.level", Shape::Text, "\"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),

@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
+use super::scheduler::Scheduler;
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 
@@ -29,6 +30,8 @@ pub struct Config {
     pub replica: Replica,
     /// What to do when the job dies.
     pub restart: Restart,
+    /// What is around: a scheduler, and the time it leaves.
+    pub scheduler: Scheduler,
     /// The job's output and our own messages.
     pub log: Log,
     /// Which CRIU to use.
@@ -353,6 +356,7 @@ impl Default for Config {
             store: Store::default(),
             replica: Replica::default(),
             restart: Restart::default(),
+            scheduler: Scheduler::default(),
             log: Log::default(),
             criu: Criu::default(),
         }

@@ -16,6 +16,7 @@ impl Owner<'_> {
     /// The one door for what happened.
     pub(super) fn tell(&mut self, what: What) {
         let event = Event::now(&self.shared.launch.lineage, what);
+        self.deadline.observe(&event);
         self.journal.append(&event);
     }
 

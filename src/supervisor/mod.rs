@@ -5,12 +5,14 @@
 //! job's namespaces down ([`crate::launch::world`]); the next run sweeps what is left in the store and goes on from the
 //! newest image, be it in memory or in the store.
 
+mod deadline;
 mod events;
 pub mod interval;
 mod keep;
 mod load;
 pub mod notify;
 mod publish;
+pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
 mod replicate;
 mod result;
@@ -26,11 +28,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
+use chrono::{DateTime, Utc};
 use signal_hook::consts as sig;
 
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
+use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
 use crate::store::manifest::Reason;
@@ -73,6 +77,10 @@ pub struct Setup {
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
     pub base: Option<ImageId>,
+    /// Who started us.
+    pub scheduler: Scheduler,
+    /// When the job must be gone, where the user said so.
+    pub deadline: Option<DateTime<Utc>>,
 }
 
 impl Setup {
@@ -112,6 +120,8 @@ enum Message {
     Persisted(Box<keep::Outcome>),
     Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
+    /// What the scheduler says of the job's end.
+    End(deadline::Answer),
 }
 
 /// Supervises the job until it is over.
@@ -148,6 +158,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         lazy_failures: 0,
         told: Arc::default(),
         journal: Journal::in_folder(&shared.folder.log_dir()),
+        deadline: deadline::Deadline::new(&shared),
         watch: watch::Watch::default(),
         notify: notify::Notify::of(&shared),
         since: Instant::now(),
@@ -161,7 +172,9 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     // What an interrupted run left in memory.
     owner.persist_newest();
     owner.replicate_newest();
+    owner.ask_for_the_end();
     while owner.finish.is_none() && owner.holds_the_lock() {
+        owner.mind_the_deadline();
         owner.beat();
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
@@ -244,6 +257,8 @@ struct Owner<'a> {
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
     journal: Journal,
+    /// When the job's time is over, and what a last snapshot takes.
+    deadline: deadline::Deadline,
     /// What is known of the job's health.
     watch: watch::Watch,
     /// The service manager, and what it was told.
@@ -272,7 +287,7 @@ impl Owner<'_> {
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
-        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
+        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed())).min(self.deadline.patience());
         let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
@@ -352,6 +367,7 @@ impl Owner<'_> {
             Message::Persisted(outcome) => self.persisted(*outcome),
             Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
+            Message::End(answer) => self.end_is_known(answer),
         }
     }
 

@@ -9,6 +9,7 @@ use std::path::Path;
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use super::deadline::Forecast;
 use super::interval::Choice;
 use super::state::State;
 use super::watch::LastEnd;
@@ -67,6 +68,12 @@ pub struct Published {
     /// Why the last image did not get to the replica, if it did not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replica_failure: Option<String>,
+    /// When the job must be gone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deadline: Option<DateTime<Utc>>,
+    /// What a last snapshot would take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted: Option<Forecast>,
     /// How the last life of the job ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_end: Option<LastEnd>,
@@ -130,6 +137,8 @@ impl Published {
             replicating: None,
             last_replicated: None,
             replica_failure: None,
+            deadline: None,
+            predicted: None,
             last_end: None,
             boot_id: process::boot_id().unwrap_or_default(),
         }
