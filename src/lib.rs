@@ -31,13 +31,15 @@
 //! - [`doctor`]: what `run` needs of the machine: found, judged, each with a fix.
 //! - [`sys`]: the only code with `unsafe` of this crate: spawning into namespaces, CRIU's protocol, libcuda, ptrace, pages of
 //!   files, durable writes.
-//! - [`telemetry`]: logs for people.
+//! - [`telemetry`]: logs for people, the journal of a job's events.
+//! - [`report`]: what a job's time went to, from that journal: a page, a document.
 
 pub mod cli;
 pub mod config;
 pub mod control;
 pub mod doctor;
 pub mod launch;
+pub mod report;
 pub mod restart;
 pub mod scheduler;
 pub mod snapshot;

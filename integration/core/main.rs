@@ -12,6 +12,7 @@ mod commands;
 mod compat;
 mod control;
 mod damage;
+mod deadline;
 mod events;
 mod forks;
 mod interval;

@@ -12,6 +12,7 @@ mod progress;
 mod prune;
 mod repair;
 mod replica;
+mod report;
 mod run;
 mod show;
 mod status;
@@ -102,6 +103,8 @@ enum Command {
         /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
         image: String,
     },
+    /// Write a page of what became of a job's time: goodput, freezes, failures, the store
+    Report(report::ReportArgs),
     /// Check that nothing of the images is missing; with --read-data, every byte
     Verify(verify::VerifyArgs),
     /// Mend what damage has left of the packs of a job, and mark the images that have lost something
@@ -195,6 +198,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Stop(args) => stop::stop(global, args),
         Command::List(args) => list::list(global, args),
         Command::Show { image } => show::show(global, image),
+        Command::Report(args) => report::report(global, args),
         Command::Verify(args) => verify::verify(global, args),
         Command::Repair(args) => repair::repair(global, args),
         Command::Prune(args) => prune::prune(global, args),

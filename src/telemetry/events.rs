@@ -59,6 +59,9 @@ pub enum What {
         command: Vec<String>,
         /// The interval, as configured.
         interval: String,
+        /// When the one before gave its last sign of life, where it ended without a word.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        last_seen: Option<DateTime<Utc>>,
         /// Why the run before did not come to its end, where it did not.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         before: Option<Cause>,
