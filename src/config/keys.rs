@@ -3,7 +3,8 @@
 use super::storage::ReplicaUrl;
 
 /// The tables of the file, in its order.
-pub(super) const SECTIONS: &[&str] = &["job", "snapshot", "store", "replica", "restart", "scheduler", "log", "criu"];
+pub(super) const SECTIONS: &[&str] =
+    &["job", "snapshot", "store", "replica", "restart", "scheduler", "log", "control", "criu"];
 
 /// One key.
 #[derive(Debug, PartialEq, Eq)]
@@ -128,6 +129,7 @@ pub(super) const KEYS: &[Key] = &[
     key("log.level", Shape::Text, "\"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),
+    key("control.directory", Shape::Text, "text with an absolute path"),
     key("criu.path", Shape::Text, "text with an absolute path"),
 ];
 

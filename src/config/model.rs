@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
+use super::control::Control;
 use super::scheduler::Scheduler;
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
@@ -34,6 +35,8 @@ pub struct Config {
     pub scheduler: Scheduler,
     /// The job's output and our own messages.
     pub log: Log,
+    /// Where others reach the supervisor.
+    pub control: Control,
     /// Which CRIU to use.
     pub criu: Criu,
 }
@@ -360,6 +363,7 @@ impl Default for Config {
             restart: Restart::default(),
             scheduler: Scheduler::default(),
             log: Log::default(),
+            control: Control::default(),
             criu: Criu::default(),
         }
     }

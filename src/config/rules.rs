@@ -30,6 +30,7 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
     rules.that(config.log.max_size.bytes() >= 4096, "log.max-size", || {
         "must be at least 4KiB, because each rotation leaves a file".to_owned()
     });
+    rules.path("control.directory", Some(&config.control.directory));
     rules.path("criu.path", config.criu.path.as_deref());
     rules.0
 }

@@ -114,6 +114,9 @@ deadline = "2026-11-22T06:00:00Z"
 level = "trace"
 max-size = "1.5MiB"
 keep = 0
+[control]
+directory = "/run/elsewhere"
+
 [criu]
 path = "/opt/criu"
 "#;

@@ -104,6 +104,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("snapshot", "memory-reserve", "\"1 parsec\"", size),
         ("snapshot", "staging", "\"disk\"", "must be \"ram\" or \"store\""),
         ("snapshot", "staging-directory", "\"run\"", path),
+        ("control", "directory", "\"run\"", path),
         ("snapshot", "interposer", "\"on\"", "must be \"auto\" or \"off\""),
         ("store", "directory", "\"images\"", path),
         ("store", "directory", "\"/a\\u0000b\"", "must not contain a zero byte"),
