@@ -154,7 +154,6 @@ fn told(lab: &Lab) -> Vec<String> {
         What::GoesOn { what } => Some(format!("goes on {what:?}")),
         What::RuleMatched { rule, action, .. } => Some(format!("rule {rule} {action}")),
         What::SnapshotTaken { .. } => Some("snapshot".into()),
-        What::ImageBad { image, .. } => Some(format!("bad {}", image.sequence())),
         _ => None,
     };
     events.into_iter().filter_map(|event| name(event.what)).collect()
@@ -314,12 +313,14 @@ fn training_that_goes_wrong_is_sent_back_and_in_the_end_given_up() {
     crate::kinds::count_on(&lab, &mut run, 5);
     assert!(!lab.output().contains("nan"), "{}", lab.output());
     crate::supervisor::assert_counts_up(&lab.output());
-    assert_eq!(lab.good(), [first]);
-    assert!(told(&lab).contains(&format!("bad {second}")), "{:?}", told(&lab));
+    assert!(run.err().contains(&format!("going back to image {first:06}-")), "{}", run.err());
+    assert_eq!(lab.good(), [second, first]);
     assert_eq!(causes(&lab), [Cause::BadTraining { rule: 1 }]);
 
     go_wrong(&lab);
     let (_, said) = run.ends_with(137);
+    // What is newer stays, and is not what it goes on from.
+    assert_eq!(result(&lab).images.iter().map(|image| image.sequence()).collect::<Vec<_>>(), [first]);
     assert!(said.contains("rule 1 has sent the job back 1 times (max-rewinds), and again"), "{said}");
     assert_eq!(result(&lab).last_end.unwrap().cause, Cause::BadTraining { rule: 1 });
 }

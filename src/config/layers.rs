@@ -202,6 +202,10 @@ impl Layers {
             // They stand in no section and have no variable.
             Shape::Tables => {}
             Shape::Codes => self.settings.push(whole(Value::Array(items().map(integer).collect()))),
+            Shape::Words => {
+                let words = text.split_whitespace().map(Value::from);
+                self.settings.push(whole(Value::Array(words.collect())));
+            }
             Shape::Map => {
                 for item in items() {
                     match item.split_once('=') {
@@ -227,6 +231,8 @@ impl Layers {
         let typed = [
             ("job.name", "--name", overrides.name.clone()),
             ("snapshot.interval", "--interval", overrides.interval.clone()),
+            ("snapshot.grace", "--grace", overrides.grace.clone()),
+            ("scheduler.deadline", "--deadline", overrides.deadline.clone()),
             ("store.directory", "--store", overrides.store.as_deref().map(absolute)),
         ];
         for (path, flag, text) in typed {

@@ -33,8 +33,6 @@ pub enum BadWhy {
     DoesNotRestore,
     /// The job died again at once, more than once.
     DiesAgain,
-    /// The job goes back to an older one: by a rule its work had gone wrong when this one was taken.
-    WentWrong,
 }
 
 impl std::fmt::Display for BadWhy {
@@ -43,7 +41,6 @@ impl std::fmt::Display for BadWhy {
             BadWhy::Damaged => "damaged",
             BadWhy::DoesNotRestore => "does not restore",
             BadWhy::DiesAgain => "dies again",
-            BadWhy::WentWrong => "went wrong",
         })
     }
 }

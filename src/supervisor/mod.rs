@@ -5,14 +5,19 @@
 //! job's namespaces down ([`crate::launch::world`]); the next run sweeps what is left in the store and goes on from the
 //! newest image, be it in memory or in the store.
 
+mod control;
+mod deadline;
 mod events;
 pub mod interval;
 mod keep;
 mod load;
 pub mod notify;
 mod publish;
+pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
 mod replicate;
+mod rewind;
+pub(crate) use rewind::new_lineage;
 mod result;
 pub use result::RunResult;
 mod start;
@@ -26,11 +31,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
+use chrono::{DateTime, Utc};
 use signal_hook::consts as sig;
 
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
+use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
 use crate::store::manifest::Reason;
@@ -76,6 +83,10 @@ pub struct Setup {
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
     pub base: Option<ImageId>,
+    /// Who started us.
+    pub scheduler: Scheduler,
+    /// When the job must be gone, where the user said so.
+    pub deadline: Option<DateTime<Utc>>,
 }
 
 impl Setup {
@@ -116,6 +127,9 @@ enum Message {
     Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
     Watched(watch::Finding),
+    Control(Box<control::Incoming>),
+    /// What the scheduler says of the job's end.
+    End(deadline::Answer),
 }
 
 /// Supervises the job until it is over.
@@ -147,11 +161,14 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         files_go: Arc::default(),
         replication: replicate::Replication::default(),
         restoring: None,
+        control: control::Control::default(),
+        line: rewind::Line::new(&shared),
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
         told: Arc::default(),
         journal: Journal::in_folder(&shared.folder.log_dir()),
+        deadline: deadline::Deadline::new(&shared),
         watch: watch::Watch::default(),
         notify: notify::Notify::of(&shared),
         since: Instant::now(),
@@ -161,11 +178,14 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     };
     owner.record(Outcome::Running, None)?;
     owner.tell_begin();
+    owner.open_control();
     owner.carry_out(actions);
     // What an interrupted run left in memory.
     owner.persist_newest();
     owner.replicate_newest();
+    owner.ask_for_the_end();
     while owner.finish.is_none() && owner.holds_the_lock() {
+        owner.mind_the_deadline();
         owner.beat();
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
@@ -180,6 +200,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         owner.leave_memory(&finish, &messages);
         owner.leave_replica(&finish, &messages);
     }
+    owner.close_control();
     signals.close();
     if let Some(error) = owner.taken_over.take() {
         // Nothing more is written; what is under way ends with this process.
@@ -244,10 +265,16 @@ struct Owner<'a> {
     read: Arc<AtomicBool>,
     /// How often that failed.
     lazy_failures: u32,
+    /// What others ask for.
+    control: control::Control,
+    /// The images that the job may go back to.
+    line: rewind::Line,
     /// Differences between images and this machine that the user knows of.
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
     journal: Journal,
+    /// When the job's time is over, and what a last snapshot takes.
+    deadline: deadline::Deadline,
     /// What is known of the job's health.
     watch: watch::Watch,
     /// The service manager, and what it was told.
@@ -276,7 +303,7 @@ impl Owner<'_> {
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
-        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
+        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed())).min(self.deadline.patience());
         let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
@@ -318,6 +345,7 @@ impl Owner<'_> {
             self.act(action);
         }
         self.watch_follows();
+        self.settle();
         self.publish();
     }
 
@@ -358,6 +386,8 @@ impl Owner<'_> {
             Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
             Message::Watched(finding) => self.watched(finding),
+            Message::Control(incoming) => self.heard(*incoming),
+            Message::End(answer) => self.end_is_known(answer),
         }
     }
 
@@ -421,23 +451,6 @@ impl Owner<'_> {
         self.remember();
     }
 
-    /// The good images of this lineage, newest first.
-    fn good_images(&self) -> Result<Vec<ImageId>, crate::store::Error> {
-        let images = self.shared.folder.copies()?;
-        let mut ids: Vec<ImageId> = images.iter().filter(|image| self.is_usable(image)).map(|image| image.id).collect();
-        ids.dedup();
-        Ok(ids)
-    }
-
-    /// Whether it is good, and of this lineage or what that began from.
-    fn is_usable(&self, image: &Image) -> bool {
-        let Setup { launch, base, .. } = &**self.shared;
-        let went_wrong = self.watch.wrong.contains(&image.id);
-        image.is_good()
-            && !went_wrong
-            && image.manifest().is_some_and(|m| m.lineage == launch.lineage || Some(m.id) == *base)
-    }
-
     // ---- what others see ----
 
     fn publish(&mut self) {
@@ -447,6 +460,8 @@ impl Owner<'_> {
         self.published.restoring = self.restoring.as_ref().and_then(keep::Moving::seen);
         self.published.loading = self.loading.map(|(_, image)| image);
         self.published.chosen(self.machine.choice());
+        self.published.due(self.machine.next_snapshot());
+        self.show();
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
             tracing::debug!("can not publish the state: {error}");
         }
@@ -458,8 +473,8 @@ impl Owner<'_> {
         let record = JobRecord {
             command: self.shared.launch.command.clone(),
             directory: self.shared.launch.directory.clone(),
-            lineage: self.shared.launch.lineage.clone(),
-            base: self.shared.base,
+            lineage: self.line.lineage.clone(),
+            base: self.line.base,
             created: self.published.begun,
             outcome,
             exit_code,
@@ -472,8 +487,10 @@ impl Owner<'_> {
     /// Records what was observed so far, for a run that goes on after this one was ended by force. One that is about to end
     /// does so at its end.
     fn remember(&self) {
-        if matches!(self.machine.state(), state::State::Running(_) | state::State::Waiting { .. })
-            && let Err(error) = self.record(Outcome::Running, None)
+        if matches!(
+            self.machine.state(),
+            state::State::Running(_) | state::State::Waiting { .. } | state::State::Suspended { .. }
+        ) && let Err(error) = self.record(Outcome::Running, None)
         {
             tracing::warn!("can not record how long the job ran: {}", chain(&error));
         }

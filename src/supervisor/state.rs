@@ -71,6 +71,8 @@ pub struct Machine<'a> {
     postponed: Option<Postponed>,
     /// What the end of this life leads to, where that is decided.
     verdict: Option<Verdict>,
+    /// See [`Machine::no_interval_from`].
+    quiet: Option<Instant>,
     pace: Pace,
 }
 
@@ -87,6 +89,7 @@ impl<'a> Machine<'a> {
             pace: Pace::default(),
             postponed: None,
             verdict: None,
+            quiet: None,
         };
         (machine, vec![Action::Start(from)])
     }
@@ -97,6 +100,7 @@ impl<'a> Machine<'a> {
         match (&self.state, self.postponed) {
             // Its turn comes with the end of the other one.
             (State::Running(_), Some(postponed)) => postponed.stop().map(|(_, until)| until),
+            (State::Running(life), None) => self.next(life),
             (state, _) => state.deadline(),
         }
     }
@@ -105,7 +109,7 @@ impl<'a> Machine<'a> {
     #[must_use]
     pub fn next_snapshot(&self) -> Option<Instant> {
         match &self.state {
-            State::Running(life) if self.postponed.is_none() => life.next,
+            State::Running(life) if self.postponed.is_none() => self.next(life),
             _ => None,
         }
     }
@@ -146,8 +150,17 @@ impl<'a> Machine<'a> {
         &self.state
     }
 
+    /// From this time on no snapshot is begun by the interval: the last one is near, and would have to wait for it.
+    pub fn no_interval_from(&mut self, time: Option<Instant>) {
+        self.quiet = time;
+    }
+
     /// Takes an event; answers what is to be done, in this order. Events that make no sense in a state change nothing.
     pub fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
+        let event = match event {
+            Event::Stop(stop) => Event::StopBy(stop, now + self.config.snapshot.grace),
+            other => other,
+        };
         match event {
             Event::PersistBegan => self.persisting = true,
             Event::PersistEnded(took) => {
@@ -219,8 +232,9 @@ impl<'a> Machine<'a> {
                 decided(decision, None, now)
             }
             (Event::Impossible { why }, _) => finish(Finish::Impossible { why }),
-            (Event::Stop(stop) | Event::StopNow(stop), _) => {
-                (State::Starting { from, then: Some(self.stop_by(stop, now)) }, vec![Action::Cancel])
+            // Nothing is to be saved: both are the same.
+            (Event::StopBy(stop, _) | Event::StopNow(stop), _) => {
+                (State::Starting { from, then: Some(Then::Stop(stop, now)) }, vec![Action::Cancel])
             }
             (Event::Rewind { image }, None | Some(Then::Rewind(_))) => {
                 (State::Starting { from, then: Some(Then::Rewind(image)) }, vec![Action::Cancel])
@@ -237,17 +251,17 @@ impl<'a> Machine<'a> {
                 let stop = self.postponed.and_then(Postponed::stop);
                 kill(stop.map_or(Ending::Unloaded, |(stop, _)| Ending::Stop(stop)), life)
             }
-            Event::Tick | Event::SnapshotNow(_) | Event::Stop(_) | Event::Suspend if self.is_busy() => {
+            Event::Tick | Event::SnapshotNow(_) | Event::StopBy(..) | Event::Suspend if self.is_busy() => {
                 self.postpone(life, event, now)
             }
             Event::PersistEnded(_) | Event::LoadEnded(Harm::None) if !self.is_busy() => match self.postponed.take() {
                 Some(Postponed { reason, then }) => snapshot(life, reason, then),
                 None => (State::Running(life), vec![]),
             },
-            Event::Tick if life.next.is_some_and(|at| at <= now) => snapshot(life, Reason::Interval, None),
+            Event::Tick if self.next(&life).is_some_and(|at| at <= now) => snapshot(life, Reason::Interval, None),
             Event::SnapshotNow(reason) => snapshot(life, reason, None),
             Event::Suspend => snapshot(life, Reason::Request, Some(Then::Suspend)),
-            Event::Stop(stop) => snapshot(life, Reason::Final, Some(self.stop_by(stop, now))),
+            Event::StopBy(stop, until) => snapshot(life, Reason::Final, Some(Then::Stop(stop, until))),
             Event::StopNow(stop) => kill(Ending::Stop(stop), life),
             Event::Rewind { image } if self.postponed.and_then(Postponed::stop).is_none() => {
                 kill(Ending::Rewind(image), life)
@@ -270,8 +284,9 @@ impl<'a> Machine<'a> {
         self.persisting || self.loading
     }
 
-    fn stop_by(&self, stop: Stop, now: Instant) -> Then {
-        Then::Stop(stop, now + self.config.snapshot.grace)
+    /// When this life is due for its next snapshot, if that is to be taken.
+    fn next(&self, life: &Life) -> Option<Instant> {
+        life.next.filter(|at| self.quiet.is_none_or(|quiet| *at < quiet))
     }
 
     /// What would begin a snapshot waits: memory that is not back yet can not be dumped, and there is one slot beside the image that is being brought to the store, and a
@@ -282,15 +297,15 @@ impl<'a> Machine<'a> {
             // No time is left for a snapshot; the image that is on its way is the last.
             (_, Some(Then::Stop(stop, until))) if until <= now => return kill(Ending::Stop(stop), life),
             (_, Some(Then::Stop(..))) => {}
-            (Event::Stop(stop), _) => {
-                self.postponed = Some(Postponed { reason: Reason::Final, then: Some(self.stop_by(stop, now)) });
+            (Event::StopBy(stop, until), _) => {
+                self.postponed = Some(Postponed { reason: Reason::Final, then: Some(Then::Stop(stop, until)) });
             }
             (_, Some(_)) => {}
             (Event::Suspend, None) => {
                 self.postponed = Some(Postponed { reason: Reason::Request, then: Some(Then::Suspend) });
             }
             (Event::SnapshotNow(reason), None) => self.postponed = Some(Postponed { reason, then: None }),
-            (_, None) if self.postponed.is_none() && life.next.is_some_and(|at| at <= now) => {
+            (_, None) if self.postponed.is_none() && self.next(&life).is_some_and(|at| at <= now) => {
                 self.postponed = Some(Postponed { reason: Reason::Interval, then: None });
             }
             _ => {}
@@ -347,10 +362,10 @@ impl<'a> Machine<'a> {
                 self.postponed = Some(Postponed { reason: Reason::Request, then: None });
                 (State::Snapshotting { life, then, ended }, vec![])
             }
-            Event::Stop(wanted) => {
+            Event::StopBy(wanted, until) => {
                 let then = match then {
                     Some(Then::Stop(..)) => then,
-                    _ => Some(self.stop_by(wanted, now)),
+                    _ => Some(Then::Stop(wanted, until)),
                 };
                 (State::Snapshotting { life, then, ended }, vec![])
             }
@@ -402,7 +417,7 @@ impl<'a> Machine<'a> {
                 (State::Suspended { from }, vec![])
             }
             (
-                Event::Stop(wanted) | Event::StopNow(wanted),
+                Event::StopBy(wanted, _) | Event::StopNow(wanted),
                 Ending::Lost | Ending::Unloaded | Ending::Suspend | Ending::Rewind(_) | Ending::Condemned,
             ) => kill(Ending::Stop(wanted), life),
             (
@@ -459,7 +474,7 @@ fn waiting(from: From, until: Instant, event: Event, now: Instant) -> (State, Ve
         Event::Tick if until <= now => start(from),
         Event::Rewind { image } => start(From::Image(image)),
         Event::Suspend => (State::Suspended { from }, vec![]),
-        Event::Stop(stop) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
+        Event::StopBy(stop, _) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
         _ => (State::Waiting { from, until }, vec![]),
     }
 }
@@ -468,7 +483,7 @@ fn suspended(from: From, event: Event) -> (State, Vec<Action>) {
     match event {
         Event::Resume => start(from),
         Event::Rewind { image } => start(From::Image(image)),
-        Event::Stop(stop) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
+        Event::StopBy(stop, _) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
         _ => (State::Suspended { from }, vec![]),
     }
 }

@@ -1,6 +1,6 @@
 //! What is wrong with the job while it runs, why a life ended, and what rules make of both.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -13,13 +13,13 @@ use serde::{Deserialize, Serialize};
 use super::events::micros;
 use super::keep::shown;
 use super::publish::Published;
+use super::rewind::Target;
 use super::state::{Ending, Event, State, Stop, Verdict};
 use super::{Message, Owner, Setup};
 use crate::config::{GpuFaults, HangAction, RuleAction};
 use crate::launch::Job;
 use crate::restart::cause::{Cause, Facts, Missing, judge};
 use crate::restart::rules::{self, Case};
-use crate::store::{BadWhy, ImageId};
 use crate::sys::process;
 use crate::sys::spawn::Ended;
 use crate::telemetry::events::What;
@@ -87,8 +87,6 @@ pub(super) struct Watch {
     from: [u64; 2],
     /// How often each rule has sent the job back, by its number from 0.
     rewinds: BTreeMap<usize, u32>,
-    /// Images of when the job's work had gone wrong. Their marks may not be where they are brought to meanwhile.
-    pub(super) wrong: BTreeSet<ImageId>,
     /// From when on work would be lost: the begin of the life, or the newest image.
     unsaved_since: Option<Instant>,
     /// Work that was lost with lives that ended, since the supervisor began.
@@ -282,25 +280,22 @@ impl Owner<'_> {
                     return Verdict::GiveUp { why };
                 }
                 *done += 1;
-                self.back_by(rule.images(), number)
+                self.back_by(rule.images())
             }
         }
     }
 
-    /// To the image that is so many back, the newest being 1; what is newer has gone wrong.
-    fn back_by(&mut self, images: usize, rule: usize) -> Verdict {
+    /// To the image that is so many back, the newest being 1. What is newer is of a line that is left.
+    fn back_by(&mut self, images: usize) -> Verdict {
         let good = self.good_images().unwrap_or_else(|error| {
             tracing::error!("can not read the images: {}", chain(&error));
             Vec::new()
         });
-        let Some(image) = good.get(images.saturating_sub(1)).or(good.last()).copied() else {
+        let Some(image) = good.get(images.saturating_sub(1)).or_else(|| good.last()).copied() else {
             tracing::warn!("there is no image to go back to");
             return Verdict::Restart;
         };
-        for newer in good.into_iter().take_while(|id| *id != image) {
-            self.watch.wrong.insert(newer);
-            self.mark_copies(newer, BadWhy::WentWrong, &format!("rule {rule} went back to image {image}"));
-        }
+        self.line.aim(Target::new(image, good.first() != Some(&image)));
         tracing::warn!("going back to image {image}");
         Verdict::Rewind(image)
     }

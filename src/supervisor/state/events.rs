@@ -1,6 +1,6 @@
 //! What goes into a step and what comes out of it.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::restart::policy::From;
 use crate::store::ImageId;
@@ -112,8 +112,10 @@ pub enum Event {
     Condemn(Verdict),
     /// What the end that is reported next leads to.
     Judged(Verdict),
-    /// Take a last one, then stop.
+    /// Take a last one within `snapshot.grace`, then stop.
     Stop(Stop),
+    /// Take a last one until then, then stop.
+    StopBy(Stop, Instant),
     /// Stop at once.
     StopNow(Stop),
     /// A time that [`Machine::deadline`](super::Machine::deadline) named may have come.

@@ -420,6 +420,94 @@ fn verdict() -> impl Strategy<Value = Verdict> {
     ]
 }
 
+#[test]
+fn a_stop_with_a_time_of_its_own_is_bound_by_that() {
+    let config = Config::default();
+    let now = Instant::now();
+    let until = now + Duration::from_secs(300);
+    let (mut machine, _) = Machine::new(&config, From::Cold);
+    machine.step(Event::Started, now);
+    assert_eq!(machine.step(Event::StopBy(Stop::Requeue, until), now), [Action::Snapshot(Reason::Final)]);
+    assert_eq!(machine.deadline(), Some(until));
+    // A first signal changes nothing: the stop is under way.
+    assert_eq!(machine.step(Event::Stop(TERM), now), []);
+    assert_eq!(machine.step(Event::Tick, until - Duration::from_secs(1)), []);
+    assert_eq!(machine.step(Event::Tick, until), [Action::Cancel, Action::Kill]);
+    assert_eq!(machine.step(killed(&[]), until), [Action::Finish(Finish::Stopped(Stop::Requeue))]);
+    // It waits for the image before it as any other does.
+    let (mut machine, _) = Machine::new(&config, From::Cold);
+    machine.step(Event::Started, now);
+    machine.step(Event::PersistBegan, now);
+    assert_eq!(machine.step(Event::StopBy(Stop::Requeue, until), now), []);
+    assert_eq!(machine.deadline(), Some(until));
+    assert_eq!(machine.step(PERSISTED, now), [Action::Snapshot(Reason::Final)]);
+}
+
+#[test]
+fn near_the_last_snapshot_none_is_begun_by_the_interval() {
+    let config = Config::default();
+    let now = Instant::now();
+    let due = now + Duration::from_secs(600);
+    let (mut machine, _) = Machine::new(&config, From::Cold);
+    machine.step(Event::Started, now);
+    machine.no_interval_from(Some(due));
+    assert_eq!((machine.deadline(), machine.step(Event::Tick, due)), (None, vec![]));
+    machine.step(Event::PersistBegan, due);
+    machine.step(Event::Tick, due);
+    assert!(!machine.is_postponed());
+    machine.step(PERSISTED, due);
+    assert_eq!(machine.step(NOW, due), [Action::Snapshot(Reason::Signal)], "who asks gets one");
+    machine.step(TAKEN, due);
+    // It was put off: there is time again.
+    let (mut machine, _) = Machine::new(&config, From::Cold);
+    machine.step(Event::Started, now);
+    machine.no_interval_from(Some(due));
+    machine.no_interval_from(Some(due + Duration::from_millis(1)));
+    assert_eq!(machine.deadline(), Some(due));
+    assert_eq!(machine.step(Event::Tick, due), [Action::Snapshot(Reason::Interval)]);
+}
+
+#[test]
+fn every_stop_ends_every_state() {
+    let config = Config::default();
+    let now = Instant::now();
+    let until = now + Duration::from_secs(60);
+    let started = vec![Event::Started];
+    let with = |more: &[Event]| [&started, more].concat();
+    let states = [
+        ("starting", vec![]),
+        ("running", started.clone()),
+        ("running", with(&[Event::PersistBegan])),
+        ("running", with(&[Event::LoadBegan])),
+        ("snapshotting", with(&[NOW])),
+        ("snapshotting", with(&[Event::Stop(TERM)])),
+        ("stopping", with(&[Event::StopNow(TERM)])),
+        ("stopping", with(&[Event::LoadEnded(Harm::Lost)])),
+        ("waiting", with(&[killed(&[1])])),
+        ("suspended", with(&[Event::Suspend, TAKEN, killed(&[1])])),
+    ];
+    for (name, before) in states {
+        for stop in [Event::Stop(TERM), Event::StopNow(TERM), Event::StopBy(Stop::Requeue, until)] {
+            for twice in [None, Some(Event::StopNow(TERM))] {
+                let (mut machine, _) = Machine::new(&config, From::Cold);
+                let mut actions: Vec<Action> =
+                    before.iter().flat_map(|event| machine.step(event.clone(), now)).collect();
+                assert_eq!(machine.state().name(), name, "{before:?}");
+                actions.extend(machine.step(stop.clone(), now));
+                twice.iter().for_each(|event| actions.extend(machine.step(event.clone(), now)));
+                // All that can still be reported, and then the time is over.
+                for event in [PERSISTED, Event::LoadEnded(Harm::None), TAKEN, killed(&[1])] {
+                    actions.extend(machine.step(event, now));
+                }
+                actions.extend(machine.step(Event::StartFailed { why: String::new() }, now));
+                let context = format!("{name} {before:?} {stop:?} {twice:?}: {actions:?}");
+                assert_eq!(machine.state(), &State::Done, "{context}");
+                assert!(matches!(actions.last(), Some(Action::Finish(Finish::Stopped(_)))), "{context}");
+            }
+        }
+    }
+}
+
 fn event() -> impl Strategy<Value = Event> {
     let images = proptest::collection::vec(1u32..4, 0..3).prop_map(|mut n| {
         n.sort_unstable();
@@ -450,6 +538,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => verdict().prop_map(Event::Condemn),
         1 => verdict().prop_map(Event::Judged),
         1 => stop.clone().prop_map(Event::Stop),
+        1 => stop.clone().prop_map(|stop| Event::StopBy(stop, Instant::now() + Duration::from_secs(60))),
         1 => stop.prop_map(Event::StopNow),
     ]
 }
@@ -460,9 +549,11 @@ proptest! {
     fn invariants_hold_over_any_sequence(
         events in proptest::collection::vec((0u64..700, event()), 0..60),
         config in prop_oneof![Just(Config::default()), Just(auto())],
+        quiet in proptest::option::of(0u64..9000),
     ) {
         let (mut machine, first) = Machine::new(&config, From::Cold);
         let mut now = Instant::now();
+        machine.no_interval_from(quiet.map(|after| now + Duration::from_secs(after)));
         let (mut alive, mut starting, mut snapshot, mut finished) = (false, false, false, 0);
         let (mut persisting, mut loading) = (false, false);
         let mut check = |actions: Vec<Action>, alive: &mut bool, starting: &mut bool, snapshot: &mut bool, busy: bool| {
