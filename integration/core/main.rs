@@ -10,6 +10,7 @@ mod supervisor;
 
 mod commands;
 mod compat;
+mod control;
 mod damage;
 mod deadline;
 mod events;
