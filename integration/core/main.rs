@@ -10,7 +10,9 @@ mod supervisor;
 
 mod commands;
 mod compat;
+mod control;
 mod damage;
+mod deadline;
 mod events;
 mod forks;
 mod interval;

@@ -3,7 +3,8 @@
 use super::storage::ReplicaUrl;
 
 /// The tables of the file, in its order.
-pub(super) const SECTIONS: &[&str] = &["job", "snapshot", "store", "replica", "restart", "scheduler", "log", "criu"];
+pub(super) const SECTIONS: &[&str] =
+    &["job", "snapshot", "store", "replica", "restart", "scheduler", "log", "control", "criu"];
 
 /// One key.
 #[derive(Debug, PartialEq, Eq)]
@@ -27,6 +28,8 @@ pub(super) enum Shape {
     Flag,
     /// Integers with commas between.
     Codes,
+    /// Words with blanks between.
+    Words,
     /// NAME=VALUE with commas between; each name is an entry with its own origin.
     Map,
 }
@@ -45,6 +48,7 @@ const fn key(path: &'static str, shape: Shape, expects: &'static str) -> Key {
 pub(super) const KEYS: &[Key] = &[
     key("version", Shape::Count, "1"),
     key("job.name", Shape::Text, "text"),
+    key("job.command", Shape::Words, "a list of words in quotes, such as [\"python3\", \"train.py\"]"),
     key("job.directory", Shape::Text, "text with an absolute path"),
     key("job.user", Shape::Text, "text with a user's name or number"),
     key("job.umask", Shape::Text, "text with an octal number from 000 to 777, such as \"022\""),
@@ -125,6 +129,7 @@ pub(super) const KEYS: &[Key] = &[
     key("log.level", Shape::Text, "\"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),
+    key("control.directory", Shape::Text, "text with an absolute path"),
     key("criu.path", Shape::Text, "text with an absolute path"),
 ];
 

@@ -15,7 +15,7 @@ use crate::telemetry::events::{Event, What};
 impl Owner<'_> {
     /// The one door for what happened.
     pub(super) fn tell(&mut self, what: What) {
-        let event = Event::now(&self.shared.launch.lineage, what);
+        let event = Event::now(&self.line.lineage, what);
         self.deadline.observe(&event);
         self.journal.append(&event);
     }

@@ -5,6 +5,7 @@
 //! job's namespaces down ([`crate::launch::world`]); the next run sweeps what is left in the store and goes on from the
 //! newest image, be it in memory or in the store.
 
+mod control;
 mod deadline;
 mod events;
 pub mod interval;
@@ -15,6 +16,8 @@ mod publish;
 pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
 mod replicate;
+mod rewind;
+pub(crate) use rewind::new_lineage;
 mod result;
 pub use result::RunResult;
 mod start;
@@ -120,6 +123,7 @@ enum Message {
     Persisted(Box<keep::Outcome>),
     Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
+    Control(Box<control::Incoming>),
     /// What the scheduler says of the job's end.
     End(deadline::Answer),
 }
@@ -153,6 +157,8 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         files_go: Arc::default(),
         replication: replicate::Replication::default(),
         restoring: None,
+        control: control::Control::default(),
+        line: rewind::Line::new(&shared),
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
@@ -168,6 +174,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     };
     owner.record(Outcome::Running, None)?;
     owner.tell_begin();
+    owner.open_control();
     owner.carry_out(actions);
     // What an interrupted run left in memory.
     owner.persist_newest();
@@ -189,6 +196,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         owner.leave_memory(&finish, &messages);
         owner.leave_replica(&finish, &messages);
     }
+    owner.close_control();
     signals.close();
     if let Some(error) = owner.taken_over.take() {
         // Nothing more is written; what is under way ends with this process.
@@ -253,6 +261,10 @@ struct Owner<'a> {
     read: Arc<AtomicBool>,
     /// How often that failed.
     lazy_failures: u32,
+    /// What others ask for.
+    control: control::Control,
+    /// The images that the job may go back to.
+    line: rewind::Line,
     /// Differences between images and this machine that the user knows of.
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
@@ -328,6 +340,7 @@ impl Owner<'_> {
         for action in actions {
             self.act(action);
         }
+        self.settle();
         self.publish();
     }
 
@@ -367,6 +380,7 @@ impl Owner<'_> {
             Message::Persisted(outcome) => self.persisted(*outcome),
             Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
+            Message::Control(incoming) => self.heard(*incoming),
             Message::End(answer) => self.end_is_known(answer),
         }
     }
@@ -431,20 +445,6 @@ impl Owner<'_> {
         self.remember();
     }
 
-    /// The good images of this lineage, newest first.
-    fn good_images(&self) -> Result<Vec<ImageId>, crate::store::Error> {
-        let images = self.shared.folder.copies()?;
-        let mut ids: Vec<ImageId> = images.iter().filter(|image| self.is_usable(image)).map(|image| image.id).collect();
-        ids.dedup();
-        Ok(ids)
-    }
-
-    /// Whether it is good, and of this lineage or what that began from.
-    fn is_usable(&self, image: &Image) -> bool {
-        let Setup { launch, base, .. } = &**self.shared;
-        image.is_good() && image.manifest().is_some_and(|m| m.lineage == launch.lineage || Some(m.id) == *base)
-    }
-
     // ---- what others see ----
 
     fn publish(&mut self) {
@@ -454,6 +454,8 @@ impl Owner<'_> {
         self.published.restoring = self.restoring.as_ref().and_then(keep::Moving::seen);
         self.published.loading = self.loading.map(|(_, image)| image);
         self.published.chosen(self.machine.choice());
+        self.published.due(self.machine.next_snapshot());
+        self.show();
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
             tracing::debug!("can not publish the state: {error}");
         }
@@ -465,8 +467,8 @@ impl Owner<'_> {
         let record = JobRecord {
             command: self.shared.launch.command.clone(),
             directory: self.shared.launch.directory.clone(),
-            lineage: self.shared.launch.lineage.clone(),
-            base: self.shared.base,
+            lineage: self.line.lineage.clone(),
+            base: self.line.base,
             created: self.published.begun,
             outcome,
             exit_code,
@@ -479,8 +481,10 @@ impl Owner<'_> {
     /// Records what was observed so far, for a run that goes on after this one was ended by force. One that is about to end
     /// does so at its end.
     fn remember(&self) {
-        if matches!(self.machine.state(), state::State::Running(_) | state::State::Waiting { .. })
-            && let Err(error) = self.record(Outcome::Running, None)
+        if matches!(
+            self.machine.state(),
+            state::State::Running(_) | state::State::Waiting { .. } | state::State::Suspended { .. }
+        ) && let Err(error) = self.record(Outcome::Running, None)
         {
             tracing::warn!("can not record how long the job ran: {}", chain(&error));
         }

@@ -156,6 +156,16 @@ pub enum What {
         /// After this pause.
         after_us: u64,
     },
+    /// The job goes back to an image, because that was asked for.
+    Rewinding {
+        /// Which.
+        image: ImageId,
+    },
+    /// The job has given back what it used, until it is called back.
+    Suspended {
+        /// It will go on from this image; without one from its beginning.
+        image: Option<ImageId>,
+    },
     /// The job's time is over: a last snapshot, then it is stopped.
     LastCall {
         /// When it is over.
