@@ -3,7 +3,7 @@
 use chrono::Local;
 
 use super::watch::{Row, moving};
-use crate::report::words::{share, size, time};
+use crate::report::words::{share, size, time, whole};
 
 /// How a piece of text looks. Without colour only `Strong` and `Chosen` do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,16 +96,11 @@ fn dash(text: Option<String>) -> (Tone, String) {
 const COLUMNS: [Column; 10] = [
     Column { name: "JOB", right: false, keep: 9, cell: |row| (Tone::Strong, row.job.clone()) },
     Column { name: "STATE", right: false, keep: 8, cell: |row| (tone(&row.state), row.state.clone()) },
-    Column { name: "UP", right: true, keep: 5, cell: |row| dash(row.up_us.map(time)) },
+    Column { name: "UP", right: true, keep: 5, cell: |row| dash(row.up_us.map(whole)) },
     Column { name: "GOODPUT", right: true, keep: 7, cell: |row| dash(row.goodput_ppm.map(share)) },
     Column { name: "FREEZE", right: true, keep: 6, cell: |row| dash(row.freezes.last().copied().map(time)) },
     Column { name: "FREEZES", right: false, keep: 1, cell: |row| (Tone::Good, spark(&row.freezes)) },
-    Column {
-        name: "NEXT",
-        right: true,
-        keep: 4,
-        cell: |row| dash(row.next_us.map(|us| time(us / 1_000_000 * 1_000_000))),
-    },
+    Column { name: "NEXT", right: true, keep: 4, cell: |row| dash(row.next_us.map(whole)) },
     Column {
         name: "STORING",
         right: true,
@@ -180,7 +175,7 @@ fn spark(freezes: &[u64]) -> String {
 
 /// The selected job in three lines.
 fn summary(row: &Row) -> Vec<Line> {
-    let age = row.age_us.map_or_else(|| "no snapshot yet".into(), |us| format!("last snapshot {} ago", time(us)));
+    let age = row.age_us.map_or_else(|| "no snapshot yet".into(), |us| format!("last snapshot {} ago", whole(us)));
     let counts = format!("{age}, {} failures, {} of work lost", row.failures, time(row.lost_us));
     let last = match (&row.trouble, row.events.last()) {
         (Some(trouble), _) => (Tone::Bad, trouble.clone()),

@@ -141,7 +141,7 @@ impl Followed {
             lost_us: times.of(Kind::Lost),
             freezes,
             age_us: snapshots.last().map(|last| between(last.at, micros)),
-            next_us: live.as_ref().and_then(|_| next(&self.folder)).map(until),
+            next_us: live.as_ref().and_then(|live| live.next).map(until),
             disk: self.disk.map_or(0, |(_, bytes)| bytes),
             restarts: history.restarts().len(),
             failures: history.failures().iter().filter(|failure| failure.what.is_death()).count(),
@@ -157,10 +157,4 @@ impl Followed {
 /// The way of an image, for people.
 pub(super) fn moving(moving: &Persisting) -> String {
     format!("{} % {}/s", moving.percent(), words::size(moving.rate))
-}
-
-/// When the next snapshot is due.
-fn next(folder: &JobFolder) -> Option<DateTime<Utc>> {
-    let state: serde_json::Value = serde_json::from_slice(&std::fs::read(folder.state_file()).ok()?).ok()?;
-    state.get("next")?.as_str()?.parse().ok()
 }
