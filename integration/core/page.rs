@@ -85,8 +85,9 @@ fn measured(browser: &str, dir: &Path, page: &str, more: &[&str]) -> (String, St
         for (const frame of document.querySelectorAll('iframe')) {
             const inner = frame.contentDocument;
             inner.querySelectorAll('details').forEach(it => it.open = true);
+            const root = inner.documentElement;
             const colour = frame.contentWindow.getComputedStyle(inner.body).backgroundColor;
-            said += `[${frame.clientWidth} ${inner.documentElement.scrollWidth} ${colour}]`;
+            said += `[${frame.clientWidth} ${root.scrollWidth} ${colour}]`;
         }
         document.body.innerHTML = said; }</script>",
     );
@@ -94,7 +95,17 @@ fn measured(browser: &str, dir: &Path, page: &str, more: &[&str]) -> (String, St
     std::fs::write(&file, text).unwrap();
     // A browser that hangs is ended with all of its processes.
     let out = Command::new("timeout")
-        .args(["-k", "5", "60", browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"])
+        .args([
+            "-k",
+            "5",
+            "60",
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--hide-scrollbars",
+        ])
         .args(["--no-first-run", "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom"])
         .args(more)
         .arg(format!("--user-data-dir={}", dir.join("profile").display()))
