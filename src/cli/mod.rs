@@ -19,6 +19,7 @@ mod show;
 mod status;
 mod stop;
 mod tag;
+mod top;
 mod verify;
 
 use std::ffi::OsString;
@@ -104,6 +105,8 @@ enum Command {
         /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
         image: String,
     },
+    /// Watch all jobs of the store in the terminal: q quits, arrows select, Enter shows a job's recent events
+    Top,
     /// Write a page of what became of a job's time: goodput, freezes, failures, the store
     Report(report::ReportArgs),
     /// Check that nothing of the images is missing; with --read-data, every byte
@@ -205,6 +208,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Stop(args) => stop::stop(global, args),
         Command::List(args) => list::list(global, args),
         Command::Show { image } => show::show(global, image),
+        Command::Top => top::top(global),
         Command::Report(args) => report::report(global, args),
         Command::Verify(args) => verify::verify(global, args),
         Command::Repair(args) => repair::repair(global, args),
