@@ -7,6 +7,7 @@ mod doctor;
 pub mod exit;
 mod job_args;
 mod list;
+mod logs;
 mod man;
 pub mod output;
 mod progress;
@@ -96,6 +97,8 @@ enum Command {
     Rewind(control::RewindArgs),
     /// Take a last snapshot, then stop the job and its supervisor; the same `run` goes on from it
     Stop(stop::StopArgs),
+    /// Print the output of a job, through rotations and restarts
+    Logs(logs::LogsArgs),
     /// List jobs, or the images of a job
     #[command(visible_alias = "ls")]
     List(list::ListArgs),
@@ -203,6 +206,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Resume(args) => control::resume(global, args),
         Command::Rewind(args) => control::rewind(global, args),
         Command::Stop(args) => stop::stop(global, args),
+        Command::Logs(args) => logs::logs(global, args),
         Command::List(args) => list::list(global, args),
         Command::Show { image } => show::show(global, image),
         Command::Report(args) => report::report(global, args),
