@@ -44,7 +44,8 @@ impl Tail {
     /// # Errors
     /// When it can not be read or written.
     pub fn copy_older(&mut self, to: &mut dyn Write) -> io::Result<()> {
-        self.older = self.rotated().next();
+        let newest = self.rotated().next();
+        self.older = newest;
         for n in (1..=self.rotated().count()).rev() {
             copy(&File::open(numbered(&self.path, n))?, 0, &mut |bytes| to.write_all(bytes))?;
         }
