@@ -20,6 +20,7 @@ mod show;
 mod status;
 mod stop;
 mod tag;
+mod top;
 mod verify;
 
 use std::ffi::OsString;
@@ -107,6 +108,8 @@ enum Command {
         /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
         image: String,
     },
+    /// Watch all jobs of the store in the terminal: q quits, arrows select, Enter shows a job's recent events
+    Top,
     /// Write a page of what became of a job's time: goodput, freezes, failures, the store
     Report(report::ReportArgs),
     /// Check that nothing of the images is missing; with --read-data, every byte
@@ -209,6 +212,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Logs(args) => logs::logs(global, args),
         Command::List(args) => list::list(global, args),
         Command::Show { image } => show::show(global, image),
+        Command::Top => top::top(global),
         Command::Report(args) => report::report(global, args),
         Command::Verify(args) => verify::verify(global, args),
         Command::Repair(args) => repair::repair(global, args),
