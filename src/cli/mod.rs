@@ -7,6 +7,7 @@ mod doctor;
 pub mod exit;
 mod job_args;
 mod list;
+mod logs;
 mod man;
 pub mod output;
 mod progress;
@@ -97,6 +98,8 @@ enum Command {
     Rewind(control::RewindArgs),
     /// Take a last snapshot, then stop the job and its supervisor; the same `run` goes on from it
     Stop(stop::StopArgs),
+    /// Print the output of a job, through rotations and restarts
+    Logs(logs::LogsArgs),
     /// List jobs, or the images of a job
     #[command(visible_alias = "ls")]
     List(list::ListArgs),
@@ -206,6 +209,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Resume(args) => control::resume(global, args),
         Command::Rewind(args) => control::rewind(global, args),
         Command::Stop(args) => stop::stop(global, args),
+        Command::Logs(args) => logs::logs(global, args),
         Command::List(args) => list::list(global, args),
         Command::Show { image } => show::show(global, image),
         Command::Top => top::top(global),
