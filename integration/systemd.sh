@@ -22,6 +22,7 @@ if [ "${1:-}" = --inside ]; then
       sleep 0.1
     done
   }
+  # shellcheck disable=SC2329 # called by until_
   beyond() { [ "$(counted)" -gt "$1" ]; }
   goes_on() { until_ 'it counts on' beyond $(($(counted) + 2)); }
   # shellcheck disable=SC2053 # a pattern
@@ -80,6 +81,7 @@ fi
 binary=${CARGO_TARGET_DIR:-target}/debug/rekindle
 [ "${1:-}" != --binary ] || binary=$2
 binary=$(readlink -f "$binary")
+: "${REKINDLE_CRIU:?names no CRIU}"
 
 # ---- outside: the root, and systemd in it ----
 work=${REKINDLE_SYSTEMD_INSIDE:-}
