@@ -7,8 +7,9 @@
 #
 # The executable needs the C library, with libgcc, and nothing else: TLS, compression and hashing are in it, and so are
 # the job's init and the interposer. The C library can not be: libcuda.so.1 and NVML are opened while rekindle runs, and
-# need the one of the machine, from 2.34 on (Debian 12, Ubuntu 22.04, RHEL 9) where it is made on Debian 12. The same source and toolchain give the same bytes: times are those of the last commit
-# (SOURCE_DATE_EPOCH, where it is set), and paths of this machine stay out. DEBFULLNAME and DEBEMAIL name who made it.
+# need the one of the machine, from 2.34 on (Debian 12, Ubuntu 22.04, RHEL 9) where it is made on Debian 12. The same
+# source and toolchain give the same bytes: times are those of the last commit (SOURCE_DATE_EPOCH, where it is set), and
+# paths of this machine stay out. DEBFULLNAME and DEBEMAIL name who made it.
 set -euo pipefail
 export LC_ALL=C TZ=UTC
 umask 022
@@ -25,7 +26,7 @@ while [ $# -gt 0 ]; do
     --out) out=$2; shift 2 ;;
     --fast) level=0; shift ;;
     deb | tar) kinds+=("$1"); shift ;;
-    -h | --help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) say "unknown argument '$1': --help has those there are"; exit 2 ;;
   esac
 done
