@@ -3,7 +3,8 @@
 use super::storage::ReplicaUrl;
 
 /// The tables of the file, in its order.
-pub(super) const SECTIONS: &[&str] = &["job", "snapshot", "store", "replica", "restart", "log", "criu"];
+pub(super) const SECTIONS: &[&str] =
+    &["job", "snapshot", "store", "replica", "restart", "hooks", "metrics", "log", "criu"];
 
 /// One key.
 #[derive(Debug, PartialEq, Eq)]
@@ -27,6 +28,8 @@ pub(super) enum Shape {
     Flag,
     /// Integers with commas between.
     Codes,
+    /// Words with blanks between.
+    Words,
     /// NAME=VALUE with commas between; each name is an entry with its own origin.
     Map,
 }
@@ -35,6 +38,8 @@ const DURATION: &str = "a duration with a unit, such as \"90s\" or \"10m\"";
 const SIZE: &str = "a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
 const RATE: &str = "\"unlimited\", or a size for each second such as \"500MB\" or a whole number of bytes";
 const COUNT: &str = "a whole number from 0 to 4294967295";
+const WORDS: &str =
+    "a list of words in quotes, the program and its arguments, such as [\"/usr/local/bin/tell\", \"-v\"]";
 const CODES: &str = "a list of exit codes from 1 to 255, such as [1, 137]";
 
 const fn key(path: &'static str, shape: Shape, expects: &'static str) -> Key {
@@ -114,7 +119,24 @@ pub(super) const KEYS: &[Key] = &[
     key("restart.cold-start", Shape::Text, "\"allow\" or \"never\""),
     key("restart.restore-timeout", Shape::Text, DURATION),
     key("restart.lazy", Shape::Text, "\"off\" or \"on\""),
+    key("hooks.before-snapshot", Shape::Words, WORDS),
+    key("hooks.after-snapshot", Shape::Words, WORDS),
+    key("hooks.before-restore", Shape::Words, WORDS),
+    key("hooks.after-restore", Shape::Words, WORDS),
+    key("hooks.on-failure", Shape::Words, WORDS),
+    key("hooks.on-completion", Shape::Words, WORDS),
+    key("hooks.timeout", Shape::Text, DURATION),
+    key("hooks.on-error", Shape::Text, "\"ignore\" or \"refuse\""),
+    key("hooks.failed-snapshots", Shape::Count, COUNT),
+    key(
+        "hooks.webhook",
+        Shape::Text,
+        "text with an address, https://HOST/PATH, without a user and password before the host",
+    ),
+    key("metrics.textfile", Shape::Text, "text with an absolute path"),
+    key("metrics.listen", Shape::Text, "text with an address and a port, such as \"127.0.0.1:9464\""),
     key("log.level", Shape::Text, "\"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
+    key("log.format", Shape::Text, "\"text\" or \"json\""),
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),
     key("criu.path", Shape::Text, "text with an absolute path"),
@@ -125,7 +147,7 @@ impl Key {
     /// mistake that must not end in a log.
     pub(super) fn is_secret(&self, value: &str) -> bool {
         match self.path {
-            "job.environment" => true,
+            "job.environment" | "hooks.webhook" => true,
             "replica.url" => ReplicaUrl::may_be_secret(value),
             _ => false,
         }

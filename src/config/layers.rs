@@ -179,6 +179,10 @@ impl Layers {
                 self.settings.push(whole(flag));
             }
             Shape::Codes => self.settings.push(whole(Value::Array(items().map(integer).collect()))),
+            Shape::Words => {
+                let words = text.split_whitespace().map(Value::from).collect();
+                self.settings.push(whole(Value::Array(words)));
+            }
             Shape::Map => {
                 for item in items() {
                     match item.split_once('=') {

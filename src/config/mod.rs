@@ -18,6 +18,7 @@ mod layers;
 mod model;
 mod rules;
 mod storage;
+mod tell;
 #[cfg(test)]
 mod tests;
 mod value;
@@ -35,6 +36,7 @@ pub use model::{
     Replica, Restart, Snapshot, Staging, Store, Tcp, VERSION,
 };
 pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit};
+pub use tell::{Hooks, LogFormat, Metrics, OnError, WebhookUrl};
 pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate, Stdin, Umask};
 
 use layers::{Layers, Setting};

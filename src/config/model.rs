@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
+use super::tell::{Hooks, LogFormat, Metrics};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 
 /// The only configuration format there is so far.
@@ -29,6 +30,10 @@ pub struct Config {
     pub replica: Replica,
     /// What to do when the job dies.
     pub restart: Restart,
+    /// Commands and an address that are told what happens.
+    pub hooks: Hooks,
+    /// Numbers for Prometheus.
+    pub metrics: Metrics,
     /// The job's output and our own messages.
     pub log: Log,
     /// Which CRIU to use.
@@ -309,6 +314,8 @@ pub enum ColdStart {
 pub struct Log {
     /// How much rekindle says.
     pub level: Level,
+    /// In which form.
+    pub format: LogFormat,
     /// Size at which a file of the job's output is rotated.
     pub max_size: ByteSize,
     /// Rotated files kept beside the current one.
@@ -353,6 +360,8 @@ impl Default for Config {
             store: Store::default(),
             replica: Replica::default(),
             restart: Restart::default(),
+            hooks: Hooks::default(),
+            metrics: Metrics::default(),
             log: Log::default(),
             criu: Criu::default(),
         }
@@ -432,6 +441,6 @@ impl Default for Restart {
 
 impl Default for Log {
     fn default() -> Log {
-        Log { level: Level::default(), max_size: ByteSize::mib(64), keep: 5 }
+        Log { level: Level::default(), format: LogFormat::default(), max_size: ByteSize::mib(64), keep: 5 }
     }
 }
