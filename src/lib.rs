@@ -25,14 +25,16 @@
 //! - [`store`]: one folder a job, one image a snapshot, in memory first; chunks in packs, retention, verify, repair, replica.
 //! - [`restart`]: why did it end, is it worth another try, from which image; put files back, restore.
 //! - [`supervisor`]: the one owner of the state; a pure `step` function and the loop that carries out its actions.
+//! - [`hooks`]: commands and a webhook that are told what happens.
 //! - [`doctor`]: what `run` needs of the machine: found, judged, each with a fix.
 //! - [`sys`]: the only code with `unsafe` of this crate: spawning into namespaces, CRIU's protocol, libcuda, ptrace, pages of
 //!   files, durable writes.
-//! - [`telemetry`]: logs for people.
+//! - [`telemetry`]: logs for people, events and metrics for programs.
 
 pub mod cli;
 pub mod config;
 pub mod doctor;
+pub mod hooks;
 pub mod launch;
 pub mod restart;
 pub mod snapshot;

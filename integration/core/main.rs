@@ -13,6 +13,7 @@ mod compat;
 mod damage;
 mod events;
 mod forks;
+mod hooks;
 mod interval;
 mod kinds;
 mod ladder;

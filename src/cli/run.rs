@@ -346,6 +346,8 @@ fn environment(config: &Config, user: Option<&Identity>) -> BTreeMap<OsString, O
             kept.iter().filter_map(|name| Some((OsString::from(name), std::env::var_os(name)?))).collect()
         }
     };
+    // It is a secret, and the job may be another user's.
+    all.remove(OsStr::new("REKINDLE_HOOKS_WEBHOOK"));
     if let Some(user) = user {
         all.insert("HOME".into(), user.home.clone().into());
         all.insert("USER".into(), user.name.clone().into());

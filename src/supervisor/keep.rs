@@ -11,6 +11,7 @@ use super::events::micros;
 use super::publish::Persisting;
 use super::state::{Event, Finish, Harm, State};
 use super::{Message, Owner, PROGRESS, Setup};
+use crate::hooks::Passed;
 use crate::snapshot::{self, Subject, Taken};
 use crate::store::gc;
 use crate::store::persist::{self, Progress};
@@ -93,7 +94,8 @@ impl Owner<'_> {
         let (setup, files, cancel, sender) =
             (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
         let interval = self.machine.choice().cloned();
-        self.tell(What::SnapshotBegan { reason });
+        let event = self.tell(What::SnapshotBegan { reason });
+        let gate = self.before_snapshot(&event, reason);
         self.spawn("snapshot", move || {
             let subject = Subject {
                 job: &job,
@@ -107,7 +109,12 @@ impl Owner<'_> {
                 output: &files,
                 interval: interval.as_ref(),
             };
-            let result = snapshot::take(&subject, reason, &|| cancel.load(Ordering::Relaxed));
+            let cancelled = || cancel.load(Ordering::Relaxed);
+            let result = match gate.map_or(Passed::Yes, |gate| gate.pass(&cancelled)) {
+                Passed::Yes => snapshot::take(&subject, reason, &cancelled),
+                Passed::Refused(refused) => Err(refused.into()),
+                Passed::CalledOff => Err(snapshot::Error::Cancelled),
+            };
             drop(job);
             let _ = sender.send(Message::Snapshot(Box::new(result)));
         });
@@ -334,6 +341,7 @@ impl Owner<'_> {
                 Ok(Message::Persisted(outcome)) => self.persisted(*outcome),
                 Ok(Message::Replicated(report)) => self.replicated(*report),
                 Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => self.stops += 1,
+                Ok(Message::Hook(report)) => self.hook_failed(report),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,

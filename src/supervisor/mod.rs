@@ -6,6 +6,7 @@
 //! newest image, be it in memory or in the store.
 
 mod events;
+mod hooks;
 pub mod interval;
 mod keep;
 mod load;
@@ -106,6 +107,7 @@ enum Message {
     Persisted(Box<keep::Outcome>),
     Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
+    Hook(crate::hooks::Report),
 }
 
 /// Supervises the job until it is over.
@@ -121,8 +123,10 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let signals = listen(sender.clone()).map_err(|source| Error::Io { what: "handling signals", source })?;
     let (machine, actions) = Machine::new(&shared.config, shared.from);
     let machine = machine.recalling(recall(&shared));
+    let listeners = hooks::Listeners::new(&shared, &sender);
     let mut owner = Owner {
         shared: &shared,
+        listeners,
         files,
         machine,
         sender,
@@ -177,6 +181,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     // All is done but for that reader: whoever does not want to wait for it can end us.
     inherited::let_end_us(&OURS);
     owner.record_in_replica(&finish);
+    owner.leave_hooks(&messages);
     drop(follower);
     recorded.map(|()| finish)
 }
@@ -202,6 +207,8 @@ fn listen(sender: mpsc::Sender<Message>) -> std::io::Result<signal_hook::iterato
 
 struct Owner<'a> {
     shared: &'a Arc<Setup>,
+    /// Hooks and the webhook.
+    listeners: hooks::Listeners,
     files: output::Files,
     machine: Machine<'a>,
     sender: mpsc::Sender<Message>,
@@ -338,6 +345,7 @@ impl Owner<'_> {
             Message::Persisted(outcome) => self.persisted(*outcome),
             Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
+            Message::Hook(report) => self.hook_failed(report),
         }
     }
 

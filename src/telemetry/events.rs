@@ -59,6 +59,11 @@ pub enum What {
         /// The interval, as configured.
         interval: String,
     },
+    /// An image is about to be restored.
+    RestoreBegan {
+        /// Which.
+        image: ImageId,
+    },
     /// The job runs.
     Started {
         /// The pid of the command's process, as the host sees it.
@@ -154,6 +159,13 @@ pub enum What {
         exit_code: Option<i32>,
         /// Why, in words, where it failed.
         why: Option<String>,
+    },
+    /// A hook, or the webhook, did not do what it should.
+    HookFailed {
+        /// Which: before-snapshot, on-failure and so on, or webhook.
+        hook: String,
+        /// Why, in words.
+        why: String,
     },
     /// One that a newer version wrote.
     #[serde(other)]
