@@ -18,7 +18,7 @@ use crate::launch;
 use crate::sys::spawn::{self, Child, Ended, Spawn};
 
 /// The end of what a hook wrote, for the message about it.
-const KEPT: usize = 2048;
+const KEPT: usize = 400;
 /// How often it is asked whether it shall still run.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long one that was killed may take to be gone, on a machine that is busy.
@@ -86,7 +86,10 @@ pub(super) fn run(
             Ok(())
         }
         Ok(()) => Err(Error::Ended { ended, output: tail.text() }),
-        Err(Error::TooLong { .. }) => Err(Error::TooLong { after: limit, output: tail.text() }),
+        Err(Error::TooLong { .. }) => {
+            let after = Duration::from_millis(u64::try_from(limit.as_millis()).unwrap_or(u64::MAX));
+            Err(Error::TooLong { after, output: tail.text() })
+        }
         Err(error) => Err(error),
     }
 }

@@ -89,7 +89,7 @@ impl Owner<'_> {
         let Report { hook, why } = report;
         match hook {
             "webhook" => tracing::warn!("the webhook was not told: {why}"),
-            _ => tracing::warn!("the hook {hook} failed: {why}"),
+            _ => tracing::warn!("the hook {hook} did not do its work: {why}"),
         }
         self.tell(What::HookFailed { hook: hook.into(), why });
     }
