@@ -125,7 +125,7 @@ def packs(args, work, table):
         print("SKIP packs: torch is not installed")
         return
     script = [sys.executable, ROOT / "examples/train_torch.py", "--epochs", "60", "--seconds", "25", "--gib", str(args.gib)]
-    compare(args, work, table, f"torch-{args.gib}GiB from packs", script, 1, 10, lost=True)
+    compare(args, work, table, f"torch-{args.gib}GiB-packs", script, 1, 10, lost=True)
 
 
 def jax(args, work, table):

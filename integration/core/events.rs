@@ -45,7 +45,7 @@ fn a_life_with_a_crash_and_another_supervisor_is_told_in_order() {
         })
         .collect();
     assert_eq!(started, [(None, true, true), (Some(image), true, true), (Some(image), true, true)]);
-    let ended = |event: &What| matches!(event, What::Ended { signal: Some(9), exit_code: None });
+    let ended = |event: &What| matches!(event, What::Ended { signal: Some(9), exit_code: None, .. });
     assert!(events.iter().any(|event| ended(&event.what)));
     let taken = |event: &What| match event {
         What::SnapshotTaken { freeze_us, phases, bytes, .. } => *freeze_us > 0 && phases.len() > 1 && *bytes > 0,

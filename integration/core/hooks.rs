@@ -78,7 +78,7 @@ fn hooks_are_told_of_a_whole_life_in_order() {
     );
     assert_eq!(
         (&told[2]["failure"], &told[2]["text"]),
-        (&"job-ended".into(), &"job j: it was ended by signal SIGKILL".into())
+        (&"job-ended".into(), &"job j: signal SIGKILL ended it".into())
     );
     assert_eq!((&told[3]["image"], &told[4]["image"]), (&Value::from(image.clone()), &Value::from(image)));
     assert_eq!(told[5]["outcome"], "completed");
@@ -202,6 +202,6 @@ fn the_webhook_hears_of_failures_and_nobody_of_its_address() {
     let heard: Vec<Value> = bodies.try_iter().collect();
     let failures: Vec<&str> = heard.iter().map(|body| body["failure"].as_str().unwrap()).collect();
     assert_eq!(failures, ["job-ended", "job-ended", "given-up"]);
-    assert_eq!(heard[0]["text"], "job j: it ended with exit code 3");
+    assert_eq!(heard[0]["text"], "job j: it exited with code 3");
     assert_eq!(heard[0]["hook"], "webhook");
 }

@@ -15,8 +15,8 @@ pub enum Exit {
     Job(u8),
     /// Something needed is missing: CRIU, rights, driver (EX_UNAVAILABLE).
     Missing,
-    /// Stopped with a fresh image, to be queued again (EX_TEMPFAIL).
-    Requeue,
+    /// Stopped with a fresh image, to be queued again: the code that the scheduler wants, EX_TEMPFAIL where there is none.
+    Requeue(u8),
     /// The configuration is wrong (EX_CONFIG).
     Config,
     /// Rekindle's own failure.
@@ -35,9 +35,8 @@ impl Exit {
             Exit::Success => 0,
             Exit::Unsound => 1,
             Exit::Usage => 2,
-            Exit::Job(code) => code,
+            Exit::Job(code) | Exit::Requeue(code) => code,
             Exit::Missing => 69,
-            Exit::Requeue => 75,
             Exit::Config => 78,
             Exit::Internal => 125,
             Exit::NotExecutable => 126,

@@ -4,7 +4,7 @@ use super::storage::ReplicaUrl;
 
 /// The tables of the file, in its order.
 pub(super) const SECTIONS: &[&str] =
-    &["job", "snapshot", "store", "replica", "restart", "hooks", "metrics", "log", "criu"];
+    &["job", "snapshot", "store", "replica", "restart", "scheduler", "hooks", "metrics", "log", "criu"];
 
 /// One key.
 #[derive(Debug, PartialEq, Eq)]
@@ -119,6 +119,14 @@ pub(super) const KEYS: &[Key] = &[
     key("restart.cold-start", Shape::Text, "\"allow\" or \"never\""),
     key("restart.restore-timeout", Shape::Text, DURATION),
     key("restart.lazy", Shape::Text, "\"off\" or \"on\""),
+    key("scheduler.profile", Shape::Text, "\"auto\", \"slurm\", \"sge\", \"htcondor\" or \"none\""),
+    key("scheduler.requeue", Shape::Text, "\"exit-code\" or \"scontrol\""),
+    key(
+        "scheduler.deadline",
+        Shape::Text,
+        "a duration with a unit, such as \"8h\", or a time, such as \"2026-11-22T06:00:00\" (local), \
+         \"2026-11-22T06:00:00Z\" or \"@1795327200\"",
+    ),
     key("hooks.before-snapshot", Shape::Words, WORDS),
     key("hooks.after-snapshot", Shape::Words, WORDS),
     key("hooks.before-restore", Shape::Words, WORDS),

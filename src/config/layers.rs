@@ -208,6 +208,8 @@ impl Layers {
         let typed = [
             ("job.name", "--name", overrides.name.clone()),
             ("snapshot.interval", "--interval", overrides.interval.clone()),
+            ("snapshot.grace", "--grace", overrides.grace.clone()),
+            ("scheduler.deadline", "--deadline", overrides.deadline.clone()),
             ("store.directory", "--store", overrides.store.as_deref().map(absolute)),
         ];
         for (path, flag, text) in typed {

@@ -17,6 +17,7 @@ mod keys;
 mod layers;
 mod model;
 mod rules;
+mod scheduler;
 mod storage;
 mod tell;
 #[cfg(test)]
@@ -35,6 +36,7 @@ pub use model::{
     ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,
     Replica, Restart, Snapshot, Staging, Store, Tcp, VERSION,
 };
+pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
 pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit};
 pub use tell::{Hooks, LogFormat, Metrics, OnError, WebhookUrl};
 pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate, Stdin, Umask};
@@ -51,6 +53,10 @@ pub struct Overrides {
     pub name: Option<String>,
     /// `--interval`, for `snapshot.interval`.
     pub interval: Option<String>,
+    /// `--grace`, for `snapshot.grace`.
+    pub grace: Option<String>,
+    /// `--deadline`, for `scheduler.deadline`.
+    pub deadline: Option<String>,
     /// `--store`, for `store.directory`; a relative path is taken from the working directory.
     pub store: Option<PathBuf>,
 }

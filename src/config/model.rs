@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
+use super::scheduler::Scheduler;
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
 use super::tell::{Hooks, LogFormat, Metrics};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
@@ -30,6 +31,8 @@ pub struct Config {
     pub replica: Replica,
     /// What to do when the job dies.
     pub restart: Restart,
+    /// What is around: a scheduler, and the time it leaves.
+    pub scheduler: Scheduler,
     /// Commands and an address that are told what happens.
     pub hooks: Hooks,
     /// Numbers for Prometheus.
@@ -360,6 +363,7 @@ impl Default for Config {
             store: Store::default(),
             replica: Replica::default(),
             restart: Restart::default(),
+            scheduler: Scheduler::default(),
             hooks: Hooks::default(),
             metrics: Metrics::default(),
             log: Log::default(),

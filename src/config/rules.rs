@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::auto::{MeanTime, Percentage};
 use super::keys;
 use super::model::{Config, LIMITS, VERSION};
+use super::scheduler::Deadline;
 use super::storage::{Repack, SizeLimit};
 use super::value::{ByteSize, Interval, Rate, Stdin};
 
@@ -23,6 +24,9 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
     store(config, &mut rules);
     replica(config, &mut rules);
     restart(config, &mut rules);
+    if let Some(Deadline::After(time)) = config.scheduler.deadline {
+        rules.time("scheduler.deadline", time, Duration::from_secs(1), "");
+    }
     hooks(config, &mut rules);
     rules.path("metrics.textfile", config.metrics.textfile.as_deref());
     let is_prom = |path: &Path| path.extension().is_some_and(|extension| extension == "prom");

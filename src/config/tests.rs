@@ -105,6 +105,10 @@ never-retry-exit-codes = []
 cold-start = "never"
 restore-timeout = "30days"
 lazy = "on"
+[scheduler]
+profile = "sge"
+requeue = "scontrol"
+deadline = "2026-11-22T06:00:00Z"
 [hooks]
 before-snapshot = ["sync-data", "-v"]
 after-snapshot = ["/bin/after"]

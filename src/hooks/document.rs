@@ -59,12 +59,14 @@ impl<'a> Document<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::restart::cause::Cause;
     use crate::telemetry::events::What;
 
     #[test]
     fn a_document_is_the_event_and_whom_it_is_told() {
         let context = Context { job: "j".into(), run: "r".into(), folder: "/s/j".into() };
-        let event = Event::now("r", What::Ended { exit_code: Some(3), signal: None });
+        let cause = Some(Cause::Exit { code: 3 });
+        let event = Event::now("r", What::Ended { exit_code: Some(3), signal: None, cause });
         let document = Document::new("on-failure", &context, &event).of_failure(Failure::JobEnded);
         let read: serde_json::Value = serde_json::from_slice(&document.bytes()).unwrap();
         let time = serde_json::to_value(event.time).unwrap();
@@ -72,8 +74,8 @@ mod tests {
             read,
             serde_json::json!({
                 "hook": "on-failure", "job": "j", "folder": "/s/j", "failure": "job-ended",
-                "text": "job j: it ended with exit code 3", "version": 1, "time": time, "run": "r",
-                "event": "ended", "exit_code": 3, "signal": null,
+                "text": "job j: it exited with code 3", "version": 1, "time": time, "run": "r",
+                "event": "ended", "exit_code": 3, "signal": null, "cause": { "kind": "exit", "code": 3 },
             })
         );
     }

@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use crate::sys::spawn::Ended;
+use crate::restart::cause::Cause;
 use crate::telemetry::events::What;
 
 /// What failed.
@@ -30,22 +30,12 @@ impl Failure {
                 format!("it can not go on after a snapshot that failed: {why}")
             }
             (_, What::SnapshotFailed { why, .. }) => format!("its snapshots fail: {why}"),
-            (_, What::Ended { exit_code: Some(code), .. }) => format!("it ended with {}", Ended::Exit(*code)),
-            (_, What::Ended { signal: Some(signal), .. }) => format!("it was ended by {}", Ended::Signal(*signal)),
+            (_, What::Ended { cause: Some(cause), .. }) => cause.to_string(),
             (_, What::ImageBad { image, why }) => format!("image {image} is bad: {why}"),
             (_, What::Finished { why: Some(why), .. }) => format!("given up: {why}"),
             _ => "it failed".into(),
         }
     }
-}
-
-/// Whether the end of a job was asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Wanted {
-    /// It was.
-    Yes,
-    /// It was not.
-    No,
 }
 
 /// Listens to the events of a job.
@@ -63,7 +53,7 @@ impl Failures {
     }
 
     /// The failure that an event is, if it is one.
-    pub fn hear(&mut self, what: &What, wanted: Wanted) -> Option<Failure> {
+    pub fn hear(&mut self, what: &What) -> Option<Failure> {
         match what {
             What::SnapshotTaken { .. } => self.in_a_row = 0,
             What::SnapshotFailed { job_lost: true, .. } => return Some(Failure::JobLost),
@@ -72,15 +62,18 @@ impl Failures {
                 // Once, until one succeeds.
                 return (self.in_a_row == self.limit).then_some(Failure::SnapshotsFail);
             }
-            What::Ended { exit_code, .. } if *exit_code != Some(0) && wanted == Wanted::No => {
-                return Some(Failure::JobEnded);
-            }
+            What::Ended { cause, .. } => return (!is_wanted(cause.as_ref())).then_some(Failure::JobEnded),
             What::ImageBad { .. } => return Some(Failure::ImageBad),
             What::Finished { outcome, .. } if outcome == "failed" => return Some(Failure::GivenUp),
             _ => {}
         }
         None
     }
+}
+
+/// Whether a life ended as it was to.
+fn is_wanted(cause: Option<&Cause>) -> bool {
+    matches!(cause, Some(Cause::Completed | Cause::Requested | Cause::Suspended | Cause::Rewound))
 }
 
 #[cfg(test)]
@@ -97,32 +90,35 @@ mod tests {
         What::SnapshotTaken { image, reason: Reason::Interval, freeze_us: 1, phases: Vec::new(), bytes: 1 }
     }
 
-    fn ended(exit_code: Option<i32>, signal: Option<i32>) -> What {
-        What::Ended { exit_code, signal }
+    fn ended(cause: Cause) -> What {
+        What::Ended { exit_code: None, signal: Some(9), cause: Some(cause) }
     }
 
     #[test]
     fn snapshots_that_fail_are_told_once_a_row() {
         let mut failures = Failures::new(2);
         let events = [failed(false), failed(false), failed(false), taken(), failed(false), failed(false)];
-        let heard: Vec<bool> = events.iter().map(|what| failures.hear(what, Wanted::No).is_some()).collect();
+        let heard: Vec<bool> = events.iter().map(|what| failures.hear(what).is_some()).collect();
         assert_eq!(heard, [false, true, false, false, false, true]);
         let mut never = Failures::new(0);
-        assert!((0..5).all(|_| never.hear(&failed(false), Wanted::No).is_none()));
-        assert_eq!(never.hear(&failed(true), Wanted::No), Some(Failure::JobLost));
+        assert!((0..5).all(|_| never.hear(&failed(false)).is_none()));
+        assert_eq!(never.hear(&failed(true)), Some(Failure::JobLost));
     }
 
     #[test]
     fn an_end_that_was_asked_for_or_went_well_is_no_failure() {
         let mut failures = Failures::new(1);
-        assert_eq!(failures.hear(&ended(Some(0), None), Wanted::No), None);
-        assert_eq!(failures.hear(&ended(None, Some(9)), Wanted::Yes), None);
-        assert_eq!(failures.hear(&ended(None, Some(9)), Wanted::No), Some(Failure::JobEnded));
-        assert_eq!(Failure::JobEnded.in_words(&ended(None, Some(9))), "it was ended by signal SIGKILL");
+        for cause in [Cause::Completed, Cause::Requested, Cause::Suspended, Cause::Rewound] {
+            assert_eq!(failures.hear(&ended(cause)), None);
+        }
+        let killed = ended(Cause::Signal { signal: 9 });
+        assert_eq!(failures.hear(&killed), Some(Failure::JobEnded));
+        assert_eq!(Failure::JobEnded.in_words(&killed), "signal SIGKILL ended it");
+        assert_eq!(failures.hear(&ended(Cause::OutOfMemory)), Some(Failure::JobEnded));
         let finished =
             |outcome: &str| What::Finished { outcome: outcome.into(), exit_code: None, why: Some("enough".into()) };
-        assert_eq!(failures.hear(&finished("stopped"), Wanted::No), None);
-        assert_eq!(failures.hear(&finished("failed"), Wanted::Yes), Some(Failure::GivenUp));
+        assert_eq!(failures.hear(&finished("stopped")), None);
+        assert_eq!(failures.hear(&finished("failed")), Some(Failure::GivenUp));
         assert_eq!(Failure::GivenUp.in_words(&finished("failed")), "given up: enough");
     }
 }

@@ -19,7 +19,7 @@ mod webhook;
 use serde::{Deserialize, Serialize};
 
 pub use document::{Context, Document};
-pub use failure::{Failure, Failures, Wanted};
+pub use failure::{Failure, Failures};
 pub use runner::{Gate, Passed, Runner};
 pub use webhook::Webhook;
 

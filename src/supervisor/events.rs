@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::Owner;
 use super::state::{Finish, State};
+use super::watch::interrupted;
 use crate::launch::Job;
 use crate::restart::policy::From;
 use crate::snapshot::Taken;
@@ -15,6 +16,7 @@ impl Owner<'_> {
     /// The one door for what happened.
     pub(super) fn tell(&mut self, what: What) -> Event {
         let event = Event::now(&self.shared.launch.lineage, what);
+        self.deadline.observe(&event);
         self.journal.append(&event);
         self.tell_listeners(&event);
         event
@@ -23,10 +25,14 @@ impl Owner<'_> {
     pub(super) fn tell_begin(&mut self) {
         let command = self.shared.launch.command.clone();
         let interval = self.shared.config.snapshot.interval.to_string();
-        self.tell(What::Supervised { supervisor: std::process::id(), command, interval });
+        self.forget_result();
+        self.published.last_end = interrupted(self.shared);
+        let before = self.published.last_end.as_ref().map(|end| end.cause.clone());
+        self.tell(What::Supervised { supervisor: std::process::id(), command, interval, before });
     }
 
     pub(super) fn tell_start(&mut self, job: &Job) {
+        self.watch_life(job);
         // Before the machine hears of it.
         let image = match self.machine.state() {
             State::Starting { from, .. } => image_of(*from),
@@ -36,6 +42,7 @@ impl Owner<'_> {
     }
 
     pub(super) fn tell_snapshot(&mut self, taken: &Taken) {
+        self.watch_saved();
         let Some(manifest) = taken.image.manifest() else { return };
         self.tell(What::SnapshotTaken {
             image: manifest.id,
@@ -51,7 +58,8 @@ impl Owner<'_> {
             Ended::Exit(code) => (Some(code), None),
             Ended::Signal(signal) => (None, Some(signal)),
         };
-        self.tell(What::Ended { exit_code, signal });
+        let cause = Some(self.why_ended(ended));
+        self.tell(What::Ended { exit_code, signal, cause });
     }
 
     pub(super) fn tell_finish(&mut self, finish: &Finish, exit_code: Option<i32>) {
@@ -60,6 +68,7 @@ impl Owner<'_> {
             Finish::Stopped(_) => ("stopped", None),
             Finish::Impossible { why } | Finish::Failed { why, .. } => ("failed", Some(why.clone())),
         };
+        self.write_result(finish, exit_code);
         self.tell(What::Finished { outcome: outcome.into(), exit_code, why });
     }
 }

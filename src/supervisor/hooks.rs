@@ -3,9 +3,8 @@
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Instant;
 
-use super::state::{Ending, State};
 use super::{Message, Owner, Setup};
-use crate::hooks::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner, Wanted, Webhook};
+use crate::hooks::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner, Webhook};
 use crate::store::manifest::Reason;
 use crate::telemetry::events::{Event, What};
 
@@ -40,7 +39,7 @@ impl Listeners {
         }
     }
 
-    fn hear(&mut self, event: &Event, wanted: Wanted) {
+    fn hear(&mut self, event: &Event) {
         let point = match &event.what {
             What::SnapshotTaken { .. } | What::SnapshotFailed { .. } => Some(Point::AfterSnapshot),
             What::Started { image: Some(_), .. } => Some(Point::AfterRestore),
@@ -51,7 +50,7 @@ impl Listeners {
         if let Some(point) = point.filter(|point| self.runner.has(*point)) {
             self.runner.tell(point, document(point.name()).bytes());
         }
-        let Some(failure) = self.failures.hear(&event.what, wanted) else { return };
+        let Some(failure) = self.failures.hear(&event.what) else { return };
         if self.runner.has(Point::OnFailure) {
             self.runner.tell(Point::OnFailure, document(Point::OnFailure.name()).of_failure(failure).bytes());
         }
@@ -62,10 +61,9 @@ impl Listeners {
 }
 
 impl Owner<'_> {
-    /// Tells hooks and the webhook. Before the state machine hears of it.
+    /// Tells hooks and the webhook.
     pub(super) fn tell_listeners(&mut self, event: &Event) {
-        let stopping = matches!(self.machine.state(), State::Ending { stop: Ending::Stop(_), .. });
-        self.listeners.hear(event, if stopping { Wanted::Yes } else { Wanted::No });
+        self.listeners.hear(event);
     }
 
     /// The hook that a snapshot is to wait for.

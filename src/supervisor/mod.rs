@@ -5,16 +5,23 @@
 //! job's namespaces down ([`crate::launch::world`]); the next run sweeps what is left in the store and goes on from the
 //! newest image, be it in memory or in the store.
 
+mod deadline;
 mod events;
 mod hooks;
 pub mod interval;
 mod keep;
 mod load;
+pub mod notify;
 mod publish;
+pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
 mod replicate;
+mod result;
+pub use result::RunResult;
 mod start;
 pub mod state;
+mod watch;
+pub use watch::LastEnd;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -22,13 +29,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
+use chrono::{DateTime, Utc};
 use signal_hook::consts as sig;
 
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
+use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
+use crate::store::manifest::Reason;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
@@ -68,6 +78,10 @@ pub struct Setup {
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
     pub base: Option<ImageId>,
+    /// Who started us.
+    pub scheduler: Scheduler,
+    /// When the job must be gone, where the user said so.
+    pub deadline: Option<DateTime<Utc>>,
 }
 
 impl Setup {
@@ -107,6 +121,8 @@ enum Message {
     Persisted(Box<keep::Outcome>),
     Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
+    /// What the scheduler says of the job's end.
+    End(deadline::Answer),
     Hook(crate::hooks::Report),
 }
 
@@ -146,6 +162,9 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         lazy_failures: 0,
         told: Arc::default(),
         journal: Journal::in_folder(&shared.folder.log_dir()),
+        deadline: deadline::Deadline::new(&shared),
+        watch: watch::Watch::default(),
+        notify: notify::Notify::of(&shared),
         since: Instant::now(),
         heartbeat: Instant::now(),
         taken_over: None,
@@ -157,7 +176,10 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     // What an interrupted run left in memory.
     owner.persist_newest();
     owner.replicate_newest();
+    owner.ask_for_the_end();
     while owner.finish.is_none() && owner.holds_the_lock() {
+        owner.mind_the_deadline();
+        owner.beat();
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
             Err(mpsc::RecvTimeoutError::Timeout) => owner.timed_out(),
@@ -242,6 +264,12 @@ struct Owner<'a> {
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
     journal: Journal,
+    /// When the job's time is over, and what a last snapshot takes.
+    deadline: deadline::Deadline,
+    /// What is known of the job's health.
+    watch: watch::Watch,
+    /// The service manager, and what it was told.
+    notify: notify::Notify,
     /// When the start under way was begun.
     since: Instant,
     /// The last one of the lock.
@@ -266,7 +294,8 @@ impl Owner<'_> {
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
-        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
+        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed())).min(self.deadline.patience());
+        let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
         }
@@ -345,13 +374,14 @@ impl Owner<'_> {
             Message::Persisted(outcome) => self.persisted(*outcome),
             Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
+            Message::End(answer) => self.end_is_known(answer),
             Message::Hook(report) => self.hook_failed(report),
         }
     }
 
     fn signalled(&mut self, signal: i32) {
         let event = match signal {
-            sig::SIGUSR1 => Event::SnapshotNow,
+            sig::SIGUSR1 => Event::SnapshotNow(Reason::Signal),
             signal if STOPS.contains(&signal) => {
                 self.stops += 1;
                 let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
@@ -401,11 +431,12 @@ impl Owner<'_> {
             tracing::error!("can not read the images: {}", chain(&error));
             Vec::new()
         });
-        self.step(Event::Ended { ended, images });
-        self.remember();
+        // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
             self.job = None;
         }
+        self.step(Event::Ended { ended, images });
+        self.remember();
     }
 
     /// The good images of this lineage, newest first.
@@ -434,6 +465,7 @@ impl Owner<'_> {
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
             tracing::debug!("can not publish the state: {error}");
         }
+        self.beat();
     }
 
     fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), crate::store::Error> {

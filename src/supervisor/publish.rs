@@ -9,13 +9,15 @@ use std::path::Path;
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use super::deadline::Forecast;
 use super::interval::Choice;
 use super::state::State;
+use super::watch::LastEnd;
 use crate::launch::Job;
 use crate::snapshot::Taken;
 use crate::store::persist::Progress;
 use crate::store::{self, ImageId, JobFolder, Writer};
-use crate::sys::durable;
+use crate::sys::{durable, process};
 
 /// The content of `state.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,6 +68,18 @@ pub struct Published {
     /// Why the last image did not get to the replica, if it did not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replica_failure: Option<String>,
+    /// When the job must be gone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deadline: Option<DateTime<Utc>>,
+    /// What a last snapshot would take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted: Option<Forecast>,
+    /// How the last life of the job ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_end: Option<LastEnd>,
+    /// Of the machine's boot that the supervisor runs in.
+    #[serde(default)]
+    pub boot_id: String,
 }
 
 /// How far the way of an image from memory to the store is, or from there to the replica.
@@ -123,6 +137,10 @@ impl Published {
             replicating: None,
             last_replicated: None,
             replica_failure: None,
+            deadline: None,
+            predicted: None,
+            last_end: None,
+            boot_id: process::boot_id().unwrap_or_default(),
         }
     }
 

@@ -7,13 +7,14 @@
 //! Fields may be added to an event, and events to the list: readers ignore what they do not know ([`What::Unknown`]).
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, BufRead, BufReader, Seek, SeekFrom, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use crate::restart::cause::Cause;
 use crate::store::ImageId;
 use crate::store::manifest::{Phase, Reason};
 
@@ -58,6 +59,9 @@ pub enum What {
         command: Vec<String>,
         /// The interval, as configured.
         interval: String,
+        /// Why the run before did not come to its end, where it did not.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        before: Option<Cause>,
     },
     /// An image is about to be restored.
     RestoreBegan {
@@ -136,6 +140,9 @@ pub enum What {
         exit_code: Option<i32>,
         /// Or the signal that ended it.
         signal: Option<i32>,
+        /// Why.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        cause: Option<Cause>,
     },
     /// An image can not be used any more.
     ImageBad {
@@ -150,6 +157,13 @@ pub enum What {
         image: Option<ImageId>,
         /// After this pause.
         after_us: u64,
+    },
+    /// The job's time is over: a last snapshot, then it is stopped.
+    LastCall {
+        /// When it is over.
+        deadline: DateTime<Utc>,
+        /// What a last snapshot is expected to take, with what is added for safety.
+        predicted_us: u64,
     },
     /// The supervisor is done.
     Finished {
@@ -247,6 +261,22 @@ pub fn read(logs: &Path) -> io::Result<Vec<Event>> {
         }
     }
     Ok(events)
+}
+
+/// The newest events, so many bytes of them; none where there is no file.
+///
+/// # Errors
+/// When the file can not be read.
+pub fn newest(logs: &Path, bytes: u64) -> io::Result<Vec<Event>> {
+    let mut file = match File::open(logs.join(FILE_NAME)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other?,
+    };
+    let begin = file.metadata()?.size().saturating_sub(bytes);
+    file.seek(SeekFrom::Start(begin))?;
+    // The first may be the rest of a line, which is no event.
+    let lines = BufReader::new(file).split(b'\n');
+    lines.map(|line| Ok(serde_json::from_slice(&line?).ok())).filter_map(Result::transpose).collect()
 }
 
 #[cfg(test)]

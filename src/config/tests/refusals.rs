@@ -163,6 +163,8 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("restart", "restore-timeout", "\"0s\"", "must be at least 1s"),
         ("restart", "lazy", "true", "must be \"off\" or \"on\""),
         ("restart", "lazy", "\"auto\"", "must be \"off\" or \"on\""),
+        ("scheduler", "requeue", "\"qsub\"", "must be \"exit-code\" or \"scontrol\""),
+        ("scheduler", "deadline", "\"10ms\"", "must be at least 1s"),
         ("log", "level", "\"loud\"", "must be \"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
         ("log", "max-size", "4095", "must be at least 4KiB, because each rotation leaves a file"),
         ("log", "keep", "\"5\"", whole),
