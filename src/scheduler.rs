@@ -150,11 +150,14 @@ impl Scheduler {
         Ok(time_left(left.trim()).map(|left| Utc::now() + left))
     }
 
-    /// Has Slurm queue the job again, which ends it: the last thing to do.
+    /// Has Slurm queue the job again, which ends it: the last thing to do. Any other scheduler goes by the exit code.
     ///
     /// # Errors
     /// When Slurm does not do it.
     pub fn requeue(&self) -> Result<(), Error> {
+        if self.profile != Profile::Slurm {
+            return Ok(());
+        }
         let job = self.slurm_job.as_ref().ok_or(Error::NoJob)?;
         run(&["scontrol", "requeue", job]).map(drop)
     }
@@ -259,7 +262,8 @@ mod tests {
         assert_eq!((none.job_name(), none.end(), none.can_be_asked()), (None, None, false));
         let sge = find(Profile::Sge, &[]);
         assert_eq!((sge.requeue_code(), sge.job_name()), (99, None));
-        assert!(matches!(sge.requeue(), Err(Error::NoJob)));
+        assert!(sge.requeue().is_ok(), "the exit code does it");
+        assert!(matches!(find(Profile::Slurm, &[]).requeue(), Err(Error::NoJob)));
     }
 
     #[test]

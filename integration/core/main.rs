@@ -10,7 +10,9 @@ mod supervisor;
 
 mod commands;
 mod compat;
+mod control;
 mod damage;
+mod deadline;
 mod events;
 mod forks;
 mod hooks;
@@ -21,6 +23,7 @@ mod launch;
 mod lazy;
 mod lock;
 mod memory;
+mod metrics;
 mod notify;
 mod output;
 mod packed;

@@ -86,7 +86,7 @@ impl Cluster {
             "ClusterName=rekindle\nSlurmctldHost={host}(127.0.0.1)\nSlurmctldPort={controller}\n\
              SlurmUser=root\nSlurmdUser=root\nAuthType=auth/munge\nCredType=cred/munge\n\
              # A job that is queued again may begin when its last credential has expired.\n\
-             AuthInfo=socket={dir}/munge.socket,cred_expire=5\n\
+             AuthInfo=socket={dir}/munge.socket,cred_expire=8\n\
              StateSaveLocation={dir}/state\nSlurmdSpoolDir={dir}/%n\nSlurmctldPidFile={dir}/slurmctld.pid\n\
              SlurmdPidFile={dir}/%n.pid\nSlurmctldLogFile={dir}/slurmctld.log\nSlurmdLogFile={dir}/%n.log\n\
              SlurmctldDebug=debug\nSlurmdDebug=debug\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\n\

@@ -252,6 +252,7 @@ impl Lab {
         command.args(first).args(args).stdin(Stdio::null()).current_dir(self.path());
         command.env("REKINDLE_STORE_DIRECTORY", self.store()).env("REKINDLE_LAB", self.path());
         command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.memory());
+        command.env("REKINDLE_CONTROL_DIRECTORY", self.file("control"));
         command.env_remove("REKINDLE_CONFIG");
         command
     }

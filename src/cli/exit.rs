@@ -53,7 +53,7 @@ impl From<Exit> for ExitCode {
 
 /// What the process exits with for an error.
 pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
-    use crate::{config, launch, store, sys};
+    use crate::{config, control, launch, store, sys};
     for cause in error.chain() {
         if let Some(error) = cause.downcast_ref::<super::config::Error>() {
             return error.exit();
@@ -73,6 +73,15 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
             return match error {
                 launch::ProgramError::NotFound(_) => Exit::NotFound,
                 launch::ProgramError::NotExecutable { .. } => Exit::NotExecutable,
+            };
+        }
+        if let Some(error) = cause.downcast_ref::<control::client::Error>() {
+            use control::client::Error as E;
+            return match error {
+                E::Fault(fault) if fault.code == control::protocol::Code::Refused => Exit::Usage,
+                E::Fault(_) => Exit::Unsound,
+                E::Io { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => Exit::Missing,
+                _ => Exit::Internal,
             };
         }
         if cause.is::<super::Misuse>() || cause.is::<store::NameError>() {

@@ -26,6 +26,7 @@ use crate::sys::criu::Criu;
 use crate::sys::cuda;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
+use crate::telemetry;
 use crate::telemetry::log::chain;
 
 /// What to run.
@@ -48,8 +49,8 @@ pub(crate) struct RunArgs {
     /// Start anew, even if there is something to go on from
     #[arg(long)]
     fresh: bool,
-    /// The command and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
+    /// The command and its arguments; without it that of the configuration (job.command)
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     pub(super) command: Vec<OsString>,
 }
 
@@ -76,7 +77,11 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
         ..global.overrides()
     };
     let config = global.settings(overrides)?;
-    let command = &args.command;
+    let configured: Vec<OsString> = config.job.command.iter().map(OsString::from).collect();
+    let command = if args.command.is_empty() { &configured } else { &args.command };
+    if command.is_empty() {
+        return Err(Misuse("there is no command to run: name one after --, or set job.command".into()).into());
+    }
     let directory = working_directory(config.job.directory.as_deref())?;
     let name: JobName = match &config.job.name {
         Some(name) => name.parse()?,
@@ -116,7 +121,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     let newest = folder.copies()?.iter().find(|i| i.is_good()).map(|i| i.id);
     let (lineage, base) = match newest == Some(image.id) {
         true => (manifest.lineage, None),
-        false => (new_lineage(), Some(image.id)),
+        false => (supervisor::new_lineage(), Some(image.id)),
     };
     supervise(ground, folder, lock, Start { from: From::Image(image.id), lineage, base })
 }
@@ -197,6 +202,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
         identity: spec.identity.clone(),
         lineage: start.lineage.clone(),
     };
+    telemetry::log::is_about(folder.name().as_str());
     let reaper = reaper::unpack(&folder.bin_dir())?;
     match start.from {
         From::Cold => tracing::info!("job {} starts", folder.name()),
@@ -321,7 +327,7 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue) -> Exit {
 
 /// Goes on from the newest good image where the last run did not complete.
 fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart) -> anyhow::Result<Start> {
-    let anew = || Start { from: From::Cold, lineage: new_lineage(), base: None };
+    let anew = || Start { from: From::Cold, lineage: supervisor::new_lineage(), base: None };
     let Some(record) = folder.record()? else { return Ok(anew()) };
     if fresh || record.outcome == Outcome::Completed {
         return Ok(anew());
@@ -365,10 +371,6 @@ fn same_command(record: &JobRecord, command: &[OsString], name: &JobName) -> Res
         "job {name} was interrupted while it ran {:?}, and this is another command: use --fresh to start anew, or another --name",
         record.command.join(" ")
     )))
-}
-
-fn new_lineage() -> String {
-    format!("{}-{}", Utc::now().format("%Y%m%dT%H%M%S%3fZ"), std::process::id())
 }
 
 /// The command's name and a hash of all of it with its directory: the same line typed again means the same job.

@@ -4,7 +4,7 @@ use super::storage::ReplicaUrl;
 
 /// The tables of the file, in its order.
 pub(super) const SECTIONS: &[&str] =
-    &["job", "snapshot", "store", "replica", "restart", "scheduler", "hooks", "metrics", "log", "criu"];
+    &["job", "snapshot", "store", "replica", "restart", "scheduler", "hooks", "metrics", "log", "control", "criu"];
 
 /// One key.
 #[derive(Debug, PartialEq, Eq)]
@@ -50,6 +50,7 @@ const fn key(path: &'static str, shape: Shape, expects: &'static str) -> Key {
 pub(super) const KEYS: &[Key] = &[
     key("version", Shape::Count, "1"),
     key("job.name", Shape::Text, "text"),
+    key("job.command", Shape::Words, "a list of words in quotes, such as [\"python3\", \"train.py\"]"),
     key("job.directory", Shape::Text, "text with an absolute path"),
     key("job.user", Shape::Text, "text with a user's name or number"),
     key("job.umask", Shape::Text, "text with an octal number from 000 to 777, such as \"022\""),
@@ -147,6 +148,7 @@ pub(super) const KEYS: &[Key] = &[
     key("log.format", Shape::Text, "\"text\" or \"json\""),
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),
+    key("control.directory", Shape::Text, "text with an absolute path"),
     key("criu.path", Shape::Text, "text with an absolute path"),
 ];
 

@@ -180,8 +180,8 @@ impl Layers {
             }
             Shape::Codes => self.settings.push(whole(Value::Array(items().map(integer).collect()))),
             Shape::Words => {
-                let words = text.split_whitespace().map(Value::from).collect();
-                self.settings.push(whole(Value::Array(words)));
+                let words = text.split_whitespace().map(Value::from);
+                self.settings.push(whole(Value::Array(words.collect())));
             }
             Shape::Map => {
                 for item in items() {

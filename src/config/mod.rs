@@ -11,6 +11,7 @@
 //! - Values of `job.environment` are in no message, table or JSON.
 
 mod auto;
+mod control;
 mod error;
 mod file;
 mod keys;
@@ -31,6 +32,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 pub use auto::{MeanTime, Percentage};
+pub use control::Control;
 pub use error::{Error, Fault, Problem};
 pub use model::{
     ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,

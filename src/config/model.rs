@@ -7,6 +7,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
+use super::control::Control;
 use super::scheduler::Scheduler;
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
 use super::tell::{Hooks, LogFormat, Metrics};
@@ -39,6 +40,8 @@ pub struct Config {
     pub metrics: Metrics,
     /// The job's output and our own messages.
     pub log: Log,
+    /// Where others reach the supervisor.
+    pub control: Control,
     /// Which CRIU to use.
     pub criu: Criu,
 }
@@ -49,6 +52,8 @@ pub struct Config {
 pub struct Job {
     /// Name of the job and of its folder in the store; unset means that `run` derives one.
     pub name: Option<String>,
+    /// What to run, where `run` is given no command.
+    pub command: Vec<String>,
     /// Absolute working directory; unset means the caller's.
     pub directory: Option<PathBuf>,
     /// User name or number the job runs as; unset means the caller's.
@@ -367,6 +372,7 @@ impl Default for Config {
             hooks: Hooks::default(),
             metrics: Metrics::default(),
             log: Log::default(),
+            control: Control::default(),
             criu: Criu::default(),
         }
     }

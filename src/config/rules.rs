@@ -39,6 +39,7 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
     rules.that(config.log.max_size.bytes() >= 4096, "log.max-size", || {
         "must be at least 4KiB, because each rotation leaves a file".to_owned()
     });
+    rules.path("control.directory", Some(&config.control.directory));
     rules.path("criu.path", config.criu.path.as_deref());
     rules.0
 }
@@ -120,6 +121,12 @@ const OURS: [&str; 3] = ["REKINDLE_JOB", "REKINDLE_RUN_ID", "REKINDLE_SOCKET"];
 
 fn job(config: &Config, rules: &mut Rules) {
     let job = &config.job;
+    rules.that(job.command.first().is_none_or(|program| !program.is_empty()), "job.command", || {
+        "must begin with the name of a program".to_owned()
+    });
+    rules.that(!job.command.iter().any(|word| word.contains('\0')), "job.command", || {
+        "must not contain a zero byte".to_owned()
+    });
     rules.that(job.name.as_deref().is_none_or(is_name), "job.name", || {
         "must be 1 to 64 characters from A-Z a-z 0-9 . _ - and not begin with . or -".to_owned()
     });

@@ -50,6 +50,7 @@ const FULL: &str = r#"
 version = 1
 [job]
 name = "train-7.b_C"
+command = ["python3", "a b.py", ""]
 directory = "/srv"
 user = "alice"
 umask = "027"
@@ -128,6 +129,9 @@ level = "trace"
 format = "json"
 max-size = "1.5MiB"
 keep = 0
+[control]
+directory = "/run/elsewhere"
+
 [criu]
 path = "/opt/criu"
 "#;

@@ -105,10 +105,9 @@ fn input(document: &[u8]) -> Result<OwnedFd, Error> {
 
 fn environment(point: Point, context: &Context) -> Vec<(OsString, OsString)> {
     let passed_on = PASSED_ON.iter().filter_map(|name| Some(((*name).into(), std::env::var_os(name)?)));
-    let ours: [(OsString, OsString); 4] = [
+    let ours: [(OsString, OsString); 3] = [
         ("REKINDLE_HOOK".into(), point.name().into()),
         ("REKINDLE_JOB".into(), context.job.clone().into()),
-        ("REKINDLE_RUN_ID".into(), context.run.clone().into()),
         ("REKINDLE_FOLDER".into(), context.folder.clone().into()),
     ];
     passed_on.chain(ours).collect()
@@ -181,7 +180,7 @@ mod tests {
 
     fn sh(script: &str, limit: Duration) -> Result<(), Error> {
         let words = ["sh".to_owned(), "-c".into(), script.into()];
-        let context = Context { job: "j".into(), run: "r".into(), folder: "/s/j".into() };
+        let context = Context { job: "j".into(), folder: "/s/j".into() };
         run(Point::OnFailure, &words, &context, b"{\"job\": \"j\"}\n", limit, &|| true)
     }
 
@@ -197,7 +196,7 @@ mod tests {
         let mut lines = text.lines();
         assert_eq!(lines.next(), Some("{\"job\": \"j\"}"));
         assert_eq!(text.lines().last(), Some("/"));
-        for wanted in ["REKINDLE_HOOK=on-failure", "REKINDLE_JOB=j", "REKINDLE_RUN_ID=r", "REKINDLE_FOLDER=/s/j"] {
+        for wanted in ["REKINDLE_HOOK=on-failure", "REKINDLE_JOB=j", "REKINDLE_FOLDER=/s/j"] {
             assert!(text.lines().any(|line| line == wanted), "{text}");
         }
         assert!(!text.contains("CARGO"), "{text}");
@@ -210,7 +209,7 @@ mod tests {
         assert_eq!(said("kill -9 $$", LIMIT), "it ended with signal SIGKILL");
         assert_eq!(said("echo on; sleep 60", SHORT), "it was killed after 300ms: on");
         let words = ["no-such-program".to_owned()];
-        let context = Context { job: "j".into(), run: "r".into(), folder: "/s/j".into() };
+        let context = Context { job: "j".into(), folder: "/s/j".into() };
         let missing = run(Point::OnFailure, &words, &context, b"", LIMIT, &|| true).unwrap_err().to_string();
         assert!(missing.contains("no-such-program"), "{missing}");
     }

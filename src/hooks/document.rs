@@ -12,8 +12,6 @@ use crate::telemetry::events::Event;
 pub struct Context {
     /// The job's name.
     pub job: String,
-    /// The run that began from nothing.
-    pub run: String,
     /// The job's folder in the store.
     pub folder: PathBuf,
 }
@@ -64,7 +62,7 @@ mod tests {
 
     #[test]
     fn a_document_is_the_event_and_whom_it_is_told() {
-        let context = Context { job: "j".into(), run: "r".into(), folder: "/s/j".into() };
+        let context = Context { job: "j".into(), folder: "/s/j".into() };
         let cause = Some(Cause::Exit { code: 3 });
         let event = Event::now("r", What::Ended { exit_code: Some(3), signal: None, cause });
         let document = Document::new("on-failure", &context, &event).of_failure(Failure::JobEnded);

@@ -266,7 +266,7 @@ mod tests {
 
     fn runner(hooks: &Hooks) -> (Runner, mpsc::Receiver<Report>) {
         let (reporter, reports) = reports();
-        let context = Context { job: "j".into(), run: "r".into(), folder: "/s/j".into() };
+        let context = Context { job: "j".into(), folder: "/s/j".into() };
         (Runner::new(hooks, context, reporter), reports)
     }
 

@@ -15,10 +15,9 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, SecondsFormat, Utc};
 
 pub use forecast::Forecast;
-use forecast::{Attended, Measured, Room, Route, plan, too_short, with_margin};
+use forecast::{Attended, Measured, Room, Route, in_seconds, left_of, plan, too_short, with_margin};
 
 use super::events::micros;
-use super::keep::shown;
 use super::state::{Event, Stop};
 use super::{Message, Owner, Setup};
 use crate::scheduler;
@@ -72,8 +71,12 @@ impl Deadline {
             }
             Err(error) => tracing::debug!("what earlier runs measured is not used: {error}"),
         }
-        let manager = ["NOTIFY_SOCKET", "KUBERNETES_SERVICE_HOST"].iter().any(|name| std::env::var_os(name).is_some());
-        let attended = if setup.scheduler.is_there() || manager { Attended::Yes } else { Attended::No };
+        // Not systemd, which is asked for more time ([`super::notify`]).
+        let attended = if setup.scheduler.is_there() || std::env::var_os("KUBERNETES_SERVICE_HOST").is_some() {
+            Attended::Yes
+        } else {
+            Attended::No
+        };
         let route = Route { store: setup.staging.is_some(), replica: setup.config.replica.url.is_some() };
         Deadline {
             measured,
@@ -92,6 +95,12 @@ impl Deadline {
     /// Learns from what happened.
     pub(super) fn observe(&mut self, event: &events::Event) {
         self.measured.observe(event);
+    }
+
+    /// Whether there is no room for a last snapshot, and the user is to be told.
+    fn is_short_for(&mut self, forecast: &Forecast, end: DateTime<Utc>) -> bool {
+        let short = plan(self.begun, end, forecast.lead()).room == Room::Short;
+        short && !std::mem::replace(&mut self.told_short, true)
     }
 
     /// How long the owner may sleep.
@@ -149,19 +158,18 @@ impl Owner<'_> {
         };
         let now = Utc::now();
         // A stop waits for the image that is on its way to the store.
-        let waits = self.persist.as_ref().map_or(Duration::ZERO, |persist| {
-            let seen = persist.seen();
-            let left = seen.total.saturating_sub(seen.done).checked_div(seen.rate).map(Duration::from_secs);
-            left.unwrap_or_else(|| forecast.map_or(Duration::ZERO, |forecast| forecast.store))
-        });
+        let waits = match (&self.persist, &forecast) {
+            (Some(persist), Some(forecast)) => left_of(&persist.seen(), forecast.store),
+            _ => Duration::ZERO,
+        };
         let grace = self.shared.config.snapshot.grace;
         let lead = forecast.map_or(grace, |forecast| with_margin(forecast.total().saturating_add(waits)));
         let plan = plan(self.deadline.begun, end, lead);
-        if plan.room == Room::Short && forecast.is_some() && !std::mem::replace(&mut self.deadline.told_short, true) {
+        if let Some(forecast) = forecast.filter(|forecast| self.deadline.is_short_for(forecast, end)) {
             tracing::warn!(
-                "a last snapshot is begun {} before the deadline, and {} are needed: it may not be whole in time. Give the job more time (Slurm's --time)",
-                shown((end - plan.at).to_std().unwrap_or_default()),
-                shown(lead)
+                "there are {} until the deadline, and a last snapshot is expected to take {}: it may not be whole in time. Give the job more time (Slurm's --time)",
+                in_seconds((end - self.deadline.begun).to_std().unwrap_or_default()),
+                in_seconds(forecast.lead())
             );
         }
         self.deadline.begin = Some(plan.at);

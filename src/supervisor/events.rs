@@ -15,7 +15,7 @@ use crate::telemetry::events::{Event, What};
 impl Owner<'_> {
     /// The one door for what happened.
     pub(super) fn tell(&mut self, what: What) -> Event {
-        let event = Event::now(&self.shared.launch.lineage, what);
+        let event = Event::now(&self.line.lineage, what);
         self.deadline.observe(&event);
         self.journal.append(&event);
         self.tell_listeners(&event);
@@ -27,8 +27,9 @@ impl Owner<'_> {
         let interval = self.shared.config.snapshot.interval.to_string();
         self.forget_result();
         self.published.last_end = interrupted(self.shared);
+        let last_seen = self.shared.lock.last_seen().map(Into::into);
         let before = self.published.last_end.as_ref().map(|end| end.cause.clone());
-        self.tell(What::Supervised { supervisor: std::process::id(), command, interval, before });
+        self.tell(What::Supervised { supervisor: std::process::id(), command, interval, before, last_seen });
     }
 
     pub(super) fn tell_start(&mut self, job: &Job) {

@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Instant;
 
+use super::metrics::Metrics;
 use super::{Message, Owner, Setup};
 use crate::hooks::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner, Webhook};
 use crate::store::manifest::Reason;
@@ -17,16 +18,13 @@ pub(super) struct Listeners {
     failures: Failures,
     runner: Runner,
     webhook: Option<Webhook>,
+    metrics: Option<Metrics>,
 }
 
 impl Listeners {
     pub(super) fn new(setup: &Setup, sender: &mpsc::Sender<Message>) -> Listeners {
         let hooks = &setup.config.hooks;
-        let context = Context {
-            job: setup.folder.name().to_string(),
-            run: setup.launch.lineage.clone(),
-            folder: setup.folder.path().to_path_buf(),
-        };
+        let context = Context { job: setup.folder.name().to_string(), folder: setup.folder.path().to_path_buf() };
         let sender = Mutex::new(sender.clone());
         let reporter: Reporter = Arc::new(move |report| {
             let _ = sender.lock().map(|sender| sender.send(Message::Hook(report)));
@@ -35,11 +33,17 @@ impl Listeners {
             failures: Failures::new(hooks.failed_snapshots),
             runner: Runner::new(hooks, context.clone(), Arc::clone(&reporter)),
             webhook: hooks.webhook.clone().map(|url| Webhook::new(url, reporter)),
+            metrics: Metrics::new(setup),
             context,
         }
     }
 
+    pub(super) fn metrics(&self) -> Option<&Metrics> {
+        self.metrics.as_ref()
+    }
+
     fn hear(&mut self, event: &Event) {
+        self.metrics.iter().for_each(|metrics| metrics.hear(event));
         let point = match &event.what {
             What::SnapshotTaken { .. } | What::SnapshotFailed { .. } => Some(Point::AfterSnapshot),
             What::Started { image: Some(_), .. } => Some(Point::AfterRestore),
@@ -104,5 +108,6 @@ impl Owner<'_> {
                 self.hook_failed(report);
             }
         }
+        self.listeners.metrics.iter().for_each(Metrics::close);
     }
 }

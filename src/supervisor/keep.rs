@@ -12,7 +12,7 @@ use super::publish::Persisting;
 use super::state::{Event, Finish, Harm, State};
 use super::{Message, Owner, PROGRESS, Setup};
 use crate::hooks::Passed;
-use crate::snapshot::{self, Subject, Taken};
+use crate::snapshot::{self, Launch, Subject, Taken};
 use crate::store::gc;
 use crate::store::persist::{self, Progress};
 use crate::store::retention::Policy;
@@ -94,8 +94,10 @@ impl Owner<'_> {
         let (setup, files, cancel, sender) =
             (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
         let interval = self.machine.choice().cloned();
+        self.attach_askers();
         let event = self.tell(What::SnapshotBegan { reason });
         let gate = self.before_snapshot(&event, reason);
+        let launch = Launch { lineage: self.line.lineage.clone(), ..self.shared.launch.clone() };
         self.spawn("snapshot", move || {
             let subject = Subject {
                 job: &job,
@@ -103,7 +105,7 @@ impl Owner<'_> {
                 lock: &setup.lock,
                 config: &setup.config,
                 criu: &setup.criu,
-                launch: &setup.launch,
+                launch: &launch,
                 ours: setup.ours(),
                 staging: setup.staging.as_ref(),
                 output: &files,
@@ -130,6 +132,7 @@ impl Owner<'_> {
                 tracing::info!("image {}: {size}, the job stood still for {freeze}", taken.image.id);
                 self.published.taken(&taken);
                 self.tell_snapshot(&taken);
+                self.answer_taken(&taken);
                 // One that is in the store as plain files is packed, which saves space only.
                 let persist = (!taken.image.is_staged()).then_some(taken.persist);
                 self.persist(taken.image);
@@ -137,6 +140,7 @@ impl Owner<'_> {
             }
             Err(error) => {
                 let lost = error.job_is_lost();
+                self.answer_not_taken(&chain(&error));
                 if self.ended.is_none() {
                     let why = chain(&error);
                     self.keep_criu_log("dump", error.criu_log());
@@ -193,7 +197,7 @@ impl Owner<'_> {
 
     /// The newest image, where it is in memory only. An older one that did not get to the store is of no use there once a
     /// newer one did.
-    fn only_in_memory(&self) -> Option<Image> {
+    pub(super) fn only_in_memory(&self) -> Option<Image> {
         let folder = &self.shared.folder;
         let newest = folder.staged().into_iter().find(Image::is_good)?;
         let stored = folder.images().unwrap_or_default().into_iter().find(Image::is_good);
@@ -248,6 +252,7 @@ impl Owner<'_> {
                 let written = outcome.written;
                 self.tell(What::Stored { image: image.id, took_us: micros(took), written });
                 self.published.persist_failure = None;
+                self.answer_stored(&image);
                 self.replicate(image);
                 if self.machine.is_postponed() && self.loading.is_none() {
                     tracing::warn!(
@@ -260,7 +265,9 @@ impl Owner<'_> {
                 tracing::debug!("image {} was not packed: a restart may read it", outcome.image);
             }
             Err(PersistError::Persist(persist::Error::Cancelled)) => {
-                tracing::info!("image {} was not brought to the store", outcome.image);
+                let why = format!("image {} was not brought to the store", outcome.image);
+                tracing::info!("{why}");
+                self.answer_not_stored(outcome.image, &why);
             }
             Err(error) => {
                 let folder = &self.shared.folder;
@@ -272,6 +279,7 @@ impl Owner<'_> {
                 let why = format!("image {} {what}: {}", outcome.image, chain(&error));
                 tracing::error!("{why}");
                 self.tell(What::NotStored { image: outcome.image, why: why.clone() });
+                self.answer_not_stored(outcome.image, &why);
                 self.published.persist_failure = Some(why);
             }
         }
@@ -341,6 +349,7 @@ impl Owner<'_> {
                 Ok(Message::Persisted(outcome)) => self.persisted(*outcome),
                 Ok(Message::Replicated(report)) => self.replicated(*report),
                 Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => self.stops += 1,
+                Ok(Message::Control(incoming)) => self.heard_late(*incoming),
                 Ok(Message::Hook(report)) => self.hook_failed(report),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),

@@ -5,17 +5,21 @@
 //! job's namespaces down ([`crate::launch::world`]); the next run sweeps what is left in the store and goes on from the
 //! newest image, be it in memory or in the store.
 
+mod control;
 mod deadline;
 mod events;
 mod hooks;
 pub mod interval;
 mod keep;
 mod load;
+mod metrics;
 pub mod notify;
 mod publish;
 pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
 mod replicate;
+mod rewind;
+pub(crate) use rewind::new_lineage;
 mod result;
 pub use result::RunResult;
 mod start;
@@ -121,6 +125,7 @@ enum Message {
     Persisted(Box<keep::Outcome>),
     Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
+    Control(Box<control::Incoming>),
     /// What the scheduler says of the job's end.
     End(deadline::Answer),
     Hook(crate::hooks::Report),
@@ -139,10 +144,9 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let signals = listen(sender.clone()).map_err(|source| Error::Io { what: "handling signals", source })?;
     let (machine, actions) = Machine::new(&shared.config, shared.from);
     let machine = machine.recalling(recall(&shared));
-    let listeners = hooks::Listeners::new(&shared, &sender);
     let mut owner = Owner {
         shared: &shared,
-        listeners,
+        listeners: hooks::Listeners::new(&shared, &sender),
         files,
         machine,
         sender,
@@ -157,6 +161,8 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         files_go: Arc::default(),
         replication: replicate::Replication::default(),
         restoring: None,
+        control: control::Control::default(),
+        line: rewind::Line::new(&shared),
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
@@ -172,6 +178,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     };
     owner.record(Outcome::Running, None)?;
     owner.tell_begin();
+    owner.open_control();
     owner.carry_out(actions);
     // What an interrupted run left in memory.
     owner.persist_newest();
@@ -193,6 +200,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         owner.leave_memory(&finish, &messages);
         owner.leave_replica(&finish, &messages);
     }
+    owner.close_control();
     signals.close();
     if let Some(error) = owner.taken_over.take() {
         // Nothing more is written; what is under way ends with this process.
@@ -229,7 +237,6 @@ fn listen(sender: mpsc::Sender<Message>) -> std::io::Result<signal_hook::iterato
 
 struct Owner<'a> {
     shared: &'a Arc<Setup>,
-    /// Hooks and the webhook.
     listeners: hooks::Listeners,
     files: output::Files,
     machine: Machine<'a>,
@@ -260,6 +267,10 @@ struct Owner<'a> {
     read: Arc<AtomicBool>,
     /// How often that failed.
     lazy_failures: u32,
+    /// What others ask for.
+    control: control::Control,
+    /// The images that the job may go back to.
+    line: rewind::Line,
     /// Differences between images and this machine that the user knows of.
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
@@ -335,6 +346,7 @@ impl Owner<'_> {
         for action in actions {
             self.act(action);
         }
+        self.settle();
         self.publish();
     }
 
@@ -374,6 +386,7 @@ impl Owner<'_> {
             Message::Persisted(outcome) => self.persisted(*outcome),
             Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
+            Message::Control(incoming) => self.heard(*incoming),
             Message::End(answer) => self.end_is_known(answer),
             Message::Hook(report) => self.hook_failed(report),
         }
@@ -439,20 +452,6 @@ impl Owner<'_> {
         self.remember();
     }
 
-    /// The good images of this lineage, newest first.
-    fn good_images(&self) -> Result<Vec<ImageId>, crate::store::Error> {
-        let images = self.shared.folder.copies()?;
-        let mut ids: Vec<ImageId> = images.iter().filter(|image| self.is_usable(image)).map(|image| image.id).collect();
-        ids.dedup();
-        Ok(ids)
-    }
-
-    /// Whether it is good, and of this lineage or what that began from.
-    fn is_usable(&self, image: &Image) -> bool {
-        let Setup { launch, base, .. } = &**self.shared;
-        image.is_good() && image.manifest().is_some_and(|m| m.lineage == launch.lineage || Some(m.id) == *base)
-    }
-
     // ---- what others see ----
 
     fn publish(&mut self) {
@@ -462,6 +461,9 @@ impl Owner<'_> {
         self.published.restoring = self.restoring.as_ref().and_then(keep::Moving::seen);
         self.published.loading = self.loading.map(|(_, image)| image);
         self.published.chosen(self.machine.choice());
+        self.published.due(self.machine.next_snapshot());
+        self.show();
+        self.show_metrics();
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
             tracing::debug!("can not publish the state: {error}");
         }
@@ -473,8 +475,8 @@ impl Owner<'_> {
         let record = JobRecord {
             command: self.shared.launch.command.clone(),
             directory: self.shared.launch.directory.clone(),
-            lineage: self.shared.launch.lineage.clone(),
-            base: self.shared.base,
+            lineage: self.line.lineage.clone(),
+            base: self.line.base,
             created: self.published.begun,
             outcome,
             exit_code,
@@ -487,8 +489,10 @@ impl Owner<'_> {
     /// Records what was observed so far, for a run that goes on after this one was ended by force. One that is about to end
     /// does so at its end.
     fn remember(&self) {
-        if matches!(self.machine.state(), state::State::Running(_) | state::State::Waiting { .. })
-            && let Err(error) = self.record(Outcome::Running, None)
+        if matches!(
+            self.machine.state(),
+            state::State::Running(_) | state::State::Waiting { .. } | state::State::Suspended { .. }
+        ) && let Err(error) = self.record(Outcome::Running, None)
         {
             tracing::warn!("can not record how long the job ran: {}", chain(&error));
         }

@@ -4,9 +4,11 @@
 //! killed, which the job's lock tells.
 
 use std::io;
-use std::path::Path;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 use serde::{Deserialize, Serialize};
 
 use super::deadline::Forecast;
@@ -24,7 +26,7 @@ use crate::sys::{durable, process};
 pub struct Published {
     /// Version of this format.
     pub version: u32,
-    /// starting, restoring, running, snapshotting, waiting, stopping, done.
+    /// starting, restoring, running, snapshotting, waiting, suspending, suspended, rewinding, stopping, done.
     pub state: String,
     /// Since when.
     pub since: DateTime<Utc>,
@@ -42,6 +44,18 @@ pub struct Published {
     pub last_image: Option<ImageId>,
     /// How long the job stood still for it, in microseconds.
     pub last_freeze_us: Option<u64>,
+    /// Its size, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_bytes: Option<u64>,
+    /// When the next snapshot is due, where the clock says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next: Option<DateTime<Utc>>,
+    /// The GPUs that the job used at its last snapshot, by name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<String>,
+    /// The socket on which the supervisor can be asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub control: Option<PathBuf>,
     /// The interval in force, where it is chosen (`snapshot.interval = "auto"`) and something was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interval: Option<Choice>,
@@ -77,6 +91,9 @@ pub struct Published {
     /// How the last life of the job ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_end: Option<LastEnd>,
+    /// Where its metrics are served.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metrics: Option<SocketAddr>,
     /// Of the machine's boot that the supervisor runs in.
     #[serde(default)]
     pub boot_id: String,
@@ -128,6 +145,10 @@ impl Published {
             restarts: 0,
             last_image: None,
             last_freeze_us: None,
+            last_bytes: None,
+            next: None,
+            gpus: Vec::new(),
+            control: None,
             interval: None,
             last_failure: None,
             persisting: None,
@@ -140,6 +161,7 @@ impl Published {
             deadline: None,
             predicted: None,
             last_end: None,
+            metrics: None,
             boot_id: process::boot_id().unwrap_or_default(),
         }
     }
@@ -156,6 +178,16 @@ impl Published {
         self.last_image = Some(taken.image.id);
         self.last_freeze_us = u64::try_from(taken.freeze.as_micros()).ok();
         self.last_failure = None;
+        if let Some(manifest) = taken.image.manifest() {
+            self.last_bytes = Some(manifest.bytes);
+            let used = !manifest.tree.cuda.is_empty();
+            self.gpus = manifest.gpus.iter().filter(|_| used).map(|gpu| gpu.name.clone()).collect();
+        }
+    }
+
+    pub(super) fn due(&mut self, at: Option<Instant>) {
+        let left = at.map(|at| at.saturating_duration_since(Instant::now()));
+        self.next = left.and_then(|left| Utc::now().checked_add_signed(TimeDelta::from_std(left).ok()?));
     }
 
     pub(super) fn chosen(&mut self, choice: Option<&Choice>) {

@@ -87,7 +87,7 @@ impl Owner<'_> {
         let result = RunResult {
             version: VERSION,
             job: self.shared.folder.name().to_string(),
-            run: launch.lineage.clone(),
+            run: self.line.lineage.clone(),
             command: launch.command.clone(),
             outcome: outcome.into(),
             why,

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use chrono::Utc;
 
 use super::keep::{Moving, shown};
-use super::state::Event;
+use super::state::{Event, State};
 use super::{Message, Owner, Setup, load};
 use crate::config::{Lazy, PidNamespace};
 use crate::hooks::{Passed, Refused};
@@ -98,6 +98,9 @@ impl Owner<'_> {
         self.ended = None;
         let (life, sender, waiting) = (self.life, self.sender.clone(), Arc::clone(&job));
         self.job = Some(Arc::clone(&job));
+        if let State::Starting { from, .. } = self.machine.state() {
+            self.arrived(*from);
+        }
         self.tell_start(&job);
         for signal in std::mem::take(&mut self.unsent) {
             self.signal(signal);
@@ -130,6 +133,7 @@ impl Owner<'_> {
             }
             StartFailure::Restore(image, error) => self.restore_failed(*image, &error),
         };
+        let event = self.did_not_arrive(event);
         self.step(event);
     }
 

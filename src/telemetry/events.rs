@@ -59,6 +59,9 @@ pub enum What {
         command: Vec<String>,
         /// The interval, as configured.
         interval: String,
+        /// When the one before gave its last sign of life, where it ended without a word.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        last_seen: Option<DateTime<Utc>>,
         /// Why the run before did not come to its end, where it did not.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         before: Option<Cause>,
@@ -157,6 +160,16 @@ pub enum What {
         image: Option<ImageId>,
         /// After this pause.
         after_us: u64,
+    },
+    /// The job goes back to an image, because that was asked for.
+    Rewinding {
+        /// Which.
+        image: ImageId,
+    },
+    /// The job has given back what it used, until it is called back.
+    Suspended {
+        /// It will go on from this image; without one from its beginning.
+        image: Option<ImageId>,
     },
     /// The job's time is over: a last snapshot, then it is stopped.
     LastCall {

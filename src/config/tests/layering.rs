@@ -52,6 +52,7 @@ fn a_variable_is_read_as_the_type_of_its_key() {
         ("REKINDLE_STORE_KEEP_LAST", "5"),
         ("REKINDLE_JOB_UMASK", "022"),
         ("REKINDLE_JOB_NAME", "42"),
+        ("REKINDLE_JOB_COMMAND", " python3  train.py"),
         ("REKINDLE_JOB_NO_NEW_PRIVILEGES", "true"),
         ("REKINDLE_RESTART_RETRY_EXIT_CODES", "1, 137"),
         ("REKINDLE_RESTART_NEVER_RETRY_EXIT_CODES", ""),
@@ -74,6 +75,7 @@ fn a_variable_is_read_as_the_type_of_its_key() {
     assert_eq!(config.store.keep_last, 5);
     assert_eq!(config.job.umask.map(Umask::bits), Some(0o22));
     assert_eq!(config.job.name.as_deref(), Some("42"));
+    assert_eq!(config.job.command, ["python3", "train.py"]);
     assert!(config.job.no_new_privileges);
     assert_eq!(config.restart.retry_exit_codes, [1, 137]);
     assert_eq!(config.restart.never_retry_exit_codes, [0_u8; 0]);

@@ -50,6 +50,8 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("job", "environment-mode", "\"none\"", "must be \"inherit\" or \"clean\""),
         ("job", "pid-namespace", "true", "must be \"private\" or \"host\""),
         ("job", "no-new-privileges", "\"true\"", "must be true or false"),
+        ("job", "command", "\"python3\"", "must be a list of words in quotes, such as [\"python3\", \"train.py\"]"),
+        ("job", "command", "[\"\", \"x\"]", "must begin with the name of a program"),
         ("job.limits", "nofile", "-1", limit),
         ("job.limits", "stack", "\"much\"", limit),
         (
@@ -102,6 +104,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("snapshot", "memory-reserve", "\"1 parsec\"", size),
         ("snapshot", "staging", "\"disk\"", "must be \"ram\" or \"store\""),
         ("snapshot", "staging-directory", "\"run\"", path),
+        ("control", "directory", "\"run\"", path),
         ("snapshot", "interposer", "\"on\"", "must be \"auto\" or \"off\""),
         ("store", "directory", "\"images\"", path),
         ("store", "directory", "\"/a\\u0000b\"", "must not contain a zero byte"),

@@ -7,6 +7,7 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use crate::store::{ImageId, micros};
+use crate::supervisor::Persisting;
 use crate::telemetry::events::{Event, What};
 
 /// So many are remembered of each, and the slowest of them counts: being early costs seconds, being late the work since the
@@ -141,6 +142,22 @@ fn slowest(trips: &VecDeque<Trip>, bytes: u64) -> Duration {
     trips.iter().map(scaled).max().unwrap_or_else(|| Duration::from_micros(bytes / UNKNOWN_RATE))
 }
 
+/// What an image that is on its way to the store still needs, where all of it is expected to take so long.
+pub(super) fn left_of(seen: &Persisting, whole: Duration) -> Duration {
+    let left = seen.total.saturating_sub(seen.done);
+    let micros = whole.as_micros().saturating_mul(u128::from(left)) / u128::from(seen.total.max(1));
+    let expected = Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX));
+    // Its own rate says nothing at its begin.
+    let is_telling = seen.done.saturating_mul(4) >= seen.total;
+    let at_its_rate = left.checked_div(seen.rate).filter(|_| is_telling).map(Duration::from_secs);
+    expected.max(at_its_rate.unwrap_or_default())
+}
+
+/// For people: whole seconds, rounded up.
+pub(super) fn in_seconds(time: Duration) -> humantime::FormattedDuration {
+    humantime::format_duration(Duration::from_secs(time.as_millis().div_ceil(1000).try_into().unwrap_or(u64::MAX)))
+}
+
 /// Where a last snapshot stands between the begin of a run and its deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Plan {
@@ -173,7 +190,7 @@ pub(super) fn plan(begun: DateTime<Utc>, deadline: DateTime<Utc>, lead: Duration
 /// Who decides what a stop must fit into.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Attended {
-    /// A scheduler or a service manager, who kills us when the grace is over.
+    /// A scheduler or an orchestrator, who kills us when the grace is over.
     Yes,
     /// Nobody: after the last snapshot there is all the time of the world.
     No,
@@ -181,13 +198,11 @@ pub(super) enum Attended {
 
 /// What is wrong with a grace that can not hold a last snapshot, and what to do.
 pub(super) fn too_short(forecast: &Forecast, grace: Duration, attended: Attended) -> Option<String> {
-    use super::super::keep::shown;
-    let needed = Duration::from_secs(forecast.lead().as_secs() + 1);
     let advice = format!(
-        "Set it to what there is (--grace), and see that there is enough: {} or more as TimeoutStopSec, terminationGracePeriodSeconds, or N in Slurm's --signal=B:USR2@N",
-        humantime::format_duration(needed)
+        "Set it to what there is (--grace), and see that there is enough: {} or more as terminationGracePeriodSeconds, TimeoutStopSec, or N in Slurm's --signal=B:USR2@N",
+        in_seconds(forecast.lead())
     );
-    let (snapshot, given) = (shown(forecast.snapshot), shown(grace));
+    let (snapshot, given) = (in_seconds(forecast.snapshot), in_seconds(grace));
     if forecast.snapshot > grace {
         return Some(format!(
             "a last snapshot is expected to take {snapshot}, and snapshot.grace is {given}: a stop would end the job without one. {advice}"
@@ -196,7 +211,7 @@ pub(super) fn too_short(forecast: &Forecast, grace: Duration, attended: Attended
     if attended == Attended::No || forecast.total() <= grace {
         return None;
     }
-    let way = shown(forecast.store.saturating_add(forecast.replica));
+    let way = in_seconds(forecast.store.saturating_add(forecast.replica));
     Some(format!(
         "a last snapshot is expected to take {snapshot}, and then {way} to where it is safe; snapshot.grace is {given}: whoever kills us then leaves it in memory only. {advice}"
     ))

@@ -31,10 +31,8 @@ const MOST_WAITING: usize = 1000;
 #[derive(Debug, Clone)]
 pub struct Facts {
     job: String,
-    run: String,
     work: Work,
     published: Option<Published>,
-    next: Option<DateTime<Utc>>,
     interval: Option<Duration>,
     /// Since when the job runs.
     started: Option<DateTime<Utc>>,
@@ -95,13 +93,11 @@ fn seconds(micros: u64) -> f64 {
 impl Facts {
     /// Of a supervisor that begins now.
     #[must_use]
-    pub fn new(job: &str, run: &str, replicated: Replicated, now: Instant) -> Facts {
+    pub fn new(job: &str, replicated: Replicated, now: Instant) -> Facts {
         Facts {
             job: job.into(),
-            run: run.into(),
             work: Work::new(now),
             published: None,
-            next: None,
             interval: None,
             started: None,
             outcome: None,
@@ -174,10 +170,9 @@ impl Facts {
         }
     }
 
-    /// Learns what the supervisor shows of itself, when the next snapshot is due, and the interval in force.
-    pub fn see(&mut self, published: &Published, next: Option<DateTime<Utc>>, interval: Option<Duration>) {
-        self.published = Some(published.clone());
-        (self.next, self.interval) = (next, interval);
+    /// Learns what the supervisor shows of itself, and the interval in force.
+    pub fn see(&mut self, published: &Published, interval: Option<Duration>) {
+        (self.published, self.interval) = (Some(published.clone()), interval);
     }
 }
 

@@ -115,19 +115,35 @@ impl Collector for Seen {
         self.store(sink)?;
         self.replica(sink)?;
         let work = &facts.work;
-        sink.one("rekindle_goodput_ratio", "Share of this supervisor's time that was useful work", Number::Gauge(work.goodput(self.now)))?;
-        sink.one("rekindle_useful_seconds", "Useful work since this supervisor began", Number::Gauge(work.useful(self.now).as_secs_f64()))?;
-        sink.one("rekindle_lost_work_seconds", "Work that was done and is done again", Number::Counter(work.lost().as_secs_f64()))?;
-        sink.one("rekindle_hooks_failed", "Hooks that did not do their work, and calls of the webhook", Number::Count(facts.hooks_failed))
+        sink.one(
+            "rekindle_goodput_ratio",
+            "Share of this supervisor's time that was useful work",
+            Number::Gauge(work.goodput(self.now)),
+        )?;
+        sink.one(
+            "rekindle_useful_seconds",
+            "Useful work since this supervisor began",
+            Number::Gauge(work.useful(self.now).as_secs_f64()),
+        )?;
+        sink.one(
+            "rekindle_lost_work_seconds",
+            "Work that was done and is done again",
+            Number::Counter(work.lost().as_secs_f64()),
+        )?;
+        sink.one(
+            "rekindle_hooks_failed",
+            "Hooks that did not do their work, and calls of the webhook",
+            Number::Count(facts.hooks_failed),
+        )
     }
 }
 
 impl Seen {
     fn state(&self, sink: &mut Sink<'_>) -> fmt::Result {
         let facts = &self.facts;
-        let labels = [("version", env!("CARGO_PKG_VERSION").to_owned()), ("run", facts.run.clone())];
-        sink.family("rekindle_supervisor", "1, with the version of rekindle and the run", [(labels, 1.0)])?;
         if let Some(published) = &facts.published {
+            let labels = [("version", env!("CARGO_PKG_VERSION").to_owned()), ("run", published.lineage.clone())];
+            sink.family("rekindle_supervisor", "1, with the version of rekindle and the run", [(labels, 1.0)])?;
             let states = STATES.iter().map(|state| ([("state", *state)], bit(published.state == *state)));
             sink.family("rekindle_state", "1 for the state that the job is in", states)?;
             let begun = stamp(published.begun);
@@ -150,8 +166,16 @@ impl Seen {
         sink.one("rekindle_snapshots_taken", "Snapshots that were taken", Number::Count(facts.taken))?;
         sink.one("rekindle_snapshots_failed", "Snapshots that failed", Number::Count(facts.failed))?;
         sink.one("rekindle_images_bad", "Images that were found bad", Number::Count(facts.bad))?;
-        sink.gauge("rekindle_last_snapshot_timestamp_seconds", "When the newest image was there", facts.last.map(|last| stamp(last.time)))?;
-        sink.gauge("rekindle_last_freeze_seconds", "How long the job stood still for the newest image", facts.last.map(|last| last.freeze))?;
+        sink.gauge(
+            "rekindle_last_snapshot_timestamp_seconds",
+            "When the newest image was there",
+            facts.last.map(|last| stamp(last.time)),
+        )?;
+        sink.gauge(
+            "rekindle_last_freeze_seconds",
+            "How long the job stood still for the newest image",
+            facts.last.map(|last| last.freeze),
+        )?;
         sink.gauge("rekindle_last_image_bytes", "Size of the newest image", facts.last.map(|last| real(last.bytes)))?;
         if !facts.phases.is_empty() {
             let phases = facts.phases.iter().map(|(name, time)| ([("phase", name.clone())], *time));
@@ -161,7 +185,8 @@ impl Seen {
         let mut encoder = sink.0.encode_descriptor("rekindle_freeze_seconds", help, None, MetricType::Histogram)?;
         let buckets: Vec<(f64, u64)> = BUCKETS.into_iter().zip(facts.freezes.counts).collect();
         encoder.encode_histogram::<NoLabelSet>(facts.freezes.sum, facts.freezes.counts.iter().sum(), &buckets, None)?;
-        sink.gauge("rekindle_next_snapshot_timestamp_seconds", "When the next snapshot is due", facts.next.map(stamp))?;
+        let next = facts.published.as_ref().and_then(|published| published.next);
+        sink.gauge("rekindle_next_snapshot_timestamp_seconds", "When the next snapshot is due", next.map(stamp))?;
         let interval = facts.interval.map(|interval| interval.as_secs_f64());
         sink.gauge("rekindle_interval_seconds", "The time between two snapshots that is in force", interval)
     }
@@ -171,10 +196,18 @@ impl Seen {
         sink.one("rekindle_stored_images", "Images that were brought to the store", Number::Count(facts.stored))?;
         sink.one("rekindle_store_written_bytes", "Bytes that were written for them", Number::Count(facts.written))?;
         sink.one("rekindle_store_seconds", "How long that took", Number::Counter(facts.store_seconds))?;
-        sink.one("rekindle_store_failed_images", "Images that did not get to the store", Number::Count(facts.not_stored))?;
+        sink.one(
+            "rekindle_store_failed_images",
+            "Images that did not get to the store",
+            Number::Count(facts.not_stored),
+        )?;
         let persisting = facts.published.as_ref().and_then(|published| published.persisting.as_ref());
         let progress = persisting.map(|persisting| share(persisting.done, persisting.total));
-        sink.gauge("rekindle_persist_progress_ratio", "How much of an image is in the store; not there while none is on its way", progress)?;
+        sink.gauge(
+            "rekindle_persist_progress_ratio",
+            "How much of an image is in the store; not there while none is on its way",
+            progress,
+        )?;
         let restoring = facts.published.as_ref().and_then(|published| published.restoring.as_ref());
         let progress = restoring.map(|restoring| share(restoring.done, restoring.total));
         sink.gauge("rekindle_restore_progress_ratio", "How much of an image was read to bring the job back", progress)
@@ -182,7 +215,11 @@ impl Seen {
 
     fn replica(&self, sink: &mut Sink<'_>) -> fmt::Result {
         let Some(replica) = &self.facts.replica else { return Ok(()) };
-        sink.one("rekindle_replicated_images", "Images that were brought to the replica", Number::Count(replica.replicated))?;
+        sink.one(
+            "rekindle_replicated_images",
+            "Images that were brought to the replica",
+            Number::Count(replica.replicated),
+        )?;
         sink.one("rekindle_replica_sent_bytes", "Bytes that were sent there", Number::Count(replica.sent))?;
         sink.one("rekindle_replica_failed_images", "Images that did not get there", Number::Count(replica.failed))?;
         let oldest = replica.waiting.front().map(|(_, since)| (self.time - since).to_std().unwrap_or_default());

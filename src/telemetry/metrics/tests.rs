@@ -15,7 +15,7 @@ fn value(text: &str, name: &str) -> Option<f64> {
 #[test]
 fn events_become_numbers() {
     let begun = Instant::now();
-    let mut facts = Facts::new("j", "r", Replicated::Yes, begun);
+    let mut facts = Facts::new("j", Replicated::Yes, begun);
     let phase = |name: &str| Phase { phase: name.into(), started_us: 0, took_us: 250_000 };
     let taken = |n, names: &[&str]| What::SnapshotTaken {
         image: image(n),
@@ -63,7 +63,7 @@ fn events_become_numbers() {
 #[test]
 fn names_of_jobs_and_phases_can_not_break_the_text() {
     let now = Instant::now();
-    let mut facts = Facts::new("a\"b\\c\nd", "r", Replicated::No, now);
+    let mut facts = Facts::new("a\"b\\c\nd", Replicated::No, now);
     facts.phases.insert("x\"\n} 1".into(), 1.0);
     let text = facts.text(now, Utc::now());
     assert!(text.contains("job=\"a\\\"b\\\\c\\nd\"") && !text.contains("replica"), "{text}");

@@ -97,9 +97,20 @@ fn a_grace_that_is_too_short_is_told_with_numbers() {
     assert_eq!(too_short(&forecast, seconds(60), Attended::Yes), None);
     assert_eq!(too_short(&forecast, seconds(30), Attended::No), None, "nobody kills us");
     let text = too_short(&forecast, seconds(30), Attended::Yes).unwrap();
-    assert!(text.contains("20s, and then 40s") && text.contains("grace is 30s") && text.contains("1m 18s"), "{text}");
+    assert!(text.contains("20s, and then 40s") && text.contains("grace is 30s") && text.contains("1m 17s"), "{text}");
     let text = too_short(&forecast, seconds(10), Attended::No).unwrap();
     assert!(text.contains("20s, and snapshot.grace is 10s") && text.contains("without one"), "{text}");
+}
+
+#[test]
+fn an_image_that_is_on_its_way_has_its_rest_before_it() {
+    let seen = |done, rate| Persisting { image: id(1), done, total: 1000, written: 0, rate };
+    assert_eq!(left_of(&seen(0, 0), seconds(10)), seconds(10));
+    assert_eq!(left_of(&seen(100, 1), seconds(10)), seconds(9), "too early to believe its rate");
+    assert_eq!(left_of(&seen(500, 10), seconds(10)), seconds(50), "it is slower than expected");
+    assert_eq!(left_of(&seen(500, 1000), seconds(10)), seconds(5));
+    assert_eq!(left_of(&seen(1000, 10), seconds(10)), Duration::ZERO);
+    assert_eq!(left_of(&Persisting { total: 0, ..seen(0, 0) }, seconds(10)), Duration::ZERO);
 }
 
 proptest! {
