@@ -91,8 +91,10 @@ fn hooks_that_hang_flood_fail_or_are_missing_harm_nothing() {
     let lab = hook(lab, "before-snapshot", "yes no; sleep 60");
     let lab = hook(lab, "after-snapshot", "sleep 60 & wait");
     let lab = hook(lab, "before-restore", "echo I do not like it; exit 3");
-    let lab = lab.set("hooks.after-restore", "[\"/no/such/hook\"]").set("hooks.timeout", "\"500ms\"");
+    let lab = lab.set("hooks.after-restore", "[\"/no/such/hook\"]").set("hooks.timeout", "\"2s\"");
     let mut run = until_after_snapshot(&lab, "plain");
+    // What is next would wait for it.
+    run.wait_for("the hook after the snapshot is killed", || failed(&lab).len() >= 2);
     run.crash(&lab);
     count_on(&lab, &mut run, 2);
     run.wait_for("all failures are told", || failed(&lab).len() >= 4);
@@ -100,7 +102,7 @@ fn hooks_that_hang_flood_fail_or_are_missing_harm_nothing() {
     let failed = failed(&lab);
     let said = |hook: &str, words: &str| failed.iter().any(|(name, why)| name == hook && why.contains(words));
     assert!(said("before-snapshot", "; no; no"), "{failed:?}");
-    assert!(said("after-snapshot", "killed after 500ms"), "{failed:?}");
+    assert!(said("after-snapshot", "killed after 2s"), "{failed:?}");
     assert!(said("before-restore", "exit code 3: I do not like it"), "{failed:?}");
     assert!(said("after-restore", "/no/such/hook"), "{failed:?}");
 }
