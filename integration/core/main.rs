@@ -27,6 +27,7 @@ mod metrics;
 mod notify;
 mod output;
 mod packed;
+mod page;
 mod repair;
 mod stop;
 mod user;

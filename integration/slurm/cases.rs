@@ -27,7 +27,10 @@ pub(crate) struct Case<'a> {
 struct Job<'a> {
     case: &'a Case<'a>,
     lab: &'a Lab,
+    /// What Slurm calls it, `JOB` or `JOB_TASK`.
     id: String,
+    /// What rekindle and Slurm say of it.
+    out: String,
 }
 
 impl<'a> Case<'a> {
@@ -37,11 +40,16 @@ impl<'a> Case<'a> {
 
     /// Gives the job script of the documentation to Slurm, with a job that counts.
     fn submit(&'a self, options: &[&str], settings: &[(&str, &str)]) -> Job<'a> {
+        let id = self.give(options, settings, "slurm.out");
+        Job { case: self, lab: &self.lab, id, out: "slurm.out".into() }
+    }
+
+    fn give(&self, options: &[&str], settings: &[(&str, &str)], out: &str) -> String {
         let lab = &self.lab;
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/deploy/slurm/job.sbatch");
         let program = Path::new(env!("CARGO_BIN_EXE_rekindle")).parent().unwrap();
         let mut command = Command::new("sbatch");
-        command.args(["--parsable", "--exclusive", "--nodelist", self.node, "--output"]).arg(lab.file("slurm.out"));
+        command.args(["--parsable", "--nodelist", self.node, "--output"]).arg(lab.file(out));
         command
             .args(options)
             .arg(script)
@@ -50,7 +58,7 @@ impl<'a> Case<'a> {
         command.envs(lab.variables()).envs(settings.iter().copied()).current_dir(lab.path());
         let id = self.cluster.tell(&mut command);
         assert!(id.parse::<u32>().is_ok(), "{id}");
-        Job { case: self, lab, id }
+        id
     }
 }
 
@@ -75,7 +83,7 @@ impl Job<'_> {
 
     /// What rekindle and Slurm said.
     fn said(&self) -> String {
-        self.lab.read("slurm.out")
+        self.lab.read(&self.out)
     }
 
     /// A field of `scontrol show job`.
@@ -169,7 +177,7 @@ pub(crate) fn a_time_limit_that_nobody_warns_of(case: &Case<'_>) {
 
 /// One with a higher priority wants the node.
 pub(crate) fn preemption(case: &Case<'_>) {
-    let job = case.submit(&["--partition=low"], &[]);
+    let job = case.submit(&["--partition=low", "--exclusive"], &[]);
     job.counts();
     let other = case.lab.file("other");
     let mut higher = Command::new("sbatch");
@@ -206,6 +214,20 @@ pub(crate) fn rekindle_queues_it_again(case: &Case<'_>) {
     job.goes_on(LIMIT, 1);
     assert!(job.said().contains("DUE TO JOB REQUEUE") || case.cluster.log().contains("_job_requeue_op"));
     job.finishes();
+}
+
+/// Each is a job of its own, and finds its own images.
+pub(crate) fn the_tasks_of_an_array(case: &Case<'_>) {
+    let array = case.give(&["--array=1,7"], &[], "slurm.%a");
+    let task = |task: u32| Job { case, lab: &case.lab, id: format!("{array}_{task}"), out: format!("slurm.{task}") };
+    let (one, seven) = (task(1), task(7));
+    one.counts();
+    seven.counts();
+    case.cluster.tell(Command::new("scancel").args(["--signal=USR2", "--batch", &one.id]));
+    one.goes_on(LIMIT, 1);
+    assert!(!seven.said().contains("SIGUSR2"), "{}", tail(&seven.said()));
+    one.finishes();
+    seven.finishes();
 }
 
 /// The machine goes down with all that is on it, and comes up again.

@@ -18,12 +18,13 @@ use cluster::Cluster;
 /// All at once: most of the time is spent waiting for Slurm, whose time limits are whole minutes.
 #[test]
 fn whatever_slurm_does_the_job_goes_on_and_ends_once() {
-    let cases: [(&str, fn(&Case<'_>)); 6] = [
+    let cases: [(&str, fn(&Case<'_>)); 7] = [
         ("warned", cases::a_signal_before_the_time_limit),
         ("limit", cases::a_time_limit_that_nobody_warns_of),
         ("preempted", cases::preemption),
         ("requeued", cases::an_administrator_who_queues_it_again),
         ("requeues", cases::rekindle_queues_it_again),
+        ("array", cases::the_tasks_of_an_array),
         ("node", cases::the_node_restarts),
     ];
     let Some(cluster) = Cluster::start(&cases.map(|(node, _)| node)) else { return };

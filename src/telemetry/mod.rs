@@ -4,3 +4,4 @@ pub mod events;
 pub mod host;
 pub mod log;
 pub mod metrics;
+pub mod tail;
