@@ -262,8 +262,9 @@ fn status_of_fifty_jobs_is_quick() {
         .collect();
     times.sort();
     println!("status of 50 jobs: median {:?}, from {:?} to {:?}", times[10], times[0], times[19]);
-    // 20 ms on a machine that does nothing else.
-    assert!(times[0] < Duration::from_millis(200), "{times:?}");
+    // Far above what it takes on a machine that does nothing else: asked one after the other, with the patience for each
+    // that does not answer, it would be 12 s.
+    assert!(times[0] < Duration::from_secs(2), "{times:?}");
 }
 
 /// A `logs -f` beside a job that crashes: it sees each number once, in order, and ends with the job.

@@ -199,6 +199,9 @@ fn notes(row: &Row) -> Vec<String> {
     let failure = |text: Option<&String>, what: &str| text.map(|why| format!("{what}: {why}"));
     let mut notes = vec![failure(row.why.as_ref(), "given up")];
     if let Some(it) = known.filter(|_| row.uptime_s.is_some()) {
+        notes.push(failure(it.hang.as_ref(), "hangs"));
+        notes.push(failure(it.gpu_fault.as_ref(), "a GPU has failed"));
+        notes.push(it.last_end.as_ref().filter(|_| it.restarts > 0).map(|end| format!("ended last: {}", end.words)));
         notes.push(end(it, Utc::now()));
         notes.push(failure(it.last_failure.as_ref(), "the last snapshot failed"));
         notes.push(failure(it.persist_failure.as_ref(), "not in the store"));

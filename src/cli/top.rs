@@ -76,7 +76,8 @@ fn show(store: &str, looks: &mpsc::Receiver<anyhow::Result<Vec<Row>>>, caught: &
                 Some(problem) => format!("rekindle top  {now}  {problem}"),
                 None => format!("rekindle top  {now}  {store}  {} {jobs}, {running} running", rows.len()),
             };
-            let (width, height) = terminal::size()?;
+            // A serial console does not say how large it is.
+            let (width, height) = Some(terminal::size()?).filter(|size| size.0 > 0 && size.1 > 0).unwrap_or((80, 24));
             paint(&view::draw(&title, &rows, &view, width.into(), height.into()), coloured)?;
         }
         if !event::poll(TICK)? {

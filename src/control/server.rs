@@ -29,7 +29,7 @@ pub const CLIENTS: usize = 128;
 /// How long the rest of a line may take, and how long an answer may lie unread.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 /// How long a client may say nothing.
-const IDLE: Duration = Duration::from_secs(60);
+pub const IDLE: Duration = Duration::from_secs(60);
 /// After the kernel refused to take in a client (no descriptors are left).
 const PAUSE: Duration = Duration::from_secs(1);
 

@@ -347,7 +347,8 @@ impl History {
             self.pass(seen.unwrap_or(i64::MIN).min(at));
             let died = self.at.unwrap_or(at);
             self.fill(Kind::Away, at);
-            let why = before.map_or("the supervisor was killed, or the machine went down".into(), Cause::to_string);
+            let why =
+                before.map_or_else(|| "the supervisor was killed, or the machine went down".into(), Cause::to_string);
             self.fail(died, Trouble::Supervisor, why);
             self.open = self.failures.len().checked_sub(1);
         }

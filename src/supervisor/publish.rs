@@ -94,6 +94,12 @@ pub struct Published {
     /// Where its metrics are served.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub metrics: Option<SocketAddr>,
+    /// How the job hangs, while it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hang: Option<String>,
+    /// The last fault of a GPU that this life of the job uses.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_fault: Option<String>,
     /// Of the machine's boot that the supervisor runs in.
     #[serde(default)]
     pub boot_id: String,
@@ -162,6 +168,8 @@ impl Published {
             predicted: None,
             last_end: None,
             metrics: None,
+            hang: None,
+            gpu_fault: None,
             boot_id: process::boot_id().unwrap_or_default(),
         }
     }
