@@ -1,5 +1,7 @@
 //! Which events are failures that somebody wants to hear of.
 
+use std::time::Duration;
+
 use serde::Serialize;
 
 use crate::restart::cause::Cause;
@@ -15,6 +17,10 @@ pub enum Failure {
     JobLost,
     /// `hooks.failed-snapshots` snapshots failed in a row.
     SnapshotsFail,
+    /// The job makes no progress.
+    Hung,
+    /// A GPU that the job uses has a fault.
+    GpuFault,
     /// An image can not be used any more.
     ImageBad,
     /// The job was given up.
@@ -31,6 +37,11 @@ impl Failure {
             }
             (_, What::SnapshotFailed { why, .. }) => format!("its snapshots fail: {why}"),
             (_, What::Ended { cause: Some(cause), .. }) => cause.to_string(),
+            (_, What::Hung { what, idle_us, action, .. }) => {
+                let idle = humantime::format_duration(Duration::from_secs(idle_us / 1_000_000));
+                format!("it hangs: {what} for {idle} (watch.action is {action})")
+            }
+            (_, What::GpuFault { gpu, words, .. }) => format!("GPU {gpu} has a fault: {words}"),
             (_, What::ImageBad { image, why }) => format!("image {image} is bad: {why}"),
             (_, What::Finished { why: Some(why), .. }) => format!("given up: {why}"),
             _ => "it failed".into(),
@@ -63,6 +74,8 @@ impl Failures {
                 return (self.in_a_row == self.limit).then_some(Failure::SnapshotsFail);
             }
             What::Ended { cause, .. } => return (!is_wanted(cause.as_ref())).then_some(Failure::JobEnded),
+            What::Hung { .. } => return Some(Failure::Hung),
+            What::GpuFault { .. } => return Some(Failure::GpuFault),
             What::ImageBad { .. } => return Some(Failure::ImageBad),
             What::Finished { outcome, .. } if outcome == "failed" => return Some(Failure::GivenUp),
             _ => {}
