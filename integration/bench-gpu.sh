@@ -5,11 +5,13 @@
 # torch, and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh).
 #
 #   integration/bench-gpu.sh [--rekindle FILE] [--sizes 1,16,64,96] [--rounds N] [--minutes M] [--dir DIR] [--logs DIR]
+#                            [--only table|steps]
 #   integration/bench-gpu.sh --self-test     the script itself, with the stand-in driver: no GPU and no PyTorch
 #
 # --sizes   GiB of device memory beside the network's      --rounds  snapshots of each job, 3 by default
 # --dir     where stores and plain images are written, a disk, /var/tmp by default
 # --logs    a folder that gets the logs
+# --only    the snapshots, or the time of a step between snapshots; both without it
 #
 # What there is no room or time for is in the table with the reason. Exits 1 when a trial failed or changed a bit.
 set -euo pipefail
@@ -19,7 +21,7 @@ rekindle='' self_test='' options=()
 while [ $# -gt 0 ]; do
   case $1 in
     --rekindle) rekindle=${2:?}; shift 2 ;;
-    --sizes | --rounds | --minutes | --dir | --logs) options+=("$1" "${2:?}"); shift 2 ;;
+    --sizes | --rounds | --minutes | --dir | --logs | --only) options+=("$1" "${2:?}"); shift 2 ;;
     --self-test) self_test=yes; shift ;;
     *) echo "bench-gpu: unknown argument $1" >&2; exit 2 ;;
   esac

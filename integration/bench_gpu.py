@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import bench_table as table
+import turns
 from host import available, free_on, supervisor_ticks
 from plain import Plain
 from steps import Steps
@@ -27,6 +28,8 @@ STEPS = 3
 # Beyond this size, one plain snapshot must do, and PyTorch's own ways of saving are left out: each takes a minute.
 MEDIUM_GIB = 16
 LARGE_GIB = 20
+# Short steps show the most of what lies between the driver and the program.
+STEP_GIB = 0.25
 
 
 class Bench:
@@ -54,7 +57,9 @@ class Bench:
         name = "standin_job.py" if self.args.stand_in else "bench_torch.py"
         amount = ["--mib", int(gib * 1024), "--times"] if self.args.stand_in else ["--gib", gib]
         command = [sys.executable, ROOT / "integration/jobs" / name, steps.path, *amount]
-        return [*command, "--pause", pause] if pause else command
+        # Who takes turns is compared to less than a per cent.
+        resident = [] if self.args.stand_in else ["--resident"]
+        return [*command, "--pause", pause, *resident] if pause else command
 
     def name(self, how, gib):
         # Different from that of any other job on this machine: areas are found by it.
@@ -122,29 +127,23 @@ class Bench:
             job.end()
 
     def rekindle(self, how, gib, trial):
-        name, pause = self.name(how, gib), self.work / "pause-rekindle"
+        name = self.name(how, gib)
         steps = Steps(self.work / f"{name}.steps")
         stored = self.stores(gib)
         job = Job(
-            self.args.rekindle, self.work, name, self.command(steps, gib, pause),
+            self.args.rekindle, self.work, name, self.command(steps, gib),
             settings=self.settings(how, gib), environment=self.environment(name),
         )  # fmt: skip
         try:
             job.start()
             self.steps_on(steps, STEPS, job.ended)
             trial["bytes"] = steps.bytes()
-            # The smallest size: a short step shows the most of what lies between the driver and the program.
-            compared = how == "on" and gib == min(self.args.sizes)
-            if compared:
-                self.turns.append(self.take_turns(job, steps, pause, gib, "fresh"))
             waited = self.ready(job)
             print(f"   staging area made ready: {waited:.1f} s after the first steps", flush=True)
             # The next one would wait until this one is in the store.
             for _ in range(self.args.rounds if stored else 1):
                 trial["snapshots"].append(self.snapshot(job, stored))
                 self.steps_on(steps, STEPS, job.ended)
-            if compared:
-                self.turns.append(self.take_turns(job, steps, pause, gib, "checkpointed"))
             crashes = []
             for _ in range(self.args.rounds if gib <= MEDIUM_GIB else 1):
                 pid, when = job.state()["pid"], time.time()
@@ -184,48 +183,64 @@ class Bench:
                 since, last = time.monotonic(), now
         return since - began
 
-    def take_turns(self, job, steps, pause, gib, history):
-        """Step times of the job and of one without rekindle, in turn on the same GPU, so that clocks and neighbours hit
-        both alike. A process whose GPU memory was taken out and put back by the driver is compared with another one of
-        that kind (`checkpointed`): it is not always as fast as before, whoever asked for it."""
-        name, other_pause = self.name(f"alone-{history}", gib), self.work / "pause-alone"
-        other = Steps(self.work / f"{name}.steps")
-        other_pause.touch()
-        alone = Plain(
-            self.args.rekindle, self.args.criu, self.work, name, self.command(other, gib, other_pause),
-            self.environment(name),
-        )  # fmt: skip
-        sides = [(steps, pause, []), (other, other_pause, [])]
+    def compare_steps(self):
+        """Step times of jobs under rekindle and of the same without, in turn on the same GPU: as they were started, and
+        after the driver has taken out their memory and put it back, which leaves some processes slower or faster than
+        before, whoever asked for it."""
+        gib = STEP_GIB if not self.args.stand_in else min(self.args.sizes)
+        runners = [
+            turns.Runner(self.work / f"bench{os.getpid()}-{kind}-{number}.steps", kind)
+            for number in range(self.args.pairs) for kind in ("with", "without")
+        ]  # fmt: skip
         try:
-            pause.touch()
-            other_pause.unlink()
-            self.steps_on(other, 2 * STEPS, alone.ended)
-            if history == "checkpointed":
-                for action in "lock", "checkpoint", "restore", "unlock":
-                    alone.cuda(action, self.left(60))
-                self.steps_on(other, STEPS, alone.ended)
-            other_pause.touch()
-            ticks, began = supervisor_ticks(job.process.pid), time.monotonic()
-            for turn in range(2 * self.args.turns):
-                # First one, then the other first: A B, B A, A B.
-                _, gate, windows = sides[(turn + turn // 2) % 2]
-                gate.unlink()
-                begun = time.time()
-                time.sleep(self.left(self.args.turn_seconds))
-                windows.append((begun, time.time()))
-                gate.touch()
-                # The step under way.
-                time.sleep(0.3)
-            busy = (supervisor_ticks(job.process.pid) - ticks) / os.sysconf("SC_CLK_TCK") / (time.monotonic() - began)
-            ours, alones = (side.lengths(windows) for side, _, windows in sides)
-            if not ours or not alones:
-                raise Failed("no steps while they took turns")
-            found = {"with": statistics.median(ours), "without": statistics.median(alones)}
-            return {**found, "busy": busy, "steps": len(ours), "history": history}
+            for runner in runners:
+                # All at once: a start of PyTorch takes a while.
+                runner.pause.unlink()
+                self.enter(runner, gib)
+            for runner in runners:
+                self.steps_on(runner.steps, 2 * STEPS, runner.job.ended)
+            for runner in runners:
+                runner.pause.touch()
+            for history in "fresh", "checkpointed":
+                if history == "checkpointed":
+                    for runner in runners:
+                        self.pass_through_driver(runner)
+                self.turns.append(self.turn_by_turn(runners, history))
         finally:
-            alone.end()
-            for gate in pause, other_pause:
-                gate.unlink(missing_ok=True)
+            for runner in runners:
+                if runner.job:
+                    runner.job.end()
+
+    def enter(self, runner, gib):
+        """Starts the job of one kind."""
+        name, command = runner.pause.stem, self.command(runner.steps, gib, runner.pause)
+        if runner.kind == "without":
+            runner.job = Plain(self.args.rekindle, self.args.criu, self.work, name, command, self.environment(name))
+            return
+        runner.job = Job(
+            self.args.rekindle, self.work, name, command,
+            settings=self.settings("on", gib), environment=self.environment(name),
+        ).start()  # fmt: skip
+
+    def pass_through_driver(self, runner):
+        if runner.kind == "with":
+            image, _ = runner.job.snapshot(self.left(120))
+            # What is measured next must not share processors and disk with it.
+            runner.job.wait_for("image in the store", lambda: runner.job.stored(image), self.left(90))
+        else:
+            for action in "lock", "checkpoint", "restore", "unlock":
+                runner.job.cuda(action, self.left(60))
+
+    def turn_by_turn(self, runners, history):
+        supervisors = [runner.job.process.pid for runner in runners if runner.kind == "with"]
+        ticks, began = sum(map(supervisor_ticks, supervisors)), time.monotonic()
+        turns.take(runners, self.args.turns, self.args.turn_seconds)
+        used = (sum(map(supervisor_ticks, supervisors)) - ticks) / os.sysconf("SC_CLK_TCK")
+        busy = used / len(supervisors) / (time.monotonic() - began)
+        lengths = {kind: [r.lengths() for r in runners if r.kind == kind] for kind in ("with", "without")}
+        if not all(map(all, lengths.values())):
+            raise Failed("no steps while they took turns")
+        return {"history": history, "busy": busy, **lengths}
 
     def save(self, gib):
         """torch.save, async_save and the pinned copies."""
@@ -269,7 +284,9 @@ class Bench:
             saves = [(f"save {table.size(gib)} GiB", self.save, (gib,)) for gib in sizes if gib <= LARGE_GIB]
             # The first has the rate of the machine, which everything is compared with.
             work = [*saves[:1], *work, *saves[1:]]
-        return work + [(f"off {table.size(gib)} GiB", self.trial, ("off", gib)) for gib in sizes]
+        work += [(f"off {table.size(gib)} GiB", self.trial, ("off", gib)) for gib in sizes]
+        steps = [("steps", self.compare_steps, ())]
+        return {"all": work + steps, "table": work, "steps": steps}[self.args.only]
 
     def run(self):
         for title, act, arguments in self.plan():
@@ -303,14 +320,8 @@ def describe(bench, args):
         f"{datetime.date.today()}, store and plain images on {args.dir}. Seconds; later: median of the snapshots after "
         "the first; crash to step: from kill -9 to the end of the next training step, without a back-off, median of rekindle's."
     )
-    for turns in bench.turns:
-        more = (turns["with"] / turns["without"] - 1) * 100
-        yield (
-            f"Between snapshots, {turns['steps']} steps in turn with the same job alone, both {turns['history']}: "
-            f"{turns['with'] * 1000:.3f} ms a step under rekindle, {turns['without'] * 1000:.3f} ms without, "
-            f"{more:+.2f} %; the supervisor used "
-            f"{turns['busy'] * 100:.2f} % of a processor."
-        )
+    for found in bench.turns:
+        yield from describe_steps(found)
     rates = table.between(bench.trials)
     if rates:
         small, large, out, back = rates
@@ -320,6 +331,22 @@ def describe(bench, args):
         )
     yield from bench.notes
     yield from (f"FAILED {failure}" for failure in bench.failures)
+
+
+def describe_steps(found):
+    """What was found of one history, and how far two like groups of processes differ: what the method can tell."""
+    ours, alone = found["with"], found["without"]
+    more, width = turns.compare(ours, alone)
+    count = sum(map(len, ours))
+    yield (
+        f"Between snapshots, {len(ours)} jobs of each kind in turn, {found['history']}, {count} steps: "
+        f"{statistics.mean(map(statistics.median, ours)) * 1000:.3f} ms a step under rekindle, "
+        f"{statistics.mean(map(statistics.median, alone)) * 1000:.3f} ms without, {more * 100:+.2f} % "
+        f"(95 %: +-{width * 100:.2f}); a supervisor used {found['busy'] * 100:.2f} % of a processor."
+    )
+    for kind, group in ("under rekindle", ours), ("without", alone):
+        medians = " ".join(f"{statistics.median(lengths) * 1000:.3f}" for lengths in group)
+        yield f"   {kind}, each process: {medians}"
 
 
 def touch(bench, gib):
@@ -349,12 +376,13 @@ def arguments():
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--dir", default="/var/tmp")
     parser.add_argument("--logs", type=Path)
+    parser.add_argument("--only", choices=["all", "table", "steps"], default="all")
     parser.add_argument("--stand-in")
     args = parser.parse_args()
     args.sizes = [int(part) if part.isdigit() else float(part) for part in args.sizes.split(",")]
     if args.rounds < 1 or min(args.sizes) <= 0:
         parser.error("--rounds must be at least 1 and every size more than 0")
-    args.turns, args.turn_seconds = (2, 0.5) if args.stand_in else (5, 2)
+    args.pairs, args.turns, args.turn_seconds = (1, 2, 0.3) if args.stand_in else (6, 12, 0.3)
     return args
 
 

@@ -69,8 +69,9 @@ def read(path):
     return path.read_bytes() if path.exists() else b""
 
 
-def compare(args, work, table, name, command, kills, snapshots_at):
-    """The command with `--out DIR`, alone and under rekindle with kills; what it wrote must be the same."""
+def compare(args, work, table, name, command, kills, snapshots_at, lost=False):
+    """The command with `--out DIR`, alone and under rekindle with kills, or the loss of the machine in their place; what
+    it wrote must be the same."""
     reference = work / f"{name}-reference"
     began = time.monotonic()
     with open(work / f"{name}-reference.log", "w") as log:
@@ -86,7 +87,7 @@ def compare(args, work, table, name, command, kills, snapshots_at):
             manifest = snapshot(job)
             at = lines()
             job.wait_for("progress after the image", lambda: lines() > at)
-            back = job.kill_job()
+            back = lose_machine(job, manifest) if lost else job.kill_job()
         code = job.wait()
         if code != 0:
             raise Failed(f"{name}: exit code {code}")
@@ -99,6 +100,16 @@ def compare(args, work, table, name, command, kills, snapshots_at):
     row(table, name, manifest, back)
 
 
+def lose_machine(job, manifest):
+    """Brings it back from the packs of the store; answers the seconds from the same command until it runs."""
+    job.wait_for("image in the store", lambda: job.stored(manifest["id"]))
+    job.lose_machine()
+    began = time.monotonic()
+    job.start()
+    job.wait_for("restart", lambda: job.running() and job.state()["supervisor"] == job.process.pid)
+    return time.monotonic() - began
+
+
 def torch(args, work, table):
     if importlib.util.find_spec("torch") is None:
         print("SKIP torch: not installed")
@@ -106,6 +117,15 @@ def torch(args, work, table):
     script = [sys.executable, ROOT / "examples/train_torch.py", "--epochs", "60", "--seconds", "25"]
     compare(args, work, table, "torch-1GiB", [*script, "--gib", "1"], 2, 10)
     compare(args, work, table, f"torch-{args.gib}GiB", [*script, "--gib", str(args.gib)], 1, 10)
+
+
+def packs(args, work, table):
+    """From the packs of the store to the driver, with nothing in memory."""
+    if importlib.util.find_spec("torch") is None:
+        print("SKIP packs: torch is not installed")
+        return
+    script = [sys.executable, ROOT / "examples/train_torch.py", "--epochs", "60", "--seconds", "25", "--gib", str(args.gib)]
+    compare(args, work, table, f"torch-{args.gib}GiB-packs", script, 1, 10, lost=True)
 
 
 def jax(args, work, table):
@@ -129,7 +149,7 @@ def main():
     table, failures = [], []
     work = Path(tempfile.mkdtemp(prefix="rekindle-gpu."))
     try:
-        for test in [counter, sample, torch, jax]:
+        for test in [counter, sample, torch, packs, jax]:
             if args.only and args.only != test.__name__:
                 continue
             print(f"== {test.__name__}", flush=True)

@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,s3  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,s3,slurm,package,k8s  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -63,6 +63,26 @@ if required s3; then
 elif ! scripts/deps.sh s3; then
   skip 'tests with an S3 server' 'it could not be had, the reason is above'
 fi
+if required slurm; then
+  step 'dependencies: Slurm' scripts/deps.sh slurm
+elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh slurm; then
+  skip 'tests with Slurm' 'it could not be had, the reason is above'
+fi
+
+packages=''
+if required package; then
+  step 'dependencies: packages' scripts/deps.sh package
+  packages=yes
+elif [ "$(id -u)" -eq 0 ] && scripts/deps.sh package; then
+  packages=yes
+else
+  skip 'tests of the packages' 'not root, or what they need could not be had'
+fi
+if required k8s; then
+  step 'dependencies: Kubernetes' scripts/deps.sh k8s
+elif ! scripts/deps.sh k8s; then
+  skip 'deployment templates' 'the schemas of Kubernetes could not be had, the reason is above'
+fi
 
 step 'format' cargo fmt --all --check
 step 'format of the reaper' cargo fmt --manifest-path reaper/Cargo.toml --check
@@ -91,10 +111,19 @@ work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT
 if have systemd-analyze; then
   # It wants the command to exist, and takes the name from the file.
-  sed "s#/usr/local/bin/rekindle#$rekindle#" config/rekindle.service >"$work/rekindle.service"
-  step 'systemd unit' systemd-analyze verify "$work/rekindle.service"
+  for unit in rekindle.service rekindle@.service; do
+    sed "s#/usr/local/bin/rekindle#$rekindle#" "config/$unit" >"$work/$unit"
+    step "systemd unit $unit" systemd-analyze verify --man=no "$work/$unit"
+  done
 else
-  skip 'systemd unit' 'there is no systemd-analyze'
+  skip 'systemd units' 'there is no systemd-analyze'
+fi
+if [ -n "$packages" ]; then
+  step 'packages' integration/package.sh --binary "$rekindle"
+fi
+if [ -x .deps/k8s/bin/python ]; then
+  step 'deployment templates' .deps/k8s/bin/python integration/deploy.py "$work/k8s.toml"
+  step 'configuration of the Kubernetes template' "$rekindle" config check "$work/k8s.toml"
 fi
 
 if [ -z "$python" ]; then

@@ -147,6 +147,17 @@ class Job:
     def wait(self, limit=600):
         return self.process.wait(limit)
 
+    def lose_machine(self):
+        """What the end of a machine takes: the supervisor, the job, and all that was in memory."""
+        self.process.kill()
+        self.process.wait(30)
+        self.forget_memory()
+
+    def forget_memory(self):
+        for area in self.areas():
+            subprocess.run(["umount", "--lazy", area], stderr=subprocess.DEVNULL, check=False)
+            shutil.rmtree(area, ignore_errors=True)
+
     def end(self):
         """Stops the job and the supervisor, with no last snapshot, and takes away what it left in memory."""
         if self.process is not None and self.process.poll() is None:
@@ -161,9 +172,7 @@ class Job:
                 self.process.kill()
                 self.process.wait(30)
         # It may be kept on purpose, for a `run` that goes on from it; here there is none.
-        for area in self.areas():
-            subprocess.run(["umount", "--lazy", area], stderr=subprocess.DEVNULL, check=False)
-            shutil.rmtree(area, ignore_errors=True)
+        self.forget_memory()
 
 
 def manifests(texts):

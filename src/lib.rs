@@ -25,16 +25,23 @@
 //! - [`store`]: one folder a job, one image a snapshot, in memory first; chunks in packs, retention, verify, repair, replica.
 //! - [`restart`]: why did it end, is it worth another try, from which image; put files back, restore.
 //! - [`supervisor`]: the one owner of the state; a pure `step` function and the loop that carries out its actions.
+//! - [`control`]: the socket on which others ask the supervisor for something; its protocol, both ends.
+//! - [`scheduler`]: the batch system that started us: what it calls the job, when its time is over, how it is queued again.
+//! - [`watch`]: what is wrong with a job that has not ended, and who ended one that has.
 //! - [`doctor`]: what `run` needs of the machine: found, judged, each with a fix.
 //! - [`sys`]: the only code with `unsafe` of this crate: spawning into namespaces, CRIU's protocol, libcuda, ptrace, pages of
 //!   files, durable writes.
-//! - [`telemetry`]: logs for people.
+//! - [`telemetry`]: logs for people, the journal of a job's events.
+//! - [`report`]: what a job's time went to, from that journal: a page, a document.
 
 pub mod cli;
 pub mod config;
+pub mod control;
 pub mod doctor;
 pub mod launch;
+pub mod report;
 pub mod restart;
+pub mod scheduler;
 pub mod snapshot;
 pub mod store;
 pub mod supervisor;
@@ -42,5 +49,6 @@ pub mod sys;
 pub mod telemetry;
 #[cfg(test)]
 mod test_gate;
+pub mod watch;
 
 pub use sys::cuda;

@@ -54,6 +54,19 @@ fn what_is_there_can_be_looked_at() {
 }
 
 #[test]
+fn a_job_that_its_file_knows_needs_no_command() {
+    let Some(lab) = Lab::new() else { return };
+    let (code, _, said) = text(&lab.rekindle(&["run", "--name", "j"]));
+    assert!(code == 2 && said.contains("set job.command"), "{code} {said}");
+    let lab = lab.set("job.command", "[\"/bin/echo\", \"two words\", \"\", \"x\"]");
+    assert_eq!(text(&lab.rekindle(&["run", "--name", "j"])).0, 0);
+    assert_eq!(lab.output(), "two words  x\n");
+    // What is typed is stronger.
+    lab.run(["/bin/echo", "typed"]).ends_with(0);
+    assert!(lab.output().ends_with("typed\n"), "{}", lab.output());
+}
+
+#[test]
 fn an_image_in_memory_is_one_like_the_others() {
     // It is on its way for far longer than all commands here take.
     let Some(lab) =

@@ -1,11 +1,12 @@
 """A training loop for measurements: the same bits every time, and the clock beside every step.
 
-    bench_torch.py OUT --gib N [--pause FILE]
+    bench_torch.py OUT --gib N [--pause FILE] [--resident]
 
 Appends a line a step to OUT: its number, the time of day at its end, its length in seconds, the loss as a hexadecimal
 float and the sum of the ballast; before the first, a line with 0, the bytes of device memory that PyTorch holds, and
-its version. Each step takes a batch from pageable host memory to the device, as a data loader does, and rewrites all of
-the ballast. While the file of --pause is there, no step begins.
+its version. Each step takes batches from pageable host memory to the device, as a data loader does, and rewrites all of
+the ballast. While the file of --pause is there, no step begins. With --resident the batches are on the device from the
+beginning: how fast pageable memory is copied differs by per cents between two processes that are otherwise the same.
 """
 
 import argparse
@@ -28,6 +29,7 @@ def main():
     parser.add_argument("out")
     parser.add_argument("--gib", type=float, required=True)
     parser.add_argument("--pause")
+    parser.add_argument("--resident", action="store_true")
     args = parser.parse_args()
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(7)
@@ -39,6 +41,8 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     chunks = ballast(args.gib, device)
     data = torch.randn(BATCHES, BATCH, WIDTH)
+    if args.resident:
+        data = data.to(device)
     labels = (torch.arange(BATCH) % 10).to(device)
 
     def train():

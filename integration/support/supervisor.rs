@@ -144,6 +144,13 @@ impl Lab {
         self
     }
 
+    /// Has everything run within a control group.
+    pub(crate) fn within(mut self, group: &Path) -> Lab {
+        let script = self.script("within", &format!("echo $$ > {}/cgroup.procs\nexec \"$@\"", group.display()));
+        self.wrapper.insert(0, script.into());
+        self
+    }
+
     /// Sets a key of the configuration, `section.key`, to a TOML value.
     pub(crate) fn set(mut self, key: &str, value: &str) -> Lab {
         self.config.retain(|(known, _)| known != key);
@@ -221,6 +228,15 @@ impl Lab {
         fs::read_to_string(self.store().join("j/log/stdout.log")).unwrap_or_default()
     }
 
+    /// The same configuration as variables of the environment.
+    pub(crate) fn variables(&self) -> Vec<(String, String)> {
+        let name = |key: &str| format!("REKINDLE_{}", key.to_uppercase().replace(['.', '-'], "_"));
+        let set = self.config.iter().map(|(key, value)| (name(key), value.trim_matches('"').to_owned()));
+        let folders = [("STORE_DIRECTORY", self.store()), ("SNAPSHOT_STAGING_DIRECTORY", self.memory())];
+        let folders = folders.map(|(name, path)| (format!("REKINDLE_{name}"), path.display().to_string()));
+        set.chain(folders).chain([("REKINDLE_LAB".into(), self.path().display().to_string())]).collect()
+    }
+
     fn write_config(&self) -> PathBuf {
         let path = self.file("rekindle.toml");
         let lines = self.config.iter().map(|(key, value)| format!("{key} = {value}\n"));
@@ -236,6 +252,7 @@ impl Lab {
         command.args(first).args(args).stdin(Stdio::null()).current_dir(self.path());
         command.env("REKINDLE_STORE_DIRECTORY", self.store()).env("REKINDLE_LAB", self.path());
         command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.memory());
+        command.env("REKINDLE_CONTROL_DIRECTORY", self.file("control"));
         command.env_remove("REKINDLE_CONFIG");
         command
     }
@@ -259,6 +276,19 @@ impl Lab {
         let config = self.write_config();
         let mut all = self.command(["--config".as_ref(), config.as_os_str()]);
         all.args(head).args(command);
+        Running::start(&mut all)
+    }
+
+    /// The same with more variables in its environment.
+    pub(crate) fn run_with_environment<A: AsRef<OsStr>>(
+        &self,
+        head: &[&str],
+        command: impl IntoIterator<Item = A>,
+        variables: &[(String, String)],
+    ) -> Running {
+        let config = self.write_config();
+        let mut all = self.command(["--config".as_ref(), config.as_os_str()]);
+        all.args(head).args(command).envs(variables.iter().cloned());
         Running::start(&mut all)
     }
 

@@ -15,8 +15,8 @@ pub enum Exit {
     Job(u8),
     /// Something needed is missing: CRIU, rights, driver (EX_UNAVAILABLE).
     Missing,
-    /// Stopped with a fresh image, to be queued again (EX_TEMPFAIL).
-    Requeue,
+    /// Stopped with a fresh image, to be queued again: the code that the scheduler wants, EX_TEMPFAIL where there is none.
+    Requeue(u8),
     /// The configuration is wrong (EX_CONFIG).
     Config,
     /// Rekindle's own failure.
@@ -35,9 +35,8 @@ impl Exit {
             Exit::Success => 0,
             Exit::Unsound => 1,
             Exit::Usage => 2,
-            Exit::Job(code) => code,
+            Exit::Job(code) | Exit::Requeue(code) => code,
             Exit::Missing => 69,
-            Exit::Requeue => 75,
             Exit::Config => 78,
             Exit::Internal => 125,
             Exit::NotExecutable => 126,
@@ -54,7 +53,7 @@ impl From<Exit> for ExitCode {
 
 /// What the process exits with for an error.
 pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
-    use crate::{config, launch, store, sys};
+    use crate::{config, control, launch, store, sys};
     for cause in error.chain() {
         if let Some(error) = cause.downcast_ref::<super::config::Error>() {
             return error.exit();
@@ -74,6 +73,15 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
             return match error {
                 launch::ProgramError::NotFound(_) => Exit::NotFound,
                 launch::ProgramError::NotExecutable { .. } => Exit::NotExecutable,
+            };
+        }
+        if let Some(error) = cause.downcast_ref::<control::client::Error>() {
+            use control::client::Error as E;
+            return match error {
+                E::Fault(fault) if fault.code == control::protocol::Code::Refused => Exit::Usage,
+                E::Fault(_) => Exit::Unsound,
+                E::Io { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => Exit::Missing,
+                _ => Exit::Internal,
             };
         }
         if cause.is::<super::Misuse>() || cause.is::<store::NameError>() {

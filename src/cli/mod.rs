@@ -1,18 +1,23 @@
 //! What was typed, turned into calls of the library; tables, JSON and exit codes.
 
 pub mod config;
+mod control;
 mod cuda;
 mod doctor;
 pub mod exit;
 mod job_args;
 mod list;
+mod man;
 pub mod output;
 mod progress;
 mod prune;
 mod repair;
 mod replica;
+mod report;
 mod run;
 mod show;
+mod status;
+mod stop;
 mod tag;
 mod verify;
 
@@ -78,6 +83,19 @@ enum Command {
     Run(run::RunArgs),
     /// Bring a job back from an image and keep it alive from there
     Restore(run::RestoreArgs),
+    /// Show what jobs do: state, restarts, last snapshot, the next, and why one failed
+    #[command(visible_alias = "ps")]
+    Status(status::StatusArgs),
+    /// Have a snapshot of a running job taken now
+    Snapshot(control::SnapshotArgs),
+    /// Take a snapshot, then end the job and free its memory and GPUs, until `resume`
+    Suspend(control::JobArg),
+    /// Go on with a suspended job
+    Resume(control::JobArg),
+    /// Take a running job back to one of its images; newer images stay
+    Rewind(control::RewindArgs),
+    /// Take a last snapshot, then stop the job and its supervisor; the same `run` goes on from it
+    Stop(stop::StopArgs),
     /// List jobs, or the images of a job
     #[command(visible_alias = "ls")]
     List(list::ListArgs),
@@ -86,6 +104,8 @@ enum Command {
         /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
         image: String,
     },
+    /// Write a page of what became of a job's time: goodput, freezes, failures, the store
+    Report(report::ReportArgs),
     /// Check that nothing of the images is missing; with --read-data, every byte
     Verify(verify::VerifyArgs),
     /// Mend what damage has left of the packs of a job, and mark the images that have lost something
@@ -113,6 +133,12 @@ enum Command {
     Completions {
         /// The shell
         shell: clap_complete::Shell,
+    },
+    /// Write the manual pages into a folder, for a package
+    #[command(hide = true)]
+    Man {
+        /// The folder
+        folder: PathBuf,
     },
 }
 
@@ -171,8 +197,15 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
     match &cli.command {
         Command::Run(args) => run::run(global, args),
         Command::Restore(args) => run::restore(global, args),
+        Command::Status(args) => status::status(global, args),
+        Command::Snapshot(args) => control::snapshot(global, args),
+        Command::Suspend(args) => control::suspend(global, args),
+        Command::Resume(args) => control::resume(global, args),
+        Command::Rewind(args) => control::rewind(global, args),
+        Command::Stop(args) => stop::stop(global, args),
         Command::List(args) => list::list(global, args),
         Command::Show { image } => show::show(global, image),
+        Command::Report(args) => report::report(global, args),
         Command::Verify(args) => verify::verify(global, args),
         Command::Repair(args) => repair::repair(global, args),
         Command::Prune(args) => prune::prune(global, args),
@@ -190,6 +223,10 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
             Ok(Exit::Success)
         }
         Command::Cuda(command) => cuda::run(command, global.format()),
+        Command::Man { folder } => {
+            man::write(Cli::command(), folder)?;
+            Ok(Exit::Success)
+        }
         Command::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(*shell, &mut Cli::command(), "rekindle", &mut script);
@@ -235,6 +272,5 @@ mod tests {
         let Command::Run(args) = cli.command else { panic!("not run") };
         assert_eq!(args.command, ["prog", "--json", "-x"]);
         assert!(!cli.global.json);
-        assert!(Cli::try_parse_from(["rekindle", "run"]).is_err());
     }
 }

@@ -42,6 +42,26 @@ pub(crate) fn shown<R>(what: &str, work: impl FnOnce(&Progress) -> R) -> R {
     })
 }
 
+/// Does `work` beside a sign that something goes on, and for how long. It is gone when this returns.
+pub(crate) fn waited<R>(what: &str, work: impl FnOnce() -> R) -> R {
+    told(what, |_| work())
+}
+
+/// The same for work that can say in words how far it is.
+pub(crate) fn told<R>(what: &str, work: impl FnOnce(&dyn Fn(String)) -> R) -> R {
+    if !stderr().is_terminal() {
+        return work(&drop);
+    }
+    let spinner = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+    let style = ProgressStyle::with_template("{msg} {elapsed}").unwrap_or_else(|_| ProgressStyle::default_spinner());
+    spinner.set_style(style);
+    spinner.set_message(what.to_owned());
+    spinner.enable_steady_tick(TICK);
+    let result = work(&|message| spinner.set_message(message));
+    spinner.finish_and_clear();
+    result
+}
+
 fn bar(what: &str) -> ProgressBar {
     let template = if std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty()) { COLOURED } else { PLAIN };
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());

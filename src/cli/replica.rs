@@ -16,6 +16,7 @@ use crate::store::replica::{Error, Patience, RemoteImage, Replica};
 use crate::store::{
     Access, Image, ImageId, JobFolder, JobName, JobRecord, LATEST, Manifest, Outcome, Store, WriterLock,
 };
+use crate::supervisor::notify::Notify;
 use crate::telemetry::log::chain;
 
 /// How often a fetch says how far it is.
@@ -196,10 +197,13 @@ fn fetch(
 ) -> Result<Image, Error> {
     let (progress, began) = (Progress::default(), Instant::now());
     let (done, waiting) = mpsc::channel::<()>();
+    let manager = Notify::from_environment();
+    manager.fetching(id.sequence(), &progress);
     thread::scope(|scope| {
         let progress = &progress;
         let say = move || {
             while waiting.recv_timeout(SAY) == Err(RecvTimeoutError::Timeout) {
+                manager.fetching(id.sequence(), progress);
                 let (bytes, total) = progress.bytes();
                 let rate = bytes / began.elapsed().as_secs().max(1);
                 tracing::info!("image {id}: {} of {} fetched, {}/s", size(bytes), size(total), size(rate));

@@ -5,19 +5,22 @@ use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use chrono::Utc;
+use chrono::{DateTime, Utc};
 
 use super::{Exit, Global, Misuse, job_args, named_criu, replica, start_log};
-use crate::config::{ColdStart, Config, EnvironmentMode, Interposer, Limit, Overrides, Staging, Stdin};
+use crate::config::{
+    ColdStart, Config, Deadline, EnvironmentMode, Interposer, Limit, Overrides, Requeue, Staging, Stdin,
+};
 use crate::launch::identity::{self, Identity};
 use crate::launch::{self, JobSpec, Privileges, interposer, reaper};
 use crate::restart::policy::From;
+use crate::scheduler::Scheduler;
 use crate::snapshot::Launch;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock};
 use crate::supervisor::state::{Finish, Stop};
-use crate::supervisor::{self, Setup};
+use crate::supervisor::{self, Setup, notify};
 use crate::sys::cgroup;
 use crate::sys::criu::Criu;
 use crate::sys::cuda;
@@ -34,11 +37,19 @@ pub(crate) struct RunArgs {
     /// Time between snapshots: "10m", "auto" or "off" (snapshot.interval)
     #[arg(long, value_name = "TIME")]
     interval: Option<String>,
+    /// What a stop has for its last snapshot and its way to the store: TimeoutStopSec, terminationGracePeriodSeconds, N of
+    /// Slurm's --signal (snapshot.grace)
+    #[arg(long, value_name = "TIME")]
+    grace: Option<String>,
+    /// When the job must be gone: "8h" or "2026-11-22T06:00:00"; a last snapshot is taken before, then it is stopped to be
+    /// queued again (scheduler.deadline; under Slurm its time limit)
+    #[arg(long, value_name = "TIME")]
+    deadline: Option<String>,
     /// Start anew, even if there is something to go on from
     #[arg(long)]
     fresh: bool,
-    /// The command and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
+    /// The command and its arguments; without it that of the configuration (job.command)
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     pub(super) command: Vec<OsString>,
 }
 
@@ -57,13 +68,26 @@ pub(crate) struct RestoreArgs {
 pub(crate) struct NoRights;
 
 pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
-    let overrides = Overrides { name: args.name.clone(), interval: args.interval.clone(), ..global.overrides() };
+    let overrides = Overrides {
+        name: args.name.clone(),
+        interval: args.interval.clone(),
+        grace: args.grace.clone(),
+        deadline: args.deadline.clone(),
+        ..global.overrides()
+    };
     let config = global.settings(overrides)?;
-    let command = &args.command;
+    let configured: Vec<OsString> = config.job.command.iter().map(OsString::from).collect();
+    let command = if args.command.is_empty() { &configured } else { &args.command };
+    if command.is_empty() {
+        return Err(Misuse("there is no command to run: name one after --, or set job.command".into()).into());
+    }
     let directory = working_directory(config.job.directory.as_deref())?;
     let name: JobName = match &config.job.name {
         Some(name) => name.parse()?,
-        None => default_name(command, &directory)?,
+        None => match find_scheduler(&config).job_name() {
+            Some(name) => name.parse()?,
+            None => default_name(command, &directory)?,
+        },
     };
     let ground = Ground::prepare(config, directory, command)?;
     let (folder, lock) = ground.open(&name)?;
@@ -96,7 +120,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     let newest = folder.copies()?.iter().find(|i| i.is_good()).map(|i| i.id);
     let (lineage, base) = match newest == Some(image.id) {
         true => (manifest.lineage, None),
-        false => (new_lineage(), Some(image.id)),
+        false => (supervisor::new_lineage(), Some(image.id)),
     };
     supervise(ground, folder, lock, Start { from: From::Image(image.id), lineage, base })
 }
@@ -188,8 +212,26 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
         None => None,
     };
     let Start { from, base, .. } = start;
-    let setup = Setup { config, folder, lock, criu, spec, launch, reaper, interposer, staging, packing, from, base };
-    Ok(exit(supervisor::run(setup)?))
+    let scheduler = find_scheduler(&config);
+    let deadline = deadline(&config)?;
+    let requeue = config.scheduler.requeue;
+    let setup = Setup {
+        config,
+        folder,
+        lock,
+        criu,
+        spec,
+        launch,
+        reaper,
+        interposer,
+        staging,
+        packing,
+        from,
+        base,
+        scheduler: scheduler.clone(),
+        deadline,
+    };
+    Ok(exit(supervisor::run(setup)?, &scheduler, requeue))
 }
 
 /// The job's place in memory. Without one snapshots take longer, and work.
@@ -235,11 +277,36 @@ fn interposer(config: &Config, spec: &mut JobSpec, folder: &JobFolder, area: &Ar
     }
 }
 
-fn exit(finish: Finish) -> Exit {
+/// The scheduler that started us.
+fn find_scheduler(config: &Config) -> Scheduler {
+    Scheduler::find(config.scheduler.profile, |name| std::env::var(name).ok())
+}
+
+/// The deadline that was given.
+fn deadline(config: &Config) -> Result<Option<DateTime<Utc>>, Misuse> {
+    let now = Utc::now();
+    match config.scheduler.deadline {
+        None => Ok(None),
+        Some(Deadline::After(time)) => Ok(Some(now + time)),
+        Some(Deadline::At(time)) if time <= now => {
+            Err(Misuse(format!("the deadline {} (scheduler.deadline) has passed", Deadline::At(time))))
+        }
+        Some(Deadline::At(time)) => Ok(Some(time)),
+    }
+}
+
+fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue) -> Exit {
     let signalled = |n: i32| u8::try_from(n).ok().and_then(|n| n.checked_add(128)).map_or(Exit::Internal, Exit::Job);
     match finish {
         Finish::Completed => Exit::Success,
-        Finish::Stopped(Stop::Requeue) => Exit::Requeue,
+        Finish::Stopped(Stop::Requeue) => {
+            if requeue == Requeue::Scontrol
+                && let Err(error) = scheduler.requeue()
+            {
+                tracing::error!("the job is not queued again: {}", chain(&error));
+            }
+            Exit::Requeue(scheduler.requeue_code())
+        }
         Finish::Stopped(Stop::Signal(n)) => signalled(n),
         Finish::Impossible { why } => {
             tracing::error!("the job can not be started: {why}");
@@ -258,7 +325,7 @@ fn exit(finish: Finish) -> Exit {
 
 /// Goes on from the newest good image where the last run did not complete.
 fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart) -> anyhow::Result<Start> {
-    let anew = || Start { from: From::Cold, lineage: new_lineage(), base: None };
+    let anew = || Start { from: From::Cold, lineage: supervisor::new_lineage(), base: None };
     let Some(record) = folder.record()? else { return Ok(anew()) };
     if fresh || record.outcome == Outcome::Completed {
         return Ok(anew());
@@ -304,10 +371,6 @@ fn same_command(record: &JobRecord, command: &[OsString], name: &JobName) -> Res
     )))
 }
 
-fn new_lineage() -> String {
-    format!("{}-{}", Utc::now().format("%Y%m%dT%H%M%S%3fZ"), std::process::id())
-}
-
 /// The command's name and a hash of all of it with its directory: the same line typed again means the same job.
 fn default_name(command: &[OsString], directory: &Path) -> anyhow::Result<JobName> {
     let base = Path::new(command.first().map_or_else(|| OsStr::new("job"), OsString::as_os_str));
@@ -340,7 +403,9 @@ fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
 /// The job's whole environment: the caller's or a clean one, then the configured variables.
 fn environment(config: &Config, user: Option<&Identity>) -> BTreeMap<OsString, OsString> {
     let mut all: BTreeMap<OsString, OsString> = match config.job.environment_mode {
-        EnvironmentMode::Inherit => std::env::vars_os().collect(),
+        EnvironmentMode::Inherit => {
+            std::env::vars_os().filter(|(name, _)| !notify::VARIABLES.iter().any(|ours| name == ours)).collect()
+        }
         EnvironmentMode::Clean => {
             let kept = ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ"];
             kept.iter().filter_map(|name| Some((OsString::from(name), std::env::var_os(name)?))).collect()

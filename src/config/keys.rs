@@ -3,7 +3,8 @@
 use super::storage::ReplicaUrl;
 
 /// The tables of the file, in its order.
-pub(super) const SECTIONS: &[&str] = &["job", "snapshot", "store", "replica", "restart", "log", "criu"];
+pub(super) const SECTIONS: &[&str] =
+    &["job", "snapshot", "store", "replica", "restart", "scheduler", "log", "control", "criu"];
 
 /// One key.
 #[derive(Debug, PartialEq, Eq)]
@@ -27,6 +28,8 @@ pub(super) enum Shape {
     Flag,
     /// Integers with commas between.
     Codes,
+    /// Words with blanks between.
+    Words,
     /// NAME=VALUE with commas between; each name is an entry with its own origin.
     Map,
 }
@@ -45,6 +48,7 @@ const fn key(path: &'static str, shape: Shape, expects: &'static str) -> Key {
 pub(super) const KEYS: &[Key] = &[
     key("version", Shape::Count, "1"),
     key("job.name", Shape::Text, "text"),
+    key("job.command", Shape::Words, "a list of words in quotes, such as [\"python3\", \"train.py\"]"),
     key("job.directory", Shape::Text, "text with an absolute path"),
     key("job.user", Shape::Text, "text with a user's name or number"),
     key("job.umask", Shape::Text, "text with an octal number from 000 to 777, such as \"022\""),
@@ -114,9 +118,18 @@ pub(super) const KEYS: &[Key] = &[
     key("restart.cold-start", Shape::Text, "\"allow\" or \"never\""),
     key("restart.restore-timeout", Shape::Text, DURATION),
     key("restart.lazy", Shape::Text, "\"off\" or \"on\""),
+    key("scheduler.profile", Shape::Text, "\"auto\", \"slurm\", \"sge\", \"htcondor\" or \"none\""),
+    key("scheduler.requeue", Shape::Text, "\"exit-code\" or \"scontrol\""),
+    key(
+        "scheduler.deadline",
+        Shape::Text,
+        "a duration with a unit, such as \"8h\", or a time, such as \"2026-11-22T06:00:00\" (local), \
+         \"2026-11-22T06:00:00Z\" or \"@1795327200\"",
+    ),
     key("log.level", Shape::Text, "\"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),
+    key("control.directory", Shape::Text, "text with an absolute path"),
     key("criu.path", Shape::Text, "text with an absolute path"),
 ];
 

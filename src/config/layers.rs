@@ -179,6 +179,10 @@ impl Layers {
                 self.settings.push(whole(flag));
             }
             Shape::Codes => self.settings.push(whole(Value::Array(items().map(integer).collect()))),
+            Shape::Words => {
+                let words = text.split_whitespace().map(Value::from);
+                self.settings.push(whole(Value::Array(words.collect())));
+            }
             Shape::Map => {
                 for item in items() {
                     match item.split_once('=') {
@@ -204,6 +208,8 @@ impl Layers {
         let typed = [
             ("job.name", "--name", overrides.name.clone()),
             ("snapshot.interval", "--interval", overrides.interval.clone()),
+            ("snapshot.grace", "--grace", overrides.grace.clone()),
+            ("scheduler.deadline", "--deadline", overrides.deadline.clone()),
             ("store.directory", "--store", overrides.store.as_deref().map(absolute)),
         ];
         for (path, flag, text) in typed {

@@ -11,12 +11,14 @@
 //! - Values of `job.environment` are in no message, table or JSON.
 
 mod auto;
+mod control;
 mod error;
 mod file;
 mod keys;
 mod layers;
 mod model;
 mod rules;
+mod scheduler;
 mod storage;
 #[cfg(test)]
 mod tests;
@@ -29,11 +31,13 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 pub use auto::{MeanTime, Percentage};
+pub use control::Control;
 pub use error::{Error, Fault, Problem};
 pub use model::{
     ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,
     Replica, Restart, Snapshot, Staging, Store, Tcp, VERSION,
 };
+pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
 pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit};
 pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate, Stdin, Umask};
 
@@ -49,6 +53,10 @@ pub struct Overrides {
     pub name: Option<String>,
     /// `--interval`, for `snapshot.interval`.
     pub interval: Option<String>,
+    /// `--grace`, for `snapshot.grace`.
+    pub grace: Option<String>,
+    /// `--deadline`, for `scheduler.deadline`.
+    pub deadline: Option<String>,
     /// `--store`, for `store.directory`; a relative path is taken from the working directory.
     pub store: Option<PathBuf>,
 }

@@ -7,6 +7,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
+use super::control::Control;
+use super::scheduler::Scheduler;
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 
@@ -29,8 +31,12 @@ pub struct Config {
     pub replica: Replica,
     /// What to do when the job dies.
     pub restart: Restart,
+    /// What is around: a scheduler, and the time it leaves.
+    pub scheduler: Scheduler,
     /// The job's output and our own messages.
     pub log: Log,
+    /// Where others reach the supervisor.
+    pub control: Control,
     /// Which CRIU to use.
     pub criu: Criu,
 }
@@ -41,6 +47,8 @@ pub struct Config {
 pub struct Job {
     /// Name of the job and of its folder in the store; unset means that `run` derives one.
     pub name: Option<String>,
+    /// What to run, where `run` is given no command.
+    pub command: Vec<String>,
     /// Absolute working directory; unset means the caller's.
     pub directory: Option<PathBuf>,
     /// User name or number the job runs as; unset means the caller's.
@@ -353,7 +361,9 @@ impl Default for Config {
             store: Store::default(),
             replica: Replica::default(),
             restart: Restart::default(),
+            scheduler: Scheduler::default(),
             log: Log::default(),
+            control: Control::default(),
             criu: Criu::default(),
         }
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 use super::auto::{MeanTime, Percentage};
 use super::keys;
 use super::model::{Config, LIMITS, VERSION};
+use super::scheduler::Deadline;
 use super::storage::{Repack, SizeLimit};
 use super::value::{ByteSize, Interval, Rate, Stdin};
 
@@ -23,9 +24,13 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
     store(config, &mut rules);
     replica(config, &mut rules);
     restart(config, &mut rules);
+    if let Some(Deadline::After(time)) = config.scheduler.deadline {
+        rules.time("scheduler.deadline", time, Duration::from_secs(1), "");
+    }
     rules.that(config.log.max_size.bytes() >= 4096, "log.max-size", || {
         "must be at least 4KiB, because each rotation leaves a file".to_owned()
     });
+    rules.path("control.directory", Some(&config.control.directory));
     rules.path("criu.path", config.criu.path.as_deref());
     rules.0
 }
@@ -107,6 +112,12 @@ const OURS: [&str; 3] = ["REKINDLE_JOB", "REKINDLE_RUN_ID", "REKINDLE_SOCKET"];
 
 fn job(config: &Config, rules: &mut Rules) {
     let job = &config.job;
+    rules.that(job.command.first().is_none_or(|program| !program.is_empty()), "job.command", || {
+        "must begin with the name of a program".to_owned()
+    });
+    rules.that(!job.command.iter().any(|word| word.contains('\0')), "job.command", || {
+        "must not contain a zero byte".to_owned()
+    });
     rules.that(job.name.as_deref().is_none_or(is_name), "job.name", || {
         "must be 1 to 64 characters from A-Z a-z 0-9 . _ - and not begin with . or -".to_owned()
     });

@@ -50,6 +50,7 @@ const FULL: &str = r#"
 version = 1
 [job]
 name = "train-7.b_C"
+command = ["python3", "a b.py", ""]
 directory = "/srv"
 user = "alice"
 umask = "027"
@@ -105,10 +106,17 @@ never-retry-exit-codes = []
 cold-start = "never"
 restore-timeout = "30days"
 lazy = "on"
+[scheduler]
+profile = "sge"
+requeue = "scontrol"
+deadline = "2026-11-22T06:00:00Z"
 [log]
 level = "trace"
 max-size = "1.5MiB"
 keep = 0
+[control]
+directory = "/run/elsewhere"
+
 [criu]
 path = "/opt/criu"
 "#;

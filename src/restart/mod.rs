@@ -5,6 +5,7 @@
 //! after what is cut was copied beside them. When the power goes in the middle, the next run begins again with the same
 //! image, and finds files that were put back already as they should be.
 
+pub mod cause;
 pub mod compat;
 mod error;
 mod guard;

@@ -54,6 +54,14 @@ impl JobFolder {
         &self.path
     }
 
+    /// A name for what is the job's outside the store: its own for people, and a hash of where its folder is, because two
+    /// stores may hold jobs of one name.
+    #[must_use]
+    pub fn place_name(&self) -> String {
+        let hash = blake3::hash(self.path.as_os_str().as_encoded_bytes()).to_hex();
+        format!("{}-{}", self.name, hash.get(..8).unwrap_or_default())
+    }
+
     /// Where the output of the job goes.
     #[must_use]
     pub fn log_dir(&self) -> PathBuf {

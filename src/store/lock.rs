@@ -58,6 +58,8 @@ pub struct WriterLock {
     me: Holder,
     /// Who held it before on another machine, and how long that has been silent.
     silent: Option<(Holder, Duration)>,
+    /// The last heartbeat of a holder before that did not empty the file.
+    last_seen: Option<SystemTime>,
     held: held::Held,
     /// Held by the one thread that changes the packs.
     packs: Mutex<()>,
@@ -102,6 +104,12 @@ impl WriterLock {
     #[must_use]
     pub fn silent_holder(&self) -> Option<(&Holder, Duration)> {
         self.silent.as_ref().map(|(holder, silent)| (holder, *silent))
+    }
+
+    /// When a holder before that ended without a word gave its last sign of life.
+    #[must_use]
+    pub fn last_seen(&self) -> Option<SystemTime> {
+        self.last_seen
     }
 
     /// The heartbeat: wanted every [`HEARTBEAT`] from who holds the lock for longer.
@@ -149,7 +157,7 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
         }
     }
     let me = Holder::this_process();
-    let silent = earlier_holder(&file, folder, &me, job)?;
+    let (silent, last_seen) = earlier_holder(&file, folder, &me, job)?;
     let written = |source| Error::Write { path: path.clone(), source };
     write_holder(&file, &me).map_err(written)?;
     let lock = WriterLock {
@@ -158,6 +166,7 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
         file,
         me,
         silent,
+        last_seen,
         held: held::Held::default(),
         packs: Mutex::new(()),
     };
@@ -168,18 +177,21 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
     Ok(lock)
 }
 
-/// Judges the name in the file. Answers a holder that is taken for dead only because it was silent.
-fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName) -> Result<Option<(Holder, Duration)>> {
+/// A holder that is taken for dead only because it was silent, and the last heartbeat of one that ended without a word.
+type Earlier = (Option<(Holder, Duration)>, Option<SystemTime>);
+
+/// Judges the name in the file.
+fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName) -> Result<Earlier> {
     let path = folder.join(FILE_NAME);
     let begun = Instant::now();
     loop {
         let read = |source| Error::Read { path: path.clone(), source };
-        let Some(holder) = read_holder(file).map_err(read)? else { return Ok(None) };
+        let Some(holder) = read_holder(file).map_err(read)? else { return Ok((None, None)) };
         let heartbeat = file.metadata().and_then(|metadata| metadata.modified()).map_err(read)?;
         let now = clock_of(folder).unwrap_or_else(SystemTime::now);
         match judge::judge(&holder, &Facts::now(me, heartbeat, now)) {
-            Verdict::Dead => return Ok(None),
-            Verdict::Silent(silent) => return Ok(Some((holder, silent))),
+            Verdict::Dead => return Ok((None, Some(heartbeat))),
+            Verdict::Silent(silent) => return Ok((Some((holder, silent)), Some(heartbeat))),
             Verdict::Alive { .. } if holder.boot_id == me.boot_id && begun.elapsed() < DYING => thread::sleep(PAUSE),
             Verdict::Alive { silent } => {
                 return Err(Error::PerhapsSupervised { job: job.clone(), holder: holder.into(), silent, file: path });

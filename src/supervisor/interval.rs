@@ -158,10 +158,22 @@ pub fn choose(facts: &Facts) -> Choice {
         mtbf_source: facts.mtbf_source,
         persist,
         max_overhead: facts.max_overhead,
-        expected_overhead: share(freeze, interval.saturating_add(freeze)),
-        expected_loss: share(interval, mtbf.saturating_mul(2)),
+        expected_overhead: overhead(interval, freeze),
+        expected_loss: loss(interval, mtbf),
         bound,
     }
+}
+
+/// The share of the time that freezes take: d / (T + d).
+#[must_use]
+pub fn overhead(interval: Duration, freeze: Duration) -> Percentage {
+    share(freeze, interval.saturating_add(freeze))
+}
+
+/// The share of the work that failures cost: T / 2M, at most all of it.
+#[must_use]
+pub fn loss(interval: Duration, mtbf: Duration) -> Percentage {
+    share(interval, mtbf.saturating_mul(2))
 }
 
 /// T by Young's formula.

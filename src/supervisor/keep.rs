@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 use bytesize::ByteSize;
 use chrono::Utc;
 
+use super::events::micros;
 use super::publish::Persisting;
 use super::state::{Event, Finish, Harm, State};
 use super::{Message, Owner, PROGRESS, Setup};
-use crate::snapshot::{self, Subject, Taken};
+use crate::snapshot::{self, Launch, Subject, Taken};
 use crate::store::gc;
 use crate::store::persist::{self, Progress};
 use crate::store::retention::Policy;
@@ -19,6 +20,7 @@ use crate::store::staging::Area;
 use crate::store::{Form, Image, ImageId};
 use crate::sys::criu::Log;
 use crate::sys::{cgroup, process};
+use crate::telemetry::events::What;
 use crate::telemetry::log::chain;
 
 /// How often it is looked at how much memory is left.
@@ -67,6 +69,8 @@ pub(super) struct Outcome {
     result: Result<Image, PersistError>,
     /// Without the removal of older ones.
     took: Duration,
+    /// Bytes.
+    written: u64,
 }
 
 /// Why an image stays in memory only.
@@ -89,6 +93,9 @@ impl Owner<'_> {
         let (setup, files, cancel, sender) =
             (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
         let interval = self.machine.choice().cloned();
+        self.attach_askers();
+        self.tell(What::SnapshotBegan { reason });
+        let launch = Launch { lineage: self.line.lineage.clone(), ..self.shared.launch.clone() };
         self.spawn("snapshot", move || {
             let subject = Subject {
                 job: &job,
@@ -96,7 +103,7 @@ impl Owner<'_> {
                 lock: &setup.lock,
                 config: &setup.config,
                 criu: &setup.criu,
-                launch: &setup.launch,
+                launch: &launch,
                 ours: setup.ours(),
                 staging: setup.staging.as_ref(),
                 output: &files,
@@ -117,6 +124,8 @@ impl Owner<'_> {
                 let size = ByteSize::b(bytes);
                 tracing::info!("image {}: {size}, the job stood still for {freeze}", taken.image.id);
                 self.published.taken(&taken);
+                self.tell_snapshot(&taken);
+                self.answer_taken(&taken);
                 // One that is in the store as plain files is packed, which saves space only.
                 let persist = (!taken.image.is_staged()).then_some(taken.persist);
                 self.persist(taken.image);
@@ -124,6 +133,7 @@ impl Owner<'_> {
             }
             Err(error) => {
                 let lost = error.job_is_lost();
+                self.answer_not_taken(&chain(&error));
                 if self.ended.is_none() {
                     let why = chain(&error);
                     self.keep_criu_log("dump", error.criu_log());
@@ -133,6 +143,7 @@ impl Owner<'_> {
                         snapshot::Error::JobEnded => tracing::info!("no snapshot: {why}"),
                         _ => tracing::error!("the snapshot failed, the job runs on: {why}"),
                     }
+                    self.tell(What::SnapshotFailed { why: why.clone(), job_lost: lost });
                     self.published.snapshot_failed(why);
                     // It may be that memory has room for the one image only that did not get to the store.
                     self.persist_newest();
@@ -179,7 +190,7 @@ impl Owner<'_> {
 
     /// The newest image, where it is in memory only. An older one that did not get to the store is of no use there once a
     /// newer one did.
-    fn only_in_memory(&self) -> Option<Image> {
+    pub(super) fn only_in_memory(&self) -> Option<Image> {
         let folder = &self.shared.folder;
         let newest = folder.staged().into_iter().find(Image::is_good)?;
         let stored = folder.images().unwrap_or_default().into_iter().find(Image::is_good);
@@ -213,7 +224,13 @@ impl Owner<'_> {
             if (result.is_ok() || loose) && !read.load(Ordering::SeqCst) {
                 rotate(&setup);
             }
-            let _ = sender.send(Message::Persisted(Box::new(Outcome { image: image.id, loose, result, took })));
+            let _ = sender.send(Message::Persisted(Box::new(Outcome {
+                image: image.id,
+                loose,
+                result,
+                took,
+                written: progress.written(),
+            })));
         });
     }
 
@@ -225,7 +242,10 @@ impl Owner<'_> {
         match outcome.result {
             Ok(image) => {
                 tracing::info!("image {} is in the store after {}", image.id, shown(took));
+                let written = outcome.written;
+                self.tell(What::Stored { image: image.id, took_us: micros(took), written });
                 self.published.persist_failure = None;
+                self.answer_stored(&image);
                 self.replicate(image);
                 if self.machine.is_postponed() && self.loading.is_none() {
                     tracing::warn!(
@@ -238,7 +258,9 @@ impl Owner<'_> {
                 tracing::debug!("image {} was not packed: a restart may read it", outcome.image);
             }
             Err(PersistError::Persist(persist::Error::Cancelled)) => {
-                tracing::info!("image {} was not brought to the store", outcome.image);
+                let why = format!("image {} was not brought to the store", outcome.image);
+                tracing::info!("{why}");
+                self.answer_not_stored(outcome.image, &why);
             }
             Err(error) => {
                 let folder = &self.shared.folder;
@@ -249,6 +271,8 @@ impl Owner<'_> {
                 };
                 let why = format!("image {} {what}: {}", outcome.image, chain(&error));
                 tracing::error!("{why}");
+                self.tell(What::NotStored { image: outcome.image, why: why.clone() });
+                self.answer_not_stored(outcome.image, &why);
                 self.published.persist_failure = Some(why);
             }
         }
@@ -318,6 +342,7 @@ impl Owner<'_> {
                 Ok(Message::Persisted(outcome)) => self.persisted(*outcome),
                 Ok(Message::Replicated(report)) => self.replicated(*report),
                 Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => self.stops += 1,
+                Ok(Message::Control(incoming)) => self.heard_late(*incoming),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,

@@ -5,14 +5,25 @@
 //! job's namespaces down ([`crate::launch::world`]); the next run sweeps what is left in the store and goes on from the
 //! newest image, be it in memory or in the store.
 
+mod control;
+mod deadline;
+mod events;
 pub mod interval;
 mod keep;
 mod load;
+pub mod notify;
 mod publish;
+pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
 mod replicate;
+mod rewind;
+pub(crate) use rewind::new_lineage;
+mod result;
+pub use result::RunResult;
 mod start;
 pub mod state;
+mod watch;
+pub use watch::LastEnd;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -20,19 +31,23 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
+use chrono::{DateTime, Utc};
 use signal_hook::consts as sig;
 
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output};
 use crate::restart::policy::From;
+use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
+use crate::store::manifest::Reason;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
 use crate::sys::criu::Criu;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
+use crate::telemetry::events::{Journal, What};
 use crate::telemetry::log::chain;
 use interval::{Failures, Pace};
 use start::{StartFailure, StartedJob};
@@ -65,6 +80,10 @@ pub struct Setup {
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
     pub base: Option<ImageId>,
+    /// Who started us.
+    pub scheduler: Scheduler,
+    /// When the job must be gone, where the user said so.
+    pub deadline: Option<DateTime<Utc>>,
 }
 
 impl Setup {
@@ -104,6 +123,9 @@ enum Message {
     Persisted(Box<keep::Outcome>),
     Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
+    Control(Box<control::Incoming>),
+    /// What the scheduler says of the job's end.
+    End(deadline::Answer),
 }
 
 /// Supervises the job until it is over.
@@ -135,20 +157,32 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         files_go: Arc::default(),
         replication: replicate::Replication::default(),
         restoring: None,
+        control: control::Control::default(),
+        line: rewind::Line::new(&shared),
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
         told: Arc::default(),
+        journal: Journal::in_folder(&shared.folder.log_dir()),
+        deadline: deadline::Deadline::new(&shared),
+        watch: watch::Watch::default(),
+        notify: notify::Notify::of(&shared),
+        since: Instant::now(),
         heartbeat: Instant::now(),
         taken_over: None,
         finish: None,
     };
     owner.record(Outcome::Running, None)?;
+    owner.tell_begin();
+    owner.open_control();
     owner.carry_out(actions);
     // What an interrupted run left in memory.
     owner.persist_newest();
     owner.replicate_newest();
+    owner.ask_for_the_end();
     while owner.finish.is_none() && owner.holds_the_lock() {
+        owner.mind_the_deadline();
+        owner.beat();
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
             Err(mpsc::RecvTimeoutError::Timeout) => owner.timed_out(),
@@ -162,6 +196,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         owner.leave_memory(&finish, &messages);
         owner.leave_replica(&finish, &messages);
     }
+    owner.close_control();
     signals.close();
     if let Some(error) = owner.taken_over.take() {
         // Nothing more is written; what is under way ends with this process.
@@ -226,8 +261,22 @@ struct Owner<'a> {
     read: Arc<AtomicBool>,
     /// How often that failed.
     lazy_failures: u32,
+    /// What others ask for.
+    control: control::Control,
+    /// The images that the job may go back to.
+    line: rewind::Line,
     /// Differences between images and this machine that the user knows of.
     told: Arc<Mutex<BTreeSet<String>>>,
+    /// What happens is written there.
+    journal: Journal,
+    /// When the job's time is over, and what a last snapshot takes.
+    deadline: deadline::Deadline,
+    /// What is known of the job's health.
+    watch: watch::Watch,
+    /// The service manager, and what it was told.
+    notify: notify::Notify,
+    /// When the start under way was begun.
+    since: Instant,
     /// The last one of the lock.
     heartbeat: Instant,
     /// Once the job's folder is another supervisor's.
@@ -250,7 +299,8 @@ impl Owner<'_> {
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
-        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()));
+        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed())).min(self.deadline.patience());
+        let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
         }
@@ -290,6 +340,7 @@ impl Owner<'_> {
         for action in actions {
             self.act(action);
         }
+        self.settle();
         self.publish();
     }
 
@@ -309,6 +360,7 @@ impl Owner<'_> {
             }
             Action::Announce { from, after } => {
                 self.published.restarts += 1;
+                self.tell(What::Restarting { image: events::image_of(from), after_us: events::micros(after) });
                 tracing::warn!("going on from {from} in {}", humantime::format_duration(after));
             }
             Action::Finish(finish) => self.finish = Some(finish),
@@ -328,12 +380,14 @@ impl Owner<'_> {
             Message::Persisted(outcome) => self.persisted(*outcome),
             Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
+            Message::Control(incoming) => self.heard(*incoming),
+            Message::End(answer) => self.end_is_known(answer),
         }
     }
 
     fn signalled(&mut self, signal: i32) {
         let event = match signal {
-            sig::SIGUSR1 => Event::SnapshotNow,
+            sig::SIGUSR1 => Event::SnapshotNow(Reason::Signal),
             signal if STOPS.contains(&signal) => {
                 self.stops += 1;
                 let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
@@ -374,6 +428,7 @@ impl Owner<'_> {
                 ended => tracing::warn!("the job ended: {ended}"),
             }
         }
+        self.tell_end(ended);
         self.report_end(ended);
     }
 
@@ -382,25 +437,12 @@ impl Owner<'_> {
             tracing::error!("can not read the images: {}", chain(&error));
             Vec::new()
         });
-        self.step(Event::Ended { ended, images });
-        self.remember();
+        // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
             self.job = None;
         }
-    }
-
-    /// The good images of this lineage, newest first.
-    fn good_images(&self) -> Result<Vec<ImageId>, crate::store::Error> {
-        let images = self.shared.folder.copies()?;
-        let mut ids: Vec<ImageId> = images.iter().filter(|image| self.is_usable(image)).map(|image| image.id).collect();
-        ids.dedup();
-        Ok(ids)
-    }
-
-    /// Whether it is good, and of this lineage or what that began from.
-    fn is_usable(&self, image: &Image) -> bool {
-        let Setup { launch, base, .. } = &**self.shared;
-        image.is_good() && image.manifest().is_some_and(|m| m.lineage == launch.lineage || Some(m.id) == *base)
+        self.step(Event::Ended { ended, images });
+        self.remember();
     }
 
     // ---- what others see ----
@@ -412,9 +454,12 @@ impl Owner<'_> {
         self.published.restoring = self.restoring.as_ref().and_then(keep::Moving::seen);
         self.published.loading = self.loading.map(|(_, image)| image);
         self.published.chosen(self.machine.choice());
+        self.published.due(self.machine.next_snapshot());
+        self.show();
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
             tracing::debug!("can not publish the state: {error}");
         }
+        self.beat();
     }
 
     fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), crate::store::Error> {
@@ -422,8 +467,8 @@ impl Owner<'_> {
         let record = JobRecord {
             command: self.shared.launch.command.clone(),
             directory: self.shared.launch.directory.clone(),
-            lineage: self.shared.launch.lineage.clone(),
-            base: self.shared.base,
+            lineage: self.line.lineage.clone(),
+            base: self.line.base,
             created: self.published.begun,
             outcome,
             exit_code,
@@ -436,8 +481,10 @@ impl Owner<'_> {
     /// Records what was observed so far, for a run that goes on after this one was ended by force. One that is about to end
     /// does so at its end.
     fn remember(&self) {
-        if matches!(self.machine.state(), state::State::Running(_) | state::State::Waiting { .. })
-            && let Err(error) = self.record(Outcome::Running, None)
+        if matches!(
+            self.machine.state(),
+            state::State::Running(_) | state::State::Waiting { .. } | state::State::Suspended { .. }
+        ) && let Err(error) = self.record(Outcome::Running, None)
         {
             tracing::warn!("can not record how long the job ran: {}", chain(&error));
         }
@@ -463,6 +510,7 @@ impl Owner<'_> {
             }
         };
         self.record(outcome, code)?;
+        self.tell_finish(finish, code);
         if *finish == Finish::Completed && self.shared.config.store.on_success == OnSuccess::Remove {
             let images = self.shared.folder.images()?;
             for id in self.good_images()?.iter().filter(|id| images.iter().any(|image| image.id == **id)) {

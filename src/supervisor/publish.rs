@@ -4,25 +4,28 @@
 //! killed, which the job's lock tells.
 
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
 use serde::{Deserialize, Serialize};
 
+use super::deadline::Forecast;
 use super::interval::Choice;
 use super::state::State;
+use super::watch::LastEnd;
 use crate::launch::Job;
 use crate::snapshot::Taken;
 use crate::store::persist::Progress;
 use crate::store::{self, ImageId, JobFolder, Writer};
-use crate::sys::durable;
+use crate::sys::{durable, process};
 
 /// The content of `state.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Published {
     /// Version of this format.
     pub version: u32,
-    /// starting, restoring, running, snapshotting, waiting, stopping, done.
+    /// starting, restoring, running, snapshotting, waiting, suspending, suspended, rewinding, stopping, done.
     pub state: String,
     /// Since when.
     pub since: DateTime<Utc>,
@@ -40,6 +43,18 @@ pub struct Published {
     pub last_image: Option<ImageId>,
     /// How long the job stood still for it, in microseconds.
     pub last_freeze_us: Option<u64>,
+    /// Its size, in bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_bytes: Option<u64>,
+    /// When the next snapshot is due, where the clock says so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next: Option<DateTime<Utc>>,
+    /// The GPUs that the job used at its last snapshot, by name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub gpus: Vec<String>,
+    /// The socket on which the supervisor can be asked.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub control: Option<PathBuf>,
     /// The interval in force, where it is chosen (`snapshot.interval = "auto"`) and something was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interval: Option<Choice>,
@@ -66,6 +81,18 @@ pub struct Published {
     /// Why the last image did not get to the replica, if it did not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replica_failure: Option<String>,
+    /// When the job must be gone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub deadline: Option<DateTime<Utc>>,
+    /// What a last snapshot would take.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub predicted: Option<Forecast>,
+    /// How the last life of the job ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_end: Option<LastEnd>,
+    /// Of the machine's boot that the supervisor runs in.
+    #[serde(default)]
+    pub boot_id: String,
 }
 
 /// How far the way of an image from memory to the store is, or from there to the replica.
@@ -114,6 +141,10 @@ impl Published {
             restarts: 0,
             last_image: None,
             last_freeze_us: None,
+            last_bytes: None,
+            next: None,
+            gpus: Vec::new(),
+            control: None,
             interval: None,
             last_failure: None,
             persisting: None,
@@ -123,6 +154,10 @@ impl Published {
             replicating: None,
             last_replicated: None,
             replica_failure: None,
+            deadline: None,
+            predicted: None,
+            last_end: None,
+            boot_id: process::boot_id().unwrap_or_default(),
         }
     }
 
@@ -138,6 +173,16 @@ impl Published {
         self.last_image = Some(taken.image.id);
         self.last_freeze_us = u64::try_from(taken.freeze.as_micros()).ok();
         self.last_failure = None;
+        if let Some(manifest) = taken.image.manifest() {
+            self.last_bytes = Some(manifest.bytes);
+            let used = !manifest.tree.cuda.is_empty();
+            self.gpus = manifest.gpus.iter().filter(|_| used).map(|gpu| gpu.name.clone()).collect();
+        }
+    }
+
+    pub(super) fn due(&mut self, at: Option<Instant>) {
+        let left = at.map(|at| at.saturating_duration_since(Instant::now()));
+        self.next = left.and_then(|left| Utc::now().checked_add_signed(TimeDelta::from_std(left).ok()?));
     }
 
     pub(super) fn chosen(&mut self, choice: Option<&Choice>) {

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
+use super::events::micros;
 use super::keep::shown;
 use super::publish::Persisting;
 use super::state::Finish;
@@ -17,6 +18,7 @@ use crate::store::persist::Progress;
 use crate::store::replica::{self, Patience, Replica, Uploaded};
 use crate::store::{Form, Image, ImageId, State};
 use crate::sys::process;
+use crate::telemetry::events::What as Told;
 use crate::telemetry::log::chain;
 
 /// The first pause after an outage.
@@ -129,11 +131,13 @@ impl Owner<'_> {
             What::Done { uploaded, took } => {
                 let size = bytesize::ByteSize::b(uploaded.bytes);
                 tracing::info!("image {image} is in the replica after {}, {size} were sent", shown(took));
+                self.tell(Told::Replicated { image, took_us: micros(took), sent: uploaded.bytes });
                 self.published.last_replicated = Some(image);
                 self.published.replica_failure = None;
             }
             What::GivenUp(why) => {
                 tracing::error!("image {image} is not in the replica: {why}");
+                self.tell(Told::NotReplicated { image, why: why.clone() });
                 self.published.replica_failure = Some(why);
             }
             What::Cancelled => tracing::info!("image {image} was not brought to the replica"),
@@ -167,6 +171,7 @@ impl Owner<'_> {
             match messages.recv_timeout(PROGRESS) {
                 Ok(Message::Replicated(report)) => self.replicated(*report),
                 Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => self.stops += 1,
+                Ok(Message::Control(incoming)) => self.heard_late(*incoming),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,

@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use chrono::Utc;
 
 use super::keep::{Moving, shown};
-use super::state::Event;
+use super::state::{Event, State};
 use super::{Message, Owner, Setup, load};
 use crate::config::{Lazy, PidNamespace};
 use crate::launch::world::{FIRST_PID, World};
@@ -20,6 +20,7 @@ use crate::store::persist::Progress;
 use crate::store::unpack;
 use crate::store::{BadMark, BadWhy, Image, ImageId};
 use crate::sys::criu::lazy::Daemon;
+use crate::telemetry::events::What;
 use crate::telemetry::log::chain;
 
 pub(super) struct StartedJob {
@@ -46,6 +47,7 @@ pub(super) enum StartFailure {
 
 impl Owner<'_> {
     pub(super) fn start(&mut self, from: From) {
+        self.since = Instant::now();
         self.cancel = Arc::new(AtomicBool::new(false));
         let (setup, files, cancel, sender) =
             (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
@@ -79,6 +81,10 @@ impl Owner<'_> {
         self.ended = None;
         let (life, sender, waiting) = (self.life, self.sender.clone(), Arc::clone(&job));
         self.job = Some(Arc::clone(&job));
+        if let State::Starting { from, .. } = self.machine.state() {
+            self.arrived(*from);
+        }
+        self.tell_start(&job);
         for signal in std::mem::take(&mut self.unsent) {
             self.signal(signal);
         }
@@ -105,6 +111,7 @@ impl Owner<'_> {
             StartFailure::Store(error) => Event::StartFailed { why: chain(&error) },
             StartFailure::Restore(image, error) => self.restore_failed(*image, &error),
         };
+        let event = self.did_not_arrive(event);
         self.step(event);
     }
 
@@ -129,7 +136,10 @@ impl Owner<'_> {
         let id = image.id;
         let other_copy = match bad {
             // The other one was not looked at.
-            BadWhy::Damaged => mark(image, bad, &why) && self.has_good_copy(id),
+            BadWhy::Damaged => {
+                self.tell(What::ImageBad { image: id, why: format!("{bad}: {why}") });
+                mark(image, bad, &why) && self.has_good_copy(id)
+            }
             _ => {
                 self.mark_copies(id, bad, &why);
                 false
@@ -188,7 +198,8 @@ impl Owner<'_> {
     }
 
     /// Marks the image in memory and in the store: one is as good as the other.
-    pub(super) fn mark_copies(&self, id: ImageId, why: BadWhy, detail: &str) {
+    pub(super) fn mark_copies(&mut self, id: ImageId, why: BadWhy, detail: &str) {
+        self.tell(What::ImageBad { image: id, why: format!("{why}: {detail}") });
         match self.shared.folder.copies() {
             Ok(copies) => copies.into_iter().filter(|image| image.id == id).for_each(|image| {
                 mark(image, why, detail);

@@ -10,6 +10,10 @@
 //!                  Stopping --(ended)--> Done
 //! ```
 //!
+//! What is asked for by name goes beside that: a rewind ends the life that there is and starts the next one from an image,
+//! without a decision, because nothing failed; a suspension ends it after a snapshot, and the machine rests in Suspended
+//! until it is called back, rewound or stopped. What can not be had in a state is refused ([`Machine::admits`]).
+//!
 //! While an image is brought from memory to the store, or the memory of a job that runs already is brought back from one,
 //! no snapshot is begun: what asks for one then waits, a stop too.
 //!
@@ -17,13 +21,15 @@
 //! test over event sequences: at most one life of the job is started at a time; a snapshot is asked for only while the
 //! job runs, with all of its memory, and none is being taken or brought to the store; `Finish` comes exactly once and last; a stop that is asked for ends in `Done`.
 
+mod admission;
 mod events;
 mod states;
 
 use std::time::{Duration, Instant};
 
+pub use admission::Wish;
 pub use events::{Action, Event, Finish, Harm, Stop};
-pub use states::{Ending, Life, State};
+pub use states::{Ending, Life, State, Then};
 
 use super::interval::{Choice, Failures, Pace};
 use crate::config::Config;
@@ -32,12 +38,21 @@ use crate::store::ImageId;
 use crate::store::manifest::Reason;
 use crate::sys::spawn::Ended;
 
-/// What waits until the image before it is in the store, and the memory of the job is back.
+/// A snapshot that waits until the one before it is over, its image is in the store, and the memory of the job is back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Postponed {
-    Snapshot(Reason),
-    /// A stop with its last snapshot, and until when that may take.
-    Stop(Stop, Instant),
+struct Postponed {
+    reason: Reason,
+    /// What is to be done after it; never a rewind, which needs no snapshot.
+    then: Option<Then>,
+}
+
+impl Postponed {
+    fn stop(self) -> Option<(Stop, Instant)> {
+        match self.then {
+            Some(Then::Stop(stop, until)) => Some((stop, until)),
+            _ => None,
+        }
+    }
 }
 
 /// The state with what it needs to decide.
@@ -50,8 +65,10 @@ pub struct Machine<'a> {
     persisting: bool,
     /// Whether the memory of this life is still being brought back.
     loading: bool,
-    /// Only while the job runs.
+    /// Only while the job runs, or its snapshot is taken.
     postponed: Option<Postponed>,
+    /// See [`Machine::no_interval_from`].
+    quiet: Option<Instant>,
     pace: Pace,
 }
 
@@ -61,12 +78,13 @@ impl<'a> Machine<'a> {
     pub fn new(config: &'a Config, from: From) -> (Machine<'a>, Vec<Action>) {
         let machine = Machine {
             config,
-            state: State::Starting { from, stop: None },
+            state: State::Starting { from, then: None },
             history: History::default(),
             persisting: false,
             loading: false,
             pace: Pace::default(),
             postponed: None,
+            quiet: None,
         };
         (machine, vec![Action::Start(from)])
     }
@@ -74,11 +92,20 @@ impl<'a> Machine<'a> {
     /// When [`Event::Tick`] is wanted.
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
-        match self.postponed {
-            Some(Postponed::Stop(_, until)) => Some(until),
+        match (&self.state, self.postponed) {
             // Its turn comes with the end of the other one.
-            Some(Postponed::Snapshot(_)) => None,
-            None => self.state.deadline(),
+            (State::Running(_), Some(postponed)) => postponed.stop().map(|(_, until)| until),
+            (State::Running(life), None) => self.next(life),
+            (state, _) => state.deadline(),
+        }
+    }
+
+    /// When the next snapshot is due, where it is the clock that says so.
+    #[must_use]
+    pub fn next_snapshot(&self) -> Option<Instant> {
+        match &self.state {
+            State::Running(life) if self.postponed.is_none() => self.next(life),
+            _ => None,
         }
     }
 
@@ -86,6 +113,12 @@ impl<'a> Machine<'a> {
     #[must_use]
     pub fn is_postponed(&self) -> bool {
         self.postponed.is_some()
+    }
+
+    /// Whether it was asked to stop, or is at its end.
+    #[must_use]
+    pub fn is_stopping(&self) -> bool {
+        self.postponed.and_then(Postponed::stop).is_some() || self.state.is_stopping()
     }
 
     /// Goes on from what earlier runs left.
@@ -112,8 +145,17 @@ impl<'a> Machine<'a> {
         &self.state
     }
 
+    /// From this time on no snapshot is begun by the interval: the last one is near, and would have to wait for it.
+    pub fn no_interval_from(&mut self, time: Option<Instant>) {
+        self.quiet = time;
+    }
+
     /// Takes an event; answers what is to be done, in this order. Events that make no sense in a state change nothing.
     pub fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
+        let event = match event {
+            Event::Stop(stop) => Event::StopBy(stop, now + self.config.snapshot.grace),
+            other => other,
+        };
         match event {
             Event::PersistBegan => self.persisting = true,
             Event::PersistEnded(took) => {
@@ -127,17 +169,18 @@ impl<'a> Machine<'a> {
         let since = self.state.life().map(|life| life.since);
         let state = std::mem::replace(&mut self.state, State::Done);
         let (next, actions) = match state {
-            State::Starting { from, stop } => self.starting(from, stop, event, now),
+            State::Starting { from, then } => self.starting(from, then, event, now),
             State::Running(life) => self.running(life, event, now),
-            State::Snapshotting { life, stop, ended } => self.snapshotting(life, stop, ended, event, now),
+            State::Snapshotting { life, then, ended } => self.snapshotting(life, then, ended, event, now),
             State::Ending { stop, deadline, life } => self.ending(stop, deadline, life, event, now),
             State::Waiting { from, until } => waiting(from, until, event, now),
+            State::Suspended { from } => suspended(from, event),
             State::Done => (State::Done, Vec::new()),
         };
         if let (Some(since), None) = (since, next.life()) {
             self.pace.lived(now.saturating_duration_since(since));
         }
-        if !matches!(next, State::Running(_)) {
+        if !matches!(next, State::Running(_) | State::Snapshotting { .. }) {
             self.postponed = None;
         }
         if next.life().is_none() {
@@ -150,70 +193,76 @@ impl<'a> Machine<'a> {
         actions
     }
 
-    fn starting(&mut self, from: From, stop: Option<Stop>, event: Event, now: Instant) -> (State, Vec<Action>) {
-        match (event, stop) {
-            (Event::Started, None) => {
+    fn starting(&mut self, from: From, then: Option<Then>, event: Event, now: Instant) -> (State, Vec<Action>) {
+        match (event, then) {
+            (Event::Started, None | Some(Then::Suspend)) => {
                 let life = Life { from, since: now, next: self.due(now, now), failures: 0 };
                 (State::Running(life), vec![])
             }
             // Asked to stop while it was coming up: nothing was done since the image, so there is nothing to save.
-            (Event::Started, Some(stop)) => {
+            (Event::Started, Some(Then::Stop(stop, _))) => {
                 let life = Life { from, since: now, next: None, failures: 0 };
-                (State::Ending { stop: Ending::Stop(stop), deadline: None, life }, vec![Action::Kill])
+                kill(Ending::Stop(stop), life)
+            }
+            (Event::Started, Some(Then::Rewind(image))) => {
+                let life = Life { from, since: now, next: None, failures: 0 };
+                kill(Ending::Rewind(image), life)
             }
             (
                 Event::ImageFailed { .. } | Event::StartFailed { .. } | Event::Impossible { .. } | Event::Ended { .. },
-                Some(stop),
+                Some(Then::Stop(stop, _)),
             ) => finish(Finish::Stopped(stop)),
-            (Event::ImageFailed { images }, None) => {
+            (
+                Event::ImageFailed { .. } | Event::StartFailed { .. } | Event::Impossible { .. } | Event::Ended { .. },
+                Some(Then::Rewind(image)),
+            ) => start(From::Image(image)),
+            (Event::ImageFailed { images }, _) => {
                 let decision = self.history.after_bad_image(&images, &self.config.restart, now);
                 decided(decision, None, now)
             }
-            (Event::StartFailed { why }, None) => {
+            (Event::StartFailed { why }, _) => {
                 let decision = self.history.after_machine_failure(from, &why, &self.config.restart);
                 decided(decision, None, now)
             }
-            (Event::Impossible { why }, None) => finish(Finish::Impossible { why }),
-            (Event::Stop(stop) | Event::StopNow(stop), _) => {
-                (State::Starting { from, stop: Some(stop) }, vec![Action::Cancel])
+            (Event::Impossible { why }, _) => finish(Finish::Impossible { why }),
+            // Nothing is to be saved: both are the same.
+            (Event::StopBy(stop, _) | Event::StopNow(stop), _) => {
+                (State::Starting { from, then: Some(Then::Stop(stop, now)) }, vec![Action::Cancel])
             }
-            (_, stop) => (State::Starting { from, stop }, vec![]),
+            (Event::Rewind { image }, None | Some(Then::Rewind(_))) => {
+                (State::Starting { from, then: Some(Then::Rewind(image)) }, vec![Action::Cancel])
+            }
+            (_, then) => (State::Starting { from, then }, vec![]),
         }
     }
 
     fn running(&mut self, life: Life, event: Event, now: Instant) -> (State, Vec<Action>) {
-        let snapshot = |life, stop| State::Snapshotting { life, stop, ended: None };
+        let snapshot =
+            |life, reason, then| (State::Snapshotting { life, then, ended: None }, vec![Action::Snapshot(reason)]);
         match event {
             Event::LoadEnded(Harm::Lost) => {
-                let stop = match self.postponed {
-                    Some(Postponed::Stop(stop, _)) => Ending::Stop(stop),
-                    _ => Ending::Unloaded,
-                };
-                (State::Ending { stop, deadline: None, life }, vec![Action::Kill])
+                let stop = self.postponed.and_then(Postponed::stop);
+                kill(stop.map_or(Ending::Unloaded, |(stop, _)| Ending::Stop(stop)), life)
             }
-            Event::Tick | Event::SnapshotNow | Event::Stop(_) if self.is_busy() => self.postpone(life, event, now),
+            Event::Tick | Event::SnapshotNow(_) | Event::StopBy(..) | Event::Suspend if self.is_busy() => {
+                self.postpone(life, event, now)
+            }
             Event::PersistEnded(_) | Event::LoadEnded(Harm::None) if !self.is_busy() => match self.postponed.take() {
-                Some(Postponed::Snapshot(reason)) => (snapshot(life, None), vec![Action::Snapshot(reason)]),
-                Some(Postponed::Stop(stop, until)) => {
-                    (snapshot(life, Some((stop, until))), vec![Action::Snapshot(Reason::Final)])
-                }
+                Some(Postponed { reason, then }) => snapshot(life, reason, then),
                 None => (State::Running(life), vec![]),
             },
-            Event::Tick if life.next.is_some_and(|at| at <= now) => {
-                (snapshot(life, None), vec![Action::Snapshot(Reason::Interval)])
+            Event::Tick if self.next(&life).is_some_and(|at| at <= now) => snapshot(life, Reason::Interval, None),
+            Event::SnapshotNow(reason) => snapshot(life, reason, None),
+            Event::Suspend => snapshot(life, Reason::Request, Some(Then::Suspend)),
+            Event::StopBy(stop, until) => snapshot(life, Reason::Final, Some(Then::Stop(stop, until))),
+            Event::StopNow(stop) => kill(Ending::Stop(stop), life),
+            Event::Rewind { image } if self.postponed.and_then(Postponed::stop).is_none() => {
+                kill(Ending::Rewind(image), life)
             }
-            Event::SnapshotNow => (snapshot(life, None), vec![Action::Snapshot(Reason::Signal)]),
-            Event::Stop(stop) => {
-                let until = now + self.config.snapshot.grace;
-                (snapshot(life, Some((stop, until))), vec![Action::Snapshot(Reason::Final)])
-            }
-            Event::StopNow(stop) => {
-                (State::Ending { stop: Ending::Stop(stop), deadline: None, life }, vec![Action::Kill])
-            }
-            Event::Ended { ended, images } => match self.postponed {
-                Some(Postponed::Stop(..)) if ended == Ended::Exit(0) => finish(Finish::Completed),
-                Some(Postponed::Stop(stop, _)) => finish(Finish::Stopped(stop)),
-                _ => self.died(Death::Ended(ended), &life, &images, now),
+            Event::Ended { ended, images } => match self.postponed.and_then(Postponed::stop) {
+                Some(_) if ended == Ended::Exit(0) => finish(Finish::Completed),
+                Some((stop, _)) => finish(Finish::Stopped(stop)),
+                None => self.died(Death::Ended(ended), &life, &images, now),
             },
             _ => (State::Running(life), vec![]),
         }
@@ -224,21 +273,29 @@ impl<'a> Machine<'a> {
         self.persisting || self.loading
     }
 
+    /// When this life is due for its next snapshot, if that is to be taken.
+    fn next(&self, life: &Life) -> Option<Instant> {
+        life.next.filter(|at| self.quiet.is_none_or(|quiet| *at < quiet))
+    }
+
     /// What would begin a snapshot waits: memory that is not back yet can not be dumped, and there is one slot beside the image that is being brought to the store, and a
     /// snapshot that took it would leave none for the next.
     fn postpone(&mut self, life: Life, event: Event, now: Instant) -> (State, Vec<Action>) {
-        match (event, self.postponed) {
+        let then = self.postponed.and_then(|postponed| postponed.then);
+        match (event, then) {
             // No time is left for a snapshot; the image that is on its way is the last.
-            (_, Some(Postponed::Stop(stop, until))) if until <= now => {
-                return (State::Ending { stop: Ending::Stop(stop), deadline: None, life }, vec![Action::Kill]);
+            (_, Some(Then::Stop(stop, until))) if until <= now => return kill(Ending::Stop(stop), life),
+            (_, Some(Then::Stop(..))) => {}
+            (Event::StopBy(stop, until), _) => {
+                self.postponed = Some(Postponed { reason: Reason::Final, then: Some(Then::Stop(stop, until)) });
             }
-            (_, Some(Postponed::Stop(..))) => {}
-            (Event::Stop(stop), _) => {
-                self.postponed = Some(Postponed::Stop(stop, now + self.config.snapshot.grace));
+            (_, Some(_)) => {}
+            (Event::Suspend, None) => {
+                self.postponed = Some(Postponed { reason: Reason::Request, then: Some(Then::Suspend) });
             }
-            (Event::SnapshotNow, _) => self.postponed = Some(Postponed::Snapshot(Reason::Signal)),
-            (_, None) if life.next.is_some_and(|at| at <= now) => {
-                self.postponed = Some(Postponed::Snapshot(Reason::Interval));
+            (Event::SnapshotNow(reason), None) => self.postponed = Some(Postponed { reason, then: None }),
+            (_, None) if self.postponed.is_none() && self.next(&life).is_some_and(|at| at <= now) => {
+                self.postponed = Some(Postponed { reason: Reason::Interval, then: None });
             }
             _ => {}
         }
@@ -248,7 +305,7 @@ impl<'a> Machine<'a> {
     fn snapshotting(
         &mut self,
         mut life: Life,
-        stop: Option<(Stop, Instant)>,
+        then: Option<Then>,
         ended: Option<Ended>,
         event: Event,
         now: Instant,
@@ -263,40 +320,67 @@ impl<'a> Machine<'a> {
                 let lost = event == Event::SnapshotFailed(Harm::Lost);
                 life.failures = if taken { 0 } else { life.failures + 1 };
                 life.next = if taken { self.due(life.since, now) } else { Some(now + self.retry(life.failures)) };
-                match (stop, ended) {
+                match (then, ended) {
+                    (Some(Then::Rewind(image)), _) => kill(Ending::Rewind(image), life),
+                    (Some(Then::Suspend), _) if taken => kill(Ending::Suspend, life),
                     // Its end is still to be reported, with the images of then.
-                    (None, Some(_)) if !lost => (State::Running(Life { next: None, ..life }), vec![]),
-                    (None, None) if !lost => (State::Running(life), vec![]),
-                    (None, _) => (State::Ending { stop: Ending::Lost, deadline: None, life }, vec![Action::Kill]),
-                    // All is saved: whatever the job would still do would be done twice.
-                    (Some((stop, _)), _) if taken || lost => {
-                        (State::Ending { stop: Ending::Stop(stop), deadline: None, life }, vec![Action::Kill])
+                    (None | Some(Then::Suspend), Some(_)) if !lost => {
+                        (State::Running(Life { next: None, ..life }), vec![])
                     }
-                    (Some(_), Some(Ended::Exit(0))) => finish(Finish::Completed),
-                    (Some((stop, until)), _) => {
+                    (None | Some(Then::Suspend), None) if !lost => match self.postponed {
+                        // Asked for after this one had begun.
+                        Some(Postponed { reason, then }) if !self.is_busy() => {
+                            self.postponed = None;
+                            (State::Snapshotting { life, then, ended: None }, vec![Action::Snapshot(reason)])
+                        }
+                        _ => (State::Running(life), vec![]),
+                    },
+                    (None | Some(Then::Suspend), _) => kill(Ending::Lost, life),
+                    // All is saved: whatever the job would still do would be done twice.
+                    (Some(Then::Stop(stop, _)), _) if taken || lost => kill(Ending::Stop(stop), life),
+                    (Some(Then::Stop(..)), Some(Ended::Exit(0))) => finish(Finish::Completed),
+                    (Some(Then::Stop(stop, until)), _) => {
                         let ending = State::Ending { stop: Ending::Stop(stop), deadline: Some(until), life };
                         (ending, vec![Action::Terminate])
                     }
                 }
             }
-            Event::Stop(wanted) => {
-                let until = now + self.config.snapshot.grace;
-                (State::Snapshotting { life, stop: stop.or(Some((wanted, until))), ended }, vec![])
+            // One that is under way does not have what the asker has done since it began. A signal says no more than that
+            // there is to be one soon.
+            Event::SnapshotNow(Reason::Request) if then.is_none() => {
+                self.postponed = Some(Postponed { reason: Reason::Request, then: None });
+                (State::Snapshotting { life, then, ended }, vec![])
+            }
+            Event::StopBy(wanted, until) => {
+                let then = match then {
+                    Some(Then::Stop(..)) => then,
+                    _ => Some(Then::Stop(wanted, until)),
+                };
+                (State::Snapshotting { life, then, ended }, vec![])
             }
             Event::StopNow(wanted) => {
-                let ending = State::Ending { stop: Ending::Stop(wanted), deadline: None, life };
-                (ending, vec![Action::Cancel, Action::Kill])
+                let (ending, kill) = kill(Ending::Stop(wanted), life);
+                (ending, [vec![Action::Cancel], kill].concat())
+            }
+            Event::Suspend if then.is_none() => {
+                (State::Snapshotting { life, then: Some(Then::Suspend), ended }, vec![])
+            }
+            // Once the snapshot has let the job go: two must not work on it at a time.
+            Event::Rewind { image } if !matches!(then, Some(Then::Stop(..))) => {
+                (State::Snapshotting { life, then: Some(Then::Rewind(image)), ended }, vec![Action::Cancel])
             }
             // Out of time: what was frozen is let go or killed with the rest.
-            Event::Tick if stop.is_some_and(|(_, until)| until <= now) => {
-                let wanted = stop.map_or(Stop::Signal(libc::SIGTERM), |(stop, _)| stop);
-                let ending = State::Ending { stop: Ending::Stop(wanted), deadline: None, life };
-                (ending, vec![Action::Cancel, Action::Kill])
-            }
+            Event::Tick => match then {
+                Some(Then::Stop(stop, until)) if until <= now => {
+                    let (ending, kill) = kill(Ending::Stop(stop), life);
+                    (ending, [vec![Action::Cancel], kill].concat())
+                }
+                then => (State::Snapshotting { life, then, ended }, vec![]),
+            },
             Event::Ended { ended, .. } => {
-                (State::Snapshotting { life, stop, ended: Some(ended) }, vec![Action::Cancel])
+                (State::Snapshotting { life, then, ended: Some(ended) }, vec![Action::Cancel])
             }
-            _ => (State::Snapshotting { life, stop, ended }, vec![]),
+            _ => (State::Snapshotting { life, then, ended }, vec![]),
         }
     }
 
@@ -309,19 +393,26 @@ impl<'a> Machine<'a> {
         now: Instant,
     ) -> (State, Vec<Action>) {
         match (event, stop) {
+            (Event::Ended { .. }, Ending::Rewind(image)) => start(From::Image(image)),
             // It was at its end when it was to be killed. After a SIGTERM an exit with 0 says nothing of the kind: many
             // programs end so when they are told to, and their work is not done.
             (Event::Ended { ended: Ended::Exit(0), .. }, _) if deadline.is_none() => finish(Finish::Completed),
             (Event::Ended { .. }, Ending::Stop(stop)) => finish(Finish::Stopped(stop)),
             (Event::Ended { images, .. }, Ending::Lost) => self.died(Death::Lost, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Unloaded) => self.died(Death::Unloaded, &life, &images, now),
-            (Event::Stop(wanted) | Event::StopNow(wanted), Ending::Lost | Ending::Unloaded) => {
-                (State::Ending { stop: Ending::Stop(wanted), deadline, life }, vec![Action::Kill])
+            (Event::Ended { images, .. }, Ending::Suspend) => {
+                let from = images.first().map_or(life.from, |image| From::Image(*image));
+                (State::Suspended { from }, vec![])
             }
-            (Event::StopNow(_), _) => (State::Ending { stop, deadline: None, life }, vec![Action::Kill]),
-            (Event::Tick, _) if deadline.is_some_and(|at| at <= now) => {
-                (State::Ending { stop, deadline: None, life }, vec![Action::Kill])
+            (
+                Event::StopBy(wanted, _) | Event::StopNow(wanted),
+                Ending::Lost | Ending::Unloaded | Ending::Suspend | Ending::Rewind(_),
+            ) => kill(Ending::Stop(wanted), life),
+            (Event::Rewind { image }, Ending::Lost | Ending::Unloaded | Ending::Suspend | Ending::Rewind(_)) => {
+                kill(Ending::Rewind(image), life)
             }
+            (Event::StopNow(_), _) => kill(stop, life),
+            (Event::Tick, _) if deadline.is_some_and(|at| at <= now) => kill(stop, life),
             _ => (State::Ending { stop, deadline, life }, vec![]),
         }
     }
@@ -356,10 +447,29 @@ impl<'a> Machine<'a> {
 
 fn waiting(from: From, until: Instant, event: Event, now: Instant) -> (State, Vec<Action>) {
     match event {
-        Event::Tick if until <= now => (State::Starting { from, stop: None }, vec![Action::Start(from)]),
-        Event::Stop(stop) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
+        Event::Tick if until <= now => start(from),
+        Event::Rewind { image } => start(From::Image(image)),
+        Event::Suspend => (State::Suspended { from }, vec![]),
+        Event::StopBy(stop, _) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
         _ => (State::Waiting { from, until }, vec![]),
     }
+}
+
+fn suspended(from: From, event: Event) -> (State, Vec<Action>) {
+    match event {
+        Event::Resume => start(from),
+        Event::Rewind { image } => start(From::Image(image)),
+        Event::StopBy(stop, _) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
+        _ => (State::Suspended { from }, vec![]),
+    }
+}
+
+fn start(from: From) -> (State, Vec<Action>) {
+    (State::Starting { from, then: None }, vec![Action::Start(from)])
+}
+
+fn kill(stop: Ending, life: Life) -> (State, Vec<Action>) {
+    (State::Ending { stop, deadline: None, life }, vec![Action::Kill])
 }
 
 fn decided(decision: Decision, last: Option<Ended>, now: Instant) -> (State, Vec<Action>) {

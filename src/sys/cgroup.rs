@@ -69,6 +69,27 @@ fn groups(membership: &str, mounts: &str) -> Vec<Group> {
     found
 }
 
+/// Where the kernel counts the processes of a control group that it killed for want of memory (`oom_kill`): for cgroup v2
+/// those of all groups below too, for v1 (from kernel 4.13 on) those of the group only.
+#[must_use]
+pub fn kill_counters(pid: i32) -> Vec<PathBuf> {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let (membership, mounts) = (read(&format!("/proc/{pid}/cgroup")), read("/proc/self/mounts"));
+    let file = |group: Group| {
+        let name = if group.limit == "memory.max" { "memory.events" } else { "memory.oom_control" };
+        // In a container the mount may begin at the group itself, whatever its path is outside.
+        [group.mount.join(&group.path).join(name), group.mount.join(name)].into_iter().find(|file| file.is_file())
+    };
+    groups(&membership, &mounts).into_iter().filter_map(file).collect()
+}
+
+/// The sum of the counters; what can not be read counts as nothing.
+#[must_use]
+pub fn kills(counters: &[PathBuf]) -> u64 {
+    let count = |text: String| text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse::<u64>().ok());
+    counters.iter().filter_map(|file| std::fs::read_to_string(file).ok().and_then(count)).sum::<u64>()
+}
+
 /// `MemAvailable` of /proc/meminfo, in bytes.
 #[must_use]
 pub fn memory_available() -> Option<u64> {
@@ -107,6 +128,19 @@ mod tests {
         let found = groups("0::/a/b\n", &mounts);
         assert_eq!(found[0].headroom(), Some(600));
         assert_eq!(groups("0::/\n", &mounts)[0].headroom(), None);
+    }
+
+    #[test]
+    fn kills_are_counted_by_either_version() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| {
+            std::fs::write(dir.path().join(name), text).unwrap();
+            dir.path().join(name)
+        };
+        let two = write("memory.events", "low 0\nhigh 0\nmax 7\noom 2\noom_kill 2\noom_group_kill 0\n");
+        let one = write("memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n");
+        assert_eq!(kills(&[two, one, dir.path().join("none")]), 5);
+        assert_eq!(kills(&[]), 0);
     }
 
     #[test]

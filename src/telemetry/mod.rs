@@ -1,4 +1,5 @@
-//! Logs for people, and what is known of the machine. Nothing here is kept when the power goes.
+//! Logs for people, events for programs, and what is known of the machine.
 
+pub mod events;
 pub mod host;
 pub mod log;

@@ -31,6 +31,8 @@ fn each_layer_is_stronger_than_the_one_before() {
     let overrides = Overrides {
         name: Some("a".to_owned()),
         interval: Some("off".to_owned()),
+        grace: Some("2m".to_owned()),
+        deadline: Some("8h".to_owned()),
         store: Some(PathBuf::from("images")),
     };
     let flags = load_layers(FILE, &env, &overrides).unwrap();
@@ -39,6 +41,9 @@ fn each_layer_is_stronger_than_the_one_before() {
     assert_eq!(flags.config.store.directory, std::env::current_dir().unwrap().join("images"));
     assert_eq!(origin(&flags, "snapshot.interval"), "--interval");
     assert_eq!(origin(&flags, "store.directory"), "--store");
+    assert_eq!(flags.config.snapshot.grace, Duration::from_secs(120));
+    assert_eq!(flags.config.scheduler.deadline, Some(Deadline::After(Duration::from_secs(8 * 3600))));
+    assert_eq!(origin(&flags, "scheduler.deadline"), "--deadline");
 }
 
 #[test]
@@ -47,6 +52,7 @@ fn a_variable_is_read_as_the_type_of_its_key() {
         ("REKINDLE_STORE_KEEP_LAST", "5"),
         ("REKINDLE_JOB_UMASK", "022"),
         ("REKINDLE_JOB_NAME", "42"),
+        ("REKINDLE_JOB_COMMAND", " python3  train.py"),
         ("REKINDLE_JOB_NO_NEW_PRIVILEGES", "true"),
         ("REKINDLE_RESTART_RETRY_EXIT_CODES", "1, 137"),
         ("REKINDLE_RESTART_NEVER_RETRY_EXIT_CODES", ""),
@@ -59,6 +65,8 @@ fn a_variable_is_read_as_the_type_of_its_key() {
         ("REKINDLE_SNAPSHOT_INTERVAL", "auto"),
         ("REKINDLE_SNAPSHOT_MAX_OVERHEAD", "0.5%"),
         ("REKINDLE_SNAPSHOT_MEAN_TIME_BETWEEN_FAILURES", "6h"),
+        ("REKINDLE_SCHEDULER_PROFILE", "htcondor"),
+        ("REKINDLE_SCHEDULER_DEADLINE", "@1795327200"),
         ("REKINDLE_JOB_LIMITS", "nofile=2,core=unlimited"),
         ("REKINDLE_JOB_ENVIRONMENT", "A=b=c, D="),
     ];
@@ -67,6 +75,7 @@ fn a_variable_is_read_as_the_type_of_its_key() {
     assert_eq!(config.store.keep_last, 5);
     assert_eq!(config.job.umask.map(Umask::bits), Some(0o22));
     assert_eq!(config.job.name.as_deref(), Some("42"));
+    assert_eq!(config.job.command, ["python3", "train.py"]);
     assert!(config.job.no_new_privileges);
     assert_eq!(config.restart.retry_exit_codes, [1, 137]);
     assert_eq!(config.restart.never_retry_exit_codes, [0_u8; 0]);
@@ -79,6 +88,8 @@ fn a_variable_is_read_as_the_type_of_its_key() {
     assert_eq!(config.snapshot.interval, Interval::Auto);
     assert_eq!(config.snapshot.max_overhead, Percentage::millionths(5_000));
     assert_eq!(config.snapshot.mean_time_between_failures, MeanTime::Known(Duration::from_secs(6 * 3600)));
+    assert_eq!(config.scheduler.profile, Profile::HtCondor);
+    assert_eq!(config.scheduler.deadline.map(|at| at.to_string()).as_deref(), Some("2026-11-22T06:00:00Z"));
     assert_eq!(config.job.limits.get("nofile"), Some(&Limit::Value(2)));
     assert_eq!(config.job.environment.iter().collect::<Vec<_>>(), [("A", "b=c"), ("D", "")]);
     assert_eq!(origin(&effective, "job.limits.core"), "REKINDLE_JOB_LIMITS");

@@ -28,7 +28,7 @@ pub struct Holder {
 }
 
 impl Holder {
-    pub(super) fn this_process() -> Holder {
+    pub(crate) fn this_process() -> Holder {
         let host = nix::unistd::gethostname().map(|name| name.to_string_lossy().into_owned());
         let namespace = std::fs::read_link("/proc/self/ns/pid").ok();
         let pid = std::process::id();

@@ -121,7 +121,7 @@ impl Area {
                 let missing: Vec<&Path> = base.ancestors().take_while(|folder| !folder.exists()).collect();
                 missing.into_iter().rev().try_for_each(|folder| make(folder, 0o755))?;
                 rights::check(base)?;
-                base.join(name(folder))
+                base.join(folder.place_name())
             }
         };
         make(&path, 0o711)?;
@@ -229,12 +229,6 @@ fn images(path: &Path) -> Vec<Image> {
 
 fn slots(path: &Path) -> [Slot; 2] {
     ["slots/0", "slots/1"].map(|name| Slot::new(path.join(name)))
-}
-
-/// The job's name for people, and a hash of where its folder is, because two stores may hold jobs of one name.
-fn name(folder: &JobFolder) -> String {
-    let hash = blake3::hash(folder.path().as_os_str().as_encoded_bytes()).to_hex();
-    format!("{}-{}", folder.name(), hash.get(..8).unwrap_or_default())
 }
 
 fn is_mounted(path: &Path) -> io::Result<bool> {

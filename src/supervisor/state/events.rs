@@ -1,6 +1,6 @@
 //! What goes into a step and what comes out of it.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::restart::policy::From;
 use crate::store::ImageId;
@@ -82,9 +82,20 @@ pub enum Event {
     /// A snapshot failed; the job runs on, unless it is lost.
     SnapshotFailed(Harm),
     /// Take one now.
-    SnapshotNow,
-    /// Take a last one, then stop.
+    SnapshotNow(Reason),
+    /// Take one, then end the job until it is called back.
+    Suspend,
+    /// Call a suspended job back.
+    Resume,
+    /// End the job and start it from this image. It was asked for, so it counts as no failure.
+    Rewind {
+        /// Which.
+        image: ImageId,
+    },
+    /// Take a last one within `snapshot.grace`, then stop.
     Stop(Stop),
+    /// Take a last one until then, then stop.
+    StopBy(Stop, Instant),
     /// Stop at once.
     StopNow(Stop),
     /// A time that [`Machine::deadline`](super::Machine::deadline) named may have come.

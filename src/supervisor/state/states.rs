@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use super::events::Stop;
 use crate::restart::policy::From;
+use crate::store::ImageId;
 use crate::sys::spawn::Ended;
 
 /// Where the job stands.
@@ -13,8 +14,8 @@ pub enum State {
     Starting {
         /// From what.
         from: From,
-        /// A stop that came meanwhile.
-        stop: Option<Stop>,
+        /// What was asked for meanwhile; never a suspension.
+        then: Option<Then>,
     },
     /// It runs.
     Running(Life),
@@ -22,8 +23,8 @@ pub enum State {
     Snapshotting {
         /// The life.
         life: Life,
-        /// A stop to carry out afterwards, and until when it may take.
-        stop: Option<(Stop, Instant)>,
+        /// What is to be done afterwards.
+        then: Option<Then>,
         /// It ended meanwhile.
         ended: Option<Ended>,
     },
@@ -43,8 +44,24 @@ pub enum State {
         /// When.
         until: Instant,
     },
+    /// It has given back what it used, and waits to be called back.
+    Suspended {
+        /// From what.
+        from: From,
+    },
     /// All is over.
     Done,
+}
+
+/// What has to wait for the end of what is under way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Then {
+    /// A stop, and until when it may take.
+    Stop(Stop, Instant),
+    /// The job makes room until it is called back.
+    Suspend,
+    /// The job goes back to this image.
+    Rewind(ImageId),
 }
 
 /// Why a job was told to end.
@@ -56,6 +73,10 @@ pub enum Ending {
     Lost,
     /// The rest of its memory did not come.
     Unloaded,
+    /// It makes room, and its image is taken.
+    Suspend,
+    /// It goes back to this image.
+    Rewind(ImageId),
 }
 
 /// One life of the job.
@@ -77,18 +98,29 @@ impl State {
     pub fn deadline(&self) -> Option<Instant> {
         match self {
             State::Running(life) => life.next,
-            State::Snapshotting { stop, .. } => stop.map(|(_, at)| at),
+            State::Snapshotting { then: Some(Then::Stop(_, at)), .. } => Some(*at),
             State::Ending { deadline, .. } => *deadline,
             State::Waiting { until, .. } => Some(*until),
-            State::Starting { .. } | State::Done => None,
+            State::Snapshotting { .. } | State::Starting { .. } | State::Suspended { .. } | State::Done => None,
         }
     }
 
     /// The life of the job that has not ended yet.
-    pub(super) fn life(&self) -> Option<&Life> {
+    pub(in crate::supervisor) fn life(&self) -> Option<&Life> {
         match self {
             State::Running(life) | State::Snapshotting { life, .. } | State::Ending { life, .. } => Some(life),
-            State::Starting { .. } | State::Waiting { .. } | State::Done => None,
+            State::Starting { .. } | State::Waiting { .. } | State::Suspended { .. } | State::Done => None,
+        }
+    }
+
+    /// Whether a stop was asked for, or all is over.
+    #[must_use]
+    pub(super) fn is_stopping(&self) -> bool {
+        match self {
+            State::Starting { then, .. } | State::Snapshotting { then, .. } => matches!(then, Some(Then::Stop(..))),
+            State::Ending { stop, .. } => matches!(stop, Ending::Stop(_)),
+            State::Running(_) | State::Waiting { .. } | State::Suspended { .. } => false,
+            State::Done => true,
         }
     }
 
@@ -100,8 +132,11 @@ impl State {
             State::Starting { from: From::Image(_), .. } => "restoring",
             State::Running(_) => "running",
             State::Snapshotting { .. } => "snapshotting",
+            State::Ending { stop: Ending::Suspend, .. } => "suspending",
+            State::Ending { stop: Ending::Rewind(_), .. } => "rewinding",
             State::Ending { .. } => "stopping",
             State::Waiting { .. } => "waiting",
+            State::Suspended { .. } => "suspended",
             State::Done => "done",
         }
     }

@@ -33,6 +33,7 @@ fn killed(images: &[u32]) -> Event {
 }
 
 const TAKEN: Event = Event::SnapshotTaken { freeze: Duration::from_secs(2), persist: Some(Duration::from_secs(5)) };
+const NOW: Event = Event::SnapshotNow(Reason::Signal);
 const TERM: Stop = Stop::Signal(15);
 
 #[test]
@@ -116,7 +117,7 @@ fn what_counts_as_a_failure() {
     assert_eq!(after(&[(3600, exit(0))]), expect(hours(1), 1), "it completed");
     assert_eq!(after(&[(29, killed(&[]))]), expect(Duration::from_secs(29), 1), "within restart.min-uptime");
     assert_eq!(after(&[(3600, Event::StopNow(TERM)), (0, killed(&[]))]), expect(hours(1), 1), "it was stopped");
-    let lost = [(3600, Event::SnapshotNow), (0, Event::SnapshotFailed(Harm::Lost)), (0, killed(&[]))];
+    let lost = [(3600, NOW), (0, Event::SnapshotFailed(Harm::Lost)), (0, killed(&[]))];
     assert_eq!(after(&lost), expect(hours(1), 2), "it did not survive a snapshot");
     let lives = [(3600, killed(&[1])), (3600, Event::Tick), (0, Event::Started), (7200, killed(&[1]))];
     assert_eq!(after(&lives), expect(hours(3), 3));
@@ -130,14 +131,14 @@ fn failed_snapshots_back_off_and_recover() {
     machine.step(Event::Started, now);
     let mut waits = Vec::new();
     for _ in 0..8 {
-        machine.step(Event::SnapshotNow, now);
+        machine.step(NOW, now);
         machine.step(Event::SnapshotFailed(Harm::None), now);
         waits.push(machine.state().deadline().unwrap() - now);
     }
     let snapshot = &bench.config.snapshot;
     assert_eq!(waits[..3], [snapshot.retry_after, snapshot.retry_after * 2, snapshot.retry_after * 4]);
     assert_eq!(waits[7], snapshot.retry_max);
-    machine.step(Event::SnapshotNow, now);
+    machine.step(NOW, now);
     machine.step(TAKEN, now);
     assert_eq!(machine.state().deadline(), Some(now + Duration::from_secs(600)));
 }
@@ -205,7 +206,7 @@ fn a_snapshot_waits_until_the_image_before_it_is_in_the_store() {
     let (state, actions) = bench.run(&[busy.as_slice(), &[(40, PERSISTED)]].concat());
     assert_eq!((state.name(), actions.last()), ("snapshotting", Some(&Action::Snapshot(Reason::Interval))));
     // One that was asked for waits as well.
-    let asked = [busy[..4].to_vec(), vec![(1, Event::SnapshotNow), (1, Event::PersistEnded(None))]].concat();
+    let asked = [busy[..4].to_vec(), vec![(1, NOW), (1, Event::PersistEnded(None))]].concat();
     assert_eq!(bench.run(&asked).1.last(), Some(&Action::Snapshot(Reason::Signal)));
 }
 
@@ -227,7 +228,7 @@ fn a_stop_waits_for_its_last_snapshot_as_long_as_the_grace_lasts() {
 #[test]
 fn a_snapshot_waits_until_the_memory_is_back() {
     let bench = Bench::new();
-    let busy = [(0, Event::Started), (0, Event::LoadBegan), (1, Event::SnapshotNow)];
+    let busy = [(0, Event::Started), (0, Event::LoadBegan), (1, NOW)];
     let (state, actions) = bench.run(&busy);
     assert_eq!((state.name(), actions.len()), ("running", 1));
     let then = |more: &[(u64, Event)]| bench.run(&[&busy, more].concat()).1[1..].to_vec();
@@ -255,6 +256,213 @@ fn memory_that_does_not_come_is_not_the_fault_of_the_image() {
     }
 }
 
+const ASKED: Event = Event::SnapshotNow(Reason::Request);
+
+fn rewind(n: u32) -> Event {
+    Event::Rewind { image: id(n) }
+}
+
+#[test]
+fn a_rewind_ends_the_life_that_there_is_and_starts_the_next_at_once() {
+    let bench = Bench::new();
+    let start = |n| Action::Start(From::Image(id(n)));
+    let then = |events: &[(u64, Event)]| bench.run(events).1[1..].to_vec();
+    let running = [(0, Event::Started), (5, rewind(1)), (0, killed(&[3, 2, 1]))];
+    assert_eq!(then(&running), [Action::Kill, start(1)]);
+    // One that is at its end just then goes back too: that is what was asked for.
+    let exit = Event::Ended { ended: Ended::Exit(0), images: vec![id(3)] };
+    assert_eq!(then(&[(0, Event::Started), (5, rewind(1)), (0, exit)]), [Action::Kill, start(1)]);
+    let starting = [(0, rewind(1)), (1, rewind(2)), (0, Event::StartFailed { why: "cancelled".into() })];
+    assert_eq!(then(&starting), [Action::Cancel, Action::Cancel, start(2)]);
+    let started = [(0, rewind(1)), (1, Event::Started), (0, killed(&[]))];
+    assert_eq!(then(&started), [Action::Cancel, Action::Kill, start(1)]);
+    let waiting = [(0, Event::Started), (5, killed(&[3])), (0, rewind(1))];
+    assert_eq!(then(&waiting).last(), Some(&start(1)));
+    // The snapshot lets go of the job first.
+    let failed = Event::SnapshotFailed(Harm::None);
+    let snapshotting = [(0, Event::Started), (5, NOW), (0, rewind(1)), (1, failed), (0, killed(&[3]))];
+    let interval = Action::Snapshot(Reason::Signal);
+    assert_eq!(then(&snapshotting), [interval, Action::Cancel, Action::Kill, start(1)]);
+    // A stop is stronger, before it and after.
+    let stopped = Action::Finish(Finish::Stopped(TERM));
+    let stop = [(0, Event::Started), (5, rewind(1)), (0, Event::Stop(TERM)), (0, killed(&[3]))];
+    assert_eq!(then(&stop), [Action::Kill, Action::Kill, stopped.clone()]);
+    let stop = [(0, Event::Started), (5, Event::StopNow(TERM)), (0, rewind(1)), (0, killed(&[3]))];
+    assert_eq!(then(&stop), [Action::Kill, stopped]);
+}
+
+#[test]
+fn a_rewind_is_no_failure() {
+    let config = auto();
+    let now = Instant::now();
+    let mut machine = choosing(&config, Failures::default(), now);
+    for n in 1..50 {
+        let later = now + Duration::from_secs(60 * n);
+        machine.step(rewind(1), later);
+        assert_eq!(machine.step(killed(&[1]), later), [Action::Start(From::Image(id(1)))]);
+        machine.step(Event::Started, later);
+    }
+    assert_eq!(machine.failures(now + Duration::from_secs(3000)).failures, 0);
+    // Not one of them is counted against restart.max-restarts, and the image is as good as it was.
+    let actions = machine.step(killed(&[1]), now + Duration::from_secs(3000));
+    assert!(matches!(actions[..], [Action::Announce { from: From::Image(i), .. }] if i == id(1)), "{actions:?}");
+}
+
+#[test]
+fn a_suspended_job_rests_until_it_is_called_back() {
+    let bench = Bench::new();
+    let suspended = [(0, Event::Started), (5, Event::Suspend), (1, TAKEN), (0, killed(&[4, 3]))];
+    let (state, actions) = bench.run(&suspended);
+    assert_eq!(state, State::Suspended { from: From::Image(id(4)) });
+    assert_eq!(actions[1..], [Action::Snapshot(Reason::Request), Action::Kill]);
+    let then = |more: &[(u64, Event)]| bench.run(&[&suspended, more].concat()).1[3..].to_vec();
+    let quiet = [(9000, Event::Tick), (0, NOW), (0, ASKED), (0, Event::Suspend), (0, PERSISTED)];
+    assert_eq!(then(&quiet), []);
+    assert_eq!(then(&[(9, Event::Resume)]), [Action::Start(From::Image(id(4)))]);
+    assert_eq!(then(&[(9, rewind(3))]), [Action::Start(From::Image(id(3)))]);
+    assert_eq!(then(&[(9, Event::Stop(TERM))]), [Action::Finish(Finish::Stopped(TERM))]);
+}
+
+#[test]
+fn a_suspension_whose_snapshot_fails_leaves_the_job_alone() {
+    let bench = Bench::new();
+    let asked = [(0, Event::Started), (5, Event::Suspend)];
+    let failed = bench.run(&[&asked[..], &[(1, Event::SnapshotFailed(Harm::None))]].concat());
+    assert_eq!((failed.0.name(), failed.1.len()), ("running", 2));
+    let lost = bench.run(&[&asked[..], &[(1, Event::SnapshotFailed(Harm::Lost)), (0, killed(&[1]))]].concat());
+    assert_eq!(lost.0.name(), "waiting");
+    // It waits for the image before it as any other; one that was completed is not called back.
+    let busy = [(0, Event::Started), (0, Event::PersistBegan), (5, Event::Suspend), (1, ASKED)];
+    assert_eq!(bench.run(&busy).1.len(), 1);
+    let exit = Event::Ended { ended: Ended::Exit(0), images: vec![id(1)] };
+    let done = bench.run(&[&busy[..], &[(1, PERSISTED), (1, TAKEN), (0, exit)]].concat());
+    assert_eq!(done.1[1..], [Action::Snapshot(Reason::Request), Action::Kill, Action::Finish(Finish::Completed)]);
+}
+
+#[test]
+fn a_snapshot_that_is_asked_for_during_another_comes_after_it() {
+    let bench = Bench::new();
+    let during = [(0, Event::Started), (600, Event::Tick), (0, ASKED)];
+    let then = |more: &[(u64, Event)]| bench.run(&[&during, more].concat()).1[2..].to_vec();
+    let again = Action::Snapshot(Reason::Request);
+    assert_eq!(then(&[(1, TAKEN)]), std::slice::from_ref(&again));
+    assert_eq!(then(&[(1, Event::SnapshotFailed(Harm::None))]), std::slice::from_ref(&again));
+    assert_eq!(then(&[(1, Event::PersistBegan), (0, TAKEN)]), []);
+    assert_eq!(then(&[(1, Event::PersistBegan), (0, TAKEN), (1, PERSISTED)]), [again]);
+    // A signal says only that one is wanted soon.
+    let (_, actions) = bench.run(&[(0, Event::Started), (600, Event::Tick), (0, NOW), (1, TAKEN)]);
+    assert_eq!(actions.len(), 2);
+}
+
+#[test]
+fn what_can_not_be_had_is_refused() {
+    let config = Config::default();
+    let now = Instant::now();
+    let after = |events: &[Event]| {
+        let (mut machine, _) = Machine::new(&config, From::Cold);
+        events.iter().for_each(|event| drop(machine.step(event.clone(), now)));
+        [Wish::Snapshot, Wish::Suspend, Wish::Resume, Wish::Rewind].map(|wish| machine.admits(wish).is_ok())
+    };
+    let suspended = [Event::Started, Event::Suspend, TAKEN, killed(&[1])];
+    assert_eq!(after(&[]), [false, false, false, true], "starting");
+    assert_eq!(after(&[Event::Started]), [true, true, false, true], "running");
+    assert_eq!(after(&[Event::Started, NOW]), [true, true, false, true], "snapshotting");
+    assert_eq!(after(&suspended[..3]), [false, true, false, true], "suspending");
+    assert_eq!(after(&suspended), [false, true, true, true], "suspended");
+    assert_eq!(after(&[Event::Started, killed(&[1])]), [false, true, false, true], "waiting");
+    assert_eq!(after(&[Event::Started, Event::Stop(TERM)]), [false; 4], "stopping");
+    assert_eq!(after(&[Event::Stop(TERM)]), [false; 4], "stopping");
+    assert_eq!(after(&[Event::Started, Event::PersistBegan, Event::Stop(TERM)]), [false; 4], "a stop waits");
+}
+
+#[test]
+fn a_stop_with_a_time_of_its_own_is_bound_by_that() {
+    let config = Config::default();
+    let now = Instant::now();
+    let until = now + Duration::from_secs(300);
+    let (mut machine, _) = Machine::new(&config, From::Cold);
+    machine.step(Event::Started, now);
+    assert_eq!(machine.step(Event::StopBy(Stop::Requeue, until), now), [Action::Snapshot(Reason::Final)]);
+    assert_eq!(machine.deadline(), Some(until));
+    // A first signal changes nothing: the stop is under way.
+    assert_eq!(machine.step(Event::Stop(TERM), now), []);
+    assert_eq!(machine.step(Event::Tick, until - Duration::from_secs(1)), []);
+    assert_eq!(machine.step(Event::Tick, until), [Action::Cancel, Action::Kill]);
+    assert_eq!(machine.step(killed(&[]), until), [Action::Finish(Finish::Stopped(Stop::Requeue))]);
+    // It waits for the image before it as any other does.
+    let (mut machine, _) = Machine::new(&config, From::Cold);
+    machine.step(Event::Started, now);
+    machine.step(Event::PersistBegan, now);
+    assert_eq!(machine.step(Event::StopBy(Stop::Requeue, until), now), []);
+    assert_eq!(machine.deadline(), Some(until));
+    assert_eq!(machine.step(PERSISTED, now), [Action::Snapshot(Reason::Final)]);
+}
+
+#[test]
+fn near_the_last_snapshot_none_is_begun_by_the_interval() {
+    let config = Config::default();
+    let now = Instant::now();
+    let due = now + Duration::from_secs(600);
+    let (mut machine, _) = Machine::new(&config, From::Cold);
+    machine.step(Event::Started, now);
+    machine.no_interval_from(Some(due));
+    assert_eq!((machine.deadline(), machine.step(Event::Tick, due)), (None, vec![]));
+    machine.step(Event::PersistBegan, due);
+    machine.step(Event::Tick, due);
+    assert!(!machine.is_postponed());
+    machine.step(PERSISTED, due);
+    assert_eq!(machine.step(NOW, due), [Action::Snapshot(Reason::Signal)], "who asks gets one");
+    machine.step(TAKEN, due);
+    // It was put off: there is time again.
+    let (mut machine, _) = Machine::new(&config, From::Cold);
+    machine.step(Event::Started, now);
+    machine.no_interval_from(Some(due));
+    machine.no_interval_from(Some(due + Duration::from_millis(1)));
+    assert_eq!(machine.deadline(), Some(due));
+    assert_eq!(machine.step(Event::Tick, due), [Action::Snapshot(Reason::Interval)]);
+}
+
+#[test]
+fn every_stop_ends_every_state() {
+    let config = Config::default();
+    let now = Instant::now();
+    let until = now + Duration::from_secs(60);
+    let started = vec![Event::Started];
+    let with = |more: &[Event]| [&started, more].concat();
+    let states = [
+        ("starting", vec![]),
+        ("running", started.clone()),
+        ("running", with(&[Event::PersistBegan])),
+        ("running", with(&[Event::LoadBegan])),
+        ("snapshotting", with(&[NOW])),
+        ("snapshotting", with(&[Event::Stop(TERM)])),
+        ("stopping", with(&[Event::StopNow(TERM)])),
+        ("stopping", with(&[Event::LoadEnded(Harm::Lost)])),
+        ("waiting", with(&[killed(&[1])])),
+        ("suspended", with(&[Event::Suspend, TAKEN, killed(&[1])])),
+    ];
+    for (name, before) in states {
+        for stop in [Event::Stop(TERM), Event::StopNow(TERM), Event::StopBy(Stop::Requeue, until)] {
+            for twice in [None, Some(Event::StopNow(TERM))] {
+                let (mut machine, _) = Machine::new(&config, From::Cold);
+                let mut actions: Vec<Action> =
+                    before.iter().flat_map(|event| machine.step(event.clone(), now)).collect();
+                assert_eq!(machine.state().name(), name, "{before:?}");
+                actions.extend(machine.step(stop.clone(), now));
+                twice.iter().for_each(|event| actions.extend(machine.step(event.clone(), now)));
+                // All that can still be reported, and then the time is over.
+                for event in [PERSISTED, Event::LoadEnded(Harm::None), TAKEN, killed(&[1])] {
+                    actions.extend(machine.step(event, now));
+                }
+                actions.extend(machine.step(Event::StartFailed { why: String::new() }, now));
+                let context = format!("{name} {before:?} {stop:?} {twice:?}: {actions:?}");
+                assert_eq!(machine.state(), &State::Done, "{context}");
+                assert!(matches!(actions.last(), Some(Action::Finish(Finish::Stopped(_)))), "{context}");
+            }
+        }
+    }
+}
+
 fn event() -> impl Strategy<Value = Event> {
     let images = proptest::collection::vec(1u32..4, 0..3).prop_map(|mut n| {
         n.sort_unstable();
@@ -269,7 +477,10 @@ fn event() -> impl Strategy<Value = Event> {
         2 => Just(TAKEN),
         1 => Just(Event::SnapshotFailed(Harm::None)),
         1 => Just(Event::SnapshotFailed(Harm::Lost)),
-        2 => Just(Event::SnapshotNow),
+        2 => prop_oneof![Just(NOW), Just(ASKED)],
+        2 => Just(Event::Suspend),
+        2 => Just(Event::Resume),
+        2 => (1u32..4).prop_map(rewind),
         2 => Just(Event::PersistBegan),
         3 => Just(Event::PersistEnded(Some(Duration::from_secs(3)))),
         2 => Just(Event::LoadBegan),
@@ -280,6 +491,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => images.clone().prop_map(|images| Event::ImageFailed { images }),
         2 => (ended, images).prop_map(|(ended, images)| Event::Ended { ended, images }),
         1 => stop.clone().prop_map(Event::Stop),
+        1 => stop.clone().prop_map(|stop| Event::StopBy(stop, Instant::now() + Duration::from_secs(60))),
         1 => stop.prop_map(Event::StopNow),
     ]
 }
@@ -290,9 +502,11 @@ proptest! {
     fn invariants_hold_over_any_sequence(
         events in proptest::collection::vec((0u64..700, event()), 0..60),
         config in prop_oneof![Just(Config::default()), Just(auto())],
+        quiet in proptest::option::of(0u64..9000),
     ) {
         let (mut machine, first) = Machine::new(&config, From::Cold);
         let mut now = Instant::now();
+        machine.no_interval_from(quiet.map(|after| now + Duration::from_secs(after)));
         let (mut alive, mut starting, mut snapshot, mut finished) = (false, false, false, 0);
         let (mut persisting, mut loading) = (false, false);
         let mut check = |actions: Vec<Action>, alive: &mut bool, starting: &mut bool, snapshot: &mut bool, busy: bool| {
@@ -301,6 +515,7 @@ proptest! {
                 match action {
                     Action::Start(_) => {
                         prop_assert!(!*alive && !*starting, "two lives at once");
+                        prop_assert!(!*snapshot, "the life before is still being dumped");
                         *starting = true;
                     }
                     Action::Snapshot(_) => {
@@ -343,7 +558,35 @@ proptest! {
                 Event::LoadEnded(_) => loading = false,
                 _ => {}
             }
+            let wish = match &event {
+                Event::SnapshotNow(Reason::Request) => Some(Wish::Snapshot),
+                Event::Suspend => Some(Wish::Suspend),
+                Event::Resume => Some(Wish::Resume),
+                Event::Rewind { .. } => Some(Wish::Rewind),
+                _ => None,
+            };
+            let admitted = wish.map(|wish| machine.admits(wish));
+            let before = machine.state().clone();
+            let due = machine.deadline().is_some_and(|at| at <= now);
             let actions = machine.step(event, now);
+            match (wish, admitted) {
+                (Some(Wish::Snapshot), Some(Ok(()))) => {
+                    let comes = machine.is_postponed() || machine.state().name() == "snapshotting";
+                    prop_assert!(comes, "{before:?} admits a snapshot and takes none");
+                }
+                (Some(Wish::Suspend), Some(Ok(()))) => {
+                    let comes = machine.is_suspending() || machine.state().name() == "suspended";
+                    prop_assert!(comes, "{before:?} admits a suspension and forgets it");
+                }
+                (Some(Wish::Resume | Wish::Rewind), Some(Ok(()))) => {
+                    prop_assert!(!actions.is_empty(), "{before:?} admits it and does nothing");
+                }
+                // Where time is over, whatever comes shows that.
+                (Some(_), Some(Err(why))) if !due => {
+                    prop_assert!(actions.is_empty() && *machine.state() == before, "{before:?} refuses and acts: {why}");
+                }
+                _ => {}
+            }
             check(actions, &mut alive, &mut starting, &mut snapshot, persisting || loading)?;
         }
         // Whatever came before: a stop ends it.

@@ -1,0 +1,105 @@
+//! A deadline: a last snapshot early enough before it, then the end that the queue understands.
+
+use std::time::{Duration, Instant};
+
+use chrono::Utc;
+use nix::sys::signal::Signal;
+use rekindle::telemetry::events::{What, read};
+
+use crate::kinds::{count_on, finish};
+use crate::supervisor::{LIMIT, Lab, Running};
+
+fn until(lab: &Lab, deadline: &str) -> Running {
+    let command = lab.python_command("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    lab.run_with(&["run", "--name", "j", "--deadline", deadline, "--"], command)
+}
+
+/// What the last snapshots before a deadline were expected to take.
+fn last_calls(lab: &Lab) -> Vec<Duration> {
+    let events = read(&lab.job().log_dir()).unwrap();
+    let expected = |what: &What| match what {
+        What::LastCall { predicted_us, .. } => Some(Duration::from_micros(*predicted_us)),
+        _ => None,
+    };
+    events.iter().filter_map(|event| expected(&event.what)).collect()
+}
+
+#[test]
+fn a_deadline_is_kept_and_the_next_run_knows_what_a_snapshot_takes() {
+    let Some(lab) = Lab::new() else { return };
+    // Nothing was measured: it is begun snapshot.grace before, and after half of the time at the earliest.
+    let begun = Instant::now();
+    let mut run = until(&lab, "8s");
+    run.wait_for("the deadline is known", || lab.published().is_some_and(|now| now.deadline.is_some()));
+    count_on(&lab, &mut run, 5);
+    run.wait_said("a last snapshot, then the job is stopped");
+    assert!(begun.elapsed() >= Duration::from_secs(4));
+    run.ends_with(75);
+    assert_eq!(lab.good(), [1]);
+    assert_eq!(last_calls(&lab), [Duration::from_secs(20)]);
+
+    // Now something is.
+    let deadline = Utc::now() + chrono::TimeDelta::seconds(12);
+    let mut run = until(&lab, &deadline.to_rfc3339());
+    run.wait_for("it is predicted", || run_is_predicted(&lab));
+    run.wait_said("goes on from image 000001");
+    run.wait_said("a last snapshot, then the job is stopped");
+    let expected = last_calls(&lab)[1];
+    assert_ne!(expected, Duration::from_secs(20));
+    let early = (deadline - Utc::now()).to_std().unwrap_or_default();
+    assert!(early <= expected.max(Duration::from_secs(6)), "{early:?}, where {expected:?} were expected");
+    assert!(!run.err().contains("may not be whole") || expected > Duration::from_secs(5), "{}", run.err());
+    run.ends_with(75);
+    assert_eq!(lab.good(), [2, 1]);
+
+    let mut run = until(&lab, "1h");
+    run.wait_said("goes on from image 000002");
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+fn run_is_predicted(lab: &Lab) -> bool {
+    lab.published().is_some_and(|now| now.predicted.is_some_and(|forecast| !forecast.snapshot.is_zero()))
+}
+
+#[test]
+fn a_deadline_that_has_passed_is_a_mistake() {
+    let Some(lab) = Lab::new() else { return };
+    let (_, said) = until(&lab, "2020-01-01T00:00:00Z").ends_with(2);
+    assert!(said.contains("the deadline 2020-01-01T00:00:00Z") && said.contains("has passed"), "{said}");
+}
+
+/// While the next try waits there is nothing to save.
+#[test]
+fn each_scheduler_gets_the_exit_code_that_it_queues_again_by() {
+    for (profile, code) in [("sge", 99), ("htcondor", 85), ("none", 75)] {
+        let Some(lab) = Lab::new() else { return };
+        let lab = lab.set("scheduler.profile", &format!("\"{profile}\"")).set("restart.backoff", "\"60s\"");
+        let lab = lab.set("restart.backoff-max", "\"60s\"");
+        let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+        count_on(&lab, &mut run, 2);
+        let pid = run.job_pid(&lab);
+        crate::supervisor::kill(pid, Signal::SIGKILL);
+        run.wait_for("the next try waits", || lab.published().is_some_and(|now| now.state == "waiting"));
+        let begun = Instant::now();
+        run.signal(Signal::SIGUSR2);
+        run.ends_with(code);
+        assert!(begun.elapsed() < LIMIT / 2);
+    }
+}
+
+#[test]
+fn a_grace_that_can_not_hold_a_last_snapshot_is_told() {
+    let Some(lab) = Lab::new() else { return };
+    // The way to the store takes seconds then, and a scheduler would not wait for it.
+    let lab = lab
+        .set("scheduler.profile", "\"sge\"")
+        .set("store.persist-rate", "\"1MiB\"")
+        .set("snapshot.staging", "\"ram\"")
+        .set("snapshot.grace", "\"1s\"");
+    let mut run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 2);
+    run.signal(Signal::SIGUSR1);
+    run.wait_said("snapshot.grace is 1s");
+    lab.kill_9(run);
+}

@@ -1,0 +1,108 @@
+//! `rekindle snapshot`, `suspend`, `resume` and `rewind`: one request to a job's supervisor, and its answer in words.
+
+use std::path::PathBuf;
+
+use super::output::{Format, print_json, print_text};
+use super::{Exit, Global, Misuse, progress};
+use crate::control::client;
+use crate::control::protocol::{Answer, Request, Rewind, Snapshot};
+use crate::store::{ImageId, JobFolder, Tag, Writer};
+use crate::supervisor::Published;
+
+/// A job.
+#[derive(Debug, clap::Args)]
+pub(crate) struct JobArg {
+    /// The job
+    job: String,
+}
+
+/// Of which job, and how.
+#[derive(Debug, clap::Args)]
+pub(crate) struct SnapshotArgs {
+    /// The job
+    job: String,
+    /// A name for the image, to find it by as JOB/TAG; waits until the image is in the store
+    #[arg(long = "tag", value_name = "TAG")]
+    tags: Vec<Tag>,
+    /// Wait until the image is in the store, where it outlives a restart of the machine
+    #[arg(long)]
+    stored: bool,
+}
+
+/// Which job, and to where.
+#[derive(Debug, clap::Args)]
+pub(crate) struct RewindArgs {
+    /// The job
+    job: String,
+    /// An image of it: ID, TAG, or -N for the newest but N - 1, so that -1 is the newest
+    #[arg(allow_hyphen_values = true, value_name = "ID|TAG|-N")]
+    to: String,
+}
+
+pub(super) fn snapshot(global: &Global, args: &SnapshotArgs) -> anyhow::Result<Exit> {
+    let how = Snapshot { tags: args.tags.clone(), stored: args.stored };
+    ask(global, &args.job, &Request::Snapshot(how), "taking a snapshot")
+}
+
+pub(super) fn suspend(global: &Global, args: &JobArg) -> anyhow::Result<Exit> {
+    ask(global, &args.job, &Request::Suspend, "suspending")
+}
+
+pub(super) fn resume(global: &Global, args: &JobArg) -> anyhow::Result<Exit> {
+    ask(global, &args.job, &Request::Resume, "resuming")
+}
+
+pub(super) fn rewind(global: &Global, args: &RewindArgs) -> anyhow::Result<Exit> {
+    ask(global, &args.job, &Request::Rewind(Rewind { to: args.to.clone() }), "going back")
+}
+
+fn ask(global: &Global, job: &str, request: &Request, doing: &str) -> anyhow::Result<Exit> {
+    let folder = global.open_store()?.job(&job.parse()?)?;
+    let path = socket(&folder)?;
+    let answer = progress::waited(doing, || client::ask(&path, request, None))?;
+    match global.format() {
+        Format::Json => print_json(&answer)?,
+        Format::Text => print_text(&words(&folder, &answer))?,
+    }
+    Ok(Exit::Success)
+}
+
+/// Where the job's supervisor can be asked.
+pub(super) fn socket(folder: &JobFolder) -> anyhow::Result<PathBuf> {
+    let name = folder.name();
+    let published = Published::live(folder)?;
+    if let Some(path) = published.as_ref().and_then(|published| published.control.clone()) {
+        return Ok(path);
+    }
+    let here = crate::store::Holder::this_process();
+    let why = match folder.writer()? {
+        Writer::Nobody => format!("job {name} does not run: `rekindle run` or `rekindle restore` goes on with it"),
+        Writer::Known(holder) if holder.boot_id != here.boot_id => {
+            format!("job {name} is supervised by {holder}: ask there")
+        }
+        _ => format!("the supervisor of job {name} has no control socket: its log says why, or it is about to end"),
+    };
+    Err(Misuse(why).into())
+}
+
+fn words(folder: &JobFolder, answer: &Answer) -> String {
+    let name = folder.name();
+    let from = |image: &Option<ImageId>| image.map_or_else(|| "its beginning".into(), |image| format!("image {image}"));
+    match answer {
+        Answer::Snapshot(it) => {
+            let (freeze, size) = (super::list::milliseconds(it.freeze_us), super::list::size(it.bytes));
+            let place = if it.stored { "in the store" } else { "in memory, on its way to the store" };
+            format!("{name}/{}: {size}, the job stood still for {freeze}; {place}", it.image)
+        }
+        Answer::Suspended { image, only_in_memory: None } => {
+            format!("job {name} is suspended: `rekindle resume {name}` goes on from {}", from(image))
+        }
+        Answer::Suspended { image, only_in_memory: Some(why) } => format!(
+            "job {name} is suspended: `rekindle resume {name}` goes on from {}, which is in memory only: {why}",
+            from(image)
+        ),
+        Answer::Running { image } => format!("job {name} runs, from {}", from(image)),
+        Answer::Stopping {} => format!("job {name} is being stopped"),
+        Answer::Status(published) => format!("job {name} is {}", published.state),
+    }
+}

@@ -1,0 +1,86 @@
+//! `rekindle report`: a page of what became of a job's time.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::Context;
+use chrono::{DateTime, Local, NaiveDate, NaiveDateTime, NaiveTime, Utc};
+
+use super::output::{Format, print_json, print_text};
+use super::{Exit, Global, Misuse};
+use crate::report;
+use crate::sys::durable;
+
+/// What to report.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ReportArgs {
+    /// The job
+    job: String,
+    /// Write the page there, - for standard output; JOB.html without it
+    #[arg(long, value_name = "FILE|-")]
+    out: Option<PathBuf>,
+    /// Leave out what was before: "2026-11-21", "2026-11-21 08:00", RFC 3339, or how long ago: "24h"
+    #[arg(long, value_name = "TIME", value_parser = moment)]
+    since: Option<DateTime<Utc>>,
+}
+
+pub(super) fn report(global: &Global, args: &ReportArgs) -> anyhow::Result<Exit> {
+    let folder = global.open_store()?.job(&args.job.parse()?)?;
+    let report = report::of(&folder, args.since)?;
+    match (global.format(), args.out.as_deref()) {
+        (Format::Json, None) => print_json(&report)?,
+        (Format::Json, Some(path)) if path == Path::new("-") => print_json(&report)?,
+        (Format::Json, Some(path)) => write(path, &(serde_json::to_string_pretty(&report)? + "\n"))?,
+        (Format::Text, Some(path)) if path == Path::new("-") => print_text(&report::html::page(&report))?,
+        (Format::Text, path) => {
+            let path = path.map_or_else(|| PathBuf::from(format!("{}.html", folder.name())), Path::to_owned);
+            write(&path, &report::html::page(&report))?;
+            print_text(&path.display().to_string())?;
+        }
+    }
+    Ok(Exit::Success)
+}
+
+/// A file that is there is replaced at once, so that who serves it never serves half; what is no file (a pipe, a device, a
+/// link to one) is written to.
+fn write(path: &Path, text: &str) -> anyhow::Result<()> {
+    let written = match fs::symlink_metadata(path) {
+        Ok(metadata) if metadata.is_dir() => {
+            return Err(Misuse(format!("{} is a folder: name a file in it", path.display())).into());
+        }
+        Ok(metadata) if !metadata.is_file() => fs::write(path, text),
+        _ => durable::replace_file(path, text.as_bytes(), 0o644),
+    };
+    written.with_context(|| format!("can not write {}", path.display()))
+}
+
+/// A time as people write it, by the clock of here.
+fn moment(text: &str) -> Result<DateTime<Utc>, String> {
+    let ago = |ago: Duration| Some(Utc::now() - chrono::TimeDelta::from_std(ago).ok()?);
+    let local = |time: NaiveDateTime| Some(time.and_local_timezone(Local).earliest()?.to_utc());
+    let with = |format| NaiveDateTime::parse_from_str(text, format).ok();
+    let date = || Some(text.parse::<NaiveDate>().ok()?.and_time(NaiveTime::MIN));
+    let naive = ["%Y-%m-%d %H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S"].into_iter().find_map(with).or_else(date);
+    let parsed = humantime::parse_duration(text).ok().and_then(ago);
+    let parsed = parsed.or_else(|| DateTime::parse_from_rfc3339(text).ok().map(|time| time.to_utc()));
+    parsed.or_else(|| naive.and_then(local)).ok_or_else(|| {
+        "write a date (2026-11-21), a time (\"2026-11-21 08:00\", 2026-11-21T08:00:00Z) or how long ago (24h)".into()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_read_as_people_write_them() {
+        assert_eq!(moment("2026-11-21T08:00:00Z").unwrap().to_rfc3339(), "2026-11-21T08:00:00+00:00");
+        let day = moment("2026-11-21").unwrap();
+        assert_eq!(moment("2026-11-21 08:30").unwrap() - day, chrono::TimeDelta::minutes(510));
+        assert!((Utc::now() - moment("2h").unwrap()).num_minutes().abs_diff(120) <= 1);
+        for wrong in ["", "yesterday", "2026-13-01", "99999999999999y"] {
+            assert!(moment(wrong).is_err(), "{wrong}");
+        }
+    }
+}

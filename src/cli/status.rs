@@ -1,0 +1,239 @@
+//! `rekindle status`: what jobs do now, as their supervisors say, or how their last run ended.
+
+use std::io::{IsTerminal, Write, stdout};
+use std::time::Duration;
+
+use chrono::{DateTime, TimeDelta, Utc};
+use serde::Serialize;
+
+use super::list::size;
+use super::output::{Format, print_json, print_table, print_text};
+use super::{Exit, Global};
+use crate::control::client;
+use crate::control::protocol::{Answer, Request};
+use crate::store::{JobFolder, JobName, JobRecord, Outcome, Store};
+use crate::supervisor::Published;
+
+/// Whose status, and how often.
+#[derive(Debug, clap::Args)]
+pub(crate) struct StatusArgs {
+    /// The job; all jobs without it
+    job: Option<String>,
+    /// Show it again and again, until interrupted
+    #[arg(long, short)]
+    watch: bool,
+    /// With --watch: how often
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = humantime::parse_duration)]
+    every: Duration,
+}
+
+/// A supervisor answers within a millisecond, or it stands still. All are asked at once.
+const PATIENCE: Duration = Duration::from_millis(250);
+
+/// A job.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Row {
+    job: JobName,
+    /// What its supervisor does, or how its last run ended: interrupted, completed, failed, stopped, new.
+    state: String,
+    /// Who says so: supervisor, state-file (its supervisor does not answer), record (it has none).
+    source: &'static str,
+    /// Why it was given up.
+    why: Option<String>,
+    /// How long this supervisor has been there, in seconds.
+    uptime_s: Option<i64>,
+    /// Since the last snapshot, in seconds.
+    last_age_s: Option<i64>,
+    /// All that the supervisor publishes.
+    #[serde(flatten)]
+    published: Option<Shown>,
+    command: Vec<String>,
+}
+
+/// What is published, without what a row says itself.
+#[derive(Debug, Serialize)]
+struct Shown {
+    #[serde(flatten)]
+    all: serde_json::Map<String, serde_json::Value>,
+    #[serde(skip)]
+    typed: Published,
+}
+
+impl Shown {
+    fn new(typed: Published) -> Shown {
+        let mut all = match serde_json::to_value(&typed) {
+            Ok(serde_json::Value::Object(all)) => all,
+            _ => serde_json::Map::new(),
+        };
+        ["version", "state"].iter().for_each(|key| drop(all.remove(*key)));
+        Shown { all, typed }
+    }
+}
+
+pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit> {
+    let store = global.open_store()?;
+    let job: Option<JobName> = args.job.as_deref().map(str::parse).transpose()?;
+    loop {
+        let rows = rows(&store, job.as_ref())?;
+        if args.watch && global.format() == Format::Text && stdout().is_terminal() {
+            // The cursor to the top left, and all that was there gone (ECMA-48 CUP, ED).
+            let mut out = stdout().lock();
+            let _ = out.write_all(b"\x1b[H\x1b[2J").and_then(|()| out.flush());
+        }
+        print(&rows, job.is_some(), global.format())?;
+        if !args.watch {
+            return Ok(Exit::Success);
+        }
+        std::thread::sleep(args.every.max(Duration::from_millis(100)));
+    }
+}
+
+fn rows(store: &Store, job: Option<&JobName>) -> anyhow::Result<Vec<Row>> {
+    let names = match job {
+        Some(job) => vec![job.clone()],
+        None => store.jobs()?,
+    };
+    let folders = names.iter().map(|name| store.job(name)).collect::<Result<Vec<_>, _>>()?;
+    let live = folders.iter().map(Published::live).collect::<Result<Vec<_>, _>>()?;
+    let sockets: Vec<_> = live.iter().map(|live| live.as_ref().and_then(|live| live.control.clone())).collect();
+    let answers = client::ask_all(&sockets, &Request::Status, PATIENCE);
+    let now = Utc::now();
+    let all = folders.iter().zip(live).zip(answers);
+    all.map(|((folder, live), answer)| {
+        let (published, source) = match (answer, live) {
+            (Some(Ok(Answer::Status(published))), _) => (Some(*published), "supervisor"),
+            (_, Some(live)) => (Some(live), "state-file"),
+            (_, None) => (None, "record"),
+        };
+        row(folder, published, source, now)
+    })
+    .collect()
+}
+
+fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: DateTime<Utc>) -> anyhow::Result<Row> {
+    let record = folder.record()?;
+    let (state, why) = match (&live, record.as_ref().map(|record| &record.outcome)) {
+        (Some(live), _) => (live.state.clone(), None),
+        (None, Some(Outcome::Running)) => ("interrupted".into(), None),
+        (None, Some(Outcome::Completed)) => ("completed".into(), None),
+        (None, Some(Outcome::Failed { why })) => ("failed".into(), Some(why.clone())),
+        (None, Some(Outcome::Stopped)) => ("stopped".into(), None),
+        (None, None) => ("new".into(), None),
+    };
+    let is_live = live.is_some();
+    let mut published = live.or_else(|| Published::read(&folder.state_file()).ok());
+    if let Some(published) = published.as_mut().filter(|_| !is_live) {
+        // What it was about to do is not done by anybody.
+        (published.pid, published.next, published.control) = (None, None, None);
+        (published.persisting, published.replicating) = (None, None);
+        (published.restoring, published.loading) = (None, None);
+    }
+    let seconds = |time: TimeDelta| time.num_seconds().max(0);
+    Ok(Row {
+        job: folder.name().clone(),
+        state,
+        source,
+        why,
+        uptime_s: published.as_ref().filter(|_| is_live).map(|it| seconds(now - it.begun)),
+        last_age_s: published.as_ref().and_then(|it| it.last_image).map(|image| seconds(now - image.taken())),
+        command: record.map(|JobRecord { command, .. }| command).unwrap_or_default(),
+        published: published.map(Shown::new),
+    })
+}
+
+fn print(rows: &[Row], one: bool, format: Format) -> anyhow::Result<()> {
+    let now = Utc::now();
+    let header = ["JOB", "STATE", "PID", "GPU", "UPTIME", "RESTARTS", "LAST", "FREEZE", "SIZE", "NEXT"];
+    let dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+    let cells = rows.iter().map(|row| {
+        let known = row.published.as_ref().map(|shown| &shown.typed);
+        vec![
+            row.job.to_string(),
+            state(row),
+            dash(known.and_then(|it| it.pid).map(|pid| pid.to_string())),
+            dash(known.map(|it| gpus(&it.gpus)).filter(|text| !text.is_empty())),
+            dash(row.uptime_s.map(time)),
+            dash(known.filter(|_| row.uptime_s.is_some()).map(|it| it.restarts.to_string())),
+            dash(row.last_age_s.map(|age| format!("{} ago", time(age)))),
+            dash(known.and_then(|it| it.last_freeze_us).map(super::list::milliseconds)),
+            dash(known.and_then(|it| it.last_bytes).map(size)),
+            dash(known.and_then(|it| it.next).map(|at| format!("in {}", time((at - now).num_seconds().max(0))))),
+        ]
+    });
+    match (format, rows) {
+        (Format::Json, [row]) if one => print_json(row)?,
+        _ => print_table(format, &header, cells, &rows)?,
+    }
+    if format == Format::Text {
+        for row in rows {
+            notes(row).into_iter().try_for_each(|note| print_text(&format!("{}: {note}", row.job)))?;
+        }
+    }
+    Ok(())
+}
+
+fn state(row: &Row) -> String {
+    let known = row.published.as_ref().map(|shown| &shown.typed);
+    let moving = known.and_then(|it| it.persisting.as_ref());
+    let mut text = row.state.clone();
+    text.extend(moving.map(|moving| format!(", storing {} %", moving.percent())));
+    if row.source == "state-file" {
+        text.push_str(" (does not answer)");
+    }
+    text
+}
+
+/// What has failed, and has not worked since.
+fn notes(row: &Row) -> Vec<String> {
+    let known = row.published.as_ref().map(|shown| &shown.typed);
+    let failure = |text: Option<&String>, what: &str| text.map(|why| format!("{what}: {why}"));
+    let mut notes = vec![failure(row.why.as_ref(), "given up")];
+    if let Some(it) = known.filter(|_| row.uptime_s.is_some()) {
+        notes.push(failure(it.last_failure.as_ref(), "the last snapshot failed"));
+        notes.push(failure(it.persist_failure.as_ref(), "not in the store"));
+        notes.push(failure(it.replica_failure.as_ref(), "not in the replica"));
+    }
+    notes.into_iter().flatten().collect()
+}
+
+/// "2x NVIDIA H100" rather than the same name twice.
+fn gpus(names: &[String]) -> String {
+    let mut counted: Vec<(&str, usize)> = Vec::new();
+    for name in names {
+        match counted.iter_mut().find(|(known, _)| known == name) {
+            Some((_, count)) => *count += 1,
+            None => counted.push((name, 1)),
+        }
+    }
+    let text = |(name, count): (&str, usize)| if count > 1 { format!("{count}x {name}") } else { name.to_owned() };
+    counted.into_iter().map(text).collect::<Vec<_>>().join(", ")
+}
+
+/// The two largest units are enough.
+fn time(seconds: i64) -> String {
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86400);
+    match () {
+        () if days > 0 => format!("{days}d {}h", hours % 24),
+        () if hours > 0 => format!("{hours}h {}m", minutes % 60),
+        () if minutes > 0 => format!("{minutes}m {}s", seconds % 60),
+        () => format!("{seconds}s"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_two_units() {
+        let shown = [0, 59, 60, 3599, 3600, 86399, 86400, 200_000].map(time);
+        assert_eq!(shown, ["0s", "59s", "1m 0s", "59m 59s", "1h 0m", "23h 59m", "1d 0h", "2d 7h"]);
+    }
+
+    #[test]
+    fn gpus_are_counted() {
+        let names = ["A", "B", "A"].map(str::to_owned);
+        assert_eq!((gpus(&names).as_str(), gpus(&[]).as_str()), ("2x A, B", ""));
+    }
+}

@@ -1,0 +1,95 @@
+//! `rekindle stop`: ask for the end, and wait for it.
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::output::{Format, print_json, print_text};
+use super::{Exit, Global, control, progress};
+use crate::control::client;
+use crate::control::protocol::{self, Request};
+use crate::store::{ImageId, JobFolder, JobName, Outcome, Writer};
+use crate::supervisor::Published;
+
+/// What to stop, and how.
+#[derive(Debug, clap::Args)]
+pub(crate) struct StopArgs {
+    /// The job
+    job: String,
+    /// At once: without a last snapshot, and without waiting until the last image is in the store
+    #[arg(long)]
+    now: bool,
+    /// Do not wait until the supervisor is gone
+    #[arg(long)]
+    no_wait: bool,
+}
+
+/// How often it is looked whether it is gone.
+const LOOK: Duration = Duration::from_millis(50);
+/// A supervisor takes the request at once, unless it stands still.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How it ended.
+#[derive(Debug, Serialize)]
+#[serde(rename_all = "kebab-case")]
+struct Stopped<'a> {
+    job: &'a JobName,
+    /// completed, stopped, failed; nothing where it was not waited for.
+    outcome: Option<&'static str>,
+    /// The newest good image.
+    image: Option<ImageId>,
+    /// Whether that is in the store.
+    stored: bool,
+}
+
+pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
+    let folder = global.open_store()?.job(&args.job.parse()?)?;
+    let path = control::socket(&folder)?;
+    let request = Request::Stop(protocol::Stop { now: args.now });
+    match client::ask(&path, &request, Some(Instant::now() + PATIENCE)) {
+        // It ended just now, of itself or because somebody else was faster.
+        Ok(_) | Err(client::Error::Ended | client::Error::Gone(_)) => {}
+        Err(error) => return Err(error.into()),
+    }
+    if !args.no_wait {
+        progress::told("stopping", |tell| wait(&folder, tell))?;
+    }
+    let newest = folder.known()?.into_iter().find(|known| known.best().is_good()).map(|known| known.id());
+    let outcome = match folder.record()?.map(|record| record.outcome).filter(|_| !args.no_wait) {
+        Some(Outcome::Completed) => Some("completed"),
+        Some(Outcome::Failed { .. }) => Some("failed"),
+        Some(Outcome::Stopped) => Some("stopped"),
+        Some(Outcome::Running) => Some("interrupted"),
+        None => None,
+    };
+    let stored = newest.is_some_and(|image| folder.is_stored(image));
+    let name = folder.name();
+    match (global.format(), outcome) {
+        (Format::Json, _) => print_json(&Stopped { job: name, outcome, image: newest, stored })?,
+        (Format::Text, None) => print_text(&format!("job {name} is being stopped"))?,
+        (Format::Text, Some(outcome)) => {
+            let image = match newest {
+                Some(image) if stored => format!("; image {image} is in the store"),
+                Some(image) => format!("; image {image} is in memory only, and lost when the machine restarts"),
+                None => "; it has no image".into(),
+            };
+            print_text(&format!("job {name} is over ({outcome}){}", if outcome == "completed" { "" } else { &image }))?;
+        }
+    }
+    Ok(Exit::Success)
+}
+
+/// Until nobody supervises the job.
+fn wait(folder: &JobFolder, tell: &dyn Fn(String)) -> anyhow::Result<()> {
+    while folder.writer()? != Writer::Nobody {
+        if let Ok(published) = Published::read(&folder.state_file()) {
+            let moving = [(&published.persisting, "stored"), (&published.replicating, "in the replica")];
+            let parts = moving.into_iter().filter_map(|(moving, what)| {
+                moving.as_ref().map(|it| format!(", image {} is {} % {what}", it.image, it.percent()))
+            });
+            tell(format!("{}{}", published.state, parts.collect::<String>()));
+        }
+        std::thread::sleep(LOOK);
+    }
+    Ok(())
+}

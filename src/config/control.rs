@@ -1,0 +1,19 @@
+//! `[control]`: where others reach the supervisor.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+/// `[control]`: where others reach the supervisor.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Control {
+    /// Absolute folder with one socket for each job.
+    pub directory: PathBuf,
+}
+
+impl Default for Control {
+    fn default() -> Control {
+        Control { directory: "/run/rekindle".into() }
+    }
+}

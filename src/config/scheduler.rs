@@ -1,0 +1,137 @@
+//! `[scheduler]`: what rekindle is told of the scheduler that it runs under, and of the time that it has.
+
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+
+use chrono::{DateTime, Local, NaiveDateTime, SecondsFormat, Utc};
+use serde::{Deserialize, Serialize};
+
+use super::value::Malformed;
+
+/// `[scheduler]`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Scheduler {
+    /// Which one it is.
+    pub profile: Profile,
+    /// How a job that was stopped gets into the queue again.
+    pub requeue: Requeue,
+    /// When the job must be gone; unset means what the scheduler says.
+    pub deadline: Option<Deadline>,
+}
+
+/// `scheduler.profile`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Profile {
+    /// The one that the environment tells of.
+    #[default]
+    Auto,
+    /// Slurm.
+    Slurm,
+    /// Grid Engine, by whichever name.
+    Sge,
+    /// HTCondor.
+    #[serde(rename = "htcondor")]
+    HtCondor,
+    /// None.
+    None,
+}
+
+/// `scheduler.requeue`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Requeue {
+    /// The scheduler does it when it sees the exit code.
+    #[default]
+    ExitCode,
+    /// `scontrol requeue` does it, for a Slurm that has no RequeueExit.
+    Scontrol,
+}
+
+/// When a job must be gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Deadline {
+    /// At this time.
+    At(DateTime<Utc>),
+    /// So long after rekindle began.
+    After(Duration),
+}
+
+/// Times without an offset are those of the clock on the wall.
+const LOCAL: [&str; 4] = ["%Y-%m-%dT%H:%M:%S", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M"];
+
+impl FromStr for Deadline {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<Deadline, Malformed> {
+        let text = text.trim();
+        if let Some(seconds) = text.strip_prefix('@') {
+            let time = seconds.parse().ok().and_then(|seconds| DateTime::from_timestamp(seconds, 0));
+            return time.map(Deadline::At).ok_or(Malformed);
+        }
+        if let Ok(time) = humantime::parse_duration(text) {
+            return Ok(Deadline::After(time));
+        }
+        if let Ok(time) = DateTime::parse_from_rfc3339(text) {
+            return Ok(Deadline::At(time.to_utc()));
+        }
+        let local = LOCAL.iter().find_map(|format| NaiveDateTime::parse_from_str(text, format).ok());
+        // Where the clock is put back a time comes twice: the first is the safe one.
+        let time = local.and_then(|time| time.and_local_timezone(Local).earliest()).ok_or(Malformed)?;
+        Ok(Deadline::At(time.to_utc()))
+    }
+}
+
+impl fmt::Display for Deadline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Deadline::At(time) => f.write_str(&time.to_rfc3339_opts(SecondsFormat::Secs, true)),
+            Deadline::After(time) => humantime::format_duration(*time).fmt(f),
+        }
+    }
+}
+
+impl TryFrom<String> for Deadline {
+    type Error = Malformed;
+
+    fn try_from(text: String) -> Result<Deadline, Malformed> {
+        text.parse()
+    }
+}
+
+impl From<Deadline> for String {
+    fn from(deadline: Deadline) -> String {
+        deadline.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_is_a_time_or_a_duration() {
+        let at = |seconds| Ok(Deadline::At(DateTime::from_timestamp(seconds, 0).unwrap()));
+        assert_eq!("8h".parse(), Ok(Deadline::After(Duration::from_secs(8 * 3600))));
+        assert_eq!("@1795327200".parse(), at(1_795_327_200));
+        assert_eq!("2026-11-22T06:00:00Z".parse(), at(1_795_327_200));
+        assert_eq!("2026-11-22T07:00:00+01:00".parse(), at(1_795_327_200));
+        let local = Local::now().naive_local();
+        let text = local.format("%Y-%m-%d %H:%M:%S").to_string();
+        let Ok(Deadline::At(parsed)) = text.parse() else { panic!("{text}") };
+        assert!((Utc::now() - parsed).num_seconds().abs() <= 2, "{text} is {parsed}");
+        for text in ["", "8", "@", "@soon", "tomorrow", "06:00", "2026-11-22", "2026-13-01T00:00:00Z"] {
+            assert_eq!(text.parse::<Deadline>(), Err(Malformed), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_deadline_survives_its_text() {
+        for text in ["8h", "1h 30m", "2026-11-22T06:00:00Z"] {
+            assert_eq!(text.parse::<Deadline>().map(|deadline| deadline.to_string()).as_deref(), Ok(text));
+        }
+    }
+}

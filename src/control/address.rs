@@ -1,0 +1,189 @@
+//! Where a control socket is: `DIRECTORY/JOB-HASH.sock`, named as the job's place in memory is.
+//!
+//! A name appears with a socket that answers, and replaces the one that a dead supervisor left: it is bound under a
+//! temporary name and renamed. Files of other dead supervisors are removed by the next one that begins; `.control.lock`
+//! keeps two of them from doing it at a time, because between the look at a file and its removal a living one could get the
+//! name.
+//!
+//! A path for a socket has at most 107 bytes (sun_path, unix(7)), and a folder may have more: the folder is opened and the
+//! socket named below `/proc/self/fd/N`.
+
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+
+/// How the name of a socket ends.
+const SUFFIX: &str = ".sock";
+/// How it starts before it has its name.
+const TEMPORARY: &str = ".tmp-";
+/// Between its making and its rename a temporary one does not answer either.
+const SETTLES: Duration = Duration::from_secs(60);
+
+/// A socket that others find.
+#[derive(Debug)]
+pub struct Bound {
+    listener: UnixListener,
+    path: PathBuf,
+    inode: u64,
+}
+
+impl Bound {
+    /// Makes the folder where it is missing, removes what dead supervisors have left there, and binds `NAME.sock`.
+    ///
+    /// # Errors
+    /// The step that failed.
+    pub fn new(directory: &Path, name: &str) -> io::Result<Bound> {
+        DirBuilder::new().recursive(true).mode(0o755).create(directory)?;
+        let folder = open(directory)?;
+        let _lock = lock(directory)?;
+        sweep(directory, &folder);
+        let temporary = format!("{TEMPORARY}{}{SUFFIX}", std::process::id());
+        let (new, path) = (directory.join(&temporary), directory.join(format!("{name}{SUFFIX}")));
+        remove(&new)?;
+        let listener = UnixListener::bind(below(&folder, &temporary))?;
+        // Whoever could connect before this is asked who it is all the same.
+        let made = fs::set_permissions(&new, fs::Permissions::from_mode(0o600))
+            .and_then(|()| listener.set_nonblocking(true))
+            .and_then(|()| fs::symlink_metadata(&new))
+            .and_then(|meta| fs::rename(&new, &path).map(|()| meta.ino()));
+        let inode = made.inspect_err(|_| drop(fs::remove_file(&new)))?;
+        Ok(Bound { listener, path, inode })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is bound.
+    #[must_use]
+    pub fn listener(&self) -> &UnixListener {
+        &self.listener
+    }
+}
+
+impl Drop for Bound {
+    /// Removes the name, unless it is another's by now.
+    fn drop(&mut self) {
+        let _lock = self.path.parent().map(lock);
+        if fs::symlink_metadata(&self.path).is_ok_and(|meta| meta.ino() == self.inode) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Connects without waiting: a supervisor that stands still has a queue, and that may be full.
+///
+/// # Errors
+/// `NotFound` and `ConnectionRefused` where there is no supervisor, `WouldBlock` where it takes nobody in.
+pub fn reach(path: &Path) -> io::Result<UnixStream> {
+    let (directory, name) = match (path.parent(), path.file_name().and_then(|name| name.to_str())) {
+        (Some(directory), Some(name)) => (directory, name),
+        _ => return Err(io::ErrorKind::InvalidInput.into()),
+    };
+    reach_in(&open(directory)?, name)
+}
+
+fn reach_in(folder: &OwnedFd, name: &str) -> io::Result<UnixStream> {
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    connect(socket.as_raw_fd(), &UnixAddr::new(&below(folder, name))?)?;
+    Ok(UnixStream::from(socket))
+}
+
+fn open(directory: &Path) -> io::Result<OwnedFd> {
+    let flags = libc::O_PATH | libc::O_DIRECTORY;
+    Ok(OpenOptions::new().read(true).custom_flags(flags).open(directory)?.into())
+}
+
+/// At most 16 and 78 bytes: a job's name has 64.
+fn below(folder: &impl AsFd, name: &str) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}/{name}", folder.as_fd().as_raw_fd()))
+}
+
+/// A file of its own, for root only: whoever could open the folder could hold a lock on it for ever.
+fn lock(directory: &Path) -> io::Result<File> {
+    let path = directory.join(".control.lock");
+    let options = || OpenOptions::new().write(true).create(true).mode(0o600).custom_flags(libc::O_NOFOLLOW).open(&path);
+    let file = options()?;
+    file.lock()?;
+    Ok(file)
+}
+
+/// What can not be removed does no harm.
+fn sweep(directory: &Path, folder: &OwnedFd) {
+    for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let Some(name) = name.to_str().filter(|name| name.ends_with(SUFFIX)) else { continue };
+        let Ok(meta) = fs::symlink_metadata(entry.path()) else { continue };
+        let age = meta.modified().ok().and_then(|at| SystemTime::now().duration_since(at).ok());
+        let fresh = name.starts_with(TEMPORARY) && age.is_none_or(|age| age < SETTLES);
+        if !meta.file_type().is_socket() || fresh {
+            continue;
+        }
+        let dead = reach_in(folder, name).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
+        if dead {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.raw_os_error() != Some(libc::ENOENT) => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Whether an error of [`reach`] says that nobody is there.
+#[must_use]
+pub fn is_gone(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+        || error.raw_os_error() == Some(libc::ENOTDIR)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_replaces_a_dead_one_and_sweeps_the_others() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["a", "b"] {
+            // Its file stays, as after a kill -9.
+            drop(UnixListener::bind(dir.path().join(format!("{name}.sock"))).unwrap());
+        }
+        let living = Bound::new(dir.path(), "c").unwrap();
+        fs::write(dir.path().join("x.sock"), "a file of somebody").unwrap();
+        let a = Bound::new(dir.path(), "a").unwrap();
+        let mut names: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        names.sort();
+        assert_eq!(names, [".control.lock", "a.sock", "c.sock", "x.sock"]);
+        reach(a.path()).unwrap();
+        reach(living.path()).unwrap();
+        assert_eq!(fs::symlink_metadata(a.path()).unwrap().mode() & 0o777, 0o600);
+        let path = a.path().to_owned();
+        // One that has the name by now keeps it.
+        let next = Bound::new(dir.path(), "a").unwrap();
+        drop(a);
+        reach(&path).unwrap();
+        drop(next);
+        assert!(is_gone(&reach(&path).unwrap_err()));
+    }
+
+    #[test]
+    fn a_long_folder_is_no_obstacle() {
+        let dir = tempfile::tempdir().unwrap();
+        let deep = dir.path().join("d".repeat(200)).join("e".repeat(200));
+        let name = format!("{}-01234567", "n".repeat(64));
+        let bound = Bound::new(&deep, &name).unwrap();
+        reach(bound.path()).unwrap();
+    }
+}

@@ -1,0 +1,151 @@
+//! The other end of a control socket.
+
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::address;
+use super::protocol::{self, Answer, Fault, Request};
+
+/// An answer is a `state.json` at most, which is some KiB.
+const MAX_ANSWER: usize = 4 << 20;
+
+/// Why there is no answer, or a wrong one.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Nobody is there.
+    #[error("the supervisor does not listen at {}", .0.display())]
+    Gone(PathBuf),
+    /// It could not be asked.
+    #[error("can not reach the supervisor at {}", path.display())]
+    Io {
+        /// Where.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// It did not answer in time.
+    #[error("the supervisor at {} does not answer", .0.display())]
+    Silent(PathBuf),
+    /// It ended meanwhile.
+    #[error("the supervisor ended before it answered")]
+    Ended,
+    /// What it said can not be understood: it is of another version.
+    #[error("the supervisor's answer can not be understood")]
+    Odd(#[source] serde_json::Error),
+    /// It says no.
+    #[error(transparent)]
+    Fault(#[from] Fault),
+}
+
+/// A connection.
+#[derive(Debug)]
+pub struct Client {
+    stream: UnixStream,
+    path: PathBuf,
+    input: Vec<u8>,
+}
+
+impl Client {
+    /// Connects; waits for nothing.
+    ///
+    /// # Errors
+    /// [`Error::Gone`], [`Error::Silent`], [`Error::Io`].
+    pub fn connect(path: &Path) -> Result<Client, Error> {
+        match address::reach(path) {
+            Ok(stream) => Ok(Client { stream, path: path.to_owned(), input: Vec::new() }),
+            Err(error) if address::is_gone(&error) => Err(Error::Gone(path.to_owned())),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(Error::Silent(path.to_owned())),
+            Err(source) => Err(Error::Io { path: path.to_owned(), source }),
+        }
+    }
+
+    /// Sends a request.
+    ///
+    /// # Errors
+    /// [`Error::Ended`], [`Error::Io`].
+    pub fn send(&mut self, request: &Request) -> Result<(), Error> {
+        // A request is shorter than any socket's buffer, which is empty: it is written at once or not at all.
+        let written = self.stream.write_all(&request.to_line());
+        written.map_err(|source| self.failed(source))
+    }
+
+    /// Waits for the answer.
+    ///
+    /// # Errors
+    /// All but [`Error::Gone`].
+    pub fn answer(&mut self, until: Option<Instant>) -> Result<Answer, Error> {
+        loop {
+            if let Some(end) = self.input.iter().position(|byte| *byte == b'\n') {
+                let rest = self.input.split_off(end + 1);
+                let line = std::mem::replace(&mut self.input, rest);
+                return Ok(protocol::parse_answer(&line).map_err(Error::Odd)??);
+            }
+            if !self.is_ready(until)? {
+                return Err(Error::Silent(self.path.clone()));
+            }
+            let mut buffer = [0; 16 << 10];
+            match self.stream.read(&mut buffer) {
+                Ok(0) => return Err(Error::Ended),
+                Ok(_) if self.input.len() > MAX_ANSWER => return Err(Error::Silent(self.path.clone())),
+                Ok(count) => self.input.extend(buffer.iter().take(count)),
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+                Err(source) => return Err(self.failed(source)),
+            }
+        }
+    }
+
+    fn is_ready(&self, until: Option<Instant>) -> Result<bool, Error> {
+        loop {
+            let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            let timeout = left.map_or(PollTimeout::NONE, |left| {
+                let left = if left.is_zero() { left } else { left + Duration::from_millis(1) };
+                PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
+            });
+            match poll(&mut [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)], timeout) {
+                Ok(count) => return Ok(count > 0),
+                Err(Errno::EINTR) => {}
+                Err(error) => return Err(self.failed(error.into())),
+            }
+        }
+    }
+
+    fn failed(&self, source: io::Error) -> Error {
+        match source.kind() {
+            io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => Error::Ended,
+            _ => Error::Io { path: self.path.clone(), source },
+        }
+    }
+}
+
+/// Asks one supervisor, and waits until `until`, or for as long as it takes.
+///
+/// # Errors
+/// Whatever is in the way.
+pub fn ask(path: &Path, request: &Request, until: Option<Instant>) -> Result<Answer, Error> {
+    let mut client = Client::connect(path)?;
+    match client.send(request) {
+        // It may have said why before it hung up.
+        Err(Error::Ended) => client.answer(until),
+        Err(error) => Err(error),
+        Ok(()) => client.answer(until),
+    }
+}
+
+/// Asks all of them the same at once. All have the same time, however many there are.
+pub fn ask_all(paths: &[Option<PathBuf>], request: &Request, patience: Duration) -> Vec<Option<Result<Answer, Error>>> {
+    let until = Instant::now() + patience;
+    let connect = |path: &PathBuf| {
+        let mut client = Client::connect(path)?;
+        client.send(request)?;
+        Ok::<_, Error>(client)
+    };
+    let asked: Vec<_> = paths.iter().map(|path| path.as_ref().map(connect)).collect();
+    asked.into_iter().map(|client| client.map(|client| client?.answer(Some(until)))).collect()
+}

@@ -1,0 +1,335 @@
+//! The lines of the control socket: a request is one JSON object with a version, its answer another.
+//!
+//! ```text
+//! {"version":1,"request":"snapshot","tags":["best"]}
+//! {"version":1,"ok":{"snapshot":{"image":"000004-20261121T200000Z","freeze_us":43000,"bytes":1048576,"stored":true}}}
+//! {"version":1,"error":{"code":"refused","message":"the job is suspended: resume it first"}}
+//! ```
+//!
+//! A field that a request does not have is an error: an older supervisor must not do half of what was asked. Answers only
+//! ever gain fields, and who reads them ignores those it does not know.
+
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::store::{ImageId, Tag};
+use crate::supervisor::Published;
+
+/// Of requests and answers.
+pub const VERSION: u32 = 1;
+/// Of a request, its end included. The longest that makes sense, a snapshot with 64 tags, has 5 KiB.
+pub const MAX_LINE: usize = 64 << 10;
+
+/// What can be asked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Request {
+    /// What the supervisor publishes.
+    Status,
+    /// A snapshot now; answered when there is an image, or none.
+    Snapshot(Snapshot),
+    /// A snapshot, then the end of the job until it is resumed; answered when memory and GPUs are free.
+    Suspend,
+    /// The end of that; answered when the job runs.
+    Resume,
+    /// A last snapshot and the end; answered at once.
+    Stop(Stop),
+    /// Back to an image; answered when the job runs again.
+    Rewind(Rewind),
+}
+
+/// The names of the requests, as they are on the line.
+pub const REQUESTS: [&str; 6] = ["status", "snapshot", "suspend", "resume", "stop", "rewind"];
+
+/// `snapshot`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Snapshot {
+    /// Names for the image. It gets them in the store, so the answer comes when it is there.
+    pub tags: Vec<Tag>,
+    /// Whether the answer comes when the image is in the store, not when it is in memory.
+    pub stored: bool,
+}
+
+/// `stop`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Stop {
+    /// Without a snapshot, and without waiting for the store.
+    pub now: bool,
+}
+
+/// `rewind`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rewind {
+    /// An id or the begin of one, a number, a tag, `latest`; or `-N`, the newest but N - 1.
+    pub to: String,
+}
+
+/// What a request came to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Answer {
+    /// What `state.json` says, or will say in a moment.
+    Status(Box<Published>),
+    /// There is a new image.
+    Snapshot(Snapped),
+    /// The job has ended and can be resumed.
+    Suspended {
+        /// From this image; without one from its beginning.
+        image: Option<ImageId>,
+        /// Why the image is not in the store, if it is not: it is lost with the machine's memory then.
+        only_in_memory: Option<String>,
+    },
+    /// The job runs.
+    Running {
+        /// It came from this image; without one from its beginning.
+        image: Option<ImageId>,
+    },
+    /// The job will be stopped.
+    Stopping {},
+}
+
+/// An image that was asked for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Snapped {
+    /// Which.
+    pub image: ImageId,
+    /// How long the job stood still, in microseconds.
+    pub freeze_us: u64,
+    /// Of the image.
+    pub bytes: u64,
+    /// Whether it is in the store. Else it is on its way there.
+    pub stored: bool,
+}
+
+/// Why a request came to nothing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error("{message}")]
+pub struct Fault {
+    /// For programs.
+    pub code: Code,
+    /// For people.
+    pub message: String,
+}
+
+/// The kinds of [`Fault`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Code {
+    /// Not a JSON object.
+    Malformed,
+    /// A version that is not spoken here.
+    Version,
+    /// No request of that name.
+    UnknownRequest,
+    /// A request with a field that it does not have, or one that is wrong.
+    BadRequest,
+    /// Longer than [`MAX_LINE`].
+    TooLong,
+    /// Too late: half a line, and then nothing.
+    Timeout,
+    /// Too many clients.
+    Busy,
+    /// Another user's.
+    Forbidden,
+    /// Not in the state that the job is in.
+    Refused,
+    /// It was tried.
+    Failed,
+    /// The supervisor is about to end.
+    Ending,
+    /// One that a newer version knows.
+    #[serde(other)]
+    Other,
+}
+
+impl Fault {
+    /// One of this kind.
+    #[must_use]
+    pub fn new(code: Code, message: impl Into<String>) -> Fault {
+        Fault { code, message: message.into() }
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+struct Line<T> {
+    version: u32,
+    #[serde(flatten)]
+    rest: T,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Outcome {
+    Ok(Answer),
+    Error(Fault),
+}
+
+impl Request {
+    /// Its name on the line.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        let [status, snapshot, suspend, resume, stop, rewind] = REQUESTS;
+        match self {
+            Request::Status => status,
+            Request::Snapshot(_) => snapshot,
+            Request::Suspend => suspend,
+            Request::Resume => resume,
+            Request::Stop(_) => stop,
+            Request::Rewind(_) => rewind,
+        }
+    }
+
+    /// The line for it, its end included.
+    #[must_use]
+    pub fn to_line(&self) -> Vec<u8> {
+        let fields = match self {
+            Request::Status | Request::Suspend | Request::Resume => Ok(Value::Object(Map::new())),
+            Request::Snapshot(it) => serde_json::to_value(it),
+            Request::Stop(it) => serde_json::to_value(it),
+            Request::Rewind(it) => serde_json::to_value(it),
+        };
+        let mut line = serde_json::json!({ "version": VERSION, "request": self.name() });
+        if let (Value::Object(line), Ok(Value::Object(fields))) = (&mut line, fields) {
+            line.extend(fields);
+        }
+        ended(line.to_string().into_bytes())
+    }
+
+    /// Reads a line, with or without its end.
+    ///
+    /// # Errors
+    /// What is wrong with it, by name.
+    pub fn parse(line: &[u8]) -> Result<Request, Fault> {
+        let malformed = |why: &dyn std::fmt::Display| Fault::new(Code::Malformed, format!("not a request: {why}"));
+        let mut fields: Map<String, Value> = serde_json::from_slice(line).map_err(|error| malformed(&error))?;
+        match fields.remove("version") {
+            Some(Value::Number(version)) if version.as_u64() == Some(VERSION.into()) => {}
+            Some(other) => {
+                let message = format!("version {other} is not spoken here, {VERSION} is");
+                return Err(Fault::new(Code::Version, message));
+            }
+            None => return Err(Fault::new(Code::Version, format!("\"version\" is missing, {VERSION} is spoken here"))),
+        }
+        let name = match fields.remove("request") {
+            Some(Value::String(name)) => name,
+            _ => return Err(malformed(&"\"request\" is missing, or is no text")),
+        };
+        let fields = Value::Object(fields);
+        Ok(match name.as_str() {
+            "status" => read::<Nothing, _>(fields, |_| Request::Status)?,
+            "snapshot" => read(fields, Request::Snapshot)?,
+            "suspend" => read::<Nothing, _>(fields, |_| Request::Suspend)?,
+            "resume" => read::<Nothing, _>(fields, |_| Request::Resume)?,
+            "stop" => read(fields, Request::Stop)?,
+            "rewind" => read(fields, Request::Rewind)?,
+            other => {
+                let message = format!("there is no request {other:?}; there are {}", REQUESTS.join(", "));
+                return Err(Fault::new(Code::UnknownRequest, message));
+            }
+        })
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Nothing {}
+
+fn read<T: DeserializeOwned, R>(fields: Value, make: impl FnOnce(T) -> R) -> Result<R, Fault> {
+    serde_json::from_value(fields).map(make).map_err(|error| Fault::new(Code::BadRequest, error.to_string()))
+}
+
+/// The line for an answer, its end included.
+#[must_use]
+pub fn answer_line(result: Result<Answer, Fault>) -> Vec<u8> {
+    let rest = result.map_or_else(Outcome::Error, Outcome::Ok);
+    ended(serde_json::to_vec(&Line { version: VERSION, rest }).unwrap_or_default())
+}
+
+/// Reads the line of an answer.
+///
+/// # Errors
+/// When it is none.
+pub fn parse_answer(line: &[u8]) -> serde_json::Result<Result<Answer, Fault>> {
+    let line: Line<Outcome> = serde_json::from_slice(line)?;
+    Ok(match line.rest {
+        Outcome::Ok(answer) => Ok(answer),
+        Outcome::Error(fault) => Err(fault),
+    })
+}
+
+fn ended(mut line: Vec<u8>) -> Vec<u8> {
+    line.push(b'\n');
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn requests_survive_their_line() {
+        let tags = vec!["a".parse().unwrap(), "b".parse().unwrap()];
+        let all = [
+            Request::Status,
+            Request::Snapshot(Snapshot { tags, stored: true }),
+            Request::Suspend,
+            Request::Resume,
+            Request::Stop(Stop { now: true }),
+            Request::Rewind(Rewind { to: "-2".into() }),
+        ];
+        for (request, name) in all.into_iter().zip(REQUESTS) {
+            assert_eq!(request.name(), name);
+            assert_eq!(Request::parse(&request.to_line()).unwrap(), request);
+        }
+        assert_eq!(
+            Request::parse(br#"{"version":1,"request":"snapshot"}"#).unwrap(),
+            Request::Snapshot(Snapshot::default())
+        );
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (line, code, word) in [
+            ("", Code::Malformed, "EOF"),
+            ("[]", Code::Malformed, "map"),
+            ("{\"request\":\"status\"}", Code::Version, "missing"),
+            ("{\"version\":2,\"request\":\"status\"}", Code::Version, "version 2"),
+            ("{\"version\":\"1\",\"request\":\"status\"}", Code::Version, "\"1\""),
+            ("{\"version\":1}", Code::Malformed, "\"request\""),
+            ("{\"version\":1,\"request\":\"dance\"}", Code::UnknownRequest, "\"dance\""),
+            ("{\"version\":1,\"request\":\"stop\",\"when\":1}", Code::BadRequest, "when"),
+            ("{\"version\":1,\"request\":\"status\",\"x\":1}", Code::BadRequest, "`x`"),
+            ("{\"version\":1,\"request\":\"rewind\"}", Code::BadRequest, "`to`"),
+            ("{\"version\":1,\"request\":\"snapshot\",\"tags\":[\"42\"]}", Code::BadRequest, "no tag"),
+        ] {
+            let fault = Request::parse(line.as_bytes()).unwrap_err();
+            assert!(fault.code == code && fault.message.contains(word), "{line}: {fault:?}");
+        }
+    }
+
+    #[test]
+    fn answers_survive_their_line() {
+        let fault = Fault::new(Code::Refused, "no");
+        assert_eq!(
+            String::from_utf8(answer_line(Err(fault.clone()))).unwrap(),
+            "{\"version\":1,\"error\":{\"code\":\"refused\",\"message\":\"no\"}}\n"
+        );
+        assert_eq!(parse_answer(&answer_line(Err(fault.clone()))).unwrap(), Err(fault));
+        let answer = Answer::Running { image: None };
+        assert_eq!(parse_answer(&answer_line(Ok(answer.clone()))).unwrap(), Ok(answer));
+        let newer = br#"{"version":1,"error":{"code":"odd","message":"m","more":1}}"#;
+        assert_eq!(parse_answer(newer).unwrap(), Err(Fault::new(Code::Other, "m")));
+    }
+
+    proptest! {
+        #[test]
+        fn no_line_is_too_odd(line in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = Request::parse(&line);
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! The page: one file, no scripts, nothing from elsewhere. Light and dark as the reader has it, from 360 pixels on.
+//!
+//! Whatever a job or a message says is text: escaped, without control characters, cut where it is long, and never wider than
+//! the page. The policy in its head forbids a browser to fetch or run anything.
+
+mod charts;
+mod parts;
+
+use chrono::{DateTime, Local};
+use maud::{DOCTYPE, Markup, PreEscaped, html};
+
+use super::history::{Kind, Trouble, between};
+use super::model::Report;
+use super::words::{moment, share, size, time};
+use charts::Axis;
+use parts::{dot, foreign};
+
+const STYLE: &str = include_str!("html/style.css");
+/// The newest snapshots that have a row of their own.
+const ROWS: usize = 50;
+
+/// The page of a report.
+#[must_use]
+pub fn page(report: &Report) -> String {
+    html! {
+        (DOCTYPE)
+        html lang="en" {
+            head {
+                meta charset="utf-8";
+                meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'";
+                meta name="viewport" content="width=device-width, initial-scale=1";
+                meta name="color-scheme" content="light dark";
+                title { (report.job) " · rekindle report" }
+                style { (PreEscaped(STYLE)) }
+            }
+            body {
+                main {
+                    (header(report))
+                    @if let (Some(from), Some(to)) = (report.from, report.to) {
+                        (headline(report))
+                        (timeline(report, Axis::new(from, to)))
+                    } @else {
+                        section { p { "Nothing is known of the job in this time: there are no events." } }
+                    }
+                    @if report.freeze.is_some() { (parts::freezes(report, ROWS)) }
+                    @if let Some(cost) = &report.cost { (parts::interval(cost)) }
+                    @if !report.images.is_empty() { (parts::store(report)) }
+                    @if !report.troubles.is_empty() { (parts::troubles(report)) }
+                    @if !report.events.is_empty() { (parts::events(report)) }
+                    (footer())
+                }
+            }
+        }
+    }
+    .into_string()
+}
+
+fn header(report: &Report) -> Markup {
+    let zone = DateTime::from_timestamp_micros(report.made).map(|made| made.with_timezone(&Local).format("%:z"));
+    let tone = match report.state.as_str() {
+        "running" | "snapshotting" | "completed" => "state good",
+        "failed" | "interrupted" => "state bad",
+        "stopped" | "new" => "state",
+        _ => "state warn",
+    };
+    html! {
+        header {
+            div.title { h1 { (report.job) } span class=(tone) { (report.state) } }
+            div.soft.small {
+                @if let (Some(from), Some(to)) = (report.from, report.to) { (moment(from)) " to " (moment(to)) " · " }
+                "made " (moment(report.made))
+                @if let Some(zone) = zone { ", all times UTC" (zone) }
+            }
+            @if !report.command.is_empty() { code.command { (foreign(&report.command.join(" "))) } }
+            @if report.clock_set_back > 0 {
+                p.small.soft {
+                    "The clock was set back " (report.clock_set_back) " times, by "
+                    (time(u64::try_from(report.clock_set_back_us).unwrap_or(0)))
+                    " in all: what came after is shown as that much later."
+                }
+            }
+        }
+    }
+}
+
+/// A kind in words, and what they mean.
+fn named(kind: Kind) -> (&'static str, &'static str) {
+    match kind {
+        Kind::Useful => ("useful", "useful work"),
+        Kind::Frozen => ("frozen", "frozen"),
+        Kind::Lost => ("lost", "lost work"),
+        Kind::Down => ("down", "starting, restarting"),
+        Kind::Away => ("away", "no supervisor"),
+        Kind::Idle => ("idle", "stopped"),
+    }
+}
+
+fn headline(report: &Report) -> Markup {
+    let times = &report.times;
+    let kinds = Kind::ALL.into_iter().filter(|kind| *kind != Kind::Idle && times.of(*kind) > 0);
+    let snapshots = report.snapshots.len();
+    let first = report.troubles.iter().rev().find(|it| it.what == Trouble::Crash || it.what == Trouble::Supervisor);
+    html! {
+        div.top {
+            section {
+                h2 { "Goodput" }
+                div.big { (times.goodput_ppm.map_or_else(|| "–".into(), share)) }
+                div.soft.small { "of " (time(times.wall_us)) " was useful work" }
+                (parts::whole_bar(times, kinds.clone()))
+                ul.key {
+                    @for kind in kinds {
+                        li { (dot(named(kind).0)) (named(kind).1) " " b { (time(times.of(kind))) } }
+                    }
+                }
+            }
+            section {
+                dl.facts {
+                    (fact("Uptime", &report.up_since.map_or_else(|| "not running".into(), |since| {
+                        time(between(since, report.to.unwrap_or(since)))
+                    }), Some(&format!("{} run in all", time(times.useful_us + times.lost_us)))))
+                    (fact("Lost work", &time(times.lost_us), times.share(times.lost_us).map(share).as_deref()))
+                    (fact("Restarts", &report.restarts.to_string(), Some(&match (report.failures, first) {
+                        (0, _) => "no failures".into(),
+                        (n, Some(last)) => format!("{n} failures, last {}", moment(last.at)),
+                        (n, None) => format!("{n} failures"),
+                    })))
+                    (fact("Snapshots", &snapshots.to_string(), Some(&match report.snapshots_failed {
+                        0 => format!("interval {}", report.interval),
+                        n => format!("{n} failed, interval {}", report.interval),
+                    })))
+                    @if let Some(freeze) = &report.freeze {
+                        (fact("Freeze, median", &time(freeze.median_us), Some(&format!(
+                            "95 of 100 within {}, longest {}", time(freeze.p95_us), time(freeze.max_us)))))
+                    }
+                    (fact("Store", &size(report.disk), Some(&format!("{} images", report.images.len()))))
+                }
+            }
+        }
+    }
+}
+
+fn fact(name: &str, value: &str, more: Option<&str>) -> Markup {
+    html! { div { dt { (name) } dd { (value) @if let Some(more) = more { small { (more) } } } } }
+}
+
+fn timeline(report: &Report, axis: Axis) -> Markup {
+    let kinds = axis.kinds(&report.timeline);
+    let freezes = axis.strokes(report.snapshots.iter().map(|it| (it.at, it.freeze_us)), 25);
+    let at = |what: &[Trouble]| {
+        let chosen = report.troubles.iter().filter(|trouble| what.contains(&trouble.what));
+        axis.strokes(chosen.map(|trouble| (trouble.at, 1)), 100)
+    };
+    let deaths = at(&[Trouble::Crash, Trouble::Supervisor, Trouble::GivenUp]);
+    let other = at(&[Trouble::Snapshot, Trouble::Image, Trouble::Store, Trouble::Replica]);
+    let shown = Kind::ALL.into_iter().filter(|kind| report.times.of(*kind) > 0);
+    let kinds = Kind::ALL.map(|kind| named(kind).0).into_iter().zip(kinds);
+    html! {
+        section {
+            h2 { "Timeline" }
+            (lane("Job", "lane tall", kinds))
+            (lane("Snapshots", "lane", [("frozen", freezes)]))
+            (lane("To the store", "lane", [("dump", axis.stretches(&report.persists))]))
+            (lane("Failures", "lane", [("down", other), ("lost", deaths)]))
+            div.lane {
+                span {}
+                div.axis { @for quarter in 0..=4 { span { (super::words::tick(axis.quarter(quarter), axis.length())) } } }
+            }
+            ul.key { @for kind in shown { li { (dot(named(kind).0)) (named(kind).1) } } }
+            p.small.soft {
+                "Snapshots: the higher, the longer the job stood still. Failures: red where the job died, amber where a "
+                "snapshot, an image or its way to the store failed."
+            }
+        }
+    }
+}
+
+fn lane(name: &str, class: &str, paths: impl IntoIterator<Item = (&'static str, String)>) -> Markup {
+    html! {
+        div class=(class) {
+            span { (name) }
+            (parts::picture(charts::COLUMNS, 100, name, paths))
+        }
+    }
+}
+
+fn footer() -> Markup {
+    html! {
+        footer {
+            p {
+                "Goodput: running time that no later return to an older image has undone, without freezes, as a share of the "
+                "time in which the job was meant to run. Lost work: running time between an image and the death after which "
+                "the job went back to it. After a supervisor that ended without a word, what the job did since the last sign "
+                "of life is not known and is in neither."
+            }
+            p { "rekindle " (env!("CARGO_PKG_VERSION")) }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,275 @@
+//! Sections of the page, and what they are made of.
+
+use maud::{Markup, html};
+
+use super::charts::{Bars, Curve, HEIGHT, PHASES, by_phase};
+use crate::report::history::{Kind, Snapshot};
+use crate::report::model::{Cost, Report, Times};
+use crate::report::words::{moment, share, size, time, word};
+
+/// Longer texts are cut.
+const LONGEST: usize = 2000;
+/// So many images have a bar.
+const IMAGES: usize = 40;
+/// So many failures have a row.
+const TROUBLES: usize = 100;
+
+/// Text from elsewhere.
+pub(super) fn foreign(text: &str) -> Markup {
+    let clean = text.chars().take(LONGEST).map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c });
+    let cut = text.chars().nth(LONGEST).is_some();
+    html! { span.foreign { (clean.collect::<String>()) @if cut { "…" } } }
+}
+
+/// The colour of something.
+pub(super) fn dot(name: &str) -> Markup {
+    html! { i style=(format!("--c:var(--{name})")) {} }
+}
+
+/// Paths in a picture that is stretched.
+pub(super) fn picture(
+    width: usize,
+    height: u64,
+    label: &str,
+    paths: impl IntoIterator<Item = (&'static str, String)>,
+) -> Markup {
+    html! {
+        svg viewBox=(format!("0 0 {width} {height}")) preserveAspectRatio="none" shape-rendering="crispEdges" role="img"
+            aria-label=(label) {
+            @for (colour, path) in paths {
+                @if !path.is_empty() { path fill=(format!("var(--{colour})")) d=(path) {} }
+            }
+        }
+    }
+}
+
+/// What all the time went to, in one bar.
+pub(super) fn whole_bar(times: &Times, kinds: impl Iterator<Item = Kind>) -> Markup {
+    let mut at = 0;
+    let paths = kinds.map(|kind| {
+        let ppm = times.share(times.of(kind)).unwrap_or(0);
+        // What is there is seen.
+        let width = (ppm / 1000).max(3).min(1000_u64.saturating_sub(at));
+        let path = format!("M{at} 0h{width}v{HEIGHT}h-{width}z");
+        at += width;
+        (super::named(kind).0, path)
+    });
+    let bar = picture(1000, HEIGHT, "what the time went to", paths);
+    html! { div.bar style="overflow:hidden" { div style="height:100%" { (bar) } } }
+}
+
+pub(super) fn freezes(report: &Report, rows: usize) -> Markup {
+    let measured: Vec<&Snapshot> = report.snapshots.iter().filter(|it| it.freeze_us > 0).collect();
+    let bars = Bars::of(&measured);
+    let sums = measured.iter().map(|it| by_phase(it)).fold([0_u64; 6], |mut sums, phases| {
+        sums.iter_mut().zip(phases).for_each(|(sum, us)| *sum += us);
+        sums
+    });
+    let count = u64::try_from(measured.len()).unwrap_or(1).max(1);
+    let all: u64 = sums.iter().sum();
+    let Bars { phases, longest, top_us, width, each } = bars;
+    let paths = PHASES.into_iter().zip(phases).chain([("soft", longest)]);
+    let newest = report.snapshots.iter().rev().take(rows);
+    html! {
+        section {
+            h2 { "Freezes by phase" }
+            div.chart {
+                div.y { span { (time(top_us)) } span { (time(top_us / 2)) } span { "0" } }
+                div.plot { (picture(width, 1000, "how long each snapshot froze the job", paths)) }
+                div.axis {
+                    span { (measured.first().map(|it| moment(it.at)).unwrap_or_default()) }
+                    @if width == measured.len().div_ceil(each) * 10 {
+                        span {} span { (measured.last().map(|it| moment(it.at)).unwrap_or_default()) }
+                    }
+                }
+            }
+            ul.key {
+                @for (name, sum) in PHASES.into_iter().zip(sums).filter(|(_, sum)| *sum > all / 200) {
+                    li { (dot(name)) (name) " " b { (time(sum / count)) } }
+                }
+            }
+            p.small.soft {
+                "Means of each phase. "
+                @if each > 1 { "Each bar is the mean of " (each) " snapshots in a row, the line their longest freeze. " }
+                "Oldest on the left."
+            }
+            details open[report.snapshots.len() <= 12] {
+                summary {
+                    @if report.snapshots.len() > rows { "The newest " (rows) " of " (report.snapshots.len()) " snapshots" }
+                    @else { "All " (report.snapshots.len()) " snapshots" }
+                }
+                div.scroll { table {
+                    thead { tr {
+                        th { "Image" } th { "Taken" } th { "Reason" } th.n { "Freeze" } th.n { "lock" } th.n { "checkpoint" }
+                        th.n { "dump" } th.n { "restore" } th.n { "unlock" } th.n { "Size" } th.n { "Written" } th.n { "To the store" }
+                    } }
+                    tbody { @for snapshot in newest { (row(snapshot)) } }
+                } }
+            }
+        }
+    }
+}
+
+fn row(snapshot: &Snapshot) -> Markup {
+    let or_dash = |text: Option<String>| text.unwrap_or_else(|| "–".into());
+    let [phases @ .., _] = by_phase(snapshot);
+    html! {
+        tr {
+            td.t { code { (format!("{:06}", snapshot.image.sequence())) } }
+            td.t { (moment(snapshot.at)) }
+            td.t { (word(&snapshot.reason)) }
+            td.n { b { (time(snapshot.freeze_us)) } }
+            @for us in phases { td.n { @if us > 0 { (time(us)) } @else { "–" } } }
+            td.n { (size(snapshot.bytes)) }
+            td.n { (or_dash(snapshot.written.map(size))) }
+            td.n { (or_dash(snapshot.stored_us.map(time))) }
+        }
+    }
+}
+
+pub(super) fn interval(cost: &Cost) -> Markup {
+    let curve = Curve::of(cost);
+    let [actual, best] = curve.marks;
+    let millis = |time: std::time::Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+    let overhead = u64::from(cost.overhead_ppm);
+    let [best_overhead, best_loss] =
+        [cost.best.expected_overhead, cost.best.expected_loss].map(|it| u64::from(it.as_millionths()));
+    let saved = cost.sum_ppm().saturating_sub(cost.best_sum_ppm());
+    html! {
+        section {
+            h2 { "What the interval costs" }
+            p {
+                "A snapshot came after " b { (time(cost.interval_us)) } " of running (median). With that, freezes and lost work "
+                "cost " b { (share(cost.sum_ppm())) } "; by Young and Daly the least is " b { (share(cost.best_sum_ppm())) }
+                ", after " b { (time(millis(cost.best.interval))) } "."
+                @if saved >= 1000 { " Another interval would save " b { (share(saved)) } " of the time." }
+                @else { " That is as good as it gets." }
+            }
+            div.chart {
+                div.y { span { (share(curve.top_ppm)) } span { (share(curve.top_ppm / 2)) } span { "0" } }
+                div.plot {
+                    svg.curve viewBox="0 0 1000 1000" preserveAspectRatio="none" role="img" aria-label="cost by interval" {
+                        @for (colour, line) in ["frozen", "lost", "ink"].into_iter().zip(&curve.lines) {
+                            path stroke=(format!("var(--{colour})")) d=(line) {}
+                        }
+                        @for (colour, x) in [("useful", best), ("down", actual)] {
+                            line stroke=(format!("var(--{colour})")) x1=(x) x2=(x) y1="0" y2="1000" {}
+                        }
+                    }
+                }
+                div.axis { @for end in curve.range { span { (time(millis(end))) } } }
+            }
+            ul.key {
+                li { (dot("frozen")) "freezes" } li { (dot("lost")) "lost work" } li { (dot("ink")) "both" }
+                li { (dot("down")) "as it is" } li { (dot("useful")) "best" }
+            }
+            div.scroll { table {
+                thead { tr { th {} th.n { "Interval" } th.n { "Freezes" } th.n { "Lost work" } th.n { "Both" } } }
+                tbody {
+                    tr {
+                        td { "as it is" } td.n { (time(cost.interval_us)) } td.n { (share(overhead)) }
+                        td.n { (share(u64::from(cost.loss_ppm))) } td.n { b { (share(cost.sum_ppm())) } }
+                    }
+                    tr {
+                        td { "best" } td.n { (time(millis(cost.best.interval))) } td.n { (share(best_overhead)) }
+                        td.n { (share(best_loss)) } td.n { b { (share(cost.best_sum_ppm())) } }
+                    }
+                }
+            } }
+            p.small.soft.foreign { (cost.arithmetic) }
+        }
+    }
+}
+
+pub(super) fn store(report: &Report) -> Markup {
+    let largest =
+        report.images.iter().map(|image| image.bytes.max(image.stored.unwrap_or(0))).max().unwrap_or(0).max(1);
+    let percent = |bytes: u64| format!("width:{}%", u128::from(bytes) * 100 / u128::from(largest));
+    let stored: u64 = report.images.iter().filter_map(|image| image.stored).sum();
+    let rest = report.images.get(IMAGES..).unwrap_or_default();
+    html! {
+        section {
+            h2 { "Store" }
+            p {
+                b { (size(report.disk)) } " on the disk in all. The " (report.images.len()) " images that there are added "
+                b { (size(stored)) } " when they were stored."
+            }
+            @for image in report.images.iter().take(IMAGES) {
+                div.size {
+                    span.t { code { (format!("{:06}", image.id.sequence())) } " " span.soft {
+                        (moment(image.id.taken().timestamp_micros()))
+                        @if !image.good { " · not good" }
+                    } }
+                    span.whole {
+                        i style=(percent(image.bytes)) {}
+                        @if let Some(stored) = image.stored { u style=(percent(stored)) {} }
+                    }
+                    span.n {
+                        @match image.stored { Some(stored) => b { (size(stored)) }, None => "in memory" }
+                        span.soft { " of " (size(image.bytes)) }
+                    }
+                }
+            }
+            @if !rest.is_empty() {
+                p.small.soft {
+                    "And " (rest.len()) " older ones, which added "
+                    (size(rest.iter().filter_map(|image| image.stored).sum())) "."
+                }
+            }
+            ul.key {
+                li { (dot("frozen")) "added to the store: what no older image had, compressed" }
+                li { (dot("away")) "content of the image" }
+            }
+        }
+    }
+}
+
+pub(super) fn troubles(report: &Report) -> Markup {
+    let newest = report.troubles.iter().rev().take(TROUBLES);
+    let or_dash = |us: Option<u64>| us.map_or_else(|| "–".into(), time);
+    html! {
+        section {
+            h2 { "Failures" }
+            @if report.troubles.len() > TROUBLES {
+                p.small.soft { "The newest " (TROUBLES) " of " (report.troubles.len()) "." }
+            }
+            div.scroll { table {
+                thead { tr { th { "When" } th { "What" } th { "Why" } th.n { "Back after" } th.n { "Lost work" } th { "From" } } }
+                tbody { @for trouble in newest { tr {
+                    td.t { (moment(trouble.at)) }
+                    td.t { (dot(if trouble.what.is_death() { "lost" } else { "down" })) (word(&trouble.what)) }
+                    td.why { (foreign(&trouble.why)) }
+                    td.n { (or_dash(trouble.back_us)) }
+                    td.n { (or_dash(trouble.lost_us)) }
+                    td.t {
+                        @match (trouble.image, trouble.back_us) {
+                            (Some(image), _) => code { (format!("{:06}", image.sequence())) },
+                            (None, Some(_)) => "the beginning",
+                            (None, None) => "–",
+                        }
+                    }
+                } } }
+            } }
+        }
+    }
+}
+
+pub(super) fn events(report: &Report) -> Markup {
+    html! {
+        section {
+            h2 { "Events" }
+            details open[report.events.len() <= 20] {
+                summary {
+                    @if report.events_in_all > report.events.len() {
+                        "The newest " (report.events.len()) " of " (report.events_in_all)
+                    } @else { "All " (report.events_in_all) }
+                }
+                div.scroll { table { tbody { @for event in report.events.iter().rev() { tr {
+                    td.t { (moment(event.at.timestamp_micros())) }
+                    td.t { b { (event.event) } }
+                    td.why { (foreign(&event.text)) }
+                } } } } }
+            }
+        }
+    }
+}

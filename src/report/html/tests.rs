@@ -1,0 +1,97 @@
+use std::time::{Duration, Instant};
+
+use chrono::TimeDelta;
+
+use super::*;
+use crate::report::at;
+use crate::report::model::Facts;
+use crate::store::ImageId;
+use crate::store::manifest::{Phase, Reason};
+use crate::telemetry::events::{self, Event, Journal, What};
+
+/// So many snapshots, 10 minutes apart, with a crash every 100.
+fn journal(snapshots: u32) -> Vec<Event> {
+    let mut time = at(0);
+    let mut events = Vec::new();
+    let mut tell = |after: i64, what| {
+        time += TimeDelta::seconds(after);
+        events.push(Event { time, ..Event::now("run", what) });
+    };
+    let command = vec!["python".into(), "<script>alert(1)</script>".into(), "a\u{1b}[31m\"'&".into()];
+    tell(0, What::Supervised { supervisor: 1, command, interval: "10m".into(), before: None, last_seen: None });
+    tell(2, What::Started { pid: Some(1), image: None, took_us: 1_900_000 });
+    for n in 1..=snapshots {
+        let image = ImageId::new(n, at(i64::from(n) * 600));
+        tell(595, What::SnapshotBegan { reason: Reason::Interval });
+        let took_us = 100_000 + u64::from(n % 17) * 10_000;
+        let phase = |name: &str| Phase { phase: name.into(), started_us: 0, took_us };
+        let phases = ["preflight", "find", "prepare", "lock", "checkpoint", "dump", "restore", "unlock", "check"];
+        tell(
+            5,
+            What::SnapshotTaken {
+                image,
+                reason: Reason::Interval,
+                freeze_us: took_us * 5,
+                phases: phases.map(phase).to_vec(),
+                bytes: 1 << 34,
+            },
+        );
+        tell(30, What::Stored { image, took_us: 30_000_000, written: 1 << 33 });
+        if n % 100 == 0 {
+            tell(100, What::Ended { exit_code: Some(1), signal: None, cause: None });
+            tell(0, What::Restarting { image: Some(image), after_us: 1_000_000 });
+            tell(3, What::Started { pid: Some(1), image: Some(image), took_us: 2_000_000 });
+        }
+    }
+    events
+}
+
+fn facts() -> Facts {
+    Facts { job: "train".into(), state: "running".into(), supervised: true, disk: 1 << 40, ..Facts::default() }
+}
+
+#[test]
+fn ten_thousand_snapshots_make_a_page_of_some_hundred_kilobytes_in_no_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut written = Journal::in_folder(dir.path());
+    journal(10_000).iter().for_each(|event| written.append(event));
+    let begun = Instant::now();
+    let events = events::read(dir.path()).unwrap();
+    let report = Report::new(&events, facts(), at(7_000_000));
+    let page = page(&report);
+    let took = begun.elapsed();
+    assert_eq!((report.snapshots.len(), report.restarts), (10_000, 100));
+    assert!(page.len() < 3 << 20, "{} bytes", page.len());
+    // Without optimisation, and beside other tests, it may take some times as long.
+    let limit = if cfg!(debug_assertions) { 10 } else { 1 };
+    assert!(took < Duration::from_secs(limit), "{took:?}");
+}
+
+#[test]
+fn what_is_foreign_stays_text_and_nothing_is_fetched() {
+    let mut events = journal(250);
+    let why = format!("<img src=x onerror=alert(1)>{}\0", "x".repeat(100_000));
+    events.push(Event { time: at(200_000), ..Event::now("run", What::SnapshotFailed { why, job_lost: false }) });
+    let page = page(&Report::new(&events, facts(), at(200_100)));
+    assert!(page.contains("&lt;script&gt;") && page.contains("&lt;img src=x"));
+    for wrong in ["<script", "<img", "<link", "http:", "https:", "url(", "@import", "\u{1b}", "\0", "onerror=\""] {
+        assert!(!page.contains(wrong), "{wrong}");
+    }
+    assert!(page.len() < 200_000, "{}", page.len());
+}
+
+#[test]
+fn without_events_there_is_a_page_that_says_so() {
+    let page = page(&Report::new(&[], facts(), at(0)));
+    assert!(page.contains("there are no events") && page.ends_with("</html>"), "{page}");
+}
+
+#[test]
+fn one_snapshot_or_none_is_no_reason_to_fail() {
+    for count in 0..3 {
+        for cut in 0..journal(count).len() {
+            let page = page(&Report::new(&journal(count)[cut..], facts(), at(5_000)));
+            assert!(page.ends_with("</html>"));
+        }
+    }
+}

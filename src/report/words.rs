@@ -1,0 +1,150 @@
+//! Durations, sizes and events in words.
+
+use chrono::{DateTime, Local};
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::store::ImageId;
+use crate::telemetry::events::What;
+
+/// How a job ended.
+#[must_use]
+pub fn end(exit_code: Option<i32>, signal: Option<i32>) -> String {
+    match (exit_code, signal) {
+        (Some(code), _) => format!("ended with exit code {code}"),
+        (None, Some(signal)) => {
+            let name = nix::sys::signal::Signal::try_from(signal).map(|signal| format!(" ({})", signal.as_str()));
+            format!("ended by signal {signal}{}", name.unwrap_or_default())
+        }
+        (None, None) => "ended".into(),
+    }
+}
+
+/// Microseconds, to two or three digits.
+#[must_use]
+pub fn time(us: u64) -> String {
+    let seconds = us / 1_000_000;
+    match us {
+        0 => "0 s".into(),
+        1..1_000 => format!("{us} µs"),
+        1_000..10_000 => format!("{}.{} ms", us / 1_000, us / 100 % 10),
+        10_000..1_000_000 => format!("{} ms", us / 1_000),
+        1_000_000..10_000_000 => format!("{seconds}.{:02} s", us / 10_000 % 100),
+        10_000_000..60_000_000 => format!("{seconds}.{} s", us / 100_000 % 10),
+        _ if seconds < 3_600 => format!("{} min {} s", seconds / 60, seconds % 60),
+        _ if seconds < 86_400 => format!("{} h {} min", seconds / 3_600, seconds / 60 % 60),
+        _ => format!("{} d {} h", seconds / 86_400, seconds / 3_600 % 24),
+    }
+}
+
+/// Bytes.
+#[must_use]
+pub fn size(bytes: u64) -> String {
+    bytesize::ByteSize::b(bytes).to_string()
+}
+
+/// A share in millionths.
+#[must_use]
+pub fn share(ppm: u64) -> String {
+    format!("{}.{:02} %", ppm / 10_000, ppm / 100 % 100)
+}
+
+/// A moment in microseconds of UNIX time, by the clock of here.
+#[must_use]
+pub fn moment(us: i64) -> String {
+    local(us).map_or_else(|| "?".into(), |time| time.format("%Y-%m-%d %H:%M:%S").to_string())
+}
+
+/// The same for the end of an axis: shorter where all that is shown is so long.
+#[must_use]
+pub fn tick(us: i64, length: u64) -> String {
+    let format = match length / 1_000_000 {
+        0..=600 => "%H:%M:%S",
+        601..=72_000 => "%H:%M",
+        72_001..=864_000 => "%a %d %H:%M",
+        _ => "%Y-%m-%d",
+    };
+    local(us).map_or_else(|| "?".into(), |time| time.format(format).to_string())
+}
+
+fn local(us: i64) -> Option<DateTime<Local>> {
+    Some(DateTime::from_timestamp_micros(us)?.with_timezone(&Local))
+}
+
+/// A word that serde writes for it.
+#[must_use]
+pub fn word(what: &impl Serialize) -> String {
+    match serde_json::to_value(what) {
+        Ok(Value::String(word)) => word.replace('-', " "),
+        _ => String::new(),
+    }
+}
+
+/// An event: its name, and a sentence.
+#[must_use]
+pub fn event(what: &What) -> (String, String) {
+    let from = |image: &Option<ImageId>| image.map_or_else(|| "the beginning".into(), |id| format!("image {id}"));
+    let sentence = match what {
+        What::Supervised { supervisor, interval, .. } => {
+            format!("a supervisor began, pid {supervisor}, interval {interval}")
+        }
+        What::Started { image, took_us, .. } => format!("the job runs from {}, after {}", from(image), time(*took_us)),
+        What::SnapshotTaken { image, freeze_us, bytes, .. } => {
+            format!("image {image}, {}, the job stood still for {}", size(*bytes), time(*freeze_us))
+        }
+        What::SnapshotFailed { why, job_lost: false } => why.clone(),
+        What::SnapshotFailed { why, job_lost: true } => format!("{why}; the job can not go on"),
+        What::Stored { image, took_us, written } => {
+            format!("image {image}, {} written in {}", size(*written), time(*took_us))
+        }
+        What::Replicated { image, took_us, sent } => {
+            format!("image {image}, {} sent in {}", size(*sent), time(*took_us))
+        }
+        What::NotStored { why, .. } => why.clone(),
+        What::NotReplicated { image, why } | What::ImageBad { image, why } => format!("image {image}: {why}"),
+        What::Restarting { image, after_us } => format!("from {} in {}", from(image), time(*after_us)),
+        What::Finished { outcome, exit_code, why } => {
+            let code = exit_code.map(|code| format!(", exit code {code}")).unwrap_or_default();
+            let why = why.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
+            format!("{outcome}{code}{why}")
+        }
+        What::Ended { exit_code, signal, cause } => {
+            let cause = cause.as_ref().map(|cause| format!(": {cause}")).unwrap_or_default();
+            format!("the job {}{cause}", end(*exit_code, *signal))
+        }
+        other => fields(other),
+    };
+    let name = serde_json::to_value(what).ok().and_then(|value| value.get("event")?.as_str().map(ToOwned::to_owned));
+    (name.map_or_else(|| "?".into(), |name| name.replace('-', " ")), sentence)
+}
+
+/// What there are no words for, as its fields.
+fn fields(what: &What) -> String {
+    let Ok(Value::Object(fields)) = serde_json::to_value(what) else { return String::new() };
+    let said = fields.iter().filter(|(key, value)| *key != "event" && !value.is_null());
+    let said = said.map(|(key, value)| match (key.strip_suffix("_us"), value) {
+        (Some(name), Value::Number(us)) => format!("{name} {}", time(us.as_u64().unwrap_or(0))),
+        (_, Value::String(text)) => format!("{} {text}", key.replace('_', " ")),
+        (_, value) => format!("{} {value}", key.replace('_', " ")),
+    });
+    said.collect::<Vec<_>>().join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_have_two_or_three_digits() {
+        let said = [0, 7, 1_250, 84_999, 1_239_999, 12_345_678, 754_000_000, 7_500_000_000, 200_000_000_000].map(time);
+        let want = ["0 s", "7 µs", "1.2 ms", "84 ms", "1.23 s", "12.3 s", "12 min 34 s", "2 h 5 min", "2 d 7 h"];
+        assert_eq!(said, want);
+        assert_eq!(share(12_345), "1.23 %");
+    }
+
+    #[test]
+    fn an_end_is_named() {
+        assert_eq!(end(Some(3), None), "ended with exit code 3");
+        assert_eq!(end(None, Some(9)), "ended by signal 9 (SIGKILL)");
+    }
+}

@@ -1,0 +1,241 @@
+//! Why a life of the job ended: one word for it, made from facts by a pure function.
+//!
+//! It is for people, rules (`[[rules]]`), hooks and the result file; what is done next is decided by
+//! [`policy`](super::policy) and by the rules.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::sys::spawn::Ended;
+use crate::watch::xid::{self, Remedy};
+
+/// Why a life ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum Cause {
+    /// It exited with 0.
+    Completed,
+    /// It exited with another code.
+    Exit {
+        /// Which.
+        code: i32,
+    },
+    /// A signal ended it.
+    Signal {
+        /// Which.
+        signal: i32,
+    },
+    /// The kernel killed it, or a part of it, for want of memory.
+    OutOfMemory,
+    /// A GPU that it used failed.
+    GpuFault {
+        /// The driver's number for the fault.
+        xid: u32,
+    },
+    /// It made no progress, and was ended for that.
+    Hang {
+        /// What was missing.
+        what: Missing,
+    },
+    /// A snapshot could not set it going again.
+    SnapshotLost,
+    /// It ran before its memory was back, and the rest did not come.
+    MemoryLost,
+    /// Its output showed that the training went wrong.
+    BadTraining {
+        /// The rule that saw it, counted from 1.
+        rule: usize,
+    },
+    /// Its output matched a rule.
+    Rule {
+        /// Which, counted from 1.
+        rule: usize,
+    },
+    /// It was asked for: a signal to the supervisor, or a command.
+    Requested,
+    /// It made room for others, and waits to be called back.
+    Suspended,
+    /// It was asked to go back to an older image.
+    Rewound,
+    /// The supervisor was killed, and it with it.
+    SupervisorKilled,
+    /// The machine went down with it.
+    MachineRestart,
+    /// One that a newer version knows.
+    #[serde(other)]
+    Unknown,
+}
+
+/// What a job that hangs no longer does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Missing {
+    /// Output.
+    Output,
+    /// Work: neither a processor nor a GPU.
+    Work,
+    /// WATCHDOG=1.
+    Notify,
+}
+
+impl fmt::Display for Missing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Missing::Output => "it printed nothing",
+            Missing::Work => "it used neither a processor nor a GPU",
+            Missing::Notify => "it sent no WATCHDOG=1",
+        })
+    }
+}
+
+impl fmt::Display for Cause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Cause::Completed => f.write_str("it completed"),
+            Cause::Exit { code } => write!(f, "it exited with code {code}"),
+            Cause::Signal { signal } => write!(f, "{} ended it", Ended::Signal(*signal)),
+            Cause::OutOfMemory => f.write_str("out of memory: the kernel killed it, or a part of it"),
+            Cause::GpuFault { xid } => write!(f, "a GPU failed: {}", xid::in_words(*xid)),
+            Cause::Hang { what } => write!(f, "it hung: {what}"),
+            Cause::SnapshotLost => f.write_str("a snapshot could not set it going again"),
+            Cause::MemoryLost => f.write_str("the rest of its memory did not come"),
+            Cause::BadTraining { rule } => write!(f, "its training went wrong, by rule {rule}"),
+            Cause::Rule { rule } => write!(f, "its output matched rule {rule}"),
+            Cause::Requested => f.write_str("it was asked to stop"),
+            Cause::Suspended => f.write_str("it was suspended"),
+            Cause::Rewound => f.write_str("it was asked to go back to an image"),
+            Cause::SupervisorKilled => f.write_str("rekindle was killed"),
+            Cause::MachineRestart => f.write_str("the machine went down"),
+            Cause::Unknown => f.write_str("a reason that this version of rekindle does not know"),
+        }
+    }
+}
+
+/// What is known of an end.
+#[derive(Debug, Clone, Default)]
+pub struct Facts {
+    /// Why rekindle ended it, where it did.
+    pub by_us: Option<Cause>,
+    /// What was seen of the kernel's want of memory.
+    pub memory: MemoryFacts,
+    /// Faults of the GPUs that it used, shortly before its end; the oldest first.
+    pub xids: Vec<u32>,
+}
+
+/// What was seen of the kernel's want of memory in this life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MemoryFacts {
+    /// The job's control group counts more kills than at the begin of the life.
+    pub counted: bool,
+    /// The kernel's log names a process of the job, or one of its control group. None where it can not be read.
+    pub logged: Option<bool>,
+}
+
+impl MemoryFacts {
+    /// Whether it is why a job ended that way. The count may be that of a neighbour in the same control group: for an
+    /// end of its own accord the log has to say so too, where there is one.
+    fn explains(self, ended: Ended) -> bool {
+        match ended {
+            Ended::Signal(libc::SIGKILL) => self.counted || self.logged == Some(true),
+            _ => self.logged.unwrap_or(self.counted),
+        }
+    }
+}
+
+/// Why it ended.
+#[must_use]
+pub fn judge(ended: Ended, facts: &Facts) -> Cause {
+    // Whatever else was true, its work is done.
+    if ended == Ended::Exit(0) && facts.by_us.is_none() {
+        return Cause::Completed;
+    }
+    if let Some(cause) = &facts.by_us {
+        return cause.clone();
+    }
+    // A kill leaves an Xid 45 behind, which is no reason; the worst one speaks.
+    let worst = facts.xids.iter().copied().max_by_key(|xid| xid::meaning(*xid).1);
+    match worst.filter(|xid| xid::meaning(*xid).1 != Remedy::Nothing) {
+        _ if facts.memory.explains(ended) => Cause::OutOfMemory,
+        Some(xid) => Cause::GpuFault { xid },
+        None => match ended {
+            Ended::Exit(code) => Cause::Exit { code },
+            Ended::Signal(signal) => Cause::Signal { signal },
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const KILL: Ended = Ended::Signal(9);
+
+    fn seen(counted: bool, logged: Option<bool>) -> Facts {
+        Facts { memory: MemoryFacts { counted, logged }, ..Facts::default() }
+    }
+
+    #[test]
+    fn each_cause_by_its_facts() {
+        let nothing = Facts::default();
+        assert_eq!(judge(Ended::Exit(0), &nothing), Cause::Completed);
+        assert_eq!(judge(Ended::Exit(3), &nothing), Cause::Exit { code: 3 });
+        assert_eq!(judge(Ended::Signal(11), &nothing), Cause::Signal { signal: 11 });
+        let hang = Cause::Hang { what: Missing::Output };
+        assert_eq!(judge(KILL, &Facts { by_us: Some(hang.clone()), ..seen(true, None) }), hang);
+        let xids = |xids: &[u32]| Facts { xids: xids.to_vec(), ..Facts::default() };
+        assert_eq!(judge(Ended::Exit(1), &xids(&[31, 45])), Cause::GpuFault { xid: 31 });
+        assert_eq!(judge(Ended::Exit(1), &xids(&[45, 63])), Cause::Exit { code: 1 });
+        assert_eq!(judge(Ended::Exit(1), &xids(&[45, 79, 31])), Cause::GpuFault { xid: 79 });
+        assert_eq!(judge(Ended::Exit(0), &xids(&[79])), Cause::Completed);
+    }
+
+    #[test]
+    fn want_of_memory_needs_a_witness_and_a_neighbour_is_none() {
+        assert_eq!(judge(KILL, &seen(true, None)), Cause::OutOfMemory);
+        assert_eq!(judge(KILL, &seen(true, Some(false))), Cause::OutOfMemory, "its pids may be others in a container");
+        assert_eq!(judge(KILL, &seen(false, Some(true))), Cause::OutOfMemory, "it is in a group of its own making");
+        assert_eq!(judge(KILL, &seen(false, None)), Cause::Signal { signal: 9 });
+        // A loader was killed, and the job says so with its exit code.
+        assert_eq!(judge(Ended::Exit(1), &seen(true, Some(true))), Cause::OutOfMemory);
+        assert_eq!(judge(Ended::Exit(1), &seen(true, Some(false))), Cause::Exit { code: 1 });
+        assert_eq!(judge(Ended::Exit(1), &seen(true, None)), Cause::OutOfMemory);
+    }
+
+    fn cause() -> impl Strategy<Value = Cause> {
+        prop_oneof![
+            Just(Cause::Requested),
+            Just(Cause::SnapshotLost),
+            Just(Cause::Hang { what: Missing::Work }),
+            (1usize..9).prop_map(|rule| Cause::BadTraining { rule }),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn what_we_did_is_never_blamed_on_others_and_all_survives_json(
+            code in 0i32..256,
+            signalled: bool,
+            by_us in proptest::option::of(cause()),
+            counted: bool,
+            logged: Option<bool>,
+            xids in proptest::collection::vec(0u32..200, 0..4),
+        ) {
+            let ended = if signalled { Ended::Signal(code % 64 + 1) } else { Ended::Exit(code) };
+            let facts = Facts { by_us: by_us.clone(), memory: MemoryFacts { counted, logged }, xids };
+            let cause = judge(ended, &facts);
+            if let Some(by_us) = by_us {
+                prop_assert_eq!(&cause, &by_us);
+            } else if ended == Ended::Exit(0) {
+                prop_assert_eq!(&cause, &Cause::Completed);
+            } else {
+                prop_assert_ne!(&cause, &Cause::Completed);
+            }
+            prop_assert!(!cause.to_string().is_empty());
+            let json = serde_json::to_string(&cause).unwrap();
+            prop_assert_eq!(serde_json::from_str::<Cause>(&json).unwrap(), cause);
+        }
+    }
+}

@@ -1,0 +1,295 @@
+//! The scheduler that started this process: which one, what it calls the job, when the job's time is over, and how the job
+//! gets into the queue again. docs/schedulers.md says where each fact is from.
+//!
+//! Only the environment is looked at; [`Scheduler::ask_end`] and [`Scheduler::requeue`] run Slurm's own commands and wait
+//! for them, so they are for a thread that may.
+
+use std::io::Read;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use chrono::{DateTime, Utc};
+
+use crate::config::Profile;
+
+/// A controller that does not answer is given up by Slurm's commands after MessageTimeout, 10 s by default, and some tries.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Why Slurm did not do what it was asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The command can not be run.
+    #[error("can not run {command}")]
+    Run {
+        /// Its line.
+        command: String,
+        /// The kernel's answer.
+        #[source]
+        source: std::io::Error,
+    },
+    /// It failed.
+    #[error("{command} failed: {said}")]
+    Failed {
+        /// Its line.
+        command: String,
+        /// What it said.
+        said: String,
+    },
+    /// It did not end.
+    #[error("{command} did not answer within {}", humantime::format_duration(PATIENCE))]
+    Silent {
+        /// Its line.
+        command: String,
+    },
+    /// There is no job to queue again.
+    #[error(
+        "scheduler.requeue = \"scontrol\" needs SLURM_JOB_ID, which is not set: sudo keeps it with --preserve-env=SLURM_JOB_ID"
+    )]
+    NoJob,
+}
+
+/// The scheduler.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Scheduler {
+    /// Which; never [`Profile::Auto`].
+    profile: Profile,
+    /// What it calls the job, with the task of an array.
+    job: Option<String>,
+    /// What Slurm's commands call it.
+    slurm_job: Option<String>,
+    /// When the job's time is over, where the environment has it.
+    end: Option<DateTime<Utc>>,
+}
+
+impl Scheduler {
+    /// Finds out. `variable` reads the environment.
+    #[must_use]
+    pub fn find(wanted: Profile, variable: impl Fn(&str) -> Option<String>) -> Scheduler {
+        let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let has = |names: &[&str]| names.iter().any(|name| variable(name).is_some());
+        let profile = match wanted {
+            Profile::Auto if has(&["SLURM_JOB_ID"]) => Profile::Slurm,
+            Profile::Auto if has(&["JOB_ID"]) && has(&["SGE_ROOT", "SGE_TASK_ID", "SGE_O_WORKDIR"]) => Profile::Sge,
+            Profile::Auto if has(&["_CONDOR_SCRATCH_DIR", "_CONDOR_SLOT", "_CONDOR_JOB_AD"]) => Profile::HtCondor,
+            Profile::Auto => Profile::None,
+            known => known,
+        };
+        let none = Scheduler { profile, job: None, slurm_job: None, end: None };
+        match profile {
+            Profile::Slurm => {
+                let slurm_job = variable("SLURM_JOB_ID");
+                let array = variable("SLURM_ARRAY_JOB_ID").zip(variable("SLURM_ARRAY_TASK_ID"));
+                let job = array.map(|(job, task)| format!("{job}_{task}")).or_else(|| slurm_job.clone());
+                // The tasks of one `srun` are jobs of their own here.
+                let rank = variable("SLURM_PROCID").filter(|rank| rank != "0");
+                let job = job.map(|job| rank.map_or_else(|| job.clone(), |rank| format!("{job}.{rank}")));
+                let end = variable("SLURM_JOB_END_TIME").and_then(|end| end.parse().ok());
+                Scheduler { job, slurm_job, end: end.and_then(|end| DateTime::from_timestamp(end, 0)), ..none }
+            }
+            Profile::Sge => {
+                let task = variable("SGE_TASK_ID").filter(|task| task != "undefined");
+                let job = variable("JOB_ID");
+                Scheduler {
+                    job: job.map(|job| task.map_or_else(|| job.clone(), |task| format!("{job}.{task}"))),
+                    ..none
+                }
+            }
+            Profile::HtCondor | Profile::None | Profile::Auto => none,
+        }
+    }
+
+    /// Whether somebody ends us by signal, and kills us some time after.
+    #[must_use]
+    pub fn is_there(&self) -> bool {
+        self.profile != Profile::None
+    }
+
+    /// The exit code that says: stopped, queue me again.
+    #[must_use]
+    pub fn requeue_code(&self) -> u8 {
+        match self.profile {
+            // sge_conf(5), qmaster_params, FORBID_RESCHEDULE: unless it is set, a job that exits with 99 is queued again.
+            Profile::Sge => 99,
+            // The user's manual on self-checkpointing applications proposes it for checkpoint_exit_code (ERESTART).
+            Profile::HtCondor => 85,
+            Profile::Slurm | Profile::None | Profile::Auto => 75,
+        }
+    }
+
+    /// A name for the job that it keeps when it is queued again.
+    #[must_use]
+    pub fn job_name(&self) -> Option<String> {
+        let name = match self.profile {
+            Profile::Slurm => "slurm",
+            Profile::Sge => "sge",
+            Profile::HtCondor | Profile::None | Profile::Auto => return None,
+        };
+        self.job.as_ref().map(|job| format!("{name}-{job}"))
+    }
+
+    /// When the job's time is over, where that is known without asking.
+    #[must_use]
+    pub fn end(&self) -> Option<DateTime<Utc>> {
+        self.end
+    }
+
+    /// Whether there is somebody to ask when the job's time is over.
+    #[must_use]
+    pub fn can_be_asked(&self) -> bool {
+        self.slurm_job.is_some()
+    }
+
+    /// Asks for it. A time limit can be changed while the job runs, and Slurm 22.05 has no variable for it. None where
+    /// there is no limit.
+    ///
+    /// # Errors
+    /// When Slurm does not answer.
+    pub fn ask_end(&self) -> Result<Option<DateTime<Utc>>, Error> {
+        let Some(job) = &self.slurm_job else { return Ok(None) };
+        let left = run(&["squeue", "--noheader", "--jobs", job, "--format", "%L"])?;
+        Ok(time_left(left.trim()).map(|left| Utc::now() + left))
+    }
+
+    /// Has Slurm queue the job again, which ends it: the last thing to do. Any other scheduler goes by the exit code.
+    ///
+    /// # Errors
+    /// When Slurm does not do it.
+    pub fn requeue(&self) -> Result<(), Error> {
+        if self.profile != Profile::Slurm {
+            return Ok(());
+        }
+        let job = self.slurm_job.as_ref().ok_or(Error::NoJob)?;
+        run(&["scontrol", "requeue", job]).map(drop)
+    }
+}
+
+/// Slurm's time left: [days-][hours:]minutes:seconds, or a word where there is no limit.
+fn time_left(text: &str) -> Option<Duration> {
+    let (days, rest) = text.split_once('-').unwrap_or(("0", text));
+    let mut seconds = days.parse::<u64>().ok()?;
+    let fields: Vec<&str> = rest.split(':').collect();
+    if !(2..=3).contains(&fields.len()) {
+        return None;
+    }
+    let hours = if fields.len() == 3 { fields.first()?.parse::<u64>().ok()? } else { 0 };
+    seconds = seconds.checked_mul(24)?.checked_add(hours)?;
+    for field in fields.iter().skip(fields.len() - 2) {
+        seconds = seconds.checked_mul(60)?.checked_add(field.parse().ok()?)?;
+    }
+    Some(Duration::from_secs(seconds))
+}
+
+/// Runs a command of Slurm's and answers what it printed.
+fn run(line: &[&str]) -> Result<String, Error> {
+    let command = line.join(" ");
+    let (program, args) = line.split_first().unwrap_or((&"true", &[]));
+    let failed = |source| Error::Run { command: command.clone(), source };
+    let mut child = Command::new(program)
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(failed)?;
+    let deadline = Instant::now() + PATIENCE;
+    // What it prints is a line, which a pipe holds.
+    let status = loop {
+        match child.try_wait().map_err(failed)? {
+            Some(status) => break status,
+            None if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(20)),
+            None => {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(Error::Silent { command });
+            }
+        }
+    };
+    let mut text = String::new();
+    if status.success() {
+        if let Some(mut out) = child.stdout.take() {
+            out.read_to_string(&mut text).map_err(failed)?;
+        }
+        return Ok(text);
+    }
+    if let Some(mut err) = child.stderr.take() {
+        err.read_to_string(&mut text).map_err(failed)?;
+    }
+    Err(Error::Failed { command, said: format!("{status}, {}", text.trim().replace('\n', "; ")) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn find(wanted: Profile, environment: &[(&str, &str)]) -> Scheduler {
+        Scheduler::find(wanted, |name| {
+            environment.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn each_scheduler_is_told_by_its_variables() {
+        for (environment, profile, code, name) in [
+            (vec![], Profile::None, 75, None),
+            (vec![("SLURM_JOB_ID", "7")], Profile::Slurm, 75, Some("slurm-7")),
+            (vec![("SLURM_JOB_ID", "")], Profile::None, 75, None),
+            (vec![("SLURM_JOB_ID", "7"), ("SLURM_PROCID", "0")], Profile::Slurm, 75, Some("slurm-7")),
+            (vec![("SLURM_JOB_ID", "7"), ("SLURM_PROCID", "3")], Profile::Slurm, 75, Some("slurm-7.3")),
+            (
+                vec![("SLURM_JOB_ID", "9"), ("SLURM_ARRAY_JOB_ID", "7"), ("SLURM_ARRAY_TASK_ID", "2")],
+                Profile::Slurm,
+                75,
+                Some("slurm-7_2"),
+            ),
+            // Other programs set it too.
+            (vec![("JOB_ID", "7")], Profile::None, 75, None),
+            (vec![("JOB_ID", "7"), ("SGE_TASK_ID", "undefined")], Profile::Sge, 99, Some("sge-7")),
+            (vec![("JOB_ID", "7"), ("SGE_TASK_ID", "4")], Profile::Sge, 99, Some("sge-7.4")),
+            (vec![("_CONDOR_SLOT", "slot1")], Profile::HtCondor, 85, None),
+        ] {
+            let found = find(Profile::Auto, &environment);
+            assert_eq!((found.profile, found.requeue_code()), (profile, code), "{environment:?}");
+            assert_eq!(found.job_name().as_deref(), name, "{environment:?}");
+            assert!(name.is_none_or(|name| name.parse::<crate::store::JobName>().is_ok()));
+        }
+    }
+
+    #[test]
+    fn the_user_knows_better() {
+        let slurm = [("SLURM_JOB_ID", "7"), ("SLURM_JOB_END_TIME", "1795327200")];
+        assert_eq!(find(Profile::Auto, &slurm).end(), DateTime::from_timestamp(1_795_327_200, 0));
+        let none = find(Profile::None, &slurm);
+        assert_eq!((none.job_name(), none.end(), none.can_be_asked()), (None, None, false));
+        let sge = find(Profile::Sge, &[]);
+        assert_eq!((sge.requeue_code(), sge.job_name()), (99, None));
+        assert!(sge.requeue().is_ok(), "the exit code does it");
+        assert!(matches!(find(Profile::Slurm, &[]).requeue(), Err(Error::NoJob)));
+    }
+
+    #[test]
+    fn the_time_left_is_read_as_slurm_writes_it() {
+        for (text, seconds) in [
+            ("0:07", Some(7)),
+            ("59:59", Some(3599)),
+            ("2:00:00", Some(7200)),
+            ("1-00:00:01", Some(86_401)),
+            ("30-12:00:00", Some(2_635_200)),
+            ("UNLIMITED", None),
+            ("NOT_SET", None),
+            ("INVALID", None),
+            ("", None),
+            ("7", None),
+            ("-1:00", None),
+        ] {
+            assert_eq!(time_left(text), seconds.map(Duration::from_secs), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_command_that_fails_says_why() {
+        assert_eq!(run(&["printf", "%s", "1:00"]).unwrap(), "1:00");
+        let said = run(&["sh", "-c", "echo no such job >&2; exit 3"]).unwrap_err().to_string();
+        assert!(said.contains("no such job") && said.contains('3'), "{said}");
+        assert!(matches!(run(&["/nowhere/squeue"]), Err(Error::Run { .. })));
+    }
+}

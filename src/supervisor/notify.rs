@@ -1,0 +1,294 @@
+//! What the service manager is told: READY=1, STATUS=, WATCHDOG=1, EXTEND_TIMEOUT_USEC= and STOPPING=1 (sd_notify(3)).
+//!
+//! All of it comes from the thread that owns the state, so that a watchdog sees when that one is stuck. It must not block
+//! there either: `sd_notify::notify` waits while the manager's queue is full, so its words are sent without waiting, and
+//! what did not get through is said again at the next beat. Nothing is said twice in a row, and nothing at all without
+//! NOTIFY_SOCKET.
+
+use std::ffi::OsStr;
+use std::io;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use chrono::{DateTime, TimeDelta, Utc};
+use sd_notify::NotifyState;
+
+use super::publish::Published;
+use super::{Owner, Setup};
+use crate::store::persist::Progress;
+
+/// What the manager puts into our environment for us alone. A job that has them would talk to it in our name
+/// (NotifyAccess=all), or wait for a watchdog that is ours.
+pub const VARIABLES: [&str; 3] = ["NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"];
+
+/// By how much a time-out is extended at once. Long enough that a machine under load is not late with the next.
+const EXTENSION: Duration = Duration::from_secs(60);
+/// How often.
+const EXTEND_EVERY: Duration = Duration::from_secs(15);
+/// The pause after something was not heard.
+const RETRY: Duration = Duration::from_secs(1);
+/// Without any sign of progress for this long, and for as long as a single step may take, no more time is asked for: what
+/// hangs for ever (a file server that is gone) is for the manager to end.
+const STALLED: Duration = Duration::from_secs(300);
+/// A reason for a failure is told in the journal in full.
+const LONGEST_REASON: usize = 200;
+
+/// The manager's socket, and what was said there.
+#[derive(Debug)]
+pub struct Notify {
+    socket: Option<(UnixDatagram, SocketAddr)>,
+    said: Said,
+    /// Whether it was heard.
+    heard: bool,
+}
+
+/// How far the service is, as the manager sees it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Phase {
+    /// The job does not run for the first time yet.
+    Starting,
+    /// It does, or comes back.
+    Up,
+    /// It is over, or will be.
+    Stopping,
+}
+
+/// What was said, and when something is due again.
+#[derive(Debug, Clone)]
+struct Said {
+    phase: Phase,
+    status: String,
+    /// Half of what the manager waits for.
+    watchdog: Option<Duration>,
+    alive: Option<Instant>,
+    extended: Option<Instant>,
+    /// How far things were, and since when they are there.
+    mark: (String, u64),
+    moved: Instant,
+    stalled: Duration,
+}
+
+impl Notify {
+    /// The manager that the environment names, if one does.
+    #[must_use]
+    pub fn from_environment() -> Notify {
+        let socket = std::env::var_os("NOTIFY_SOCKET").and_then(|name| match open(&name) {
+            Ok(socket) => Some(socket),
+            Err(error) => {
+                tracing::warn!(
+                    "the service manager can not be told anything: NOTIFY_SOCKET={}: {error}",
+                    name.display()
+                );
+                None
+            }
+        });
+        Notify { socket, said: Said::new(sd_notify::watchdog_enabled(), Duration::ZERO, Instant::now()), heard: true }
+    }
+
+    pub(super) fn of(setup: &Setup) -> Notify {
+        let (restart, snapshot) = (&setup.config.restart, &setup.config.snapshot);
+        let step = restart.restore_timeout.max(restart.backoff_max).max(snapshot.grace).max(snapshot.freeze_timeout);
+        let mut notify = Notify::from_environment();
+        notify.said.stalled += step;
+        notify
+    }
+
+    /// Says that an image is being fetched before the job can start, and how far that is. Asks for more time.
+    pub fn fetching(&self, image: u32, progress: &Progress) {
+        let (done, total) = progress.bytes();
+        let percent = (done.saturating_mul(100) / total.max(1)).min(99);
+        let status = format!("fetching image {image} from the replica, {percent} %");
+        self.send(&[NotifyState::Status(&status), extension()]);
+    }
+
+    /// How long the next beat may wait.
+    pub(super) fn patience(&self, now: Instant) -> Option<Duration> {
+        let wanted = self.socket.as_ref().and_then(|_| self.said.patience(now))?;
+        Some(if self.heard { wanted } else { wanted.max(RETRY) })
+    }
+
+    fn beat(&mut self, phase: Phase, published: &Published, now: Instant) {
+        if self.socket.is_none() {
+            return;
+        }
+        let status = status(published, Utc::now());
+        let next = self.said.after(phase, status, mark(published), now);
+        self.heard = self.send(&self.said.news(&next, now));
+        if self.heard {
+            self.said = next;
+        }
+    }
+
+    /// Answers whether it was said.
+    fn send(&self, states: &[NotifyState<'_>]) -> bool {
+        let Some((socket, address)) = self.socket.as_ref().filter(|_| !states.is_empty()) else { return true };
+        let text: String = states.iter().map(|state| format!("{state}\n")).collect();
+        match socket.send_to_addr(text.as_bytes(), address) {
+            Ok(_) => true,
+            Err(error) => {
+                tracing::debug!("the service manager was not told: {error}");
+                false
+            }
+        }
+    }
+}
+
+/// A socket that never waits, and where to send. A name that begins with @ is one without a file (unix(7), abstract).
+fn open(name: &OsStr) -> io::Result<(UnixDatagram, SocketAddr)> {
+    let address = match name.as_bytes() {
+        [b'@', rest @ ..] => SocketAddr::from_abstract_name(rest)?,
+        [b'/', ..] => SocketAddr::from_pathname(Path::new(name))?,
+        _ => return Err(io::Error::new(io::ErrorKind::Unsupported, "neither an absolute path nor an abstract socket")),
+    };
+    let socket = UnixDatagram::unbound()?;
+    socket.set_nonblocking(true)?;
+    Ok((socket, address))
+}
+
+fn extension() -> NotifyState<'static> {
+    NotifyState::ExtendTimeoutUsec(u32::try_from(EXTENSION.as_micros()).unwrap_or(u32::MAX))
+}
+
+impl Said {
+    fn new(watchdog: Option<Duration>, stalled: Duration, now: Instant) -> Said {
+        Said {
+            phase: Phase::Starting,
+            status: String::new(),
+            watchdog: watchdog.map(|every| every / 2),
+            alive: None,
+            extended: None,
+            mark: Default::default(),
+            moved: now,
+            stalled: stalled + STALLED,
+        }
+    }
+
+    /// What is to have been said now. A phase never goes back: a job that comes back is up, for the manager.
+    fn after(&self, phase: Phase, status: String, mark: (String, u64), now: Instant) -> Said {
+        let mut next = Said { phase: phase.max(self.phase), status, ..self.clone() };
+        if mark != next.mark || next.phase != self.phase {
+            (next.mark, next.moved) = (mark, now);
+        }
+        let due = |last: Option<Instant>, every| last.is_none_or(|at| now.saturating_duration_since(at) >= every);
+        if next.watchdog.is_some_and(|every| due(next.alive, every)) {
+            next.alive = Some(now);
+        }
+        let stuck = now.saturating_duration_since(next.moved) >= next.stalled;
+        if next.phase != Phase::Up && !stuck && (next.phase != self.phase || due(next.extended, EXTEND_EVERY)) {
+            next.extended = Some(now);
+        }
+        next
+    }
+
+    /// What has to be said to get from here to `next`, of `now`.
+    fn news<'a>(&self, next: &'a Said, now: Instant) -> Vec<NotifyState<'a>> {
+        let mut news = Vec::new();
+        if self.phase < Phase::Up && next.phase == Phase::Up {
+            news.push(NotifyState::Ready);
+        }
+        if self.phase < Phase::Stopping && next.phase == Phase::Stopping {
+            news.push(NotifyState::Stopping);
+        }
+        if self.status != next.status {
+            news.push(NotifyState::Status(&next.status));
+        }
+        if next.alive == Some(now) && self.alive != next.alive {
+            news.push(NotifyState::Watchdog);
+        }
+        if next.extended == Some(now) && self.extended != next.extended {
+            news.push(extension());
+        }
+        news
+    }
+
+    fn patience(&self, now: Instant) -> Option<Duration> {
+        let left = |last: Option<Instant>, every: Duration| {
+            every.saturating_sub(last.map_or(every, |at| now.saturating_duration_since(at)))
+        };
+        let alive = self.watchdog.map(|every| left(self.alive, every));
+        let extended = (self.phase != Phase::Up).then(|| left(self.extended, EXTEND_EVERY));
+        alive.into_iter().chain(extended).min()
+    }
+}
+
+/// What differs when something goes on.
+fn mark(published: &Published) -> (String, u64) {
+    let moving = [&published.restoring, &published.persisting, &published.replicating];
+    (
+        published.state.clone(),
+        moving.into_iter().flatten().map(|moving| moving.done.saturating_add(moving.written)).sum(),
+    )
+}
+
+/// One line for people: what `systemctl status` shows.
+fn status(published: &Published, now: DateTime<Utc>) -> String {
+    let mut line = published.state.clone();
+    let mut add = |part: String| {
+        line.push_str("; ");
+        line.push_str(&part);
+    };
+    if let Some(moving) = &published.restoring {
+        add(format!("image {} is read, {} %", moving.image.sequence(), moving.percent()));
+    }
+    if let (Some(image), Some(freeze)) = (published.last_image, published.last_freeze_us) {
+        let (age, freeze) = (age(now - image.taken()), Duration::from_micros(freeze).as_secs_f64());
+        add(format!("image {} taken {age}, the job stood still for {freeze:.1} s", image.sequence()));
+    }
+    for (moving, place) in [(&published.persisting, "store"), (&published.replicating, "replica")] {
+        if let Some(moving) = moving {
+            add(format!("image {} goes to the {place}, {} %", moving.image.sequence(), moving.percent()));
+        }
+    }
+    if let Some(image) = published.loading {
+        add(format!("memory comes back from image {}", image.sequence()));
+    }
+    let failures = [
+        (&published.last_failure, "the last snapshot failed"),
+        (&published.persist_failure, "not in the store"),
+        (&published.replica_failure, "not in the replica"),
+    ];
+    for (why, what) in failures {
+        if let Some(why) = why {
+            let why: String = why.chars().map(|c| if c.is_control() { ' ' } else { c }).take(LONGEST_REASON).collect();
+            add(format!("{what}: {why}"));
+        }
+    }
+    match published.restarts {
+        0 => {}
+        1 => add("1 restart".into()),
+        more => add(format!("{more} restarts")),
+    }
+    line
+}
+
+/// As coarse as it is of use: the line is sent anew whenever it changes.
+fn age(time: TimeDelta) -> String {
+    let (amount, unit) = match time.num_minutes() {
+        ..1 => return "just now".into(),
+        minutes @ 1..60 => (minutes, "minute"),
+        minutes @ 60..1440 => (minutes / 60, "hour"),
+        minutes => (minutes / 1440, "day"),
+    };
+    format!("{amount} {unit}{} ago", if amount == 1 { "" } else { "s" })
+}
+
+impl Owner<'_> {
+    /// Tells the service manager what is new, and that this thread lives.
+    pub(super) fn beat(&mut self) {
+        let state = self.machine.state();
+        let phase = if self.finish.is_some() || self.machine.is_stopping() {
+            Phase::Stopping
+        } else if state.life().is_some() {
+            Phase::Up
+        } else {
+            Phase::Starting
+        };
+        self.notify.beat(phase, &self.published, Instant::now());
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,55 @@
+//! What may be asked for in which state, so that an asker hears why not rather than nothing.
+
+use super::{Ending, Machine, Postponed, State, Then};
+
+/// What somebody asks for and waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wish {
+    /// A snapshot.
+    Snapshot,
+    /// A snapshot, and then the end of the job until it is called back.
+    Suspend,
+    /// To be called back.
+    Resume,
+    /// To go back to an image.
+    Rewind,
+}
+
+const STOPS: &str = "the job is being stopped";
+const BACK_SOON: &str = "the job is being brought back: try again when it runs";
+const SUSPENDED: &str = "the job is suspended: resume it first";
+
+impl Machine<'_> {
+    /// Whether the event for this wish would do something now, or what is wished for is the case already.
+    ///
+    /// # Errors
+    /// Why not, in words.
+    pub fn admits(&self, wish: Wish) -> Result<(), &'static str> {
+        match (&self.state, wish) {
+            (State::Done, _) => Err("the job is over"),
+            _ if self.is_stopping() => Err(STOPS),
+            (_, Wish::Rewind) => Ok(()),
+            (State::Suspended { .. }, Wish::Suspend | Wish::Resume) => Ok(()),
+            (State::Suspended { .. }, Wish::Snapshot) => Err(SUSPENDED),
+            _ if wish == Wish::Suspend && self.is_suspending() => Ok(()),
+            (State::Waiting { .. }, Wish::Suspend) => Ok(()),
+            (_, Wish::Resume) if self.is_suspending() => Err("the job is being suspended: try again when it is"),
+            (_, Wish::Resume) => Err("the job is not suspended"),
+            (State::Running(_) | State::Snapshotting { then: None, .. }, _) => Ok(()),
+            (_, _) if self.is_suspending() => Err("the job is being suspended"),
+            _ => Err(BACK_SOON),
+        }
+    }
+
+    /// Whether the job will be suspended, unless a snapshot fails.
+    #[must_use]
+    pub fn is_suspending(&self) -> bool {
+        let waits = |postponed: Postponed| postponed.then == Some(Then::Suspend);
+        match &self.state {
+            State::Running(_) => self.postponed.is_some_and(waits),
+            State::Snapshotting { then: Some(Then::Suspend), .. } | State::Ending { stop: Ending::Suspend, .. } => true,
+            State::Snapshotting { then: None, .. } => self.postponed.is_some_and(waits),
+            _ => false,
+        }
+    }
+}

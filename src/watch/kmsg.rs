@@ -1,0 +1,171 @@
+//! The kernel's log: what it says of processes that it killed for want of memory, and of GPU faults.
+//!
+//! It is a second source, read through a descriptor that stands where the life began. In a container it is often missing
+//! or closed to us, and then nothing is known from here.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::fs::OpenOptionsExt;
+
+/// What a line says that concerns a job.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Notice {
+    /// The kernel killed this process for want of memory; the pid is that of the first PID namespace.
+    OutOfMemory {
+        /// Which.
+        pid: i32,
+        /// Its name, at most 15 bytes.
+        name: String,
+    },
+    /// The NVIDIA driver reported a fault.
+    Xid {
+        /// The GPU's PCI address, `0000:3b:00`.
+        gpu: String,
+        /// The number.
+        xid: u32,
+        /// The process, where the driver knows it.
+        pid: Option<i32>,
+    },
+}
+
+/// The log from some point on.
+#[derive(Debug)]
+pub struct KernelLog {
+    file: File,
+}
+
+impl KernelLog {
+    /// What is logged from now on.
+    ///
+    /// # Errors
+    /// When there is none for us.
+    pub fn from_now() -> io::Result<KernelLog> {
+        let mut file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open("/dev/kmsg")?;
+        file.seek(SeekFrom::End(0))?;
+        Ok(KernelLog { file })
+    }
+
+    /// What it has said since, or since the last call.
+    pub fn read(&mut self) -> Vec<Notice> {
+        /// One record (`CONSOLE_EXT_LOG_MAX`, kernel/printk).
+        const RECORD: usize = 8192;
+        let (mut found, mut buffer) = (Vec::new(), [0; RECORD]);
+        loop {
+            match self.file.read(&mut buffer) {
+                Ok(0) => return found,
+                Ok(length) => {
+                    let record = String::from_utf8_lossy(buffer.get(..length).unwrap_or_default()).into_owned();
+                    // "priority,number,time,flags;text", then lines that begin with a blank.
+                    let text = record.split_once(';').map_or(record.as_str(), |(_, text)| text);
+                    found.extend(text.lines().next().and_then(parse));
+                }
+                // What was not read in time is overwritten; the next read goes on behind it (EPIPE).
+                Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => return found,
+            }
+        }
+    }
+}
+
+/// What this line says, if it concerns us.
+#[must_use]
+pub fn parse(line: &str) -> Option<Notice> {
+    killed(line).or_else(|| xid(line))
+}
+
+/// "Memory cgroup out of memory: Killed process 4711 (python) total-vm:...", and without a cgroup "Out of memory: Killed ...".
+fn killed(line: &str) -> Option<Notice> {
+    let (before, rest) = line.split_once("ut of memory: Killed process ")?;
+    before.ends_with(['O', 'o']).then_some(())?;
+    let (pid, rest) = rest.split_once(" (")?;
+    // The name may hold any byte but its end.
+    let (name, _) = rest.split_once(") ").or_else(|| rest.split_once(')'))?;
+    Some(Notice::OutOfMemory { pid: pid.parse().ok()?, name: name.to_owned() })
+}
+
+/// "NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, name=python, GPU has fallen off the bus." pid may be '<unknown>' or missing.
+fn xid(line: &str) -> Option<Notice> {
+    let (_, rest) = line.split_once("NVRM: Xid (")?;
+    let (gpu, rest) = rest.split_once("): ")?;
+    let (number, rest) = rest.split_once(',').unwrap_or((rest, ""));
+    let xid = number.trim().parse().ok()?;
+    let pid = rest.trim_start().strip_prefix("pid=");
+    let digits = |text: &str| text.chars().take_while(char::is_ascii_digit).collect::<String>();
+    let pid = pid.and_then(|text| digits(text).parse().ok());
+    Some(Notice::Xid { gpu: gpu.trim_start_matches("PCI:").to_owned(), xid, pid })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_was_killed_for_want_of_memory_is_named() {
+        let memcg = "Memory cgroup out of memory: Killed process 4711 (python3) total-vm:1063052kB, anon-rss:204800kB, \
+                     file-rss:6144kB, shmem-rss:0kB, UID:0 pgtables:468kB oom_score_adj:0";
+        let named = |pid, name: &str| Some(Notice::OutOfMemory { pid, name: name.into() });
+        assert_eq!(parse(memcg), named(4711, "python3"));
+        let machine = "Out of memory: Killed process 99 (a (b) c) total-vm:1kB";
+        assert_eq!(parse(machine), named(99, "a (b) c"));
+        assert_eq!(parse("oom_reaper: reaped process 4711 (python3), now anon-rss:0kB"), None);
+        assert_eq!(parse("systemd[1]: Killed process 4711"), None);
+    }
+
+    #[test]
+    fn xid_lines_of_several_drivers_are_understood() {
+        let fault = |gpu: &str, xid, pid| Some(Notice::Xid { gpu: gpu.into(), xid, pid });
+        for (line, expected) in [
+            (
+                "NVRM: Xid (PCI:0000:3b:00): 79, pid=4711, name=python3, GPU has fallen off the bus.",
+                fault("0000:3b:00", 79, Some(4711)),
+            ),
+            (
+                "NVRM: Xid (PCI:0000:10:1c): 63, pid=1896, Row Remapper: New row marked for remapping, reset gpu to activate.",
+                fault("0000:10:1c", 63, Some(1896)),
+            ),
+            (
+                "NVRM: Xid (PCI:0000:cb:00): 13, pid='<unknown>', name=<unknown>, Graphics SM Warp Exception on (GPC 7, TPC 0, SM 0)",
+                fault("0000:cb:00", 13, None),
+            ),
+            ("NVRM: Xid (PCI:0000:08:00): 31, Ch 0000003b, intr 10000000. MMU Fault", fault("0000:08:00", 31, None)),
+            ("NVRM: Xid (0000:03:00): 45", fault("0000:03:00", 45, None)),
+            ("nvidia-nvswitch1: SXid (PCI:0000:aa:00.0): 24007, Severity 1", None),
+            ("NVRM: Xid (PCI:0000:3b:00): none", None),
+            ("NVRM: GPU at PCI:0000:48:00: GPU-5fc0bcec", None),
+        ] {
+            assert_eq!(parse(line), expected, "{line}");
+        }
+    }
+
+    /// What is written into the log is read back with what came before it left out.
+    #[test]
+    fn the_log_is_read_from_where_it_was_opened() {
+        if !crate::test_gate::root() {
+            return;
+        }
+        let write = |text: &str| {
+            OpenOptions::new()
+                .write(true)
+                .open("/dev/kmsg")
+                .and_then(|mut f| io::Write::write_all(&mut f, text.as_bytes()))
+        };
+        let mark = std::process::id();
+        let line = |xid: u32| format!("rekindle test: NVRM: Xid (PCI:{mark}:00:00): {xid}, pid=1, name=x, nothing");
+        let Ok(()) = write(&line(1)) else { return eprintln!("SKIP: the kernel's log can not be written") };
+        let mut log = KernelLog::from_now().unwrap();
+        write(&line(2)).unwrap();
+        let ours = |notices: Vec<Notice>| -> Vec<u32> {
+            let gpu = format!("{mark}:00:00");
+            notices
+                .iter()
+                .filter_map(|n| match n {
+                    Notice::Xid { gpu: g, xid, .. } if *g == gpu => Some(*xid),
+                    _ => None,
+                })
+                .collect()
+        };
+        assert_eq!(ours(log.read()), [2]);
+        assert_eq!(ours(log.read()), [0; 0]);
+    }
+}

@@ -1,0 +1,167 @@
+//! What the NVIDIA driver's fault numbers (Xid) mean, and what NVIDIA advises.
+//!
+//! Source: NVIDIA's Xid catalogue, <https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html>, column
+//! "Resolution Bucket (Immediate Action)", read on 2026-11-21; the words are ours. Where the catalogue has a work flow
+//! instead of a bucket the first step that can end it stands here: 48 and 74 need a reset, 45 follows another fault.
+
+use std::fmt;
+
+/// What is to be done about a fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Remedy {
+    /// Nothing: it is a note, or follows another fault. It ends no job.
+    Nothing,
+    /// The job ends, the GPU is well.
+    RestartJob,
+    /// The GPU works again after a reset, for which nothing may use it.
+    ResetGpu,
+    /// The GPU is back after a restart of the machine.
+    RestartMachine,
+    /// NVIDIA advises to have it looked at, or says nothing of it.
+    Support,
+}
+
+impl Remedy {
+    /// Whether no job should be started on that GPU before somebody has seen to it.
+    #[must_use]
+    pub fn needs_drain(self) -> bool {
+        matches!(self, Remedy::ResetGpu | Remedy::RestartMachine)
+    }
+}
+
+impl fmt::Display for Remedy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Remedy::Nothing => "nothing needs to be done",
+            Remedy::RestartJob => "restart the job",
+            Remedy::ResetGpu => {
+                "take the work off this GPU and reset it (nvidia-smi --gpu-reset), or restart the machine"
+            }
+            Remedy::RestartMachine => "take the work off this machine and restart it",
+            Remedy::Support => "have the machine looked at, the vendor's support knows more",
+        })
+    }
+}
+
+/// A number, its name in words, and the remedy.
+type Entry = (u32, &'static str, Remedy);
+
+/// By number.
+const CATALOGUE: &[Entry] = &[
+    (8, "the GPU stopped processing", Remedy::RestartJob),
+    (11, "a stream of commands was invalid or corrupted", Remedy::RestartJob),
+    (13, "an exception of the graphics or compute engine, mostly an error of the program", Remedy::RestartJob),
+    (14, "a fault that was injected", Remedy::Nothing),
+    (25, "a stream of commands was illegal", Remedy::RestartJob),
+    (31, "a page fault of GPU memory, mostly an error of the program", Remedy::RestartJob),
+    (32, "a stream of commands was corrupted on its way over PCI Express", Remedy::RestartJob),
+    (37, "an error of the driver's firmware", Remedy::Nothing),
+    (38, "a time-out of the driver's firmware", Remedy::Nothing),
+    (39, COPY, Remedy::RestartJob),
+    (40, COPY, Remedy::RestartJob),
+    (41, COPY, Remedy::RestartJob),
+    // The catalogue's "ignore" speaks of the GPU, which is well; the program's work on it is over.
+    (43, "the GPU stopped the program's work after an error of the program", Remedy::RestartJob),
+    (44, "a fault at a context switch", Remedy::Nothing),
+    (45, "what was left of a program that ended was cleared away", Remedy::Nothing),
+    (46, "the GPU stopped processing and timed out", Remedy::ResetGpu),
+    (48, "memory error that ECC can not correct (double bit)", Remedy::ResetGpu),
+    (54, "the board's power cable is not connected", Remedy::Support),
+    (60, MEDIA, Remedy::RestartJob),
+    (62, "a micro-controller of the GPU halted", Remedy::ResetGpu),
+    (63, "a page or row of GPU memory is retired", Remedy::Nothing),
+    (64, "a page or row of GPU memory could not be retired", Remedy::ResetGpu),
+    (66, "an illegal access of the driver", Remedy::Nothing),
+    (67, "an illegal access of the driver", Remedy::Nothing),
+    (68, MEDIA, Remedy::RestartJob),
+    (69, "a class error of the graphics or compute engine", Remedy::RestartJob),
+    (70, COPY, Remedy::RestartJob),
+    (71, COPY, Remedy::RestartJob),
+    (72, COPY, Remedy::RestartJob),
+    (74, "an error of an NVLink, here or at its other end", Remedy::ResetGpu),
+    (75, COPY, Remedy::RestartJob),
+    (76, COPY, Remedy::RestartJob),
+    (77, COPY, Remedy::RestartJob),
+    (78, "a virtual GPU could not be started: driver and firmware do not fit", Remedy::Support),
+    (79, "the GPU has fallen off the bus", Remedy::RestartMachine),
+    (80, "data was corrupted on its way to the GPU", Remedy::RestartJob),
+    (82, MEDIA, Remedy::RestartJob),
+    (83, MEDIA, Remedy::RestartJob),
+    (84, MEDIA, Remedy::RestartJob),
+    (85, COPY, Remedy::RestartJob),
+    (86, MEDIA, Remedy::RestartJob),
+    (88, MEDIA, Remedy::RestartJob),
+    (89, MEDIA, Remedy::RestartJob),
+    (92, "many memory errors that ECC corrected", Remedy::Nothing),
+    (93, "the wear limit of the board's memory for settings was reached", Remedy::Nothing),
+    (94, "a memory error, contained to one program", Remedy::RestartJob),
+    (95, "a memory error that is not contained to one program", Remedy::ResetGpu),
+    (106, "a test message", Remedy::Nothing),
+    (107, "a test message", Remedy::Nothing),
+    (108, "a failed translation at the other end of an NVLink", Remedy::Nothing),
+    (109, "a context switch timed out", Remedy::ResetGpu),
+    (110, "a security fault", Remedy::ResetGpu),
+    (119, "the GPU's system processor (GSP) did not answer", Remedy::ResetGpu),
+    (120, "an error of the GPU's system processor (GSP)", Remedy::ResetGpu),
+    (121, "errors of the link to the host's processor were corrected", Remedy::Nothing),
+    (136, "an NVLink could not be trained", Remedy::ResetGpu),
+    (137, "an illegal access over NVLink, mostly an error of the program", Remedy::RestartJob),
+    (140, "memory error that ECC could not correct", Remedy::ResetGpu),
+    (141, "an error of CUDA's fast path", Remedy::Nothing),
+    (143, "the GPU could not be initialised", Remedy::ResetGpu),
+    (144, NVLINK, Remedy::ResetGpu),
+    (145, NVLINK, Remedy::ResetGpu),
+    (146, NVLINK, Remedy::ResetGpu),
+    (147, NVLINK, Remedy::ResetGpu),
+    (148, NVLINK, Remedy::ResetGpu),
+    (149, NVLINK, Remedy::ResetGpu),
+    (150, NVLINK, Remedy::ResetGpu),
+    (154, "what another fault asks for has changed", Remedy::Nothing),
+    (155, "an NVLink was taken down by software", Remedy::ResetGpu),
+    (156, "a part of the GPU is retired", Remedy::ResetGpu),
+    (157, "a part of the GPU could not be retired, there is no spare", Remedy::Nothing),
+    (158, "a fatal time-out of the GPU", Remedy::ResetGpu),
+    (160, "a channel of GPU memory is retired", Remedy::Nothing),
+    (161, "a channel of GPU memory could not be retired", Remedy::Nothing),
+    (171, "memory error that ECC can not correct, in device memory", Remedy::ResetGpu),
+    (172, "memory error that ECC can not correct, in a cache", Remedy::ResetGpu),
+];
+
+const COPY: &str = "an exception of a copy engine";
+const MEDIA: &str = "an exception of a video or image engine";
+const NVLINK: &str = "an error of an NVLink";
+
+/// What a number means, and what to do about it.
+#[must_use]
+pub fn meaning(xid: u32) -> (&'static str, Remedy) {
+    match CATALOGUE.iter().find(|(number, ..)| *number == xid) {
+        Some((_, name, remedy)) => (name, *remedy),
+        // Encoders, decoders and copy engines that newer GPUs have more of.
+        None if (96..=105).contains(&xid) || xid == 139 => (MEDIA, Remedy::RestartJob),
+        None if (126..=135).contains(&xid) => (COPY, Remedy::RestartJob),
+        None => ("a fault that this version of rekindle does not know", Remedy::Support),
+    }
+}
+
+/// The fault in words: number, name and advice.
+#[must_use]
+pub fn in_words(xid: u32) -> String {
+    let (name, remedy) = meaning(xid);
+    format!("Xid {xid}: {name}; NVIDIA advises: {remedy}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_catalogue_is_sorted_and_every_number_has_words() {
+        assert!(CATALOGUE.windows(2).all(|pair| pair[0].0 < pair[1].0));
+        assert_eq!(meaning(79).1, Remedy::RestartMachine);
+        assert_eq!(meaning(45).1, Remedy::Nothing, "a killed job leaves it, it is no reason");
+        assert_eq!((meaning(130).0, meaning(9999).1), (COPY, Remedy::Support));
+        assert!(meaning(48).1.needs_drain() && meaning(79).1.needs_drain() && !meaning(31).1.needs_drain());
+        let words = in_words(79);
+        assert!(words.starts_with("Xid 79: the GPU has fallen off the bus; NVIDIA advises: take"), "{words}");
+    }
+}
