@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,s3,slurm,package,k8s  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,s3,slurm,package,k8s,chromium  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -67,6 +67,12 @@ if required slurm; then
   step 'dependencies: Slurm' scripts/deps.sh slurm
 elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh slurm; then
   skip 'tests with Slurm' 'it could not be had, the reason is above'
+fi
+
+if required chromium; then
+  step 'dependencies: a browser' scripts/deps.sh browser
+elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh browser; then
+  skip 'tests with a browser' 'it could not be had, the reason is above'
 fi
 
 packages=''

@@ -2,10 +2,14 @@
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::process::Output;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use chrono::Utc;
 use nix::sys::signal::Signal;
-use serde_json::Value;
+use rekindle::control::server::Server;
+use rekindle::store::{Access, ImageId, Store};
+use rekindle::supervisor::Published;
+use serde_json::{Value, json};
 
 use crate::kinds::{count_on, finish, until_after_snapshot};
 use crate::supervisor::{LIMIT, Lab, Running, alive, assert_counts_up, numbers, wait_for};
@@ -215,4 +219,77 @@ fn requests_and_signals_during_a_restart() {
     ask(&lab, &["stop", "j"]);
     run.ends_with(143);
     finish(&lab, start(&lab));
+}
+
+/// 50 jobs: real sockets, locks and files, with a stand-in that only answers on the socket instead of a supervisor.
+#[test]
+fn status_of_fifty_jobs_is_quick() {
+    let Some(lab) = Lab::new() else { return };
+    let store = Store::open(&lab.store(), Access::Write).unwrap();
+    let image = ImageId::new(42, Utc::now());
+    let state = json!({
+        "version": 1, "state": "running", "since": Utc::now(), "begun": Utc::now(), "supervisor": std::process::id(),
+        "lineage": "l", "pid": 1, "restarts": 3, "last_image": image, "last_freeze_us": 612_000, "last_bytes": 17_179_869_184u64,
+        "last_failure": "preflight: not enough memory", "next": Utc::now(), "gpus": ["NVIDIA H100 80GB HBM3"],
+    });
+    let mut held = Vec::new();
+    for n in 0..50 {
+        let folder = store.create_job(&format!("job-{n:02}").parse().unwrap()).unwrap();
+        let lock = folder.lock().unwrap();
+        let record = json!({
+            "version": 1, "command": vec!["an argument"; 20], "directory": "/", "lineage": "l", "created": Utc::now(),
+            "outcome": "running", "exit_code": null,
+        });
+        std::fs::write(folder.path().join("job.json"), record.to_string()).unwrap();
+        let server = Server::start(&lab.file("control"), &folder.place_name(), Box::new(|_| false)).unwrap();
+        let mut published: Published = serde_json::from_value(state.clone()).unwrap();
+        published.control = Some(server.path().to_owned());
+        std::fs::write(folder.state_file(), serde_json::to_vec_pretty(&published).unwrap()).unwrap();
+        server.show(&published);
+        held.push((lock, server));
+    }
+    let mut times: Vec<Duration> = (0..20)
+        .map(|_| {
+            let begun = Instant::now();
+            let output = lab.command(["status", "--json"]).output().unwrap();
+            let took = begun.elapsed();
+            let rows: Value = serde_json::from_slice(&output.stdout).unwrap();
+            let rows = rows.as_array().unwrap();
+            assert_eq!(rows.len(), 50);
+            assert!(rows.iter().all(|row| row["source"] == "supervisor"), "{rows:#?}");
+            took
+        })
+        .collect();
+    times.sort();
+    println!("status of 50 jobs: median {:?}, from {:?} to {:?}", times[10], times[0], times[19]);
+    // Far above what it takes on a machine that does nothing else: asked one after the other, with the patience for each
+    // that does not answer, it would be 12 s.
+    assert!(times[0] < Duration::from_secs(2), "{times:?}");
+}
+
+/// A `logs -f` beside a job that crashes: it sees each number once, in order, and ends with the job.
+#[test]
+fn logs_follow_through_rotation_and_restarts() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("log.max-size", "\"4KiB\"")) else { return };
+    let mut run = start(&lab);
+    count_on(&lab, &mut run, 5);
+    let mut following = lab.run_with(&["logs", "-f", "j"], [""; 0]);
+    following.wait_printed("n 5\n");
+    for round in 0..3 {
+        run.snapshot(&lab);
+        count_on(&lab, &mut run, 5);
+        if round > 0 {
+            run.crash(&lab);
+        }
+        count_on(&lab, &mut run, 5);
+    }
+    finish(&lab, run);
+    let (printed, _) = following.ends_with(0);
+    assert!(printed.ends_with("done\n"), "{printed}");
+    assert_counts_up(&printed);
+    let again = lab.rekindle(&["logs", "j"]);
+    assert_eq!(String::from_utf8(again.stdout).unwrap(), lab.output());
+    let last = lab.rekindle(&["logs", "-n", "1", "j"]);
+    assert_eq!(last.stdout, b"done\n");
+    assert!(lab.rekindle(&["logs", "--stderr", "j"]).stdout.is_empty());
 }

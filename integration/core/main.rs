@@ -25,6 +25,7 @@ mod memory;
 mod notify;
 mod output;
 mod packed;
+mod page;
 mod repair;
 mod stop;
 mod user;

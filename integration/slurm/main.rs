@@ -18,7 +18,8 @@ use cluster::Cluster;
 /// All at once: most of the time is spent waiting for Slurm, whose time limits are whole minutes.
 #[test]
 fn whatever_slurm_does_the_job_goes_on_and_ends_once() {
-    let cases: [(&str, fn(&Case<'_>)); 7] = [
+    type Check = fn(&Case<'_>);
+    let cases: [(&str, Check); 7] = [
         ("warned", cases::a_signal_before_the_time_limit),
         ("limit", cases::a_time_limit_that_nobody_warns_of),
         ("preempted", cases::preemption),

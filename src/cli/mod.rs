@@ -7,6 +7,7 @@ mod doctor;
 pub mod exit;
 mod job_args;
 mod list;
+mod logs;
 mod man;
 pub mod output;
 mod progress;
@@ -19,6 +20,7 @@ mod show;
 mod status;
 mod stop;
 mod tag;
+mod top;
 mod verify;
 
 use std::ffi::OsString;
@@ -96,6 +98,8 @@ enum Command {
     Rewind(control::RewindArgs),
     /// Take a last snapshot, then stop the job and its supervisor; the same `run` goes on from it
     Stop(stop::StopArgs),
+    /// Print the output of a job, through rotations and restarts
+    Logs(logs::LogsArgs),
     /// List jobs, or the images of a job
     #[command(visible_alias = "ls")]
     List(list::ListArgs),
@@ -104,6 +108,8 @@ enum Command {
         /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
         image: String,
     },
+    /// Watch all jobs of the store in the terminal: q quits, arrows select, Enter shows a job's recent events
+    Top,
     /// Write a page of what became of a job's time: goodput, freezes, failures, the store
     Report(report::ReportArgs),
     /// Check that nothing of the images is missing; with --read-data, every byte
@@ -203,8 +209,10 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Resume(args) => control::resume(global, args),
         Command::Rewind(args) => control::rewind(global, args),
         Command::Stop(args) => stop::stop(global, args),
+        Command::Logs(args) => logs::logs(global, args),
         Command::List(args) => list::list(global, args),
         Command::Show { image } => show::show(global, image),
+        Command::Top => top::top(global),
         Command::Report(args) => report::report(global, args),
         Command::Verify(args) => verify::verify(global, args),
         Command::Repair(args) => repair::repair(global, args),

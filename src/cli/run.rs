@@ -2,9 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use anyhow::Context;
 use chrono::{DateTime, Utc};
 
 use super::{Exit, Global, Misuse, job_args, named_criu, replica, start_log};
@@ -27,6 +29,7 @@ use crate::sys::cuda;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
 use crate::telemetry::log::chain;
+use crate::watch::beats::Beats;
 
 /// What to run.
 #[derive(Debug, clap::Args)]
@@ -206,12 +209,13 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
         From::Cold => tracing::info!("job {} starts", folder.name()),
         From::Image(id) => tracing::info!("job {} goes on from image {id}", folder.name()),
     }
-    let staging = staging(&config, &folder, &lock);
+    let staging = staging_area(&config, &folder, &lock);
     let interposer = match &staging {
         Some(area) => interposer(&config, &mut spec, &folder, area),
         None => None,
     };
     let Start { from, base, .. } = start;
+    let beats = beats(&config, &mut spec, &folder)?;
     let scheduler = find_scheduler(&config);
     let deadline = deadline(&config)?;
     let requeue = config.scheduler.requeue;
@@ -226,6 +230,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
         interposer,
         staging,
         packing,
+        beats,
         from,
         base,
         scheduler: scheduler.clone(),
@@ -235,7 +240,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
 }
 
 /// The job's place in memory. Without one snapshots take longer, and work.
-fn staging(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Option<Area> {
+fn staging_area(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Option<Area> {
     if config.snapshot.staging == Staging::Store {
         return None;
     }
@@ -248,6 +253,26 @@ fn staging(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Option<Are
             None
         }
     }
+}
+
+/// Gives the job a socket to say that it lives, where that is asked for.
+fn beats(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> anyhow::Result<Option<Beats>> {
+    let Some(limit) = config.watch.no_notify_for.limit() else { return Ok(None) };
+    let base = &config.snapshot.staging_directory;
+    let path = base.join(format!("{}.notify", folder.place_name()));
+    let listen = || {
+        if !base.exists() {
+            std::fs::create_dir_all(base)?;
+            // The job's user must get to it, whatever the umask.
+            std::fs::set_permissions(base, std::fs::Permissions::from_mode(0o755))?;
+        }
+        Beats::listen(&path, spec.identity.as_ref().map(|identity| identity.uid))
+    };
+    let beats = listen().with_context(|| {
+        format!("watch.no-notify-for needs a socket for the job, and {} can not be made", path.display())
+    })?;
+    spec.environment.extend(beats.variables(limit));
+    Ok(Some(beats))
 }
 
 /// Has the job load the interposer, where there is a driver that calls it. Without it snapshots take longer, and work.

@@ -184,12 +184,25 @@ fn state(row: &Row) -> String {
     text
 }
 
-/// What has failed, and has not worked since.
+/// When its time is over, and how long before its last snapshot is begun.
+fn end(published: &Published, now: DateTime<Utc>) -> Option<String> {
+    let seconds = |time: Duration| i64::try_from(time.as_secs()).unwrap_or(i64::MAX);
+    let left = time((published.deadline? - now).num_seconds().max(0));
+    let before = published.predicted.map(|forecast| time(seconds(forecast.lead()).saturating_add(1)));
+    let last = before.map_or_else(String::new, |before| format!("; a last snapshot is begun {before} before"));
+    Some(format!("its time is over in {left}{last}"))
+}
+
+/// What has failed, and has not worked since, and what is near.
 fn notes(row: &Row) -> Vec<String> {
     let known = row.published.as_ref().map(|shown| &shown.typed);
     let failure = |text: Option<&String>, what: &str| text.map(|why| format!("{what}: {why}"));
     let mut notes = vec![failure(row.why.as_ref(), "given up")];
     if let Some(it) = known.filter(|_| row.uptime_s.is_some()) {
+        notes.push(failure(it.hang.as_ref(), "hangs"));
+        notes.push(failure(it.gpu_fault.as_ref(), "a GPU has failed"));
+        notes.push(it.last_end.as_ref().filter(|_| it.restarts > 0).map(|end| format!("ended last: {}", end.words)));
+        notes.push(end(it, Utc::now()));
         notes.push(failure(it.last_failure.as_ref(), "the last snapshot failed"));
         notes.push(failure(it.persist_failure.as_ref(), "not in the store"));
         notes.push(failure(it.replica_failure.as_ref(), "not in the replica"));

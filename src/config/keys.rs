@@ -4,7 +4,7 @@ use super::storage::ReplicaUrl;
 
 /// The tables of the file, in its order.
 pub(super) const SECTIONS: &[&str] =
-    &["job", "snapshot", "store", "replica", "restart", "scheduler", "log", "control", "criu"];
+    &["job", "snapshot", "store", "replica", "restart", "watch", "scheduler", "log", "control", "criu"];
 
 /// One key.
 #[derive(Debug, PartialEq, Eq)]
@@ -32,9 +32,12 @@ pub(super) enum Shape {
     Words,
     /// NAME=VALUE with commas between; each name is an entry with its own origin.
     Map,
+    /// Tables in a list, each an entry with its own origin; only in the file.
+    Tables,
 }
 
 const DURATION: &str = "a duration with a unit, such as \"90s\" or \"10m\"";
+const PATIENCE: &str = "\"off\" or a duration with a unit, such as \"90s\" or \"10m\"";
 const SIZE: &str = "a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
 const RATE: &str = "\"unlimited\", or a size for each second such as \"500MB\" or a whole number of bytes";
 const COUNT: &str = "a whole number from 0 to 4294967295";
@@ -47,6 +50,7 @@ const fn key(path: &'static str, shape: Shape, expects: &'static str) -> Key {
 /// Every key, in the order of the file.
 pub(super) const KEYS: &[Key] = &[
     key("version", Shape::Count, "1"),
+    key("rules", Shape::Tables, "tables [[rules]] with match and action"),
     key("job.name", Shape::Text, "text"),
     key("job.command", Shape::Words, "a list of words in quotes, such as [\"python3\", \"train.py\"]"),
     key("job.directory", Shape::Text, "text with an absolute path"),
@@ -118,6 +122,12 @@ pub(super) const KEYS: &[Key] = &[
     key("restart.cold-start", Shape::Text, "\"allow\" or \"never\""),
     key("restart.restore-timeout", Shape::Text, DURATION),
     key("restart.lazy", Shape::Text, "\"off\" or \"on\""),
+    key("watch.no-output-for", Shape::Text, PATIENCE),
+    key("watch.no-cpu-for", Shape::Text, PATIENCE),
+    key("watch.no-notify-for", Shape::Text, PATIENCE),
+    key("watch.action", Shape::Text, "\"notify\", \"restart\" or \"snapshot-and-stop\""),
+    key("watch.log-silence-after", Shape::Text, PATIENCE),
+    key("watch.gpu-faults", Shape::Text, "\"auto\" or \"off\""),
     key("scheduler.profile", Shape::Text, "\"auto\", \"slurm\", \"sge\", \"htcondor\" or \"none\""),
     key("scheduler.requeue", Shape::Text, "\"exit-code\" or \"scontrol\""),
     key(

@@ -37,8 +37,20 @@ impl Setting {
         if self.key.is_secret(&text) { HIDDEN.to_owned() } else { text }
     }
 
-    /// Puts the value into a table with the shape of the file.
+    /// Of a table in a list: its number.
+    pub(super) fn number(&self) -> Option<usize> {
+        self.entry.as_ref().filter(|_| self.key.shape == Shape::Tables)?.parse().ok()
+    }
+
+    /// Puts the value into a table with the shape of the file. Tables of a list come in their order.
     pub(super) fn put(&self, into: &mut toml::Table) {
+        if self.number().is_some() {
+            let list = into.entry(self.key.path).or_insert_with(|| Value::Array(Vec::new()));
+            if let Value::Array(list) = list {
+                list.push(self.value.clone());
+            }
+            return;
+        }
         let mut table = into;
         let path = self.path();
         // An entry's name may have dots of its own: at most section, key and entry.
@@ -58,7 +70,11 @@ impl Setting {
     pub(super) fn check(&self) -> Result<(), Problem> {
         let mut alone = toml::Table::new();
         self.put(&mut alone);
-        Config::deserialize(alone).map(|_| ()).map_err(|_| self.problem(&format!("must be {}", self.key.expects)))
+        Config::deserialize(alone).map(|_| ()).map_err(|error| match self.key.shape {
+            // There is much in it that can be wrong.
+            Shape::Tables => self.problem(&format!("must be {}: {}", self.key.expects, error.message())),
+            _ => self.problem(&format!("must be {}", self.key.expects)),
+        })
     }
 
     /// That this value breaks a rule.
@@ -130,6 +146,11 @@ impl Layers {
                 let origin = at(name.span().start);
                 self.add(key, Some(name.get_ref().to_string()), value.get_ref().clone(), origin);
             }
+        } else if let (Shape::Tables, DeValue::Array(items)) = (key.shape, &value) {
+            for (n, item) in (1usize..).zip(items.iter()) {
+                let origin = at(item.span().start);
+                self.add(key, Some(n.to_string()), item.get_ref().clone(), origin);
+            }
         } else {
             self.add(key, None, value, origin);
         }
@@ -178,6 +199,8 @@ impl Layers {
                 let flag = text.parse().map_or_else(|_| Value::from(text), Value::Boolean);
                 self.settings.push(whole(flag));
             }
+            // They stand in no section and have no variable.
+            Shape::Tables => {}
             Shape::Codes => self.settings.push(whole(Value::Array(items().map(integer).collect()))),
             Shape::Words => {
                 let words = text.split_whitespace().map(Value::from);

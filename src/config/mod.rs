@@ -23,6 +23,7 @@ mod storage;
 #[cfg(test)]
 mod tests;
 mod value;
+mod watch;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -40,6 +41,9 @@ pub use model::{
 pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
 pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit};
 pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate, Stdin, Umask};
+pub use watch::{
+    Above, AnyOf, CauseName, GpuFaults, HangAction, Match, Patience, Pattern, Rule, RuleAction, SignalName, Watch,
+};
 
 use layers::{Layers, Setting};
 
@@ -127,6 +131,10 @@ impl Effective {
         let mut entries = Vec::new();
         for key in keys::KEYS {
             match value_at(&table, key.path) {
+                Some(toml::Value::Array(tables)) if key.shape == keys::Shape::Tables && !tables.is_empty() => {
+                    let path = |n: usize| format!("{}.{n}", key.path);
+                    entries.extend((1..).zip(tables).map(|(n, value)| self.entry(path(n), Some(value))));
+                }
                 Some(toml::Value::Table(map)) if !map.is_empty() => {
                     entries.extend(
                         map.iter().map(|(name, value)| self.entry(format!("{}.{name}", key.path), Some(value))),
@@ -219,9 +227,10 @@ fn merge(layers: Layers) -> Result<(Config, BTreeMap<String, Setting>), Error> {
         }
     }
     let mut table = toml::Table::new();
-    for setting in strongest.values() {
-        setting.put(&mut table);
-    }
+    let mut whole: Vec<&Setting> = strongest.values().collect();
+    // The tables of a list in their order.
+    whole.sort_by_key(|setting| setting.number());
+    whole.into_iter().for_each(|setting| setting.put(&mut table));
     match Config::deserialize(table) {
         Ok(config) => {
             let defaults = self::table(&config);

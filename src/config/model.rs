@@ -11,6 +11,7 @@ use super::control::Control;
 use super::scheduler::Scheduler;
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
+use super::watch::{Rule, Watch};
 
 /// The only configuration format there is so far.
 pub const VERSION: u32 = 1;
@@ -21,6 +22,9 @@ pub const VERSION: u32 = 1;
 pub struct Config {
     /// Format of the file, [`VERSION`].
     pub version: u32,
+    /// What is done about which end of the job, or line of its output; the first that fits.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub rules: Vec<Rule>,
     /// The job's world.
     pub job: Job,
     /// When and how to snapshot.
@@ -31,6 +35,8 @@ pub struct Config {
     pub replica: Replica,
     /// What to do when the job dies.
     pub restart: Restart,
+    /// When a job that has not ended is taken for hung.
+    pub watch: Watch,
     /// What is around: a scheduler, and the time it leaves.
     pub scheduler: Scheduler,
     /// The job's output and our own messages.
@@ -356,11 +362,13 @@ impl Default for Config {
     fn default() -> Config {
         Config {
             version: VERSION,
+            rules: Vec::new(),
             job: Job::default(),
             snapshot: Snapshot::default(),
             store: Store::default(),
             replica: Replica::default(),
             restart: Restart::default(),
+            watch: Watch::default(),
             scheduler: Scheduler::default(),
             log: Log::default(),
             control: Control::default(),

@@ -9,6 +9,7 @@ use super::model::{Config, LIMITS, VERSION};
 use super::scheduler::Deadline;
 use super::storage::{Repack, SizeLimit};
 use super::value::{ByteSize, Interval, Rate, Stdin};
+use super::watch::RuleAction;
 
 /// A key, an entry in it included, and the rule that its value breaks.
 pub(super) type Broken = (String, String);
@@ -24,6 +25,8 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
     store(config, &mut rules);
     replica(config, &mut rules);
     restart(config, &mut rules);
+    watch(config, &mut rules);
+    endings(config, &mut rules);
     if let Some(Deadline::After(time)) = config.scheduler.deadline {
         rules.time("scheduler.deadline", time, Duration::from_secs(1), "");
     }
@@ -241,4 +244,48 @@ fn restart(config: &Config, rules: &mut Rules) {
         rules.0.push(("restart.retry-exit-codes".to_owned(), rule));
     }
     rules.time("restart.restore-timeout", restart.restore_timeout, second, "");
+}
+
+fn watch(config: &Config, rules: &mut Rules) {
+    let watch = &config.watch;
+    let clocks = [
+        ("watch.no-output-for", watch.no_output_for),
+        ("watch.no-cpu-for", watch.no_cpu_for),
+        ("watch.no-notify-for", watch.no_notify_for),
+        ("watch.log-silence-after", watch.log_silence_after),
+    ];
+    for (key, patience) in clocks {
+        if let Some(limit) = patience.limit() {
+            rules.time(key, limit, Duration::from_millis(100), ", or \"off\"");
+        }
+    }
+}
+
+/// More is a program, not a table; and each line of the output is held against all of them.
+const MOST_RULES: usize = 99;
+
+fn endings(config: &Config, rules: &mut Rules) {
+    for (n, rule) in (1usize..).zip(&config.rules) {
+        let key = format!("rules.{n}");
+        rules.that(n <= MOST_RULES, &key, || format!("must be one of at most {MOST_RULES}"));
+        rules.that(!rule.matches.is_empty(), &key, || {
+            "must name in match what it is for: exit-code, signal, cause, xid or log".to_owned()
+        });
+        rules.that(!rule.matches.exit_code.all().contains(&0), &key, || {
+            "must not match exit code 0, which is success and ends the job".to_owned()
+        });
+        let groups = rule.matches.log.as_ref().map_or(0, super::Pattern::groups);
+        rules.that(rule.matches.above.is_none_or(|above| (1..groups).contains(&above.group)), &key, || {
+            "must have in match.log the group that match.above names, counted from 1".to_owned()
+        });
+        let rewinds = rule.action == RuleAction::Rewind;
+        rules.that(rewinds || (rule.images.is_none() && rule.max_rewinds.is_none()), &key, || {
+            "must not set images or max-rewinds, which are for action = \"rewind\"".to_owned()
+        });
+        let kept = config.store.keep_last;
+        rules.that(!rewinds || (1..=kept).contains(&rule.images.unwrap_or(1)), &key, || {
+            format!("must have images from 1 (the newest) to store.keep-last, which is {kept}")
+        });
+        rules.that(!rewinds || rule.max_rewinds() >= 1, &key, || "must have max-rewinds of at least 1".to_owned());
+    }
 }

@@ -106,6 +106,13 @@ never-retry-exit-codes = []
 cold-start = "never"
 restore-timeout = "30days"
 lazy = "on"
+[watch]
+no-output-for = "15m"
+no-cpu-for = "10m"
+no-notify-for = "1m"
+action = "snapshot-and-stop"
+log-silence-after = "off"
+gpu-faults = "off"
 [scheduler]
 profile = "sge"
 requeue = "scontrol"
@@ -119,6 +126,12 @@ directory = "/run/elsewhere"
 
 [criu]
 path = "/opt/criu"
+[[rules]]
+match = { exit-code = 3, log = "NCCL" }
+action = "restart"
+[[rules]]
+match = { signal = ["SIGSEGV"], cause = "signal" }
+action = "give-up"
 "#;
 
 #[test]
@@ -245,4 +258,41 @@ fn without_a_file_the_defaults_hold_and_are_valid() {
     assert!(matches!(file::when_present(missing), Ok(None)));
     let error = load(Some(missing), std::iter::empty(), &Overrides::default()).unwrap_err();
     assert_eq!(error.to_string(), "can not read the configuration /nonexistent/rekindle.toml");
+}
+
+#[test]
+fn each_rule_is_checked_and_shown_with_its_line() {
+    let text = "version = 1\n[[rules]]\nmatch = { exit-code = 3 }\naction = 'restart'\n\n[[rules]]\nmatch = { log = 'nan' }\naction = 'rewind'\nimages = 2\n";
+    let effective = load_layers(text, &[], &Overrides::default()).unwrap();
+    assert_eq!(effective.config.rules.len(), 2);
+    let shown: Vec<_> = effective.entries().into_iter().filter(|entry| entry.key.starts_with("rules")).collect();
+    let line = |entry: &Entry| if let Origin::File { line, .. } = entry.origin { line } else { 0 };
+    assert_eq!(shown.iter().map(|e| (e.key.as_str(), line(e))).collect::<Vec<_>>(), [("rules.1", 2), ("rules.2", 6)]);
+    assert!(shown[1].value.as_ref().unwrap().to_string().contains("rewind"));
+
+    let many: String =
+        (1..=12).map(|n| format!("[[rules]]\nmatch = {{ exit-code = {n} }}\naction = 'restart'\n")).collect();
+    let codes = load_text(&format!("version = 1\n{many}")).unwrap().rules;
+    assert!(codes.iter().zip(1u8..).all(|(rule, n)| rule.matches.exit_code.all() == [n]), "in the order of the file");
+
+    for (rule, why) in [
+        ("match = {}\naction = 'restart'", "must name in match what it is for"),
+        ("match = { exit-code = 0 }\naction = 'restart'", "must not match exit code 0"),
+        ("match = { exit-code = 1 }\naction = 'rewind'\nimages = 4", "to store.keep-last, which is 3"),
+        ("match = { exit-code = 1 }\naction = 'restart'\nimages = 1", "which are for action = \"rewind\""),
+        (
+            "match = { log = 'x', above = { group = 1, value = 1 } }\naction = 'restart'",
+            "the group that match.above names",
+        ),
+        ("match = { log = '(' }\naction = 'restart'", "not a regular expression"),
+        ("match = { exit-kode = 1 }\naction = 'restart'", "unknown field `exit-kode`"),
+        ("match = { exit-code = 1 }\naction = 'pray'", "unknown variant `pray`"),
+        ("match = { exit-code = 1 }", "missing field `action`"),
+    ] {
+        let told = problems(&format!("version = 1\n\n[[rules]]\n{rule}\n"));
+        assert!(told.len() == 1 && told[0].starts_with("3: rules.1 = ") && told[0].contains(why), "{rule}: {told:?}");
+    }
+    let told = problems("version = 1\n[rules]\naction = 1\n");
+    assert!(told.len() == 1 && told[0].contains("must be tables [[rules]] with match and action"), "{told:?}");
+    assert_eq!(problems("version = 1\n[[rule]]\n").len(), 1);
 }

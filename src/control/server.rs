@@ -29,7 +29,7 @@ pub const CLIENTS: usize = 128;
 /// How long the rest of a line may take, and how long an answer may lie unread.
 pub const PATIENCE: Duration = Duration::from_secs(10);
 /// How long a client may say nothing.
-const IDLE: Duration = Duration::from_secs(60);
+pub const IDLE: Duration = Duration::from_secs(60);
 /// After the kernel refused to take in a client (no descriptors are left).
 const PAUSE: Duration = Duration::from_secs(1);
 
@@ -179,6 +179,7 @@ impl Hall {
         if self.closed_until.is_some_and(|until| until <= now) {
             self.closed_until = None;
         }
+        let full = self.clients.len() >= CLIENTS;
         let door = if self.closed_until.is_some() { PollFlags::empty() } else { PollFlags::POLLIN };
         let mut fds = vec![
             PollFd::new(self.desk.wake.as_fd(), PollFlags::POLLIN),
@@ -215,7 +216,7 @@ impl Hall {
             }
         }
         if knock {
-            self.let_in();
+            self.let_in(full);
         }
         let now = Instant::now();
         let late: Vec<u64> =
@@ -225,8 +226,10 @@ impl Hall {
         }
     }
 
-    fn let_in(&mut self) {
-        loop {
+    /// `full`: nobody else could be let in before this turn either, so that those who have gone are not among them.
+    fn let_in(&mut self, full: bool) {
+        let mut room = CLIENTS.saturating_sub(self.clients.len());
+        while room > 0 || full {
             let stream = match self.bound.listener().accept() {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
@@ -248,7 +251,7 @@ impl Hall {
                 let _ = client.write();
                 continue;
             }
-            if self.clients.len() >= CLIENTS {
+            if room == 0 {
                 let fault = Fault::new(Code::Busy, format!("there are {CLIENTS} clients already: try again"));
                 client.answer(protocol::answer_line(Err(fault)), Stage::Leaves);
                 let _ = client.write();
@@ -256,6 +259,7 @@ impl Hall {
             }
             self.clients.insert(self.next, client);
             self.next += 1;
+            room -= 1;
         }
     }
 

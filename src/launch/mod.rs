@@ -9,6 +9,7 @@ pub mod identity;
 pub mod interposer;
 pub mod output;
 pub mod reaper;
+pub mod tail;
 pub mod world;
 
 use std::collections::BTreeMap;

@@ -172,8 +172,10 @@ pub struct History {
     skew: i64,
     set_back: u32,
     spans: Vec<Span>,
-    /// When the run began: nothing before it is lost by going back.
-    run_began: i64,
+    /// When the run began, until the job runs in it.
+    new_run: Option<i64>,
+    /// Nothing before it is lost by going back: a run began anew there, or was completed.
+    floor: i64,
     /// When each image's state was that of the job.
     states: HashMap<ImageId, i64>,
     /// Where each image's snapshot is.
@@ -208,7 +210,7 @@ impl History {
         let at = self.moment(event.time);
         if event.run != self.run {
             self.run.clone_from(&event.run);
-            self.run_began = at;
+            self.new_run = Some(at);
         }
         match &event.what {
             What::Supervised { command, interval, before, last_seen, .. } => {
@@ -276,6 +278,11 @@ impl History {
                 self.now = Now::Down;
                 self.crashed();
             }
+            What::Suspended { .. } => {
+                self.pass(at);
+                self.now = Now::Nothing;
+                self.ended = None;
+            }
             What::Finished { outcome, exit_code, why } => self.finished(at, outcome, *exit_code, why.as_deref()),
             _ => self.pass(at),
         }
@@ -340,7 +347,8 @@ impl History {
             self.pass(seen.unwrap_or(i64::MIN).min(at));
             let died = self.at.unwrap_or(at);
             self.fill(Kind::Away, at);
-            let why = before.map_or("the supervisor was killed, or the machine went down".into(), Cause::to_string);
+            let why =
+                before.map_or_else(|| "the supervisor was killed, or the machine went down".into(), Cause::to_string);
             self.fail(died, Trouble::Supervisor, why);
             self.open = self.failures.len().checked_sub(1);
         }
@@ -357,6 +365,10 @@ impl History {
         self.fill(if self.now == Now::Nothing { Kind::Idle } else { Kind::Down }, at);
         // A rule brings the job back without a word in between.
         self.crashed();
+        // A new run that begins from an image (a rewind, `rekindle restore`) goes back like any other.
+        if let (Some(began), None) = (self.new_run.take(), image) {
+            self.floor = began;
+        }
         let lost = self.go_back(image);
         if let Some(failure) = self.open.take().and_then(|open| self.failures.get_mut(open)) {
             failure.back_us = Some(between(failure.at, at));
@@ -375,9 +387,9 @@ impl History {
             // Taken before what is left of the journal: its name has the time, to the second.
             Some(id) => {
                 let named = || id.taken().timestamp_micros();
-                self.states.get(&id).copied().unwrap_or_else(named).max(self.run_began)
+                self.states.get(&id).copied().unwrap_or_else(named).max(self.floor)
             }
-            None => self.run_began,
+            None => self.floor,
         };
         let mut lost = 0_u64;
         let mut at = self.spans.len();
@@ -413,6 +425,9 @@ impl History {
     fn finished(&mut self, at: i64, outcome: &str, exit_code: Option<i32>, why: Option<&str>) {
         self.pass(at);
         let since = self.ended.as_ref().map_or(at, |end| end.at);
+        if outcome == "completed" {
+            self.floor = at;
+        }
         if outcome == "failed" {
             self.ended = None;
             let code = exit_code.map(|code| format!(" (exit code {code})")).unwrap_or_default();

@@ -37,6 +37,15 @@ pub fn time(us: u64) -> String {
     }
 }
 
+/// The same in whole seconds, for what changes all the time.
+#[must_use]
+pub fn whole(us: u64) -> String {
+    match us / 1_000_000 {
+        seconds @ 0..60 => format!("{seconds} s"),
+        _ => time(us),
+    }
+}
+
 /// Bytes.
 #[must_use]
 pub fn size(bytes: u64) -> String {

@@ -14,6 +14,7 @@ mod moved;
 mod plain;
 pub mod policy;
 mod rollback;
+pub mod rules;
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};

@@ -38,6 +38,8 @@ pub enum Death {
     Lost,
     /// The rest of its memory did not come, so it was killed. That says nothing about the image.
     Unloaded,
+    /// It is to be brought back, however it ended: it hung, or a rule says so.
+    Judged,
 }
 
 /// What the supervisor remembers of earlier lives.

@@ -28,6 +28,7 @@ impl Owner<'_> {
         let last_seen = self.shared.lock.last_seen().map(Into::into);
         let before = self.published.last_end.as_ref().map(|end| end.cause.clone());
         self.tell(What::Supervised { supervisor: std::process::id(), command, interval, before, last_seen });
+        self.watch_begin();
     }
 
     pub(super) fn tell_start(&mut self, job: &Job) {
@@ -57,8 +58,9 @@ impl Owner<'_> {
             Ended::Exit(code) => (Some(code), None),
             Ended::Signal(signal) => (None, Some(signal)),
         };
-        let cause = Some(self.why_ended(ended));
-        self.tell(What::Ended { exit_code, signal, cause });
+        let cause = self.why_ended(ended);
+        self.tell(What::Ended { exit_code, signal, cause: Some(cause.clone()) });
+        self.judge_end(ended, &cause);
     }
 
     pub(super) fn tell_finish(&mut self, finish: &Finish, exit_code: Option<i32>) {

@@ -49,6 +49,7 @@ use crate::sys::inherited;
 use crate::sys::spawn::Ended;
 use crate::telemetry::events::{Journal, What};
 use crate::telemetry::log::chain;
+use crate::watch::beats::Beats;
 use interval::{Failures, Pace};
 use start::{StartFailure, StartedJob};
 use state::{Action, Event, Finish, Machine, Stop};
@@ -76,6 +77,8 @@ pub struct Setup {
     pub staging: Option<Area>,
     /// How they are packed.
     pub packing: Packing,
+    /// Where the job says that it lives, where it is to.
+    pub beats: Option<Beats>,
     /// What to begin with.
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
@@ -123,6 +126,7 @@ enum Message {
     Persisted(Box<keep::Outcome>),
     Replicated(Box<replicate::Report>),
     Loaded(Box<load::Outcome>),
+    Watched(watch::Finding),
     Control(Box<control::Incoming>),
     /// What the scheduler says of the job's end.
     End(deadline::Answer),
@@ -340,6 +344,7 @@ impl Owner<'_> {
         for action in actions {
             self.act(action);
         }
+        self.watch_follows();
         self.settle();
         self.publish();
     }
@@ -380,6 +385,7 @@ impl Owner<'_> {
             Message::Persisted(outcome) => self.persisted(*outcome),
             Message::Replicated(report) => self.replicated(*report),
             Message::Loaded(outcome) => self.loaded(*outcome),
+            Message::Watched(finding) => self.watched(finding),
             Message::Control(incoming) => self.heard(*incoming),
             Message::End(answer) => self.end_is_known(answer),
         }

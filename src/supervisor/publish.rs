@@ -90,6 +90,12 @@ pub struct Published {
     /// How the last life of the job ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_end: Option<LastEnd>,
+    /// How the job hangs, while it does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub hang: Option<String>,
+    /// The last fault of a GPU that this life of the job uses.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub gpu_fault: Option<String>,
     /// Of the machine's boot that the supervisor runs in.
     #[serde(default)]
     pub boot_id: String,
@@ -157,6 +163,8 @@ impl Published {
             deadline: None,
             predicted: None,
             last_end: None,
+            hang: None,
+            gpu_fault: None,
             boot_id: process::boot_id().unwrap_or_default(),
         }
     }

@@ -42,6 +42,11 @@ pub(super) struct Target {
 }
 
 impl Target {
+    /// `older` where it is not the one that a crash would go back to anyway.
+    pub(super) fn new(image: ImageId, older: bool) -> Target {
+        Target { image, older }
+    }
+
     pub(super) fn image(self) -> ImageId {
         self.image
     }

@@ -10,6 +10,8 @@
 //!                  Stopping --(ended)--> Done
 //! ```
 //!
+//! What rules and the watch of a job decide (`Condemn`, `Judged`) takes the place of the decision for one end.
+//!
 //! What is asked for by name goes beside that: a rewind ends the life that there is and starts the next one from an image,
 //! without a decision, because nothing failed; a suspension ends it after a snapshot, and the machine rests in Suspended
 //! until it is called back, rewound or stopped. What can not be had in a state is refused ([`Machine::admits`]).
@@ -28,7 +30,7 @@ mod states;
 use std::time::{Duration, Instant};
 
 pub use admission::Wish;
-pub use events::{Action, Event, Finish, Harm, Stop};
+pub use events::{Action, Event, Finish, Harm, Stop, Verdict};
 pub use states::{Ending, Life, State, Then};
 
 use super::interval::{Choice, Failures, Pace};
@@ -67,6 +69,8 @@ pub struct Machine<'a> {
     loading: bool,
     /// Only while the job runs, or its snapshot is taken.
     postponed: Option<Postponed>,
+    /// What the end of this life leads to, where that is decided.
+    verdict: Option<Verdict>,
     /// See [`Machine::no_interval_from`].
     quiet: Option<Instant>,
     pace: Pace,
@@ -84,6 +88,7 @@ impl<'a> Machine<'a> {
             loading: false,
             pace: Pace::default(),
             postponed: None,
+            verdict: None,
             quiet: None,
         };
         (machine, vec![Action::Start(from)])
@@ -164,6 +169,7 @@ impl<'a> Machine<'a> {
             }
             Event::LoadBegan => self.loading = true,
             Event::LoadEnded(_) => self.loading = false,
+            Event::Judged(ref verdict) => self.verdict = Some(verdict.clone()),
             _ => {}
         }
         let since = self.state.life().map(|life| life.since);
@@ -184,6 +190,7 @@ impl<'a> Machine<'a> {
             self.postponed = None;
         }
         if next.life().is_none() {
+            self.verdict = None;
             self.loading = false;
         }
         if next.name() != self.state.name() || !actions.is_empty() {
@@ -258,6 +265,10 @@ impl<'a> Machine<'a> {
             Event::StopNow(stop) => kill(Ending::Stop(stop), life),
             Event::Rewind { image } if self.postponed.and_then(Postponed::stop).is_none() => {
                 kill(Ending::Rewind(image), life)
+            }
+            Event::Condemn(verdict) if self.postponed.and_then(Postponed::stop).is_none() => {
+                self.verdict = Some(verdict);
+                kill(Ending::Condemned, life)
             }
             Event::Ended { ended, images } => match self.postponed.and_then(Postponed::stop) {
                 Some(_) if ended == Ended::Exit(0) => finish(Finish::Completed),
@@ -400,24 +411,41 @@ impl<'a> Machine<'a> {
             (Event::Ended { .. }, Ending::Stop(stop)) => finish(Finish::Stopped(stop)),
             (Event::Ended { images, .. }, Ending::Lost) => self.died(Death::Lost, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Unloaded) => self.died(Death::Unloaded, &life, &images, now),
+            (Event::Ended { images, .. }, Ending::Condemned) => self.died(Death::Judged, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Suspend) => {
                 let from = images.first().map_or(life.from, |image| From::Image(*image));
                 (State::Suspended { from }, vec![])
             }
             (
                 Event::StopBy(wanted, _) | Event::StopNow(wanted),
-                Ending::Lost | Ending::Unloaded | Ending::Suspend | Ending::Rewind(_),
+                Ending::Lost | Ending::Unloaded | Ending::Suspend | Ending::Rewind(_) | Ending::Condemned,
             ) => kill(Ending::Stop(wanted), life),
-            (Event::Rewind { image }, Ending::Lost | Ending::Unloaded | Ending::Suspend | Ending::Rewind(_)) => {
-                kill(Ending::Rewind(image), life)
-            }
+            (
+                Event::Rewind { image },
+                Ending::Lost | Ending::Unloaded | Ending::Suspend | Ending::Rewind(_) | Ending::Condemned,
+            ) => kill(Ending::Rewind(image), life),
             (Event::StopNow(_), _) => kill(stop, life),
             (Event::Tick, _) if deadline.is_some_and(|at| at <= now) => kill(stop, life),
             _ => (State::Ending { stop, deadline, life }, vec![]),
         }
     }
 
-    fn died(&mut self, death: Death, life: &Life, images: &[ImageId], now: Instant) -> (State, Vec<Action>) {
+    fn died(&mut self, mut death: Death, life: &Life, images: &[ImageId], now: Instant) -> (State, Vec<Action>) {
+        let last = match death {
+            Death::Ended(ended) => Some(ended),
+            // It was killed for that.
+            Death::Judged => Some(Ended::Signal(libc::SIGKILL)),
+            Death::Lost | Death::Unloaded => None,
+        };
+        if last != Some(Ended::Exit(0)) {
+            match self.verdict.take() {
+                Some(Verdict::GiveUp { why }) => return decided(Decision::GiveUp { why, mark: None }, last, now),
+                Some(Verdict::Stop) => return finish(Finish::Stopped(Stop::Requeue)),
+                Some(Verdict::Rewind(image)) => return start(From::Image(image)),
+                Some(Verdict::Restart) => death = Death::Judged,
+                None => {}
+            }
+        }
         let uptime = now.saturating_duration_since(life.since);
         let policy = &self.config.restart;
         let decision = self.history.after_death(death, life.from, uptime, images, policy, now);
@@ -425,10 +453,6 @@ impl<'a> Machine<'a> {
         if decision != Decision::Complete && uptime >= policy.min_uptime {
             self.pace.failed();
         }
-        let last = match death {
-            Death::Ended(ended) => Some(ended),
-            Death::Lost | Death::Unloaded => None,
-        };
         decided(decision, last, now)
     }
 

@@ -104,6 +104,15 @@ pub fn ended(pid: i32) -> Option<Ended> {
     })
 }
 
+/// Processor time of a process and of the children that it has waited for, in clock ticks.
+#[must_use]
+pub fn cpu_ticks(pid: i32) -> Option<u64> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // utime, stime, cutime and cstime are the fields 14 to 17; the third is the first after the name.
+    let fields = text.get(text.rfind(')')? + 1..)?.split_whitespace().skip(11).take(4);
+    fields.map(|field| field.parse::<u64>().ok()).sum()
+}
+
 /// The pid of the tracer, 0 without one.
 #[must_use]
 pub fn tracer(pid: i32) -> Option<i32> {

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
-use crate::restart::cause::Cause;
+use crate::restart::cause::{Cause, Missing};
 use crate::store::ImageId;
 use crate::store::manifest::{Phase, Reason};
 
@@ -141,6 +141,40 @@ pub enum What {
         /// Why.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         cause: Option<Cause>,
+    },
+    /// The job makes no progress.
+    Hung {
+        /// What is missing.
+        what: Missing,
+        /// For so long.
+        idle_us: u64,
+        /// The file with the stacks of its processes, in the job's log folder.
+        stacks: Option<String>,
+        /// What is done: notify, restart, snapshot-and-stop, give-up or rewind.
+        action: String,
+    },
+    /// A job that was told of as hung makes progress again.
+    GoesOn {
+        /// What is there again.
+        what: Missing,
+    },
+    /// A GPU that the job uses has a fault.
+    GpuFault {
+        /// Which: its UUID or PCI address.
+        gpu: String,
+        /// The driver's number for the fault.
+        xid: u32,
+        /// What that is, and what NVIDIA advises.
+        words: String,
+    },
+    /// A rule is carried out.
+    RuleMatched {
+        /// Which, counted from 1.
+        rule: usize,
+        /// What it does.
+        action: String,
+        /// Why: the cause of an end, or the line of output.
+        why: String,
     },
     /// An image can not be used any more.
     ImageBad {

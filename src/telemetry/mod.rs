@@ -3,3 +3,4 @@
 pub mod events;
 pub mod host;
 pub mod log;
+pub mod tail;

@@ -6,6 +6,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::OpenOptionsExt;
+use std::time::Duration;
 
 /// What a line says that concerns a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -45,8 +46,8 @@ impl KernelLog {
         Ok(KernelLog { file })
     }
 
-    /// What it has said since, or since the last call.
-    pub fn read(&mut self) -> Vec<Notice> {
+    /// What it has said since, or since the last call, with the time since the machine's start.
+    pub fn read(&mut self) -> Vec<(Duration, Notice)> {
         /// One record (`CONSOLE_EXT_LOG_MAX`, kernel/printk).
         const RECORD: usize = 8192;
         let (mut found, mut buffer) = (Vec::new(), [0; RECORD]);
@@ -56,8 +57,10 @@ impl KernelLog {
                 Ok(length) => {
                     let record = String::from_utf8_lossy(buffer.get(..length).unwrap_or_default()).into_owned();
                     // "priority,number,time,flags;text", then lines that begin with a blank.
-                    let text = record.split_once(';').map_or(record.as_str(), |(_, text)| text);
-                    found.extend(text.lines().next().and_then(parse));
+                    let Some((head, text)) = record.split_once(';') else { continue };
+                    let at = head.split(',').nth(2).and_then(|micros| micros.parse().ok()).unwrap_or_default();
+                    let notice = text.lines().next().and_then(parse);
+                    found.extend(notice.map(|notice| (Duration::from_micros(at), notice)));
                 }
                 // What was not read in time is overwritten; the next read goes on behind it (EPIPE).
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => {}
@@ -80,7 +83,7 @@ fn killed(line: &str) -> Option<Notice> {
     before.ends_with(['O', 'o']).then_some(())?;
     let (pid, rest) = rest.split_once(" (")?;
     // The name may hold any byte but its end.
-    let (name, _) = rest.split_once(") ").or_else(|| rest.split_once(')'))?;
+    let (name, _) = rest.split_once(") total-vm:").or_else(|| rest.split_once(')'))?;
     Some(Notice::OutOfMemory { pid: pid.parse().ok()?, name: name.to_owned() })
 }
 
@@ -151,15 +154,15 @@ mod tests {
                 .and_then(|mut f| io::Write::write_all(&mut f, text.as_bytes()))
         };
         let mark = std::process::id();
-        let line = |xid: u32| format!("rekindle test: NVRM: Xid (PCI:{mark}:00:00): {xid}, pid=1, name=x, nothing");
+        let line = |xid: u32| format!("rekindle test: NVRM: Xid (PCI:{mark}:00:00): {xid}, pid=1, name=x, nothing\n");
         let Ok(()) = write(&line(1)) else { return eprintln!("SKIP: the kernel's log can not be written") };
         let mut log = KernelLog::from_now().unwrap();
         write(&line(2)).unwrap();
-        let ours = |notices: Vec<Notice>| -> Vec<u32> {
+        let ours = |notices: Vec<(Duration, Notice)>| -> Vec<u32> {
             let gpu = format!("{mark}:00:00");
             notices
                 .iter()
-                .filter_map(|n| match n {
+                .filter_map(|n| match &n.1 {
                     Notice::Xid { gpu: g, xid, .. } if *g == gpu => Some(*xid),
                     _ => None,
                 })

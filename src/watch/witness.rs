@@ -2,6 +2,7 @@
 //! life to its end.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use super::kmsg::{KernelLog, Notice};
 use crate::restart::cause::MemoryFacts;
@@ -17,6 +18,14 @@ pub struct Witness {
     pids: Vec<i32>,
     /// The reaper's pid.
     root: i32,
+}
+
+/// What was longer ago did not end the job.
+const RECENT: Duration = Duration::from_secs(120);
+
+fn uptime() -> Option<Duration> {
+    let text = std::fs::read_to_string("/proc/uptime").ok()?;
+    Duration::try_from_secs_f64(text.split(' ').next()?.parse().ok()?).ok()
 }
 
 /// What was seen.
@@ -49,7 +58,10 @@ impl Witness {
     #[must_use]
     pub fn testify(&mut self) -> Testimony {
         let counted = cgroup::kills(&self.counters) > self.kills;
-        let notices = self.log.as_mut().map(KernelLog::read);
+        let now = uptime().unwrap_or_default();
+        let fresh = |(at, notice): (Duration, Notice)| (at + RECENT >= now).then_some(notice);
+        let notices: Option<Vec<Notice>> =
+            self.log.as_mut().map(|log| log.read().into_iter().filter_map(fresh).collect());
         testimony(counted, notices.as_deref(), &self.pids)
     }
 }

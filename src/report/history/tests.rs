@@ -114,6 +114,22 @@ fn a_new_start_loses_all_of_its_run_and_nothing_of_the_one_before() {
 }
 
 #[test]
+fn a_new_run_from_an_image_goes_back_to_it_but_undoes_nothing_that_was_completed() {
+    let other = |mut event: Event| {
+        event.run = "another".into();
+        event
+    };
+    // A rewind: from there on the job is of another run.
+    let mut events = vec![supervised(0), started(1_000, None), taken(12_000, 1), taken(23_000, 2), ended(30_000)];
+    events.push(event(30_000, What::Rewinding { image: image(1) }));
+    events.push(other(started(31_000, Some(1))));
+    assert_eq!(seconds(&events), [10, 2, 17, 2, 0, 0]);
+    events.extend([other(ended(41_000)), other(finished(41_000, "completed"))]);
+    events.extend([supervised(50_000), started(51_000, Some(1))]);
+    assert_eq!(seconds(&events), [20, 2, 17, 3, 0, 9]);
+}
+
+#[test]
 fn what_was_asked_for_is_no_failure() {
     let end = |ms, cause| event(ms, What::Ended { exit_code: None, signal: Some(9), cause: Some(cause) });
     let events = [

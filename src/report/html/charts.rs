@@ -186,15 +186,16 @@ pub(super) struct Bars {
 
 impl Bars {
     pub(super) fn of(snapshots: &[&Snapshot]) -> Bars {
-        const BAR: usize = 8;
-        const GAP: usize = 2;
+        const STEP: usize = 10;
         let each = snapshots.len().div_ceil(BARS).max(1);
         let count = snapshots.len().div_ceil(each);
+        // On a telephone gaps between many would be narrower than its dots.
+        let bar = if count > 60 { STEP } else { STEP - 2 };
         let top_us = snapshots.iter().map(|it| it.freeze_us).max().unwrap_or(0).max(1);
-        let width = count.max(FEWEST) * (BAR + GAP);
+        let width = count.max(FEWEST) * STEP;
         let mut bars = Bars { top_us, width, each, ..Bars::default() };
         for (at, group) in snapshots.chunks(each).enumerate() {
-            let x = at * (BAR + GAP);
+            let x = at * STEP;
             let share = u64::try_from(group.len()).unwrap_or(1).max(1) * top_us;
             let sums = group.iter().map(|it| by_phase(it)).fold([0; 6], |mut sums, phases| {
                 sums.iter_mut().zip(phases).for_each(|(sum, us)| *sum += us);
@@ -205,13 +206,13 @@ impl Bars {
                 // From sum to sum, so that no rounding adds up.
                 let (bottom, top) = (below * 1000 / share, (below + sum) * 1000 / share);
                 if top > bottom {
-                    rect(path, x, BAR, 1000 - top, top - bottom);
+                    rect(path, x, bar, 1000 - top, top - bottom);
                 }
                 below += sum;
             }
             let longest = group.iter().map(|it| it.freeze_us).max().unwrap_or(0) * 1000 / top_us;
             if each > 1 {
-                rect(&mut bars.longest, x, BAR, (1000 - longest).min(992), 8);
+                rect(&mut bars.longest, x, bar, (1000 - longest).min(992), 8);
             }
         }
         bars

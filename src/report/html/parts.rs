@@ -197,7 +197,7 @@ pub(super) fn store(report: &Report) -> Markup {
             @for image in report.images.iter().take(IMAGES) {
                 div.size {
                     span.t { code { (format!("{:06}", image.id.sequence())) } " " span.soft {
-                        (moment(image.id.taken().timestamp_micros()))
+                        (moment(image.id.taken().timestamp_micros()).get(..16).unwrap_or_default())
                         @if !image.good { " · not good" }
                     } }
                     span.whole {

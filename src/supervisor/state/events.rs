@@ -37,6 +37,22 @@ pub enum Finish {
     },
 }
 
+/// What a rule or the watch of a job decides in place of the policy.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// It is brought back, whatever its exit code; it counts as a failure.
+    Restart,
+    /// It is given up.
+    GiveUp {
+        /// Why, in words.
+        why: String,
+    },
+    /// It is left as it is, to be queued again.
+    Stop,
+    /// It goes back to this image.
+    Rewind(ImageId),
+}
+
 /// What happens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
@@ -92,6 +108,10 @@ pub enum Event {
         /// Which.
         image: ImageId,
     },
+    /// End the job that runs, for this. It is no wish: a stop or a rewind that was asked for comes first.
+    Condemn(Verdict),
+    /// What the end that is reported next leads to.
+    Judged(Verdict),
     /// Take a last one within `snapshot.grace`, then stop.
     Stop(Stop),
     /// Take a last one until then, then stop.

@@ -77,6 +77,8 @@ pub enum Ending {
     Suspend,
     /// It goes back to this image.
     Rewind(ImageId),
+    /// It hangs, or a rule is against it.
+    Condemned,
 }
 
 /// One life of the job.

@@ -242,6 +242,42 @@ fn a_snapshot_waits_until_the_memory_is_back() {
 }
 
 #[test]
+fn a_verdict_takes_the_place_of_the_decision_for_one_end() {
+    let exit = |code| Event::Ended { ended: Ended::Exit(code), images: vec![id(3), id(2)] };
+    let last = |events: &[Event]| {
+        let events: Vec<_> = [Event::Started].iter().chain(events).map(|event| (60, event.clone())).collect();
+        Bench::new().run(&events)
+    };
+    let judged = |verdict| Event::Judged(verdict);
+    // 2 is never worth another try by itself.
+    let (state, _) = last(&[judged(Verdict::Restart), exit(2)]);
+    assert!(matches!(state, State::Waiting { from: From::Image(i), .. } if i == id(3)), "{state:?}");
+    let (_, actions) = last(&[judged(Verdict::Rewind(id(2))), exit(1)]);
+    assert_eq!(actions.last(), Some(&Action::Start(From::Image(id(2)))));
+    let (_, actions) = last(&[judged(Verdict::Stop), exit(1)]);
+    assert_eq!(actions.last(), Some(&Action::Finish(Finish::Stopped(Stop::Requeue))));
+    let why = || "rule 1".to_string();
+    let (_, actions) = last(&[judged(Verdict::GiveUp { why: why() }), exit(1)]);
+    let failed = |ended| Some(Action::Finish(Finish::Failed { why: why(), last: Some(ended) }));
+    assert_eq!(actions.last(), failed(Ended::Exit(1)).as_ref());
+    // A job that completes has no need of it.
+    let (_, actions) = last(&[judged(Verdict::GiveUp { why: why() }), exit(0)]);
+    assert_eq!(actions.last(), Some(&Action::Finish(Finish::Completed)));
+
+    // One that runs is killed first.
+    let (state, actions) = last(&[Event::Condemn(Verdict::Restart), killed(&[3])]);
+    assert_eq!(actions[1], Action::Kill);
+    assert!(matches!(state, State::Waiting { from: From::Image(i), .. } if i == id(3)), "{state:?}");
+    let (_, actions) = last(&[Event::Condemn(Verdict::GiveUp { why: why() }), killed(&[3])]);
+    assert_eq!(actions.last(), failed(Ended::Signal(9)).as_ref());
+    let (_, actions) = last(&[Event::Condemn(Verdict::Restart), Event::Stop(TERM), killed(&[3])]);
+    assert_eq!(actions.last(), Some(&Action::Finish(Finish::Stopped(TERM))), "who asks for a stop gets one");
+    // It holds for one life only.
+    let again = [judged(Verdict::Stop), exit(0)];
+    assert_eq!(last(&again).1.last(), Some(&Action::Finish(Finish::Completed)));
+}
+
+#[test]
 fn memory_that_does_not_come_is_not_the_fault_of_the_image() {
     let config = Config::default();
     let now = Instant::now();
@@ -375,6 +411,15 @@ fn what_can_not_be_had_is_refused() {
     assert_eq!(after(&[Event::Started, Event::PersistBegan, Event::Stop(TERM)]), [false; 4], "a stop waits");
 }
 
+fn verdict() -> impl Strategy<Value = Verdict> {
+    prop_oneof![
+        Just(Verdict::Restart),
+        Just(Verdict::Stop),
+        Just(Verdict::GiveUp { why: "rule 1".into() }),
+        (1u32..4).prop_map(|n| Verdict::Rewind(id(n))),
+    ]
+}
+
 #[test]
 fn a_stop_with_a_time_of_its_own_is_bound_by_that() {
     let config = Config::default();
@@ -490,6 +535,8 @@ fn event() -> impl Strategy<Value = Event> {
         1 => Just(Event::Impossible { why: "why".into() }),
         1 => images.clone().prop_map(|images| Event::ImageFailed { images }),
         2 => (ended, images).prop_map(|(ended, images)| Event::Ended { ended, images }),
+        1 => verdict().prop_map(Event::Condemn),
+        1 => verdict().prop_map(Event::Judged),
         1 => stop.clone().prop_map(Event::Stop),
         1 => stop.clone().prop_map(|stop| Event::StopBy(stop, Instant::now() + Duration::from_secs(60))),
         1 => stop.prop_map(Event::StopNow),

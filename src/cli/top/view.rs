@@ -1,0 +1,226 @@
+//! What `top` draws: rows in, lines of text with a tone out. Pure, so that every size of a terminal can be tried.
+
+use chrono::Local;
+
+use super::watch::{Row, moving};
+use crate::report::words::{share, size, time, whole};
+
+/// How a piece of text looks. Without colour only `Strong` and `Chosen` do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Tone {
+    Plain,
+    Soft,
+    Strong,
+    Good,
+    Warn,
+    Bad,
+    Chosen,
+}
+
+/// A line: pieces from left to right.
+pub(super) type Line = Vec<(Tone, String)>;
+
+/// What the user looks at.
+#[derive(Debug, Clone, Default)]
+pub(super) struct View {
+    /// The job that is selected, by name: rows come and go.
+    pub(super) chosen: Option<String>,
+    /// Whether its events are shown.
+    pub(super) open: bool,
+    /// How many events are scrolled up.
+    pub(super) scrolled: usize,
+}
+
+impl View {
+    /// The row that is selected; the first if that one has gone.
+    pub(super) fn at(&self, rows: &[Row]) -> usize {
+        rows.iter().position(|row| Some(&row.job) == self.chosen.as_ref()).unwrap_or(0)
+    }
+
+    /// Selects another row, or scrolls.
+    pub(super) fn step(&mut self, rows: &[Row], by: isize) {
+        if self.open {
+            let most = rows.get(self.at(rows)).map_or(0, |row| row.events.len().saturating_sub(1));
+            self.scrolled = self.scrolled.saturating_add_signed(by.saturating_neg()).min(most);
+        } else {
+            let at = self.at(rows).saturating_add_signed(by).min(rows.len().saturating_sub(1));
+            self.chosen = rows.get(at).map(|row| row.job.clone());
+        }
+    }
+
+    /// Shows the events of the selected job, or all jobs again.
+    pub(super) fn toggle(&mut self, rows: &[Row]) {
+        self.chosen = rows.get(self.at(rows)).map(|row| row.job.clone());
+        self.open = !self.open && self.chosen.is_some();
+        self.scrolled = 0;
+    }
+}
+
+/// At most `height` lines of at most `width` characters.
+pub(super) fn draw(title: &str, rows: &[Row], view: &View, width: usize, height: usize) -> Vec<Line> {
+    let at = view.at(rows);
+    let keys = if view.open { "q quit  ↑↓ scroll  Esc back" } else { "q quit  ↑↓ select  Enter events" };
+    let mut lines = match rows.get(at).filter(|_| view.open) {
+        Some(row) => events(row, view.scrolled, height.saturating_sub(1)),
+        None => {
+            let mut lines = vec![vec![(Tone::Strong, title.to_owned())]];
+            // Title, header and keys; and what there is to say of one job, where there is room.
+            let about = if height >= 9 { 3 } else { 0 };
+            lines.extend(table(rows, at, width, height.saturating_sub(3 + about)));
+            if about > 0 {
+                lines.resize(lines.len().max(height - 1 - about), Line::new());
+                lines.extend(rows.get(at).map(summary).unwrap_or_default());
+            }
+            lines
+        }
+    };
+    lines.resize(lines.len().max(height.saturating_sub(1)), Line::new());
+    lines.truncate(height.saturating_sub(1));
+    lines.push(vec![(Tone::Soft, keys.to_owned())]);
+    lines.truncate(height);
+    lines.into_iter().map(|line| cut(line, width)).collect()
+}
+
+/// A column: its name, what it shows of a row, how early it goes where there is no room.
+struct Column {
+    name: &'static str,
+    right: bool,
+    keep: u8,
+    cell: fn(&Row) -> (Tone, String),
+}
+
+fn dash(text: Option<String>) -> (Tone, String) {
+    text.map_or_else(|| (Tone::Soft, "-".into()), |text| (Tone::Plain, text))
+}
+
+const COLUMNS: [Column; 10] = [
+    Column { name: "JOB", right: false, keep: 9, cell: |row| (Tone::Strong, row.job.clone()) },
+    Column { name: "STATE", right: false, keep: 8, cell: |row| (tone(&row.state), row.state.clone()) },
+    Column { name: "UP", right: true, keep: 5, cell: |row| dash(row.up_us.map(whole)) },
+    Column { name: "GOODPUT", right: true, keep: 7, cell: |row| dash(row.goodput_ppm.map(share)) },
+    Column { name: "FREEZE", right: true, keep: 6, cell: |row| dash(row.freezes.last().copied().map(time)) },
+    Column { name: "FREEZES", right: false, keep: 1, cell: |row| (Tone::Good, spark(&row.freezes)) },
+    Column { name: "NEXT", right: true, keep: 4, cell: |row| dash(row.next_us.map(whole)) },
+    Column {
+        name: "STORING",
+        right: true,
+        keep: 2,
+        cell: |row| dash(row.restoring.as_ref().or(row.persisting.as_ref()).map(moving)),
+    },
+    Column { name: "STORE", right: true, keep: 3, cell: |row| (Tone::Plain, size(row.disk)) },
+    Column {
+        name: "RESTARTS",
+        right: true,
+        keep: 3,
+        cell: |row| (if row.restarts > 0 { Tone::Warn } else { Tone::Plain }, row.restarts.to_string()),
+    },
+];
+
+fn tone(state: &str) -> Tone {
+    match state {
+        "running" | "snapshotting" | "completed" => Tone::Good,
+        "failed" | "interrupted" | "?" => Tone::Bad,
+        "stopped" | "new" => Tone::Soft,
+        _ => Tone::Warn,
+    }
+}
+
+/// The header, and as many rows as fit: those around the selected one.
+fn table(rows: &[Row], at: usize, width: usize, height: usize) -> Vec<Line> {
+    if rows.is_empty() {
+        return vec![vec![(Tone::Soft, "no jobs".into())]];
+    }
+    let from = at.saturating_sub(height.saturating_sub(1)).min(rows.len().saturating_sub(height.max(1)));
+    let shown = rows.get(from..).unwrap_or_default().iter().take(height);
+    let cells: Vec<Vec<(Tone, String)>> = shown.map(|row| COLUMNS.iter().map(|it| (it.cell)(row)).collect()).collect();
+    let widest = |n: usize| cells.iter().filter_map(|row| row.get(n)).map(|(_, text)| text.chars().count()).max();
+    let mut columns: Vec<(usize, &Column, usize)> = COLUMNS
+        .iter()
+        .enumerate()
+        .map(|(n, column)| (n, column, widest(n).unwrap_or(0).max(column.name.len())))
+        .collect();
+    while columns.len() > 1 && columns.iter().map(|(_, _, wide)| wide + 2).sum::<usize>() > width + 2 {
+        let least = columns.iter().map(|(_, column, _)| column.keep).min();
+        let Some(last) = columns.iter().rposition(|(_, column, _)| Some(column.keep) == least) else { break };
+        columns.remove(last);
+    }
+    let pad = |text: &str, column: &Column, wide: usize| {
+        if column.right { format!("{text:>wide$}  ") } else { format!("{text:<wide$}  ") }
+    };
+    let header = columns.iter().map(|(_, column, wide)| (Tone::Soft, pad(column.name, column, *wide)));
+    let mut lines = vec![header.collect::<Line>()];
+    for (n, row) in cells.iter().enumerate() {
+        let chosen = from + n == at;
+        let pieces = columns.iter().filter_map(|(n, column, wide)| {
+            let (tone, text) = row.get(*n)?;
+            Some((if chosen { Tone::Chosen } else { *tone }, pad(text, column, *wide)))
+        });
+        let mut line: Line = pieces.collect();
+        if chosen {
+            let used: usize = line.iter().map(|(_, text)| text.chars().count()).sum();
+            line.push((Tone::Chosen, " ".repeat(width.saturating_sub(used))));
+        }
+        lines.push(line);
+    }
+    lines
+}
+
+/// Freezes as bars, the highest of them as high as a line.
+fn spark(freezes: &[u64]) -> String {
+    const BARS: [char; 8] = ['▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+    let highest = freezes.iter().max().copied().unwrap_or(0).max(1);
+    let bar = |us: u64| usize::try_from(us.saturating_mul(8).div_ceil(highest)).ok()?.checked_sub(1);
+    freezes.iter().filter_map(|us| BARS.get(bar(*us).unwrap_or(0))).collect()
+}
+
+/// The selected job in three lines.
+fn summary(row: &Row) -> Vec<Line> {
+    let age = row.age_us.map_or_else(|| "no snapshot yet".into(), |us| format!("last snapshot {} ago", whole(us)));
+    let counts = format!("{age}, {} failures, {} of work lost", row.failures, time(row.lost_us));
+    let last = match (&row.trouble, row.events.last()) {
+        (Some(trouble), _) => (Tone::Bad, trouble.clone()),
+        (None, Some(event)) => (Tone::Soft, format!("{}: {}", event.event, event.text)),
+        (None, None) => (Tone::Soft, "no events".into()),
+    };
+    vec![vec![(Tone::Soft, "$ ".into()), (Tone::Plain, row.command.clone())], vec![(Tone::Plain, counts)], vec![last]]
+}
+
+/// One job: what there is to say of it, and its newest events, the newest at the bottom.
+fn events(row: &Row, scrolled: usize, height: usize) -> Vec<Line> {
+    let mut lines = vec![vec![(Tone::Strong, format!("{}  ", row.job)), (tone(&row.state), row.state.clone())]];
+    if height >= 8 {
+        lines.extend(summary(row).into_iter().take(2));
+        lines.push(Line::new());
+    }
+    let room = height.saturating_sub(lines.len());
+    let end = row.events.len().saturating_sub(scrolled);
+    let from = end.saturating_sub(room);
+    for event in row.events.get(from..end).unwrap_or_default() {
+        let tone = match event.event.as_str() {
+            "ended" | "snapshot failed" | "image bad" | "not stored" | "not replicated" => Tone::Bad,
+            "restarting" => Tone::Warn,
+            "started" | "finished" => Tone::Good,
+            _ => Tone::Plain,
+        };
+        let at = event.at.with_timezone(&Local).format("%m-%d %H:%M:%S  ").to_string();
+        lines.push(vec![(Tone::Soft, at), (tone, format!("{:<16}", event.event)), (Tone::Plain, event.text.clone())]);
+    }
+    if row.events.is_empty() {
+        lines.push(vec![(Tone::Soft, "no events".into())]);
+    }
+    lines
+}
+
+/// No wider, and without what would move the cursor.
+fn cut(line: Line, width: usize) -> Line {
+    let mut left = width;
+    let cut = line.into_iter().map(|(tone, text)| {
+        let text: String = text.chars().take(left).map(|c| if c.is_control() { ' ' } else { c }).collect();
+        left -= text.chars().count();
+        (tone, text)
+    });
+    cut.filter(|(_, text)| !text.is_empty()).collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,114 @@
+//! A journal of events that is read while it grows.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use super::events::{Event, FILE_NAME};
+
+/// Where in a job's journal one has got to.
+#[derive(Debug)]
+pub struct Tail {
+    logs: PathBuf,
+    file: Option<File>,
+    /// The begin of a line that is not written to its end.
+    partial: Vec<u8>,
+    began: bool,
+}
+
+impl Tail {
+    /// Of the journal in a job's log folder, from its begin.
+    #[must_use]
+    pub fn of(logs: &Path) -> Tail {
+        Tail { logs: logs.to_owned(), file: None, partial: Vec::new(), began: false }
+    }
+
+    /// The events since the last call, the oldest first. Lines that can not be understood are left out.
+    ///
+    /// # Errors
+    /// When the journal can not be read.
+    pub fn more(&mut self) -> io::Result<Vec<Event>> {
+        let mut events = Vec::new();
+        if !std::mem::replace(&mut self.began, true) {
+            self.file = open(&self.logs.join(format!("{FILE_NAME}.1")))?;
+        }
+        self.read(&mut events)?;
+        let newest = open(&self.logs.join(FILE_NAME))?;
+        let same = |a: &File, b: &File| Ok::<_, io::Error>(a.metadata()?.ino() == b.metadata()?.ino());
+        if let Some(newest) = newest
+            && !self.file.as_ref().map(|file| same(file, &newest)).transpose()?.unwrap_or(false)
+        {
+            // It was moved, and may have grown before: what was read above is all of the old one by now.
+            self.read(&mut events)?;
+            self.partial.clear();
+            self.file = Some(newest);
+            self.read(&mut events)?;
+        }
+        Ok(events)
+    }
+
+    fn read(&mut self, events: &mut Vec<Event>) -> io::Result<()> {
+        let Some(file) = &mut self.file else { return Ok(()) };
+        file.read_to_end(&mut self.partial)?;
+        let Some(end) = self.partial.iter().rposition(|byte| *byte == b'\n') else { return Ok(()) };
+        let rest = self.partial.split_off(end + 1);
+        let lines = std::mem::replace(&mut self.partial, rest);
+        events.extend(lines.split(|byte| *byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()));
+        Ok(())
+    }
+}
+
+fn open(path: &Path) -> io::Result<Option<File>> {
+    match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        other => other.map(Some),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, OpenOptions};
+    use std::io::Write;
+
+    use super::*;
+    use crate::store::manifest::Reason;
+    use crate::telemetry::events::What;
+
+    fn line(run: &str) -> String {
+        let event = Event::now(run, What::SnapshotBegan { reason: Reason::Signal });
+        serde_json::to_string(&event).unwrap() + "\n"
+    }
+
+    fn runs(tail: &mut Tail) -> Vec<String> {
+        tail.more().unwrap().into_iter().map(|event| event.run).collect()
+    }
+
+    #[test]
+    fn each_event_comes_once_also_when_the_journal_is_moved() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, older) = (dir.path().join(FILE_NAME), dir.path().join("events.jsonl.1"));
+        let append = |text: &str| {
+            let mut file = OpenOptions::new().append(true).create(true).open(&path).unwrap();
+            file.write_all(text.as_bytes()).unwrap();
+        };
+        let mut tail = Tail::of(dir.path());
+        assert!(runs(&mut tail).is_empty());
+        fs::write(&older, line("0")).unwrap();
+        let mut tail = Tail::of(dir.path());
+        append(&line("1"));
+        assert_eq!(runs(&mut tail), ["0", "1"]);
+        let (begin, end) = (line("2")[..20].to_owned(), line("2")[20..].to_owned());
+        append(&begin);
+        assert!(runs(&mut tail).is_empty());
+        append(&end);
+        append("rubbish\n");
+        append(&line("3"));
+        assert_eq!(runs(&mut tail), ["2", "3"]);
+        append(&line("4"));
+        fs::rename(&path, &older).unwrap();
+        append(&line("5"));
+        assert_eq!(runs(&mut tail), ["4", "5"]);
+        assert!(runs(&mut tail).is_empty());
+    }
+}

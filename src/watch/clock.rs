@@ -1,0 +1,131 @@
+//! How long something has been missing, in the time that counts: a clock that can be held.
+
+use std::time::{Duration, Instant};
+
+/// Counts the time since there was progress, and not the time in which it is held.
+#[derive(Debug, Clone)]
+pub struct Clock {
+    limit: Duration,
+    /// Counted before it was held last.
+    idle: Duration,
+    /// Since when it counts; none while it is held.
+    since: Option<Instant>,
+    /// Whether it has been said that the limit is over.
+    said: bool,
+}
+
+impl Clock {
+    /// A clock that is held, with nothing counted.
+    #[must_use]
+    pub fn new(limit: Duration) -> Clock {
+        Clock { limit, idle: Duration::ZERO, since: None, said: false }
+    }
+
+    /// After this long it is due.
+    #[must_use]
+    pub fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// Begins anew, as it was made.
+    pub fn reset(&mut self) {
+        *self = Clock::new(self.limit);
+    }
+
+    /// Counts from now on.
+    pub fn go(&mut self, now: Instant) {
+        self.since.get_or_insert(now);
+    }
+
+    /// Counts no more.
+    pub fn hold(&mut self, now: Instant) {
+        self.idle = self.idle(now);
+        self.since = None;
+    }
+
+    /// There was progress. Answers whether it had been due before.
+    pub fn progress(&mut self, now: Instant) -> bool {
+        self.idle = Duration::ZERO;
+        self.since = self.since.map(|_| now);
+        std::mem::take(&mut self.said)
+    }
+
+    /// How long there was none.
+    #[must_use]
+    pub fn idle(&self, now: Instant) -> Duration {
+        self.idle + self.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
+    }
+
+    /// How long there was none, once when the limit is over; again only after there was progress.
+    pub fn due(&mut self, now: Instant) -> Option<Duration> {
+        let idle = self.idle(now);
+        let due = self.since.is_some() && !self.said && idle >= self.limit;
+        self.said |= due;
+        due.then_some(idle)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn time_that_is_held_does_not_count() {
+        let start = Instant::now();
+        let mut clock = Clock::new(10 * SECOND);
+        assert_eq!(clock.due(start + 100 * SECOND), None, "it was never let go");
+        clock.go(start);
+        clock.hold(start + 9 * SECOND);
+        assert_eq!(clock.due(start + 50 * SECOND), None, "a snapshot of 41 s");
+        clock.go(start + 50 * SECOND);
+        clock.go(start + 50 * SECOND + SECOND / 2);
+        assert_eq!(clock.due(start + 50 * SECOND + SECOND / 2), None);
+        assert_eq!(clock.due(start + 51 * SECOND), Some(10 * SECOND));
+        assert_eq!(clock.due(start + 99 * SECOND), None, "said once");
+        assert!(clock.progress(start + 100 * SECOND));
+        assert_eq!(clock.due(start + 109 * SECOND), None);
+        assert_eq!(clock.due(start + 110 * SECOND), Some(10 * SECOND));
+    }
+
+    #[derive(Debug, Clone, Copy)]
+    enum Step {
+        Go,
+        Hold,
+        Progress,
+    }
+
+    proptest! {
+        /// Against a model that adds up every millisecond.
+        #[test]
+        fn it_is_due_when_the_counted_time_is_over_and_once(
+            steps in proptest::collection::vec((0u64..40, prop_oneof![Just(Step::Go), Just(Step::Hold), Just(Step::Progress)]), 0..60),
+        ) {
+            let limit = Duration::from_millis(50);
+            let mut clock = Clock::new(limit);
+            let mut now = Instant::now();
+            let (mut going, mut counted, mut said) = (false, Duration::ZERO, false);
+            for (wait, step) in steps {
+                now += Duration::from_millis(wait);
+                if going {
+                    counted += Duration::from_millis(wait);
+                }
+                let expected = going && !said && counted >= limit;
+                prop_assert_eq!(clock.due(now), expected.then_some(counted));
+                said |= expected;
+                match step {
+                    Step::Go => { clock.go(now); going = true; }
+                    Step::Hold => { clock.hold(now); going = false; }
+                    Step::Progress => {
+                        prop_assert_eq!(clock.progress(now), said);
+                        (counted, said) = (Duration::ZERO, false);
+                    }
+                }
+                prop_assert_eq!(clock.idle(now), counted);
+            }
+        }
+    }
+}

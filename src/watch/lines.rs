@@ -1,0 +1,273 @@
+//! The job's output, line by line as it comes, held against the rules.
+//!
+//! A thread of its own reads the output files, like the follower but without its terminal. It costs little whatever the job
+//! prints: it looks at most every [`REST`], at no more than [`AT_ONCE`] of each file, and skips the rest. Of a line it sees the
+//! first [`LINE`] bytes. A rule is reported once for each life.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+
+use crate::config::{Match, Rule};
+
+/// Between two looks.
+const REST: Duration = Duration::from_millis(50);
+/// How soon it is seen that another life began, which may have written before that was said, in milliseconds.
+const TURN: u16 = 1000;
+/// Of each file at one look: 5 MB a second.
+const AT_ONCE: u64 = 256 << 10;
+/// Of a line.
+const LINE: usize = 16 << 10;
+/// Lines that an end is held against.
+pub const LAST: usize = 200;
+/// Of each file, for those.
+const LAST_BYTES: u64 = 256 << 10;
+
+/// Which life writes, and from where in the files on.
+#[derive(Debug, Clone, Default)]
+pub struct Turn(Arc<Mutex<(u32, [u64; 2])>>);
+
+impl Turn {
+    /// A life begins, at these lengths of the files; 0 is none.
+    pub fn set(&self, life: u32, from: [u64; 2]) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (life, from);
+    }
+
+    fn get(&self) -> (u32, [u64; 2]) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A line that fits a rule.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hit {
+    /// The life that wrote it.
+    pub life: u32,
+    /// The rule, counted from 0.
+    pub rule: usize,
+    /// The line, shortened.
+    pub line: String,
+}
+
+/// Holds what comes against the rules for output; ends when `report` answers that nobody listens. Answers at once where there
+/// is no such rule.
+///
+/// # Errors
+/// When the files can not be watched.
+pub fn watch(files: [PathBuf; 2], rules: &[Rule], turn: &Turn, report: impl Fn(Hit) -> bool) -> io::Result<()> {
+    let rules: Vec<(usize, Match)> = rules
+        .iter()
+        .enumerate()
+        .filter(|(_, rule)| rule.matches.is_of_output())
+        .map(|(n, rule)| (n, rule.matches.clone()))
+        .collect();
+    if rules.is_empty() {
+        return Ok(());
+    }
+    let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+    for file in &files {
+        watch.add_watch(file, AddWatchFlags::IN_MODIFY)?;
+    }
+    let mut tails = [Tail::open(&files[0])?, Tail::open(&files[1])?];
+    let (mut life, mut told) = (0, BTreeSet::new());
+    loop {
+        let (now, from) = turn.get();
+        if now != life {
+            life = now;
+            told.clear();
+            for (tail, from) in tails.iter_mut().zip(from) {
+                tail.begin(from);
+            }
+        }
+        for tail in tails.iter_mut().filter(|_| life != 0) {
+            for line in tail.lines() {
+                for (n, _) in rules.iter().filter(|(_, rule)| rule.line(&line)) {
+                    if told.insert(*n) && !report(Hit { life, rule: *n, line: shown(&line) }) {
+                        return Ok(());
+                    }
+                }
+            }
+        }
+        std::thread::sleep(REST);
+        let _ = poll(&mut [PollFd::new(watch.as_fd(), PollFlags::POLLIN)], PollTimeout::from(TURN));
+        let _ = watch.read_events();
+    }
+}
+
+/// For people.
+#[must_use]
+pub fn shown(line: &[u8]) -> String {
+    const SHOWN: usize = 300;
+    String::from_utf8_lossy(line).chars().map(|c| if c.is_control() { ' ' } else { c }).take(SHOWN).collect()
+}
+
+/// The last lines that a life wrote, of both files; it began at these lengths.
+#[must_use]
+pub fn last(files: [&Path; 2], from: [u64; 2]) -> Vec<Vec<u8>> {
+    let mut all = Vec::new();
+    for (file, from) in files.into_iter().zip(from) {
+        let Ok(mut tail) = Tail::open(file) else { continue };
+        // One that is shorter was rotated in this life.
+        let length = tail.length();
+        let from = if from <= length { from } else { 0 };
+        tail.begin(from.max(length.saturating_sub(LAST_BYTES)));
+        let mut lines = tail.lines();
+        // What has no end of line was said all the same.
+        lines.extend(Some(std::mem::take(&mut tail.rest)).filter(|rest| !rest.is_empty()));
+        let beyond = lines.len().saturating_sub(LAST);
+        all.extend(lines.into_iter().skip(beyond));
+    }
+    all
+}
+
+#[derive(Debug)]
+struct Tail {
+    file: File,
+    at: u64,
+    /// The begin of a line whose end has not come.
+    rest: Vec<u8>,
+}
+
+impl Tail {
+    fn open(path: &Path) -> io::Result<Tail> {
+        Ok(Tail { file: File::open(path)?, at: 0, rest: Vec::new() })
+    }
+
+    fn length(&self) -> u64 {
+        self.file.metadata().map_or(0, |meta| meta.len())
+    }
+
+    fn begin(&mut self, from: u64) {
+        self.at = from;
+        self.rest.clear();
+    }
+
+    /// The lines that have come to their end since, as far as they are looked at.
+    fn lines(&mut self) -> Vec<Vec<u8>> {
+        let length = self.length();
+        if length < self.at {
+            // Rotated, or put back.
+            self.begin(0);
+        }
+        if length - self.at > AT_ONCE {
+            self.begin(length - AT_ONCE);
+        }
+        let mut bytes = vec![0; usize::try_from(length - self.at).unwrap_or(0)];
+        let Ok(count) = self.file.read_at(&mut bytes, self.at) else { return Vec::new() };
+        bytes.truncate(count);
+        self.at += count as u64;
+        let mut lines: Vec<Vec<u8>> = Vec::new();
+        let mut parts = bytes.split(|byte| *byte == b'\n');
+        let last = parts.next_back().unwrap_or_default();
+        for part in parts {
+            let mut line = std::mem::take(&mut self.rest);
+            line.extend(part);
+            lines.push(line);
+        }
+        self.rest.extend(last);
+        lines.iter_mut().for_each(|line| line.truncate(LINE));
+        self.rest.truncate(LINE);
+        lines
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::OpenOptions;
+    use std::io::Write;
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::config::RuleAction;
+
+    fn texts(lines: Vec<Vec<u8>>) -> Vec<String> {
+        lines.into_iter().map(|line| String::from_utf8(line).unwrap()).collect()
+    }
+
+    fn rule(text: &str) -> Rule {
+        Rule { matches: toml::from_str(text).unwrap(), action: RuleAction::Rewind, images: None, max_rewinds: None }
+    }
+
+    #[test]
+    fn lines_come_whole_and_bounded() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        std::fs::write(&path, "old\n").unwrap();
+        let mut tail = Tail::open(&path).unwrap();
+        tail.begin(4);
+        let mut writer = OpenOptions::new().append(true).open(&path).unwrap();
+        write!(writer, "one\ntw").unwrap();
+        assert_eq!(texts(tail.lines()), ["one"]);
+        write!(writer, "o\n\nthree").unwrap();
+        assert_eq!(texts(tail.lines()), ["two", ""]);
+        assert_eq!(texts(tail.lines()), [""; 0]);
+        write!(writer, "{}\nend\n", "x".repeat(2 * LINE)).unwrap();
+        let long = texts(tail.lines());
+        assert_eq!((long[0].len(), long[1].as_str()), (LINE, "end"));
+        // Rotated.
+        writer.set_len(0).unwrap();
+        writeln!(writer, "anew").unwrap();
+        assert_eq!(texts(tail.lines()), ["anew"]);
+        // A flood: only its end is looked at.
+        for _ in 0..100 {
+            writeln!(writer, "{}", "y".repeat(9999)).unwrap();
+        }
+        writeln!(writer, "last").unwrap();
+        let flood = texts(tail.lines());
+        assert!(flood.len() < 30, "{}", flood.len());
+        assert_eq!(flood.last().unwrap(), "last");
+    }
+
+    #[test]
+    fn the_last_lines_are_those_of_the_life() {
+        let dir = tempfile::tempdir().unwrap();
+        let (out, err) = (dir.path().join("out"), dir.path().join("err"));
+        std::fs::write(&out, "before\nduring\nno end").unwrap();
+        std::fs::write(&err, "short\n").unwrap();
+        assert_eq!(texts(last([&out, &err], [7, 99])), ["during", "no end", "short"]);
+        std::fs::write(&out, (0..999).map(|n| format!("{n}\n")).collect::<String>()).unwrap();
+        let lines = texts(last([&out, &err], [0, 6]));
+        assert_eq!((lines.len(), lines[0].as_str(), lines[199].as_str()), (LAST, "799", "998"));
+        assert!(last([&dir.path().join("none"), &err], [0, 6]).is_empty());
+    }
+
+    #[test]
+    fn a_rule_is_reported_once_for_each_life_and_not_for_lines_before_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = [dir.path().join("out"), dir.path().join("err")];
+        std::fs::write(&files[0], "loss nan\n").unwrap();
+        std::fs::write(&files[1], "").unwrap();
+        let rules = [rule("exit-code = 3\nlog = 'nan'"), rule("log = 'loss nan'"), rule("log = 'fire'")];
+        let turn = Turn::default();
+        turn.set(1, [9, 0]);
+        let (sender, hits) = mpsc::channel();
+        let (paths, thread_turn) = (files.clone(), turn.clone());
+        std::thread::spawn(move || watch(paths, &rules, &thread_turn, |hit| sender.send(hit).is_ok()).unwrap());
+        let mut writer = OpenOptions::new().append(true).open(&files[0]).unwrap();
+        // Until the thread watches.
+        let first = loop {
+            writeln!(writer, "loss nan").unwrap();
+            if let Ok(hit) = hits.recv_timeout(Duration::from_millis(20)) {
+                break hit;
+            }
+        };
+        assert_eq!(first, Hit { life: 1, rule: 1, line: "loss nan".into() });
+        std::fs::write(&files[1], "the disk is on fire\n").unwrap();
+        let second = hits.recv_timeout(Duration::from_secs(10)).unwrap();
+        assert_eq!((second.rule, second.line.as_str()), (2, "the disk is on fire"));
+        let length = writer.metadata().unwrap().len();
+        turn.set(2, [length, 20]);
+        writeln!(writer, "loss nan").unwrap();
+        let again = hits.recv_timeout(Duration::from_secs(10)).unwrap();
+        assert_eq!((again.life, again.rule), (2, 1));
+        assert!(hits.recv_timeout(Duration::from_millis(200)).is_err(), "once");
+    }
+}

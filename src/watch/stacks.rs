@@ -1,0 +1,204 @@
+//! What the processes of a job that hangs are at: `log/stacks-N.txt` in the job's folder.
+//!
+//! For each task its state, what it waits for in the kernel (wchan, stack) and, of each process, the stacks of its own code
+//! where a tool for that is installed: py-spy for Python, else eu-stack, else gdb. All of it is bounded: in time, in size, and
+//! in the number of files that are kept.
+
+use std::fmt::Write as _;
+use std::io::Read;
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::launch::find_program;
+use crate::restart::cause::Missing;
+use crate::sys::process;
+use crate::sys::spawn::Spawn;
+
+/// So many files are kept, the newest.
+const KEPT: usize = 5;
+/// Of a file. What is written first is the kernel's side of every task, which is short.
+const LARGEST: usize = 2 << 20;
+/// Of what a tool says of one process.
+const TOOL_LARGEST: usize = 256 << 10;
+/// How long a tool may take for one process, which stands still meanwhile.
+const TOOL_TIME: Duration = Duration::from_secs(5);
+/// How long all tools may take: somebody waits for the job to be brought back.
+const TOOLS_TIME: Duration = Duration::from_secs(20);
+/// Tasks that are looked at.
+const TASKS: usize = 512;
+
+/// Writes down what the processes of the tree are at. Answers where; nothing where it can not be written.
+pub fn keep(root: i32, logs: &Path, what: Missing, idle: Duration) -> Option<PathBuf> {
+    let path = logs.join(format!("stacks-{}.txt", newest(logs).map_or(1, |n| n.saturating_add(1))));
+    let mut text = capture(root, what, idle);
+    let end = (0..=LARGEST.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
+    text.truncate(end);
+    if let Err(error) = crate::sys::durable::replace_file(&path, text.as_bytes(), 0o600) {
+        tracing::warn!("the stacks can not be written to {}: {error}", path.display());
+        return None;
+    }
+    remove_old(logs);
+    Some(path)
+}
+
+fn numbers(logs: &Path) -> Vec<u32> {
+    let names = std::fs::read_dir(logs)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| entry.file_name().into_string().ok());
+    let number = |name: String| name.strip_prefix("stacks-")?.strip_suffix(".txt")?.parse().ok();
+    let mut numbers: Vec<u32> = names.filter_map(number).collect();
+    numbers.sort_unstable();
+    numbers
+}
+
+fn newest(logs: &Path) -> Option<u32> {
+    numbers(logs).last().copied()
+}
+
+fn remove_old(logs: &Path) {
+    let numbers = numbers(logs);
+    for number in numbers.iter().rev().skip(KEPT) {
+        let _ = std::fs::remove_file(logs.join(format!("stacks-{number}.txt")));
+    }
+}
+
+fn capture(root: i32, what: Missing, idle: Duration) -> String {
+    let mut text = String::new();
+    let idle = humantime::format_duration(Duration::from_millis(u64::try_from(idle.as_millis()).unwrap_or(u64::MAX)));
+    // Writing to a string can not fail.
+    let _ = writeln!(text, "{}: {what} for {idle}", chrono::Utc::now().to_rfc3339());
+    let pids = process::tree(root);
+    let tasks = pids.iter().flat_map(|pid| process::threads(*pid).into_iter().map(move |tid| (*pid, tid)));
+    for (pid, tid) in tasks.take(TASKS) {
+        task(&mut text, pid, tid);
+    }
+    for pid in &pids {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let _ = writeln!(text, "\n== status of process {pid}\n{status}");
+    }
+    let until = Instant::now() + TOOLS_TIME;
+    // The reaper has no stack worth seeing.
+    for pid in pids.iter().filter(|pid| **pid != root) {
+        let _ = writeln!(text, "\n== stacks of process {pid}");
+        match tool(*pid) {
+            _ if Instant::now() >= until => text.push_str("left out: it took too long already\n"),
+            Some((name, program, args)) => {
+                let _ = writeln!(text, "by {name}");
+                text.push_str(&run(&program, &args, TOOL_TIME.min(until.saturating_duration_since(Instant::now()))));
+            }
+            None => {
+                text.push_str("none of py-spy, eu-stack and gdb is installed\n");
+                break;
+            }
+        }
+    }
+    text
+}
+
+/// What the kernel tells of a task.
+fn task(text: &mut String, pid: i32, tid: i32) {
+    let read = |name: &str| std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/{name}")).unwrap_or_default();
+    let line = |name: &str| read(name).trim().to_owned();
+    let state = process::state(tid).unwrap_or('?');
+    let inner = process::inner_pid(tid).unwrap_or(tid);
+    let wchan = Some(line("wchan")).filter(|wchan| !wchan.is_empty() && wchan != "0").unwrap_or_else(|| "-".into());
+    let _ = writeln!(
+        text,
+        "\n== task {tid} of process {pid} ({}), {inner} to itself: state {state}, waits in {wchan}",
+        line("comm")
+    );
+    let _ = writeln!(text, "system call: {}", line("syscall"));
+    text.push_str(&read("stack"));
+}
+
+type Call = (&'static str, PathBuf, Vec<String>);
+
+/// What can tell the stacks of this process here.
+fn tool(pid: i32) -> Option<Call> {
+    let path = std::env::var_os("PATH");
+    let find = |name: &str| find_program(name.as_ref(), Path::new("/"), path.as_deref()).ok();
+    let text = pid.to_string();
+    let args = |args: &[&str]| args.iter().map(|arg| (*arg).to_owned()).collect::<Vec<String>>();
+    let is_python = process::executable(pid).is_some_and(|exe| exe.to_string_lossy().contains("python"));
+    let py_spy = || Some(("py-spy", find("py-spy")?, args(&["dump", "--native", "--pid", &text])));
+    let eu_stack = || Some(("eu-stack", find("eu-stack")?, args(&["-p", &text])));
+    let gdb = || {
+        // Without the user's settings, and without asking a server for symbols, which takes minutes.
+        let all = ["-nx", "-batch", "-iex", "set debuginfod enabled off", "-iex", "set auto-load off", "-p", &text];
+        Some(("gdb", find("gdb")?, [args(&all), args(&["-ex", "thread apply all bt 64"])].concat()))
+    };
+    is_python.then(py_spy).flatten().or_else(eu_stack).or_else(gdb)
+}
+
+/// What it prints, and a line on what went wrong.
+fn run(program: &Path, args: &[String], limit: Duration) -> String {
+    match output(program, args, limit) {
+        Ok(text) => text,
+        Err(error) => format!("it failed: {error}\n"),
+    }
+}
+
+fn output(program: &Path, args: &[String], limit: Duration) -> std::io::Result<String> {
+    let file = tempfile::tempfile()?;
+    let fds = (OwnedFd::from(file.try_clone()?), OwnedFd::from(file.try_clone()?));
+    let bytes = TOOL_LARGEST as u64;
+    let size = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+    let keep = ["PATH", "HOME", "LANG"].into_iter().filter_map(|name| Some((name, std::env::var_os(name)?)));
+    // A child that the supervisor knows: the others it takes for what a failed restore left, and reaps them.
+    let spawn =
+        Spawn::new(program, args).map_err(std::io::Error::other)?.environment(keep).map_err(std::io::Error::other)?;
+    let child = spawn
+        .fd(fds.0, 1)
+        .fd(fds.1, 2)
+        .limit(libc::RLIMIT_FSIZE, size)
+        .dies_with_us()
+        .start()
+        .map_err(std::io::Error::other)?;
+    let until = Instant::now() + limit;
+    let mut note = "";
+    while !child.has_ended()? {
+        if Instant::now() >= until {
+            note = "\nit took too long, and was ended\n";
+            child.signal(libc::SIGKILL)?;
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    child.wait()?;
+    let mut text = Vec::new();
+    let mut file = file;
+    std::io::Seek::rewind(&mut file)?;
+    file.take(bytes).read_to_end(&mut text)?;
+    Ok(String::from_utf8_lossy(&text).into_owned() + note)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_files_are_kept_and_numbers_go_on() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("stacks-x.txt"), "another's").unwrap();
+        let own = i32::try_from(std::process::id()).unwrap();
+        for n in 1..=7 {
+            // Its own root: no tool is run on it.
+            let path = keep(own, dir.path(), Missing::Output, Duration::from_millis(2500)).unwrap();
+            assert_eq!(path, dir.path().join(format!("stacks-{n}.txt")));
+        }
+        assert_eq!(numbers(dir.path()), [3, 4, 5, 6, 7]);
+        let text = std::fs::read_to_string(dir.path().join("stacks-7.txt")).unwrap();
+        assert!(text.contains("it printed nothing for 2s 500ms") && text.contains("state R"), "{text}");
+    }
+
+    #[test]
+    fn a_tool_that_takes_too_long_is_ended_and_one_that_says_too_much_is_cut() {
+        let sh = |script: &str| run(Path::new("/bin/sh"), &["-c".into(), script.into()], Duration::from_millis(300));
+        assert!(sh("echo so far; exec sleep 60").starts_with("so far\n\nit took too long"));
+        assert_eq!(sh("while :; do echo 0123456789abcdef; done").len() / 1000, TOOL_LARGEST / 1000);
+        assert!(run(Path::new("/nowhere"), &[], TOOL_TIME).starts_with("it failed: "));
+    }
+}

@@ -1,0 +1,234 @@
+//! The thread that notices when a job makes no progress: it looks at what the job prints, uses and says, on its own time.
+//!
+//! It is told which life runs, and when its clocks are to stand still: while a snapshot is taken, while the job is suspended,
+//! being brought back or not yet whole. What was done in that time counts for nothing: CRIU's own work in the job (its
+//! parasite) shows as the job's processor time.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use super::clock::Clock;
+use super::gpu::GpuWork;
+use super::stacks;
+use crate::config::Watch;
+use crate::launch::output;
+use crate::restart::cause::Missing;
+use crate::sys::process;
+
+/// What it is told.
+#[derive(Debug, Clone, Copy)]
+pub enum Order {
+    /// Another life, with this number and this pid of its root. Its clocks stand still until they are let go.
+    Life(u32, i32),
+    /// The clocks count.
+    Go,
+    /// They stand still.
+    Hold,
+}
+
+/// What it reports.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Finding {
+    /// No output for so long; it is worth a line in the log.
+    Silent(Duration),
+    /// Something has been missing for longer than allowed.
+    Hung {
+        /// What.
+        what: Missing,
+        /// For so long.
+        idle: Duration,
+        /// Where the stacks are.
+        stacks: Option<PathBuf>,
+    },
+    /// What had been missing is there again.
+    GoesOn(Missing),
+}
+
+/// What is looked at.
+#[derive(Debug)]
+pub struct Vigil {
+    clocks: Vec<(Missing, Clock)>,
+    silence: Option<Clock>,
+    files: [PathBuf; 2],
+    /// Counts the job's WATCHDOG=1.
+    beats: Arc<AtomicU64>,
+    /// The job's log folder.
+    logs: PathBuf,
+    pause: Duration,
+    life: u32,
+    root: Option<i32>,
+    seen: Seen,
+    gpu: GpuWork,
+}
+
+/// What was there when it was looked last.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Seen {
+    lengths: [u64; 2],
+    ticks: u64,
+    at: Option<Instant>,
+    beats: u64,
+}
+
+impl Vigil {
+    /// What the configuration asks for; none where that is nothing.
+    #[must_use]
+    pub fn new(watch: &Watch, files: &output::Files, logs: PathBuf, beats: Arc<AtomicU64>) -> Option<Vigil> {
+        let wanted = [
+            (Missing::Output, watch.no_output_for),
+            (Missing::Work, watch.no_cpu_for),
+            (Missing::Notify, watch.no_notify_for),
+        ];
+        let clocks: Vec<_> =
+            wanted.into_iter().filter_map(|(what, patience)| Some((what, Clock::new(patience.limit()?)))).collect();
+        let silence = watch.log_silence_after.limit().map(Clock::new);
+        let shortest = clocks.iter().map(|(_, clock)| clock).chain(&silence).map(Clock::limit).min()?;
+        // A tenth of a limit more or less is nothing to somebody who waits for it; a silence alone is no hurry.
+        let longest = Duration::from_secs(if clocks.is_empty() { 60 } else { 10 });
+        let pause = (shortest / 10).clamp(Duration::from_millis(20), longest);
+        let files = [files.stdout.clone(), files.stderr.clone()];
+        let (seen, gpu) = (Seen::default(), GpuWork::default());
+        Some(Vigil { clocks, silence, files, beats, logs, pause, life: 0, root: None, seen, gpu })
+    }
+
+    /// Watches until nobody gives orders any more.
+    pub fn keep(mut self, orders: &Receiver<Order>, report: impl Fn(u32, Finding)) {
+        let mut going = false;
+        loop {
+            // Nothing to look at: no time limit, an idle job costs nothing.
+            let order = if going { orders.recv_timeout(self.pause) } else { orders.recv().map_err(Into::into) };
+            let now = Instant::now();
+            match order {
+                Ok(Order::Life(life, root)) => {
+                    (self.life, self.root, going) = (life, Some(root), false);
+                    self.clocks().for_each(Clock::reset);
+                    self.gpu.forget();
+                    self.rebase(now);
+                }
+                Ok(Order::Go) => {
+                    going = true;
+                    self.look_at_output(now, &report);
+                    self.rebase(now);
+                    self.clocks().for_each(|clock| clock.go(now));
+                }
+                Ok(Order::Hold) => {
+                    going = false;
+                    self.clocks().for_each(|clock| clock.hold(now));
+                }
+                Err(RecvTimeoutError::Timeout) => self.look(now, &report),
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    fn clocks(&mut self) -> impl Iterator<Item = &mut Clock> {
+        self.clocks.iter_mut().map(|(_, clock)| clock).chain(&mut self.silence)
+    }
+
+    /// Takes what is there now as what was seen.
+    fn rebase(&mut self, now: Instant) {
+        let lengths = self.lengths();
+        self.seen = Seen { lengths, ticks: self.ticks(), at: Some(now), beats: self.beats.load(Ordering::Relaxed) };
+    }
+
+    fn lengths(&self) -> [u64; 2] {
+        self.files.each_ref().map(|file| std::fs::metadata(file).map_or(0, |meta| meta.len()))
+    }
+
+    fn watches(&self, wanted: Missing) -> bool {
+        self.clocks.iter().any(|(what, _)| *what == wanted)
+    }
+
+    /// Of all processes of the job, with those that have ended and were waited for.
+    fn ticks(&self) -> u64 {
+        let Some(root) = self.root.filter(|_| self.watches(Missing::Work)) else { return 0 };
+        process::tree(root).into_iter().filter_map(process::cpu_ticks).sum()
+    }
+
+    fn progress(&mut self, wanted: Missing, now: Instant, report: &impl Fn(u32, Finding)) {
+        let life = self.life;
+        for (what, clock) in self.clocks.iter_mut().filter(|(what, _)| *what == wanted) {
+            if clock.progress(now) {
+                report(life, Finding::GoesOn(*what));
+            }
+        }
+        if wanted == Missing::Output
+            && let Some(silence) = &mut self.silence
+        {
+            silence.progress(now);
+        }
+    }
+
+    fn look_at_output(&mut self, now: Instant, report: &impl Fn(u32, Finding)) {
+        let lengths = self.lengths();
+        // A file that is shorter was rotated, which only one that has grown is.
+        if lengths != self.seen.lengths {
+            self.seen.lengths = lengths;
+            self.progress(Missing::Output, now, report);
+        }
+    }
+
+    fn look(&mut self, now: Instant, report: &impl Fn(u32, Finding)) {
+        self.look_at_output(now, report);
+        let beats = self.beats.load(Ordering::Relaxed);
+        if beats != self.seen.beats {
+            self.seen.beats = beats;
+            self.progress(Missing::Notify, now, report);
+        }
+        if self.watches(Missing::Work) {
+            let ticks = self.ticks();
+            let over = self.seen.at.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+            if worked(self.seen.ticks, ticks, over) || self.root.is_some_and(|root| self.gpu.is_working(root)) {
+                self.progress(Missing::Work, now, report);
+            }
+            (self.seen.ticks, self.seen.at) = (ticks, Some(now));
+        }
+        if let Some(idle) = self.silence.as_mut().and_then(|silence| silence.due(now)) {
+            report(self.life, Finding::Silent(idle));
+        }
+        let due: Vec<(Missing, Duration)> =
+            self.clocks.iter_mut().filter_map(|(what, clock)| Some((*what, clock.due(now)?))).collect();
+        // One is enough to act upon; the stacks are the same.
+        if let Some((what, idle)) = due.into_iter().next() {
+            let stacks = self.root.and_then(|root| stacks::keep(root, &self.logs, what, idle));
+            report(self.life, Finding::Hung { what, idle, stacks });
+        }
+    }
+}
+
+/// Whether that much processor time in so long is work: 1 % of a processor. Less is what threads use that only wait and look
+/// at the clock. A tick is 10 ms (`USER_HZ` is 100 on every Linux).
+fn worked(before: u64, now: u64, over: Duration) -> bool {
+    // Less than before: a process has ended and its parent has not waited for it yet.
+    let Some(used) = now.checked_sub(before) else { return true };
+    u128::from(used) * 10 * 100 >= over.as_millis() && used > 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_per_cent_of_a_processor_is_work() {
+        let second = Duration::from_secs(1);
+        assert!(worked(100, 101, second), "10 ms in a second");
+        assert!(!worked(100, 100, second));
+        assert!(!worked(100, 100, Duration::ZERO));
+        assert!(!worked(100, 104, 5 * second));
+        assert!(worked(100, 105, 5 * second));
+        assert!(worked(100, 90, second), "one has ended");
+    }
+
+    #[test]
+    fn nothing_is_watched_where_nothing_is_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = output::Files::create(dir.path()).unwrap();
+        let vigil = |watch: &Watch| Vigil::new(watch, &files, dir.path().into(), Arc::default());
+        let off = Watch { log_silence_after: crate::config::Patience::Off, ..Watch::default() };
+        assert!(vigil(&off).is_none());
+        assert_eq!(vigil(&Watch::default()).unwrap().pause, Duration::from_secs(60));
+    }
+}
