@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,s3,slurm,package,k8s,chromium  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,s3,slurm,package,k8s,systemd,chromium,prometheus  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -62,6 +62,11 @@ if required s3; then
   step 'dependencies: an S3 server' scripts/deps.sh s3
 elif ! scripts/deps.sh s3; then
   skip 'tests with an S3 server' 'it could not be had, the reason is above'
+fi
+if required prometheus; then
+  step 'dependencies: parsers of metrics' scripts/deps.sh prometheus
+elif ! scripts/deps.sh prometheus; then
+  skip 'parsing of the metrics' 'the parsers could not be had, the reason is above'
 fi
 if required slurm; then
   step 'dependencies: Slurm' scripts/deps.sh slurm
@@ -126,6 +131,13 @@ else
 fi
 if [ -n "$packages" ]; then
   step 'packages' integration/package.sh --binary "$rekindle"
+fi
+if [ "$(id -u)" -eq 0 ] && [ -x /lib/systemd/systemd ] && [ -n "${REKINDLE_CRIU:-}" ]; then
+  step 'under a real systemd' integration/systemd.sh --binary "$rekindle"
+elif required systemd; then
+  step 'systemd is required' false
+else
+  skip 'under a real systemd' 'it needs root, systemd and CRIU'
 fi
 if [ -x .deps/k8s/bin/python ]; then
   step 'deployment templates' .deps/k8s/bin/python integration/deploy.py "$work/k8s.toml"

@@ -1,16 +1,15 @@
 #!/usr/bin/env bash
-# package.sh [--binary FILE] [--out DIR] [--glibc VERSION] [--fast] [deb] [tar]: makes a Debian package and a tarball
-# (without arguments both) in dist/.
-#   --binary FILE    of this executable, instead of building one for release
-#   --out DIR        there, instead of dist/
-#   --glibc VERSION  for C libraries from this version on, such as 2.28 (RHEL 8, Debian 10, Ubuntu 20.04 and newer), with
-#                    cargo-zigbuild (pip install cargo-zigbuild ziglang); without it what this machine has is needed
-#   --fast           compress little, for a test
+# package.sh [--binary FILE] [--out DIR] [--fast] [deb] [tar]: makes a Debian package and a tarball (without arguments
+# both) in dist/.
+#   --binary FILE  of this executable, instead of building one for release
+#   --out DIR      there, instead of dist/
+#   --fast         compress little, for a test
 #
 # The executable needs the C library, with libgcc, and nothing else: TLS, compression and hashing are in it, and so are
 # the job's init and the interposer. The C library can not be: libcuda.so.1 and NVML are opened while rekindle runs, and
-# need the one of the machine. The same source and toolchain give the same bytes: times are those of the last commit
-# (SOURCE_DATE_EPOCH, where it is set), and paths of this machine stay out. DEBFULLNAME and DEBEMAIL name who made it.
+# need the one of the machine, from 2.34 on (Debian 12, Ubuntu 22.04, RHEL 9) where it is made on Debian 12. The same
+# source and toolchain give the same bytes: times are those of the last commit (SOURCE_DATE_EPOCH, where it is set), and
+# paths of this machine stay out. DEBFULLNAME and DEBEMAIL name who made it.
 set -euo pipefail
 export LC_ALL=C TZ=UTC
 umask 022
@@ -19,16 +18,15 @@ root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 say() { printf 'package: %s\n' "$*" >&2; }
 die() { say "$@"; exit 1; }
 
-binary='' out=$root/dist glibc='' level=6 kinds=()
+binary='' out=$root/dist level=6 kinds=()
 while [ $# -gt 0 ]; do
   case $1 in
-    --binary | --out | --glibc) [ $# -gt 1 ] || { say "$1 needs a value"; exit 2; } ;;&
+    --binary | --out) [ $# -gt 1 ] || { say "$1 needs a value"; exit 2; } ;;&
     --binary) binary=$2; shift 2 ;;
     --out) out=$2; shift 2 ;;
-    --glibc) glibc=$2; shift 2 ;;
     --fast) level=0; shift ;;
     deb | tar) kinds+=("$1"); shift ;;
-    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+    -h | --help) sed -n '2,13s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     *) say "unknown argument '$1': --help has those there are"; exit 2 ;;
   esac
 done
@@ -46,12 +44,7 @@ if [ -z "$binary" ]; then
   cargo_home=${CARGO_HOME:-$HOME/.cargo}
   export CARGO_ENCODED_RUSTFLAGS="--remap-path-prefix=$root=."$'\x1f'"--remap-path-prefix=$cargo_home=/cargo"
   target=x86_64-unknown-linux-gnu
-  build=(build)
-  if [ -n "$glibc" ]; then
-    command -v cargo-zigbuild >/dev/null || die '--glibc needs cargo-zigbuild: pip install cargo-zigbuild ziglang'
-    build=(zigbuild)
-  fi
-  (cd "$root" && cargo "${build[@]}" --quiet --release --locked --bin rekindle --target "$target${glibc:+.$glibc}")
+  (cd "$root" && cargo build --quiet --release --locked --bin rekindle --target "$target")
   binary=${CARGO_TARGET_DIR:-$root/target}/$target/release/rekindle
 fi
 [ -x "$binary" ] || die "$binary is not an executable"

@@ -28,16 +28,18 @@
 //! - [`control`]: the socket on which others ask the supervisor for something; its protocol, both ends.
 //! - [`scheduler`]: the batch system that started us: what it calls the job, when its time is over, how it is queued again.
 //! - [`watch`]: what is wrong with a job that has not ended, and who ended one that has.
+//! - [`hooks`]: commands and a webhook that are told what happens.
 //! - [`doctor`]: what `run` needs of the machine: found, judged, each with a fix.
 //! - [`sys`]: the only code with `unsafe` of this crate: spawning into namespaces, CRIU's protocol, libcuda, ptrace, pages of
 //!   files, durable writes.
-//! - [`telemetry`]: logs for people, the journal of a job's events.
+//! - [`telemetry`]: logs for people, the journal of a job's events, metrics.
 //! - [`report`]: what a job's time went to, from that journal: a page, a document.
 
 pub mod cli;
 pub mod config;
 pub mod control;
 pub mod doctor;
+pub mod hooks;
 pub mod launch;
 pub mod report;
 pub mod restart;

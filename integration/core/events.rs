@@ -21,15 +21,24 @@ fn a_life_with_a_crash_and_another_supervisor_is_told_in_order() {
     let mut run = until_after_snapshot(&lab, "plain");
     run.wait_for("the image in the store", || names(&lab).contains(&"stored".into()));
     run.crash(&lab);
-    let first =
-        ["supervised", "started", "snapshot-began", "snapshot-taken", "stored", "ended", "restarting", "started"];
+    let first = [
+        "supervised",
+        "started",
+        "snapshot-began",
+        "snapshot-taken",
+        "stored",
+        "ended",
+        "restarting",
+        "restore-began",
+        "started",
+    ];
     assert_eq!(names(&lab), first);
     lab.kill_9(run);
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
     count_on(&lab, &mut run, 2);
     finish(&lab, run);
     let last = names(&lab).split_off(first.len());
-    assert_eq!(last, ["supervised", "started", "ended", "finished"]);
+    assert_eq!(last, ["supervised", "restore-began", "started", "ended", "finished"]);
     let events = read(&lab.job().log_dir()).unwrap();
     let image = lab.images()[0].id;
     let started: Vec<_> = events

@@ -183,7 +183,12 @@ fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Ok(exit) => exit.into(),
         Err(error) => {
             let text = error.chain().fold(String::new(), |text, cause| join_cause(text, &cause.to_string()));
-            output::complain(&text);
+            // The last line is one of the log, where that is for programs.
+            if telemetry::log::is_json() {
+                tracing::error!("{text}")
+            } else {
+                output::complain(&text)
+            }
             exit::of_error(&error).into()
         }
     }
@@ -256,7 +261,7 @@ fn named_criu(config: &settings::Config) -> Option<PathBuf> {
 
 /// Starts logging as configured; commands that only print do not log.
 fn start_log(config: &settings::Config) {
-    telemetry::log::start(config.log.level);
+    telemetry::log::start(config.log.level, config.log.format);
 }
 
 #[cfg(test)]

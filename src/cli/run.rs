@@ -28,6 +28,7 @@ use crate::sys::criu::Criu;
 use crate::sys::cuda;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
+use crate::telemetry;
 use crate::telemetry::log::chain;
 use crate::watch::beats::Beats;
 
@@ -204,6 +205,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
         identity: spec.identity.clone(),
         lineage: start.lineage.clone(),
     };
+    telemetry::log::is_about(folder.name().as_str());
     let reaper = reaper::unpack(&folder.bin_dir())?;
     match start.from {
         From::Cold => tracing::info!("job {} starts", folder.name()),
@@ -436,6 +438,8 @@ fn environment(config: &Config, user: Option<&Identity>) -> BTreeMap<OsString, O
             kept.iter().filter_map(|name| Some((OsString::from(name), std::env::var_os(name)?))).collect()
         }
     };
+    // It is a secret, and the job may be another user's.
+    all.remove(OsStr::new("REKINDLE_HOOKS_WEBHOOK"));
     if let Some(user) = user {
         all.insert("HOME".into(), user.home.clone().into());
         all.insert("USER".into(), user.name.clone().into());

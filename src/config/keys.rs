@@ -3,8 +3,20 @@
 use super::storage::ReplicaUrl;
 
 /// The tables of the file, in its order.
-pub(super) const SECTIONS: &[&str] =
-    &["job", "snapshot", "store", "replica", "restart", "watch", "scheduler", "log", "control", "criu"];
+pub(super) const SECTIONS: &[&str] = &[
+    "job",
+    "snapshot",
+    "store",
+    "replica",
+    "restart",
+    "watch",
+    "scheduler",
+    "hooks",
+    "metrics",
+    "log",
+    "control",
+    "criu",
+];
 
 /// One key.
 #[derive(Debug, PartialEq, Eq)]
@@ -41,6 +53,8 @@ const PATIENCE: &str = "\"off\" or a duration with a unit, such as \"90s\" or \"
 const SIZE: &str = "a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
 const RATE: &str = "\"unlimited\", or a size for each second such as \"500MB\" or a whole number of bytes";
 const COUNT: &str = "a whole number from 0 to 4294967295";
+const WORDS: &str =
+    "a list of words in quotes, the program and its arguments, such as [\"/usr/local/bin/tell\", \"-v\"]";
 const CODES: &str = "a list of exit codes from 1 to 255, such as [1, 137]";
 
 const fn key(path: &'static str, shape: Shape, expects: &'static str) -> Key {
@@ -136,7 +150,24 @@ pub(super) const KEYS: &[Key] = &[
         "a duration with a unit, such as \"8h\", or a time, such as \"2026-11-22T06:00:00\" (local), \
          \"2026-11-22T06:00:00Z\" or \"@1795327200\"",
     ),
+    key("hooks.before-snapshot", Shape::Words, WORDS),
+    key("hooks.after-snapshot", Shape::Words, WORDS),
+    key("hooks.before-restore", Shape::Words, WORDS),
+    key("hooks.after-restore", Shape::Words, WORDS),
+    key("hooks.on-failure", Shape::Words, WORDS),
+    key("hooks.on-completion", Shape::Words, WORDS),
+    key("hooks.timeout", Shape::Text, DURATION),
+    key("hooks.on-error", Shape::Text, "\"ignore\" or \"refuse\""),
+    key("hooks.failed-snapshots", Shape::Count, COUNT),
+    key(
+        "hooks.webhook",
+        Shape::Text,
+        "text with an address, https://HOST/PATH, without a user and password before the host",
+    ),
+    key("metrics.textfile", Shape::Text, "text with an absolute path"),
+    key("metrics.listen", Shape::Text, "text with an address and a port, such as \"127.0.0.1:9464\""),
     key("log.level", Shape::Text, "\"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
+    key("log.format", Shape::Text, "\"text\" or \"json\""),
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),
     key("control.directory", Shape::Text, "text with an absolute path"),
@@ -148,7 +179,7 @@ impl Key {
     /// mistake that must not end in a log.
     pub(super) fn is_secret(&self, value: &str) -> bool {
         match self.path {
-            "job.environment" => true,
+            "job.environment" | "hooks.webhook" => true,
             "replica.url" => ReplicaUrl::may_be_secret(value),
             _ => false,
         }

@@ -20,6 +20,7 @@ mod model;
 mod rules;
 mod scheduler;
 mod storage;
+mod tell;
 #[cfg(test)]
 mod tests;
 mod value;
@@ -40,6 +41,7 @@ pub use model::{
 };
 pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
 pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit};
+pub use tell::{Hooks, LogFormat, Metrics, OnError, WebhookUrl};
 pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate, Stdin, Umask};
 pub use watch::{
     Above, AnyOf, CauseName, GpuFaults, HangAction, Match, Patience, Pattern, Rule, RuleAction, SignalName, Watch,

@@ -10,6 +10,7 @@ use super::auto::{MeanTime, Percentage};
 use super::control::Control;
 use super::scheduler::Scheduler;
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
+use super::tell::{Hooks, LogFormat, Metrics};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 use super::watch::{Rule, Watch};
 
@@ -39,6 +40,10 @@ pub struct Config {
     pub watch: Watch,
     /// What is around: a scheduler, and the time it leaves.
     pub scheduler: Scheduler,
+    /// Commands and an address that are told what happens.
+    pub hooks: Hooks,
+    /// Numbers for Prometheus.
+    pub metrics: Metrics,
     /// The job's output and our own messages.
     pub log: Log,
     /// Where others reach the supervisor.
@@ -323,6 +328,8 @@ pub enum ColdStart {
 pub struct Log {
     /// How much rekindle says.
     pub level: Level,
+    /// In which form.
+    pub format: LogFormat,
     /// Size at which a file of the job's output is rotated.
     pub max_size: ByteSize,
     /// Rotated files kept beside the current one.
@@ -370,6 +377,8 @@ impl Default for Config {
             restart: Restart::default(),
             watch: Watch::default(),
             scheduler: Scheduler::default(),
+            hooks: Hooks::default(),
+            metrics: Metrics::default(),
             log: Log::default(),
             control: Control::default(),
             criu: Criu::default(),
@@ -450,6 +459,6 @@ impl Default for Restart {
 
 impl Default for Log {
     fn default() -> Log {
-        Log { level: Level::default(), max_size: ByteSize::mib(64), keep: 5 }
+        Log { level: Level::default(), format: LogFormat::default(), max_size: ByteSize::mib(64), keep: 5 }
     }
 }

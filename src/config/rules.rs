@@ -30,6 +30,15 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
     if let Some(Deadline::After(time)) = config.scheduler.deadline {
         rules.time("scheduler.deadline", time, Duration::from_secs(1), "");
     }
+    hooks(config, &mut rules);
+    rules.path("metrics.textfile", config.metrics.textfile.as_deref());
+    let is_prom = |path: &Path| path.extension().is_some_and(|extension| extension == "prom");
+    rules.that(config.metrics.textfile.as_deref().is_none_or(is_prom), "metrics.textfile", || {
+        "must end with .prom, because node_exporter reads no others".to_owned()
+    });
+    rules.that(config.metrics.listen.is_none_or(|address| !address.ip().is_multicast()), "metrics.listen", || {
+        "must be an address of this machine".to_owned()
+    });
     rules.that(config.log.max_size.bytes() >= 4096, "log.max-size", || {
         "must be at least 4KiB, because each rotation leaves a file".to_owned()
     });
@@ -244,6 +253,25 @@ fn restart(config: &Config, rules: &mut Rules) {
         rules.0.push(("restart.retry-exit-codes".to_owned(), rule));
     }
     rules.time("restart.restore-timeout", restart.restore_timeout, second, "");
+}
+
+fn hooks(config: &Config, rules: &mut Rules) {
+    let hooks = &config.hooks;
+    for (key, words) in [
+        ("hooks.before-snapshot", &hooks.before_snapshot),
+        ("hooks.after-snapshot", &hooks.after_snapshot),
+        ("hooks.before-restore", &hooks.before_restore),
+        ("hooks.after-restore", &hooks.after_restore),
+        ("hooks.on-failure", &hooks.on_failure),
+        ("hooks.on-completion", &hooks.on_completion),
+    ] {
+        let is_program = |word: &String| word.starts_with('/') || !(word.is_empty() || word.contains('/'));
+        rules.that(words.first().is_none_or(is_program), key, || {
+            "must begin with a program, by its absolute path or a name that is looked for in PATH".to_owned()
+        });
+        rules.that(!words.iter().any(|word| word.contains('\0')), key, || "must not contain a zero byte".to_owned());
+    }
+    rules.time("hooks.timeout", hooks.timeout, Duration::from_millis(100), "");
 }
 
 fn watch(config: &Config, rules: &mut Rules) {

@@ -51,9 +51,11 @@ fn whole_map(map: &str) -> bool {
 type Capability = (&'static str, u32);
 
 /// Tried one by one with CRIU 4.2.1: without any of these no job is restored in namespaces of its own. CRIU takes the
-/// third back from tasks that have fewer rights than itself, and the fourth is what entering a mount namespace takes.
-const ESSENTIAL: [Capability; 4] =
-    [("CAP_SYS_ADMIN", 21), ("CAP_NET_ADMIN", 12), ("CAP_SETPCAP", 8), ("CAP_SYS_CHROOT", 18)];
+/// third back from tasks that have fewer rights than itself, the fourth is what entering a mount namespace takes, and the
+/// last is for the offsets of the clocks in a time namespace, which no container has by itself (CRIU 4.2.1: "Unable to set a
+/// monotonic clock offset").
+const ESSENTIAL: [Capability; 5] =
+    [("CAP_SYS_ADMIN", 21), ("CAP_NET_ADMIN", 12), ("CAP_SETPCAP", 8), ("CAP_SYS_CHROOT", 18), ("CAP_SYS_TIME", 25)];
 /// Without these jobs of other users fail: their files, their ids, their memory.
 const USEFUL: [Capability; 8] = [
     // CRIU reads the limits of each task with prlimit(2), which takes it for a task of another user.

@@ -107,6 +107,9 @@ pub enum Error {
     /// It was not tried; the job never stopped.
     #[error("not tried: {0}")]
     Refused(#[from] Refusal),
+    /// A hook did not let it be tried.
+    #[error("not tried: {0}")]
+    Hook(#[from] crate::hooks::Refused),
     /// A call of the CUDA driver failed.
     #[error("{phase}: {source}")]
     Cuda {

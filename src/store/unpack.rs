@@ -5,7 +5,7 @@
 
 use std::fs::{DirBuilder, File};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use super::chunk::{ChunkId, ChunkMap, Extent, Key};
@@ -18,6 +18,7 @@ use super::pack::Index;
 use super::pack::reader::{ReadChunkError, Reading, Visit, Want};
 use super::persist::Progress;
 use crate::sys::direct::Way;
+use crate::sys::pages::Writer;
 
 /// Threads for a restart, when the job needs no processor: more than there are, because each waits for the disk as well.
 #[must_use]
@@ -215,12 +216,12 @@ struct Writing<'a> {
 
 impl Visit<Place> for Writing<'_> {
     /// The file that was written last: what lies together in a pack mostly belongs to one part.
-    type Own = Option<(u32, File)>;
+    type Own = Option<(u32, Writer)>;
     type Error = Error;
 
     fn chunk(
         &self,
-        own: &mut Option<(u32, File)>,
+        own: &mut Option<(u32, Writer)>,
         wants: &[Want<Place>],
         raw: Result<&[u8], ReadChunkError>,
     ) -> Result<(), Error> {
@@ -235,11 +236,11 @@ impl Visit<Place> for Writing<'_> {
             }
             let file = match own.take().filter(|(part, _)| *part == target.part) {
                 Some((_, file)) => Ok(file),
-                None => File::options().write(true).open(path()),
+                None => Writer::open(&path()),
             };
             let written = file.and_then(|file| {
                 let (_, file) = own.insert((target.part, file));
-                file.write_all_at(raw, target.offset)
+                file.write_at(raw, target.offset)
             });
             written.map_err(|source| Error::Write { path: path(), source })?;
             self.progress.add(raw.len());

@@ -14,10 +14,12 @@ use crate::telemetry::events::{Event, What};
 
 impl Owner<'_> {
     /// The one door for what happened.
-    pub(super) fn tell(&mut self, what: What) {
+    pub(super) fn tell(&mut self, what: What) -> Event {
         let event = Event::now(&self.line.lineage, what);
         self.deadline.observe(&event);
         self.journal.append(&event);
+        self.tell_listeners(&event);
+        event
     }
 
     pub(super) fn tell_begin(&mut self) {

@@ -11,6 +11,7 @@ use super::events::micros;
 use super::publish::Persisting;
 use super::state::{Event, Finish, Harm, State};
 use super::{Message, Owner, PROGRESS, Setup};
+use crate::hooks::Passed;
 use crate::snapshot::{self, Launch, Subject, Taken};
 use crate::store::gc;
 use crate::store::persist::{self, Progress};
@@ -94,7 +95,8 @@ impl Owner<'_> {
             (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
         let interval = self.machine.choice().cloned();
         self.attach_askers();
-        self.tell(What::SnapshotBegan { reason });
+        let event = self.tell(What::SnapshotBegan { reason });
+        let gate = self.before_snapshot(&event, reason);
         let launch = Launch { lineage: self.line.lineage.clone(), ..self.shared.launch.clone() };
         self.spawn("snapshot", move || {
             let subject = Subject {
@@ -109,7 +111,12 @@ impl Owner<'_> {
                 output: &files,
                 interval: interval.as_ref(),
             };
-            let result = snapshot::take(&subject, reason, &|| cancel.load(Ordering::Relaxed));
+            let cancelled = || cancel.load(Ordering::Relaxed);
+            let result = match gate.map_or(Passed::Yes, |gate| gate.pass(&cancelled)) {
+                Passed::Yes => snapshot::take(&subject, reason, &cancelled),
+                Passed::Refused(refused) => Err(refused.into()),
+                Passed::CalledOff => Err(snapshot::Error::Cancelled),
+            };
             drop(job);
             let _ = sender.send(Message::Snapshot(Box::new(result)));
         });
@@ -343,6 +350,7 @@ impl Owner<'_> {
                 Ok(Message::Replicated(report)) => self.replicated(*report),
                 Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => self.stops += 1,
                 Ok(Message::Control(incoming)) => self.heard_late(*incoming),
+                Ok(Message::Hook(report)) => self.hook_failed(report),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,

@@ -8,9 +8,11 @@
 mod control;
 mod deadline;
 mod events;
+mod hooks;
 pub mod interval;
 mod keep;
 mod load;
+mod metrics;
 pub mod notify;
 mod publish;
 pub use deadline::Forecast;
@@ -130,6 +132,7 @@ enum Message {
     Control(Box<control::Incoming>),
     /// What the scheduler says of the job's end.
     End(deadline::Answer),
+    Hook(crate::hooks::Report),
 }
 
 /// Supervises the job until it is over.
@@ -147,6 +150,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let machine = machine.recalling(recall(&shared));
     let mut owner = Owner {
         shared: &shared,
+        listeners: hooks::Listeners::new(&shared, &sender),
         files,
         machine,
         sender,
@@ -211,6 +215,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     // All is done but for that reader: whoever does not want to wait for it can end us.
     inherited::let_end_us(&OURS);
     owner.record_in_replica(&finish);
+    owner.leave_hooks(&messages);
     drop(follower);
     recorded.map(|()| finish)
 }
@@ -236,6 +241,7 @@ fn listen(sender: mpsc::Sender<Message>) -> std::io::Result<signal_hook::iterato
 
 struct Owner<'a> {
     shared: &'a Arc<Setup>,
+    listeners: hooks::Listeners,
     files: output::Files,
     machine: Machine<'a>,
     sender: mpsc::Sender<Message>,
@@ -388,6 +394,7 @@ impl Owner<'_> {
             Message::Watched(finding) => self.watched(finding),
             Message::Control(incoming) => self.heard(*incoming),
             Message::End(answer) => self.end_is_known(answer),
+            Message::Hook(report) => self.hook_failed(report),
         }
     }
 
@@ -462,6 +469,7 @@ impl Owner<'_> {
         self.published.chosen(self.machine.choice());
         self.published.due(self.machine.next_snapshot());
         self.show();
+        self.show_metrics();
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
             tracing::debug!("can not publish the state: {error}");
         }

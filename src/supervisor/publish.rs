@@ -4,6 +4,7 @@
 //! killed, which the job's lock tells.
 
 use std::io;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -90,6 +91,9 @@ pub struct Published {
     /// How the last life of the job ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_end: Option<LastEnd>,
+    /// Where its metrics are served.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub metrics: Option<SocketAddr>,
     /// How the job hangs, while it does.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub hang: Option<String>,
@@ -163,6 +167,7 @@ impl Published {
             deadline: None,
             predicted: None,
             last_end: None,
+            metrics: None,
             hang: None,
             gpu_fault: None,
             boot_id: process::boot_id().unwrap_or_default(),

@@ -172,6 +172,7 @@ impl Owner<'_> {
                 Ok(Message::Replicated(report)) => self.replicated(*report),
                 Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => self.stops += 1,
                 Ok(Message::Control(incoming)) => self.heard_late(*incoming),
+                Ok(Message::Hook(report)) => self.hook_failed(report),
                 Ok(_) => {}
                 Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
                 Err(mpsc::RecvTimeoutError::Disconnected) => break,

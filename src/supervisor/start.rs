@@ -11,6 +11,7 @@ use super::keep::{Moving, shown};
 use super::state::{Event, State};
 use super::{Message, Owner, Setup, load};
 use crate::config::{Lazy, PidNamespace};
+use crate::hooks::{Passed, Refused};
 use crate::launch::world::{FIRST_PID, World};
 use crate::launch::{self, Job, output};
 use crate::restart::compat::{self, Difference, Here};
@@ -43,6 +44,8 @@ pub(super) enum StartFailure {
     World(launch::world::Error),
     Restore(Box<Image>, Box<restart::Error>),
     Store(crate::store::Error),
+    /// A hook did not let it be tried, or a stop came while that ran.
+    NotTried(Option<Refused>),
 }
 
 impl Owner<'_> {
@@ -59,8 +62,22 @@ impl Owner<'_> {
         self.stop_packing();
         let files_go = Arc::clone(&self.files_go);
         let lazy = if self.lazy_failures < load::FAILURES { self.shared.config.restart.lazy } else { Lazy::Off };
+        let gate = match from {
+            From::Image(image) => {
+                let event = self.tell(What::RestoreBegan { image });
+                self.before_restore(&event)
+            }
+            From::Cold => None,
+        };
         let work = move || {
+            let cancelled = || cancel.load(Ordering::Relaxed);
+            let passed = gate.map_or(Passed::Yes, |gate| gate.pass(&cancelled));
+            if let Passed::Refused(refused) = passed {
+                let failure = StartFailure::NotTried(Some(refused));
+                return drop(sender.send(Message::Started(Box::new(Err(failure)))));
+            }
             let result = match from {
+                _ if passed == Passed::CalledOff => Err(StartFailure::NotTried(None)),
                 From::Cold => launch_job(&setup, &files),
                 From::Image(id) => {
                     // What is packed by now is looked up after this, and nothing else is before the job is back.
@@ -109,6 +126,11 @@ impl Owner<'_> {
             StartFailure::World(error) => Event::Impossible { why: chain(&error) },
             StartFailure::Launch(error) => Event::Impossible { why: chain(&error) },
             StartFailure::Store(error) => Event::StartFailed { why: chain(&error) },
+            StartFailure::NotTried(None) => Event::StartFailed { why: "called off".into() },
+            StartFailure::NotTried(Some(refused)) => {
+                tracing::error!("not restored now: {refused}");
+                Event::StartFailed { why: refused.to_string() }
+            }
             StartFailure::Restore(image, error) => self.restore_failed(*image, &error),
         };
         let event = self.did_not_arrive(event);

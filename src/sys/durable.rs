@@ -53,14 +53,18 @@ pub fn overwrite(path: &Path, offset: u64, bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Replaces `path` as [`write_file`] does, so that a reader finds the old or the new one whole, but does not wait for the
-/// disk: for what is worth nothing after a power cut.
+/// disk: for what is worth nothing after a power cut. The umask does not count here either.
 ///
 /// # Errors
 /// The step that failed; the old file is then still there.
 pub fn replace_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let temp = temp_name(path)?;
     let options = || OpenOptions::new().write(true).create_new(true).mode(mode).open(&temp);
-    let written = options().and_then(|mut file| file.write_all(bytes)).and_then(|()| fs::rename(&temp, path));
+    let write = |mut file: File| {
+        file.write_all(bytes)?;
+        file.set_permissions(Permissions::from_mode(mode))
+    };
+    let written = options().and_then(write).and_then(|()| fs::rename(&temp, path));
     written.inspect_err(|_| drop(fs::remove_file(&temp)))
 }
 

@@ -66,6 +66,11 @@ pub enum What {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         before: Option<Cause>,
     },
+    /// An image is about to be restored.
+    RestoreBegan {
+        /// Which.
+        image: ImageId,
+    },
     /// The job runs.
     Started {
         /// The pid of the command's process, as the host sees it.
@@ -215,6 +220,13 @@ pub enum What {
         exit_code: Option<i32>,
         /// Why, in words, where it failed.
         why: Option<String>,
+    },
+    /// A hook, or the webhook, did not do what it should.
+    HookFailed {
+        /// Which: before-snapshot, on-failure and so on, or webhook.
+        hook: String,
+        /// Why, in words.
+        why: String,
     },
     /// One that a newer version wrote.
     #[serde(other)]

@@ -3,4 +3,5 @@
 pub mod events;
 pub mod host;
 pub mod log;
+pub mod metrics;
 pub mod tail;

@@ -210,22 +210,27 @@ impl Reading<'_> {
             offset: at.offset,
             source,
         })?;
-        self.decode(index, id, at, record, into)
+        let mut scratch = Vec::new();
+        let raw = self.decode(index, id, at, record, &mut scratch)?;
+        into.clear();
+        into.extend_from_slice(raw);
+        Ok(())
     }
 
-    fn decode(
+    /// The raw bytes, which lie in `record` or in `scratch`.
+    fn decode<'b>(
         &self,
         index: &Index,
         id: &ChunkId,
         at: &Location,
-        record: &mut [u8],
-        into: &mut Vec<u8>,
-    ) -> Result<(), ReadChunkError> {
+        record: &'b mut [u8],
+        scratch: &'b mut Vec<u8>,
+    ) -> Result<&'b [u8], ReadChunkError> {
         let done = self.key_of(index, at.pack).and_then(|key| {
             let (found, expected) = (size(record), at.record_len());
             match found < expected {
                 true => Err(FormatError::Truncated { what: What::Record, found, expected }),
-                false => record::read(record, id, key, into).map(drop),
+                false => record::raw(record, id, key, scratch),
             }
         });
         let path = || self.packs.pack_path(at.pack);
@@ -277,6 +282,9 @@ struct Pass<'a, T, V> {
 /// What a thread works with.
 struct Tools<O> {
     memory: Aligned,
+    /// For what is not stored as it is.
+    scratch: Vec<u8>,
+    /// A chunk that was read by itself.
     raw: Vec<u8>,
     open: Option<(PackName, DirectFile)>,
     own: O,
@@ -289,7 +297,8 @@ impl<T: Copy, V: Visit<T>> Pass<'_, T, V> {
 
     /// Reads spans until there are no more, or somebody failed. Answers what was in packs that are not there.
     fn run(&self) -> Result<Vec<Want<T>>, V::Error> {
-        let mut tools = Tools { memory: Aligned::new(0), raw: Vec::new(), open: None, own: V::Own::default() };
+        let mut tools =
+            Tools { memory: Aligned::new(0), scratch: Vec::new(), raw: Vec::new(), open: None, own: V::Own::default() };
         let mut vanished = Vec::new();
         loop {
             let next = self.queue().pop_front();
@@ -346,13 +355,19 @@ impl<T: Copy, V: Visit<T>> Pass<'_, T, V> {
                     let len = usize::try_from(location.record_len()).unwrap_or(usize::MAX);
                     let to = from.saturating_add(len).min(bytes.len());
                     let record = bytes.get_mut(from..to).unwrap_or_default();
-                    self.reading.decode(self.index, id, location, record, &mut tools.raw)
+                    self.reading.decode(self.index, id, location, record, &mut tools.scratch)
                 }
                 // One record of the span may be what can not be read; the others are tried by themselves.
-                false => self.reading.one(self.index, id, location, &mut tools.raw),
+                false => self.reading.one(self.index, id, location, &mut tools.raw).map(|()| tools.raw.as_slice()),
             };
-            let raw = raw.or_else(|error| self.elsewhere(id, location, &mut tools.raw).ok_or(error));
-            self.visit.chunk(&mut tools.own, group, raw.map(|()| tools.raw.as_slice()))?;
+            let raw = match raw {
+                Ok(raw) => Ok(raw),
+                Err(error) => match self.elsewhere(id, location, &mut tools.raw) {
+                    Some(()) => Ok(tools.raw.as_slice()),
+                    None => Err(error),
+                },
+            };
+            self.visit.chunk(&mut tools.own, group, raw)?;
         }
         Ok(Found::Yes)
     }

@@ -158,6 +158,10 @@ impl RecordHeader {
     pub fn record_len(&self) -> u64 {
         HEADER_BYTES + u64::from(self.stored_len)
     }
+
+    fn raw_size(&self) -> usize {
+        usize::try_from(self.raw_len).unwrap_or(usize::MAX)
+    }
 }
 
 /// The bounds of a record, before anything is read or allocated.
@@ -220,6 +224,37 @@ pub fn read(
     key: Option<&Key>,
     into: &mut Vec<u8>,
 ) -> Result<RecordHeader, FormatError> {
+    let (header, stored) = open(record, wanted, key)?;
+    codec::decode(header.codec, stored, header.raw_size(), into)?;
+    prove(into, wanted, key).map(|_| header)
+}
+
+/// As [`read`], but raw bytes that are stored as they are stay where they are; others are then all of `scratch`.
+///
+/// # Errors
+/// As [`read`].
+pub fn raw<'a>(
+    record: &'a mut [u8],
+    wanted: &ChunkId,
+    key: Option<&Key>,
+    scratch: &'a mut Vec<u8>,
+) -> Result<&'a [u8], FormatError> {
+    let (header, stored) = open(record, wanted, key)?;
+    let raw = if header.codec == Codec::Raw && stored.len() == header.raw_size() {
+        stored
+    } else {
+        codec::decode(header.codec, stored, header.raw_size(), scratch)?;
+        scratch
+    };
+    prove(raw, wanted, key)
+}
+
+/// The header of a record, and what is stored, which is not sealed any more.
+fn open<'a>(
+    record: &'a mut [u8],
+    wanted: &ChunkId,
+    key: Option<&Key>,
+) -> Result<(RecordHeader, &'a [u8]), FormatError> {
     let what = What::Record;
     let header = RecordHeader::parse(record)?;
     if header.id != *wanted {
@@ -228,14 +263,15 @@ pub fn read(
     format::check_size(what, size(record), header.record_len())?;
     let cut = FormatError::Truncated { what, found: 0, expected: size_of(HEADER) };
     let (head, body) = record.split_first_chunk_mut::<HEADER>().ok_or(cut)?;
-    let stored = match key {
-        Some(key) => key.open(bound(head), body)?,
-        None => body,
-    };
-    let raw_len = usize::try_from(header.raw_len).unwrap_or(usize::MAX);
-    codec::decode(header.codec, stored, raw_len, into)?;
-    match chunk_id(key, into) == *wanted {
-        true => Ok(header),
+    match key {
+        Some(key) => Ok((header, key.open(bound(head), body)?)),
+        None => Ok((header, body)),
+    }
+}
+
+fn prove<'a>(raw: &'a [u8], wanted: &ChunkId, key: Option<&Key>) -> Result<&'a [u8], FormatError> {
+    match chunk_id(key, raw) == *wanted {
+        true => Ok(raw),
         false => Err(FormatError::Checksum(What::Chunk)),
     }
 }

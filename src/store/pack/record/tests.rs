@@ -20,10 +20,12 @@ fn a_chunk_comes_back_from_every_codec_sealed_or_not() {
     for key in [None, Some(key())] {
         for wanted in [Compression::None, Compression::Lz4, Compression::Zstd(3), Compression::Auto] {
             for raw in [&raw[..], &raw[..1], &raw[..5000]] {
-                let (mut bytes, id) = record(raw, wanted, key.as_ref());
+                let (bytes, id) = record(raw, wanted, key.as_ref());
                 let mut into = vec![9; 7];
-                read(&mut bytes, &id, key.as_ref(), &mut into).unwrap();
+                read(&mut bytes.clone(), &id, key.as_ref(), &mut into).unwrap();
                 assert_eq!(into, raw, "{wanted}");
+                let mut scratch = vec![9; 7];
+                assert_eq!(super::raw(&mut bytes.clone(), &id, key.as_ref(), &mut scratch).unwrap(), raw, "{wanted}");
             }
         }
     }
@@ -39,6 +41,9 @@ fn every_bit_of_a_record_counts_and_every_length() {
             for bit in 0..bytes.len() * 8 {
                 let mut other = bytes.clone();
                 other[bit / 8] ^= 1 << (bit % 8);
+                let in_place = super::raw(&mut other.clone(), &id, key.as_ref(), &mut Vec::new()).map(<[u8]>::to_vec);
+                let copied = read(&mut other.clone(), &id, key.as_ref(), &mut into).map(|_| into.clone());
+                assert_eq!(in_place, copied, "{wanted}, bit {bit}");
                 if read(&mut other, &id, key.as_ref(), &mut into).is_ok() {
                     // Compressed forms have bits that nobody reads; what comes out is what went in.
                     assert_eq!(into, raw, "{wanted}, bit {bit}");

@@ -53,3 +53,25 @@ fn a_full_disk_leaves_what_was_there_and_says_so() {
     }
     assert!(full > 2 && done > 0, "{full} full, {done} done");
 }
+
+#[test]
+fn memory_that_is_full_ends_the_unpacking_and_is_no_damage() {
+    let ground = Ground::new();
+    let content = noise(3, 8 << 20);
+    let image = ground.persist(&ground.stage(1, &[("a", content.clone())])).unwrap();
+    for (mib, has_room) in [(4, false), (9, true)] {
+        let Some(into) = SmallDisk::mount(mib << 20) else { return };
+        let done = unpack(&image, &ground.folder, into.0.path(), None, 4, &Progress::default(), &|| false);
+        match done {
+            Err(error) => {
+                let is_full = |source: &std::io::Error| source.kind() == std::io::ErrorKind::StorageFull;
+                assert!(!has_room && !error.is_damage(), "{mib}: {error:?}");
+                assert!(matches!(&error, unpack::Error::Write { source, .. } if is_full(source)), "{error:?}");
+            }
+            Ok(()) => {
+                assert!(has_room, "{mib}");
+                assert_eq!(fs::read(into.0.path().join("a")).unwrap(), content);
+            }
+        }
+    }
+}

@@ -1,0 +1,166 @@
+#!/usr/bin/env bash
+# systemd.sh [--binary FILE]: config/rekindle@.service under a real systemd: started, reloaded, killed, stuck, stopped with
+# a slow store, and at its end; a counting job goes on each time where it stood.
+#
+# That systemd is process 1 of a PID namespace, on this machine's root with a layer over it, of which nothing stays. Needs
+# root, systemd, overlayfs, python3 and REKINDLE_CRIU.
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+fail() { printf 'systemd: FAILED: %s\n' "$*" >&2; exit 1; }
+
+# ---- inside: what the only unit that is started at the boot does ----
+if [ "${1:-}" = --inside ]; then
+  trap 'echo "ended with $?" >/out/rc; systemctl exit 0' EXIT
+  unit=rekindle@count log=/var/lib/rekindle/count/log/stdout.log dropins=/run/systemd/system/rekindle@count.service.d
+  value() { systemctl show -P "$1" "$unit"; }
+  counted() { local n; n=$(sed -n '$s/^n //p' "$log" 2>/dev/null || true); echo "${n:-0}"; }
+  until_() { # WHAT COMMAND...
+    local what=$1 end=$((SECONDS + 30))
+    shift
+    until "$@"; do
+      [ $SECONDS -lt $end ] || { systemctl status "$unit" --no-pager -l; fail "waited in vain until $what"; }
+      sleep 0.1
+    done
+  }
+  # shellcheck disable=SC2329 # called by until_
+  beyond() { [ "$(counted)" -gt "$1" ]; }
+  goes_on() { until_ 'it counts on' beyond $(($(counted) + 2)); }
+  # shellcheck disable=SC2053 # a pattern
+  says() { [[ $(value StatusText) == $1 ]]; }
+  is() { [ "$(value "$1")" = "$2" ]; }
+  dropin() { mkdir -p "$dropins"; printf '[Service]\nRestartSec=100ms\n%s\n' "$1" >"$dropins/test.conf"; systemctl daemon-reload; }
+
+  dropin ''
+  systemctl start "$unit"
+  says 'running*' || fail "start came back, and it says: $(value StatusText)"
+  goes_on
+  systemctl reload "$unit"
+  until_ 'there is an image' says 'running; image 1 taken just now,*'
+  goes_on
+
+  kill -9 "$(value MainPID)"
+  until_ 'it is started again' is NRestarts 1
+  until_ 'it runs again' says 'running*'
+  goes_on
+
+  dropin 'WatchdogSec=2s'
+  systemctl restart "$unit"
+  until_ 'it was fed' says 'running*'
+  kill -STOP "$(value MainPID)"
+  until_ 'the watchdog has it started again' is NRestarts 1
+  until_ 'it runs again' says 'running*'
+  goes_on
+
+  # The way to the store takes longer than systemd waits by itself.
+  dropin $'TimeoutStopSec=2s\nEnvironment=REKINDLE_STORE_PERSIST_RATE=2MiB'
+  systemctl restart "$unit"
+  until_ 'it runs again' says 'running*'
+  # So that nothing of it is in an image yet.
+  before=$(date +%s)
+  : >/out/grow
+  goes_on
+  systemctl stop "$unit"
+  took=$(($(date +%s) - before))
+  [ "$took" -ge 4 ] || fail "the stop took $took s: it was not slow, so nothing was tested"
+  is Result success || fail "the slow stop: $(value Result)"
+  journalctl -u "$unit" -o cat --no-pager | tail -n 3 | grep -q 'is in the store after' || fail 'the last image is not in the store'
+
+  dropin ''
+  systemctl start "$unit"
+  goes_on
+  : >/out/finish
+  until_ 'it ends' is ActiveState inactive
+  is Result success || fail "the end: $(value Result)"
+  # Each number once, in order: nothing was lost and nothing done twice.
+  last=$(counted)
+  seq "$last" | sed 's/^/n /' | cmp - "$log" || fail 'the output is not that of an undisturbed run'
+  echo "systemd: ok, counted to $last"
+  exit
+fi
+
+binary=${CARGO_TARGET_DIR:-target}/debug/rekindle
+[ "${1:-}" != --binary ] || binary=$2
+binary=$(readlink -f "$binary")
+: "${REKINDLE_CRIU:?names no CRIU}"
+
+# ---- outside: the root, and systemd in it ----
+work=${REKINDLE_SYSTEMD_INSIDE:-}
+if [ -z "$work" ]; then
+  work=$(mktemp -d)
+  trap 'rm -rf -- "$work"' EXIT
+  mkdir "$work/out" "$work/ground"
+  status=0
+  REKINDLE_SYSTEMD_INSIDE=$work timeout -k 5 150 unshare --mount --pid --fork --kill-child --cgroup --uts \
+    --propagation private integration/systemd.sh --binary "$binary" >"$work/log" 2>&1 || status=$?
+  cat "$work/out/said" 2>/dev/null || true
+  [ -f "$work/out/rc" ] || { tail -n 30 "$work/log"; fail "systemd did not come up (status $status)"; }
+  [ "$(cat "$work/out/rc")" = 'ended with 0' ] || fail 'see the lines above'
+  exit 0
+fi
+ground=$work/ground root=$work/ground/root
+mount -t tmpfs -o mode=755 tmpfs "$ground"
+mkdir "$ground/upper" "$ground/work" "$root"
+mount -t overlay overlay -o "lowerdir=/,upperdir=$ground/upper,workdir=$ground/work" "$root"
+# As container managers have it: the kernel's settings are not for the systemd in here.
+mount -t proc proc "$root/proc"
+mount --bind "$root/proc/sys" "$root/proc/sys"
+mount -o remount,bind,ro "$root/proc/sys"
+mount -t sysfs -o ro sysfs "$root/sys"
+mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"
+mount -t tmpfs -o mode=755 tmpfs "$root/dev"
+for device in null zero full random urandom tty; do
+  : >"$root/dev/$device"
+  mount --bind "/dev/$device" "$root/dev/$device"
+done
+mkdir "$root/dev/shm" "$root/dev/pts"
+mount -t tmpfs tmpfs "$root/dev/shm"
+mount -t devpts -o newinstance,ptmxmode=0666 devpts "$root/dev/pts"
+ln -s pts/ptmx "$root/dev/ptmx"
+ln -s /proc/self/fd "$root/dev/fd"
+mount -t tmpfs -o mode=755 tmpfs "$root/run"
+mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
+mkdir -p "$root/out" "$root/opt/tested" "$root/etc/rekindle/jobs"
+mount --bind "$work/out" "$root/out"
+# What lies on another file system is not in the layer below.
+install -m 755 "$binary" "$root/opt/tested/rekindle"
+criu=$REKINDLE_CRIU
+[ -x "$root$criu" ] || { cp -rL -- "$(dirname -- "$criu")" "$root/opt/tested/criu.d"; criu=/opt/tested/criu.d/${criu##*/}; }
+install -m 755 integration/systemd.sh "$root/opt/tested/systemd.sh"
+sed 's#/usr/local/bin/rekindle#/opt/tested/rekindle#' config/rekindle@.service >"$root/etc/systemd/system/rekindle@.service"
+cat >"$root/opt/tested/job.py" <<'END'
+import os, time
+n, ballast = 0, b""
+while not os.path.exists("/out/finish"):
+    n += 1
+    print("n", n, flush=True)
+    if not ballast and os.path.exists("/out/grow"):
+        ballast = os.urandom(12 << 20)
+    time.sleep(0.1)
+END
+cat >"$root/etc/rekindle/jobs/count.toml" <<END
+version = 1
+[job]
+command = ["/usr/bin/python3", "-S", "/opt/tested/job.py"]
+directory = "/opt/tested"
+[snapshot]
+interval = "off"
+[store]
+min-free = "1MiB"
+compression = "none"
+[restart]
+min-uptime = "1ms"
+[criu]
+path = "$criu"
+END
+cat >"$root/etc/systemd/system/tested.service" <<'END'
+[Service]
+Type=oneshot
+ExecStart=/bin/bash /opt/tested/systemd.sh --inside
+StandardOutput=file:/out/said
+StandardError=inherit
+END
+cd "$root"
+pivot_root . mnt
+umount -l /mnt
+exec env -i container=other PATH=/usr/sbin:/usr/bin:/sbin:/bin /lib/systemd/systemd --unit=tested.service \
+  --log-target=console --show-status=0 </dev/null

@@ -1,0 +1,190 @@
+//! `[hooks]` and `[metrics]`: who is told what happens to a job, and how.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::str::FromStr;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::value::{HIDDEN, Malformed, duration};
+
+/// `[hooks]`: commands and an address that are told. Each command is a program and its arguments, without a shell; none where
+/// the list is empty.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Hooks {
+    /// Before the job is frozen.
+    pub before_snapshot: Vec<String>,
+    /// After the job was frozen, or was not.
+    pub after_snapshot: Vec<String>,
+    /// Before an image is restored.
+    pub before_restore: Vec<String>,
+    /// When the job runs again from an image.
+    pub after_restore: Vec<String>,
+    /// When something failed.
+    pub on_failure: Vec<String>,
+    /// When the job has completed.
+    pub on_completion: Vec<String>,
+    /// How long a command may take.
+    #[serde(with = "duration")]
+    pub timeout: Duration,
+    /// What follows where a command before a snapshot or restore fails.
+    pub on_error: OnError,
+    /// So many snapshots that fail in a row are a failure; 0 means never.
+    pub failed_snapshots: u32,
+    /// Where failures are sent to.
+    pub webhook: Option<WebhookUrl>,
+}
+
+impl Default for Hooks {
+    fn default() -> Hooks {
+        Hooks {
+            before_snapshot: Vec::new(),
+            after_snapshot: Vec::new(),
+            before_restore: Vec::new(),
+            after_restore: Vec::new(),
+            on_failure: Vec::new(),
+            on_completion: Vec::new(),
+            timeout: Duration::from_secs(30),
+            on_error: OnError::default(),
+            failed_snapshots: 3,
+            webhook: None,
+        }
+    }
+}
+
+/// `hooks.on-error`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum OnError {
+    /// It is reported, and what was to follow follows.
+    #[default]
+    Ignore,
+    /// It is reported, and the snapshot or restore is not tried.
+    Refuse,
+}
+
+/// `[metrics]`: numbers for Prometheus.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
+pub struct Metrics {
+    /// Absolute path of a file that is replaced when they change.
+    pub textfile: Option<PathBuf>,
+    /// Address and port that answers `GET /metrics`.
+    pub listen: Option<SocketAddr>,
+}
+
+/// The address of a webhook. What comes after the host is often a secret: it is shown nowhere.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct WebhookUrl {
+    text: String,
+    /// Bytes of the text up to the end of the host and port.
+    shown: usize,
+}
+
+impl WebhookUrl {
+    /// The whole address. Not for messages.
+    #[must_use]
+    pub fn secret(&self) -> &str {
+        &self.text
+    }
+
+    /// Host and port.
+    #[must_use]
+    pub fn host(&self) -> &str {
+        let origin = self.text.get(..self.shown).unwrap_or_default();
+        origin.split_once("://").map_or(origin, |(_, host)| host)
+    }
+}
+
+impl FromStr for WebhookUrl {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<WebhookUrl, Malformed> {
+        let (scheme, rest) = text.split_once("://").ok_or(Malformed)?;
+        let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
+        let strange = |c: char| c.is_whitespace() || c.is_control() || matches!(c, '\\' | '\u{fffd}');
+        // A password in front of the host would be shown with it.
+        let plain = !host.is_empty() && !host.contains('@') && !text.contains(strange);
+        if !matches!(scheme, "http" | "https") || !plain || reqwest::Url::parse(text).is_err() {
+            return Err(Malformed);
+        }
+        Ok(WebhookUrl { text: text.to_owned(), shown: scheme.len() + "://".len() + host.len() })
+    }
+}
+
+impl TryFrom<String> for WebhookUrl {
+    type Error = Malformed;
+
+    fn try_from(text: String) -> Result<WebhookUrl, Malformed> {
+        text.parse()
+    }
+}
+
+impl From<WebhookUrl> for String {
+    fn from(url: WebhookUrl) -> String {
+        url.to_string()
+    }
+}
+
+impl fmt::Display for WebhookUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.text.get(..self.shown).unwrap_or_default())?;
+        if self.shown < self.text.len() {
+            write!(f, "/{HIDDEN}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for WebhookUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "\"{self}\"")
+    }
+}
+
+/// `log.format`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogFormat {
+    /// Lines for people.
+    #[default]
+    Text,
+    /// A JSON object each.
+    Json,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_a_webhook_only_the_host_is_shown() {
+        for (text, host, shown) in [
+            ("https://hooks.example.com", "hooks.example.com", "https://hooks.example.com"),
+            ("https://hooks.example.com/T0/B1/hunter2", "hooks.example.com", "https://hooks.example.com/<hidden>"),
+            ("http://127.0.0.1:8080?key=hunter2", "127.0.0.1:8080", "http://127.0.0.1:8080/<hidden>"),
+            ("https://[::1]:1/x#hunter2", "[::1]:1", "https://[::1]:1/<hidden>"),
+        ] {
+            let url: WebhookUrl = text.parse().unwrap();
+            assert_eq!((url.host(), url.to_string().as_str(), url.secret()), (host, shown, text));
+            assert!(!format!("{url:?} {}", serde_json::to_string(&url).unwrap()).contains("hunter2"));
+        }
+        for text in [
+            "",
+            "hooks.example.com",
+            "ftp://x/y",
+            "https://",
+            "https:///x",
+            "https://me:hunter2@host/x",
+            "https://host/a b",
+            "https://host:99999/",
+            "HTTPS://host/",
+        ] {
+            assert_eq!(text.parse::<WebhookUrl>(), Err(Malformed), "{text}");
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! What a hook reads and a webhook gets: one JSON document, described in docs/hooks.md. Fields may be added.
+
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use super::Failure;
+use crate::telemetry::events::Event;
+
+/// What is the same in all documents of a supervisor.
+#[derive(Debug, Clone)]
+pub struct Context {
+    /// The job's name.
+    pub job: String,
+    /// The job's folder in the store.
+    pub folder: PathBuf,
+}
+
+/// An event, and whom it is told.
+#[derive(Debug, Serialize)]
+pub struct Document<'a> {
+    hook: &'a str,
+    job: &'a str,
+    folder: &'a Path,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    failure: Option<Failure>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    text: Option<String>,
+    #[serde(flatten)]
+    event: &'a Event,
+}
+
+impl<'a> Document<'a> {
+    /// Of an event.
+    #[must_use]
+    pub fn new(hook: &'a str, context: &'a Context, event: &'a Event) -> Document<'a> {
+        Document { hook, job: &context.job, folder: &context.folder, failure: None, text: None, event }
+    }
+
+    /// Of one that is a failure.
+    #[must_use]
+    pub fn of_failure(self, failure: Failure) -> Document<'a> {
+        let text = format!("job {}: {}", self.job, failure.in_words(&self.event.what));
+        Document { failure: Some(failure), text: Some(text), ..self }
+    }
+
+    /// Its bytes, with a line end.
+    #[must_use]
+    pub fn bytes(&self) -> Vec<u8> {
+        // Plain data with text for keys: there is nothing that JSON does not have.
+        let mut bytes = serde_json::to_vec(self).unwrap_or_default();
+        bytes.push(b'\n');
+        bytes
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::restart::cause::Cause;
+    use crate::telemetry::events::What;
+
+    #[test]
+    fn a_document_is_the_event_and_whom_it_is_told() {
+        let context = Context { job: "j".into(), folder: "/s/j".into() };
+        let cause = Some(Cause::Exit { code: 3 });
+        let event = Event::now("r", What::Ended { exit_code: Some(3), signal: None, cause });
+        let document = Document::new("on-failure", &context, &event).of_failure(Failure::JobEnded);
+        let read: serde_json::Value = serde_json::from_slice(&document.bytes()).unwrap();
+        let time = serde_json::to_value(event.time).unwrap();
+        assert_eq!(
+            read,
+            serde_json::json!({
+                "hook": "on-failure", "job": "j", "folder": "/s/j", "failure": "job-ended",
+                "text": "job j: it exited with code 3", "version": 1, "time": time, "run": "r",
+                "event": "ended", "exit_code": 3, "signal": null, "cause": { "kind": "exit", "code": 3 },
+            })
+        );
+    }
+}

@@ -1,0 +1,137 @@
+//! Which events are failures that somebody wants to hear of.
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+use crate::restart::cause::Cause;
+use crate::telemetry::events::What;
+
+/// What failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Failure {
+    /// The job ended with an error. What becomes of it is told by later events.
+    JobEnded,
+    /// The job can not go on after a snapshot.
+    JobLost,
+    /// `hooks.failed-snapshots` snapshots failed in a row.
+    SnapshotsFail,
+    /// The job makes no progress.
+    Hung,
+    /// A GPU that the job uses has a fault.
+    GpuFault,
+    /// An image can not be used any more.
+    ImageBad,
+    /// The job was given up.
+    GivenUp,
+}
+
+impl Failure {
+    /// A sentence about the event.
+    #[must_use]
+    pub fn in_words(self, what: &What) -> String {
+        match (self, what) {
+            (Failure::JobLost, What::SnapshotFailed { why, .. }) => {
+                format!("it can not go on after a snapshot that failed: {why}")
+            }
+            (_, What::SnapshotFailed { why, .. }) => format!("its snapshots fail: {why}"),
+            (_, What::Ended { cause: Some(cause), .. }) => cause.to_string(),
+            (_, What::Hung { what, idle_us, action, .. }) => {
+                let idle = humantime::format_duration(Duration::from_secs(idle_us / 1_000_000));
+                format!("it hangs: {what} for {idle} (watch.action is {action})")
+            }
+            (_, What::GpuFault { gpu, words, .. }) => format!("GPU {gpu} has a fault: {words}"),
+            (_, What::ImageBad { image, why }) => format!("image {image} is bad: {why}"),
+            (_, What::Finished { why: Some(why), .. }) => format!("given up: {why}"),
+            _ => "it failed".into(),
+        }
+    }
+}
+
+/// Listens to the events of a job.
+#[derive(Debug)]
+pub struct Failures {
+    limit: u32,
+    in_a_row: u32,
+}
+
+impl Failures {
+    /// So many snapshots that fail in a row are a failure; with 0 none are.
+    #[must_use]
+    pub fn new(limit: u32) -> Failures {
+        Failures { limit, in_a_row: 0 }
+    }
+
+    /// The failure that an event is, if it is one.
+    pub fn hear(&mut self, what: &What) -> Option<Failure> {
+        match what {
+            What::SnapshotTaken { .. } => self.in_a_row = 0,
+            What::SnapshotFailed { job_lost: true, .. } => return Some(Failure::JobLost),
+            What::SnapshotFailed { .. } => {
+                self.in_a_row = self.in_a_row.saturating_add(1);
+                // Once, until one succeeds.
+                return (self.in_a_row == self.limit).then_some(Failure::SnapshotsFail);
+            }
+            What::Ended { cause, .. } => return (!is_wanted(cause.as_ref())).then_some(Failure::JobEnded),
+            What::Hung { .. } => return Some(Failure::Hung),
+            What::GpuFault { .. } => return Some(Failure::GpuFault),
+            What::ImageBad { .. } => return Some(Failure::ImageBad),
+            What::Finished { outcome, .. } if outcome == "failed" => return Some(Failure::GivenUp),
+            _ => {}
+        }
+        None
+    }
+}
+
+/// Whether a life ended as it was to.
+fn is_wanted(cause: Option<&Cause>) -> bool {
+    matches!(cause, Some(Cause::Completed | Cause::Requested | Cause::Suspended | Cause::Rewound))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::manifest::Reason;
+
+    fn failed(job_lost: bool) -> What {
+        What::SnapshotFailed { why: "no room".into(), job_lost }
+    }
+
+    fn taken() -> What {
+        let image = "000001-20261121T100000Z".parse().unwrap();
+        What::SnapshotTaken { image, reason: Reason::Interval, freeze_us: 1, phases: Vec::new(), bytes: 1 }
+    }
+
+    fn ended(cause: Cause) -> What {
+        What::Ended { exit_code: None, signal: Some(9), cause: Some(cause) }
+    }
+
+    #[test]
+    fn snapshots_that_fail_are_told_once_a_row() {
+        let mut failures = Failures::new(2);
+        let events = [failed(false), failed(false), failed(false), taken(), failed(false), failed(false)];
+        let heard: Vec<bool> = events.iter().map(|what| failures.hear(what).is_some()).collect();
+        assert_eq!(heard, [false, true, false, false, false, true]);
+        let mut never = Failures::new(0);
+        assert!((0..5).all(|_| never.hear(&failed(false)).is_none()));
+        assert_eq!(never.hear(&failed(true)), Some(Failure::JobLost));
+    }
+
+    #[test]
+    fn an_end_that_was_asked_for_or_went_well_is_no_failure() {
+        let mut failures = Failures::new(1);
+        for cause in [Cause::Completed, Cause::Requested, Cause::Suspended, Cause::Rewound] {
+            assert_eq!(failures.hear(&ended(cause)), None);
+        }
+        let killed = ended(Cause::Signal { signal: 9 });
+        assert_eq!(failures.hear(&killed), Some(Failure::JobEnded));
+        assert_eq!(Failure::JobEnded.in_words(&killed), "signal SIGKILL ended it");
+        assert_eq!(failures.hear(&ended(Cause::OutOfMemory)), Some(Failure::JobEnded));
+        let finished =
+            |outcome: &str| What::Finished { outcome: outcome.into(), exit_code: None, why: Some("enough".into()) };
+        assert_eq!(failures.hear(&finished("stopped")), None);
+        assert_eq!(failures.hear(&finished("failed")), Some(Failure::GivenUp));
+        assert_eq!(Failure::GivenUp.in_words(&finished("failed")), "given up: enough");
+    }
+}

@@ -1,0 +1,349 @@
+//! The thread that runs hooks: in order, one at a time, and what is waiting for it is bounded.
+//!
+//! At the end of a run what is left has one `hooks.timeout` in all, of which what came before the last hook has one half: one
+//! that hangs does not keep the last from being run.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use super::command;
+use super::{Context, Point, Refused, Report, Reporter};
+use crate::config::{Hooks, OnError};
+
+/// Of hooks that nothing waits for. More come only where each takes longer than what it is told of.
+const MOST: usize = 64;
+/// How often what waits for a hook looks whether it still wants to.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Runs hooks.
+#[derive(Debug, Clone)]
+pub struct Runner(Arc<Shared>);
+
+struct Shared {
+    hooks: Hooks,
+    context: Context,
+    reporter: Reporter,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+impl std::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Runner").field("hooks", &self.hooks).finish_non_exhaustive()
+    }
+}
+
+#[derive(Default)]
+struct Queue {
+    waiting: VecDeque<Task>,
+    has_thread: bool,
+    busy: bool,
+    left_out: bool,
+    /// Once the end is near.
+    closing: Option<Closing>,
+}
+
+/// Until when hooks may run.
+#[derive(Clone, Copy)]
+struct Closing {
+    others: Instant,
+    last: Instant,
+}
+
+struct Task {
+    point: Point,
+    document: Vec<u8>,
+    gate: Option<GateOf>,
+}
+
+/// Of a task that something waits for.
+struct GateOf {
+    until: Instant,
+    called_off: Arc<AtomicBool>,
+    answer: mpsc::Sender<Result<(), String>>,
+}
+
+impl Runner {
+    /// Nothing runs yet.
+    #[must_use]
+    pub fn new(hooks: &Hooks, context: Context, reporter: Reporter) -> Runner {
+        let (queue, changed) = (Mutex::default(), Condvar::new());
+        Runner(Arc::new(Shared { hooks: hooks.clone(), context, reporter, queue, changed }))
+    }
+
+    /// Whether there is a hook for it.
+    #[must_use]
+    pub fn has(&self, point: Point) -> bool {
+        !point.command(&self.0.hooks).is_empty()
+    }
+
+    /// Has a hook run when its turn comes.
+    pub fn tell(&self, point: Point, document: Vec<u8>) {
+        let mut queue = self.0.queue();
+        if queue.waiting.len() >= MOST {
+            if !std::mem::replace(&mut queue.left_out, true) {
+                drop(queue);
+                self.0.report(point, format!("it is left out: {MOST} others wait for the one that runs"));
+            }
+            return;
+        }
+        queue.left_out = false;
+        self.0.push(queue, Task { point, document, gate: None });
+    }
+
+    /// A hook that something is to wait for. None where there is no such hook.
+    #[must_use]
+    pub fn gate(&self, point: Point, document: Vec<u8>, limit: Duration) -> Option<Gate> {
+        self.has(point).then(|| Gate { shared: Arc::clone(&self.0), point, document, limit })
+    }
+
+    /// Waits for what is left, at most `hooks.timeout`; then nothing runs any more.
+    pub fn close(&self) {
+        let began = Instant::now();
+        let last = began + self.0.hooks.timeout;
+        let mut queue = self.0.queue();
+        queue.closing = Some(Closing { others: began + self.0.hooks.timeout / 2, last });
+        // A thread that can not be started takes nothing out of the queue.
+        while queue.has_thread && (queue.busy || !queue.waiting.is_empty()) {
+            // One that is killed now is gone soon.
+            let left = (last + command::GRACE).saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break;
+            }
+            queue = self.0.changed.wait_timeout(queue, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        queue.waiting.clear();
+    }
+}
+
+impl Shared {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn report(&self, point: Point, why: String) {
+        (self.reporter)(Report { hook: point.name(), why });
+    }
+
+    fn push(self: &Arc<Self>, mut queue: MutexGuard<'_, Queue>, task: Task) {
+        if !queue.has_thread {
+            let shared = Arc::clone(self);
+            let started = std::thread::Builder::new().name("hooks".into()).spawn(move || shared.work());
+            if let Err(error) = started {
+                drop(queue);
+                return self.report(task.point, format!("can not start a thread: {error}"));
+            }
+            queue.has_thread = true;
+        }
+        queue.waiting.push_back(task);
+        self.changed.notify_all();
+    }
+
+    /// The thread; it ends with the process.
+    fn work(&self) {
+        let mut queue = self.queue();
+        loop {
+            let Some(task) = queue.waiting.pop_front() else {
+                queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            queue.busy = true;
+            drop(queue);
+            self.run(task);
+            queue = self.queue();
+            queue.busy = false;
+            self.changed.notify_all();
+        }
+    }
+
+    fn run(&self, task: Task) {
+        let Task { point, document, gate } = task;
+        let limit = gate.as_ref().map(|gate| gate.until.saturating_duration_since(Instant::now()));
+        let limit = limit.unwrap_or(self.hooks.timeout).min(self.hooks.timeout);
+        let wanted = || {
+            let gate = gate.as_ref().is_none_or(|gate| !gate.called_off.load(Ordering::Relaxed));
+            gate && self.may_run()
+        };
+        let result = if !wanted() {
+            Err("there was no time left for it".to_owned())
+        } else if limit.is_zero() {
+            Err("those before it took too long".to_owned())
+        } else {
+            let words = point.command(&self.hooks);
+            command::run(point, words, &self.context, &document, limit, &wanted).map_err(|error| error.to_string())
+        };
+        if let Err(why) = &result
+            && gate.as_ref().is_none_or(|gate| !gate.called_off.load(Ordering::Relaxed))
+        {
+            self.report(point, why.clone());
+        }
+        if let Some(gate) = gate {
+            // Nobody waits any more where it was called off.
+            let _ = gate.answer.send(result);
+        }
+    }
+
+    /// Whether the end of the run leaves time for the hook that runs now.
+    fn may_run(&self) -> bool {
+        let queue = self.queue();
+        let Some(closing) = queue.closing else { return true };
+        let until = if queue.waiting.is_empty() { closing.last } else { closing.others };
+        Instant::now() < until
+    }
+}
+
+/// A hook that something waits for.
+#[derive(Debug)]
+pub struct Gate {
+    shared: Arc<Shared>,
+    point: Point,
+    document: Vec<u8>,
+    limit: Duration,
+}
+
+/// What is to become of what waited.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Passed {
+    /// It goes on.
+    Yes,
+    /// The hook does not want it.
+    Refused(Refused),
+    /// It is not wanted any more.
+    CalledOff,
+}
+
+impl Gate {
+    /// Runs the hook, after those that were to run before it, and waits for its end. Takes at most its limit.
+    #[must_use]
+    pub fn pass(self, cancelled: &dyn Fn() -> bool) -> Passed {
+        let Gate { shared, point, document, limit } = self;
+        let called_off = Arc::new(AtomicBool::new(false));
+        let (answer, result) = mpsc::channel();
+        let until = Instant::now() + limit;
+        let of = GateOf { until, called_off: Arc::clone(&called_off), answer };
+        shared.push(shared.queue(), Task { point, document, gate: Some(of) });
+        loop {
+            let why = match result.recv_timeout(LOOK) {
+                Ok(Ok(())) => return Passed::Yes,
+                Ok(Err(why)) => why,
+                Err(mpsc::RecvTimeoutError::Timeout) if cancelled() => {
+                    called_off.store(true, Ordering::Relaxed);
+                    return Passed::CalledOff;
+                }
+                // Its turn has not come, or it is being killed.
+                Err(mpsc::RecvTimeoutError::Timeout) if Instant::now() > until + command::GRACE => {
+                    called_off.store(true, Ordering::Relaxed);
+                    let why = "those before it took too long".to_owned();
+                    shared.report(point, why.clone());
+                    why
+                }
+                Err(mpsc::RecvTimeoutError::Timeout) => continue,
+                Err(mpsc::RecvTimeoutError::Disconnected) => "it could not be run".to_owned(),
+            };
+            return match shared.hooks.on_error {
+                OnError::Ignore => Passed::Yes,
+                OnError::Refuse => Passed::Refused(Refused { hook: point.name(), why }),
+            };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reports() -> (Reporter, mpsc::Receiver<Report>) {
+        let (sender, reports) = mpsc::channel();
+        let sender = Mutex::new(sender);
+        (Arc::new(move |report| drop(sender.lock().unwrap().send(report))), reports)
+    }
+
+    fn sh(script: &str) -> Vec<String> {
+        vec!["sh".into(), "-c".into(), script.into()]
+    }
+
+    fn runner(hooks: &Hooks) -> (Runner, mpsc::Receiver<Report>) {
+        let (reporter, reports) = reports();
+        let context = Context { job: "j".into(), folder: "/s/j".into() };
+        (Runner::new(hooks, context, reporter), reports)
+    }
+
+    const NEVER: &dyn Fn() -> bool = &|| false;
+
+    #[test]
+    fn hooks_run_in_order_and_the_end_waits_for_them() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("out");
+        let script = sh(&format!("sleep 0.05; cat >>{}", out.display()));
+        let hooks = Hooks { after_snapshot: script.clone(), on_completion: script, ..Hooks::default() };
+        let (runner, reports) = runner(&hooks);
+        for n in 0..5 {
+            runner.tell(Point::AfterSnapshot, format!("{n}").into_bytes());
+        }
+        runner.tell(Point::OnCompletion, b"done".to_vec());
+        runner.close();
+        assert_eq!(std::fs::read_to_string(&out).unwrap(), "01234done");
+        assert!(reports.try_recv().is_err());
+        assert!(!runner.has(Point::OnFailure) && runner.gate(Point::OnFailure, vec![], Duration::ZERO).is_none());
+    }
+
+    #[test]
+    fn the_end_waits_no_longer_than_the_timeout_and_the_last_has_its_share() {
+        let dir = tempfile::tempdir().unwrap();
+        let out = dir.path().join("out");
+        let hooks = Hooks {
+            after_snapshot: sh("sleep 60"),
+            on_completion: sh(&format!("cat >{}", out.display())),
+            timeout: Duration::from_secs(6),
+            ..Hooks::default()
+        };
+        let (runner, reports) = runner(&hooks);
+        (0..3).for_each(|_| runner.tell(Point::AfterSnapshot, Vec::new()));
+        runner.tell(Point::OnCompletion, b"done".to_vec());
+        let began = Instant::now();
+        runner.close();
+        assert!(began.elapsed() < hooks.timeout + 2 * command::GRACE, "{:?}", began.elapsed());
+        assert_eq!(std::fs::read_to_string(&out).unwrap(), "done");
+        assert_eq!(reports.try_iter().filter(|report| report.hook == "after-snapshot").count(), 3);
+    }
+
+    #[test]
+    fn what_waits_goes_on_is_refused_or_is_called_off() {
+        let mut hooks = Hooks { before_snapshot: sh("read line; exit $line"), ..Hooks::default() };
+        hooks.on_error = OnError::Refuse;
+        let limit = Duration::from_secs(20);
+        let (strict, reports) = runner(&hooks);
+        let gate = |runner: &Runner, code: &str| {
+            runner.gate(Point::BeforeSnapshot, format!("{code}\n").into_bytes(), limit).unwrap()
+        };
+        assert_eq!(gate(&strict, "0").pass(NEVER), Passed::Yes);
+        let refused = Refused { hook: "before-snapshot", why: "it ended with exit code 7".into() };
+        assert_eq!(gate(&strict, "7").pass(NEVER), Passed::Refused(refused));
+        assert_eq!(reports.try_iter().count(), 1);
+        hooks.on_error = OnError::Ignore;
+        let (lenient, reports) = runner(&hooks);
+        assert_eq!(gate(&lenient, "7").pass(NEVER), Passed::Yes);
+        assert_eq!(reports.try_recv().unwrap().why, "it ended with exit code 7");
+        hooks.before_snapshot = sh("sleep 60");
+        let (slow, reports) = runner(&hooks);
+        let began = Instant::now();
+        assert_eq!(gate(&slow, "").pass(&|| true), Passed::CalledOff);
+        slow.close();
+        assert!(began.elapsed() < limit && reports.try_recv().is_err());
+    }
+
+    #[test]
+    fn what_waits_waits_for_those_before_it_but_not_for_ever() {
+        let hooks = Hooks { after_snapshot: sh("sleep 60"), before_snapshot: sh("true"), ..Hooks::default() };
+        let (runner, reports) = runner(&hooks);
+        runner.tell(Point::AfterSnapshot, Vec::new());
+        let began = Instant::now();
+        let gate = runner.gate(Point::BeforeSnapshot, Vec::new(), Duration::from_millis(200)).unwrap();
+        assert_eq!(gate.pass(NEVER), Passed::Yes);
+        assert!(began.elapsed() < Duration::from_secs(20));
+        let report = reports.recv_timeout(Duration::from_secs(20)).unwrap();
+        assert_eq!((report.hook, report.why.as_str()), ("before-snapshot", "those before it took too long"));
+    }
+}

@@ -1,0 +1,113 @@
+//! Who is told what happens to the job, beside the journal: hooks, the webhook and the metrics.
+
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Instant;
+
+use super::metrics::Metrics;
+use super::{Message, Owner, Setup};
+use crate::hooks::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner, Webhook};
+use crate::store::manifest::Reason;
+use crate::telemetry::events::{Event, What};
+
+/// A snapshot that a stop waits for: the hook before it has this part of `snapshot.grace`, and the snapshot the rest.
+const PART_OF_GRACE: u32 = 4;
+
+/// Those who listen.
+pub(super) struct Listeners {
+    context: Context,
+    failures: Failures,
+    runner: Runner,
+    webhook: Option<Webhook>,
+    metrics: Option<Metrics>,
+}
+
+impl Listeners {
+    pub(super) fn new(setup: &Setup, sender: &mpsc::Sender<Message>) -> Listeners {
+        let hooks = &setup.config.hooks;
+        let context = Context { job: setup.folder.name().to_string(), folder: setup.folder.path().to_path_buf() };
+        let sender = Mutex::new(sender.clone());
+        let reporter: Reporter = Arc::new(move |report| {
+            let _ = sender.lock().map(|sender| sender.send(Message::Hook(report)));
+        });
+        Listeners {
+            failures: Failures::new(hooks.failed_snapshots),
+            runner: Runner::new(hooks, context.clone(), Arc::clone(&reporter)),
+            webhook: hooks.webhook.clone().map(|url| Webhook::new(url, reporter)),
+            metrics: Metrics::new(setup),
+            context,
+        }
+    }
+
+    pub(super) fn metrics(&self) -> Option<&Metrics> {
+        self.metrics.as_ref()
+    }
+
+    fn hear(&mut self, event: &Event) {
+        self.metrics.iter().for_each(|metrics| metrics.hear(event));
+        let point = match &event.what {
+            What::SnapshotTaken { .. } | What::SnapshotFailed { .. } => Some(Point::AfterSnapshot),
+            What::Started { image: Some(_), .. } => Some(Point::AfterRestore),
+            What::Finished { outcome, .. } if outcome == "completed" => Some(Point::OnCompletion),
+            _ => None,
+        };
+        let document = |hook| Document::new(hook, &self.context, event);
+        if let Some(point) = point.filter(|point| self.runner.has(*point)) {
+            self.runner.tell(point, document(point.name()).bytes());
+        }
+        let Some(failure) = self.failures.hear(&event.what) else { return };
+        if self.runner.has(Point::OnFailure) {
+            self.runner.tell(Point::OnFailure, document(Point::OnFailure.name()).of_failure(failure).bytes());
+        }
+        if let Some(webhook) = &self.webhook {
+            webhook.send(document("webhook").of_failure(failure).bytes());
+        }
+    }
+}
+
+impl Owner<'_> {
+    /// Tells hooks and the webhook.
+    pub(super) fn tell_listeners(&mut self, event: &Event) {
+        self.listeners.hear(event);
+    }
+
+    /// The hook that a snapshot is to wait for.
+    pub(super) fn before_snapshot(&self, event: &Event, reason: Reason) -> Option<Gate> {
+        let config = &self.shared.config;
+        let limit = match reason {
+            Reason::Final => config.hooks.timeout.min(config.snapshot.grace / PART_OF_GRACE),
+            _ => config.hooks.timeout,
+        };
+        let document = Document::new(Point::BeforeSnapshot.name(), &self.listeners.context, event);
+        self.listeners.runner.gate(Point::BeforeSnapshot, document.bytes(), limit)
+    }
+
+    /// The hook that a restore is to wait for.
+    pub(super) fn before_restore(&self, event: &Event) -> Option<Gate> {
+        let document = Document::new(Point::BeforeRestore.name(), &self.listeners.context, event);
+        self.listeners.runner.gate(Point::BeforeRestore, document.bytes(), self.shared.config.hooks.timeout)
+    }
+
+    pub(super) fn hook_failed(&mut self, report: Report) {
+        let Report { hook, why } = report;
+        match hook {
+            "webhook" => tracing::warn!("the webhook was not told: {why}"),
+            _ => tracing::warn!("the hook {hook} did not do its work: {why}"),
+        }
+        self.tell(What::HookFailed { hook: hook.into(), why });
+    }
+
+    /// Waits for hooks that are left, at most `hooks.timeout`.
+    pub(super) fn leave_hooks(&mut self, messages: &mpsc::Receiver<Message>) {
+        let until = Instant::now() + self.shared.config.hooks.timeout;
+        self.listeners.runner.close();
+        if let Some(webhook) = &self.listeners.webhook {
+            webhook.close(until);
+        }
+        for message in messages.try_iter() {
+            if let Message::Hook(report) = message {
+                self.hook_failed(report);
+            }
+        }
+        self.listeners.metrics.iter().for_each(Metrics::close);
+    }
+}

@@ -1,0 +1,86 @@
+//! The metrics of a run: learnt where events are told, made into text on the threads that are asked for it.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use chrono::Utc;
+
+use super::{Owner, Setup};
+use crate::config::Interval;
+use crate::telemetry::events::Event;
+use crate::telemetry::metrics::textfile::Textfile;
+use crate::telemetry::metrics::{Facts, Replicated, serve};
+
+/// What is shown, and where. Where it can not be shown the job is supervised all the same.
+pub(super) struct Metrics {
+    facts: Arc<Mutex<Facts>>,
+    textfile: Option<Textfile>,
+    address: Option<SocketAddr>,
+}
+
+impl Metrics {
+    /// None where nobody wants any.
+    pub(super) fn new(setup: &Setup) -> Option<Metrics> {
+        let config = &setup.config.metrics;
+        if config.textfile.is_none() && config.listen.is_none() {
+            return None;
+        }
+        let replicated = if setup.config.replica.url.is_some() { Replicated::Yes } else { Replicated::No };
+        let facts = Arc::new(Mutex::new(Facts::new(setup.folder.name().as_str(), replicated, Instant::now())));
+        let shared = Arc::clone(&facts);
+        let render: serve::Render = Arc::new(move || {
+            let facts = shared.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            facts.text(Instant::now(), Utc::now())
+        });
+        let textfile = config.textfile.clone().map(|path| Textfile::start(path, Arc::clone(&render)));
+        let textfile = textfile.transpose().unwrap_or_else(|error| {
+            tracing::warn!("there is no file of metrics: {error}");
+            None
+        });
+        let address = config.listen.map(|address| (address, serve::start(address, render)));
+        let address = address.and_then(|(wanted, listening)| match listening {
+            Ok(address) => Some(address),
+            Err(error) => {
+                tracing::warn!("metrics can not be had at {wanted} (metrics.listen): {error}");
+                None
+            }
+        });
+        Some(Metrics { facts, textfile, address })
+    }
+
+    /// Where they are served.
+    pub(super) fn address(&self) -> Option<SocketAddr> {
+        self.address
+    }
+
+    fn learn(&self, learn: impl FnOnce(&mut Facts)) {
+        learn(&mut self.facts.lock().unwrap_or_else(PoisonError::into_inner));
+        self.textfile.iter().for_each(Textfile::news);
+    }
+
+    pub(super) fn hear(&self, event: &Event) {
+        self.learn(|facts| facts.hear(event, Instant::now()));
+    }
+
+    /// Has the file say how it ended.
+    pub(super) fn close(&self) {
+        self.textfile.iter().for_each(Textfile::close);
+    }
+}
+
+impl Owner<'_> {
+    pub(super) fn show_metrics(&mut self) {
+        let Some(metrics) = self.listeners.metrics() else { return };
+        self.published.metrics = metrics.address();
+        metrics.learn(|facts| facts.see(&self.published, self.interval_in_force()));
+    }
+
+    fn interval_in_force(&self) -> Option<Duration> {
+        match self.shared.config.snapshot.interval {
+            Interval::Every(interval) => Some(interval),
+            Interval::Auto => self.machine.choice().map(|choice| choice.interval),
+            Interval::Off => None,
+        }
+    }
+}

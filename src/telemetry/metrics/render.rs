@@ -1,0 +1,229 @@
+//! Facts as OpenMetrics text, which Prometheus and node_exporter read.
+
+use std::fmt;
+use std::time::Instant;
+
+use chrono::{DateTime, Utc};
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric, NoLabelSet, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::Registry;
+
+use super::{BUCKETS, Facts};
+
+/// Where a job can stand, as [`State::name`](crate::supervisor::state::State::name) says it.
+const STATES: [&str; 10] = [
+    "starting",
+    "restoring",
+    "running",
+    "snapshotting",
+    "suspending",
+    "rewinding",
+    "stopping",
+    "waiting",
+    "suspended",
+    "done",
+];
+const OUTCOMES: [&str; 3] = ["completed", "stopped", "failed"];
+
+impl Facts {
+    /// All of them, as of now.
+    #[must_use]
+    pub fn text(&self, now: Instant, time: DateTime<Utc>) -> String {
+        let labels = [("job".into(), self.job.clone().into())];
+        let mut registry = Registry::with_labels(labels.into_iter());
+        registry.register_collector(Box::new(Seen { facts: self.clone(), now, time }));
+        let mut text = String::new();
+        // Writing to a String does not fail.
+        let _ = text::encode(&mut text, &registry);
+        text
+    }
+}
+
+#[derive(Debug)]
+struct Seen {
+    facts: Facts,
+    now: Instant,
+    time: DateTime<Utc>,
+}
+
+/// One number without labels of its own.
+#[derive(Clone, Copy)]
+enum Number {
+    Gauge(f64),
+    Counter(f64),
+    Count(u64),
+}
+
+struct Sink<'a>(DescriptorEncoder<'a>);
+
+impl Sink<'_> {
+    fn one(&mut self, name: &str, help: &str, number: Number) -> fmt::Result {
+        let kind = if matches!(number, Number::Gauge(_)) { MetricType::Gauge } else { MetricType::Counter };
+        let encoder = self.0.encode_descriptor(name, help, None, kind)?;
+        match number {
+            Number::Gauge(value) => ConstGauge::new(value).encode(encoder),
+            Number::Counter(value) => ConstCounter::new(value).encode(encoder),
+            Number::Count(value) => ConstCounter::new(value).encode(encoder),
+        }
+    }
+
+    /// Nothing where it is not known.
+    fn gauge(&mut self, name: &str, help: &str, value: Option<f64>) -> fmt::Result {
+        value.map_or(Ok(()), |value| self.one(name, help, Number::Gauge(value)))
+    }
+
+    fn family<L: EncodeLabelSet>(
+        &mut self,
+        name: &str,
+        help: &str,
+        values: impl IntoIterator<Item = (L, f64)>,
+    ) -> fmt::Result {
+        let mut encoder = self.0.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        for (labels, value) in values {
+            ConstGauge::new(value).encode(encoder.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
+fn stamp(time: DateTime<Utc>) -> f64 {
+    std::time::Duration::from_millis(u64::try_from(time.timestamp_millis()).unwrap_or(0)).as_secs_f64()
+}
+
+/// A number that is not exact beyond 2^53, which no size reaches.
+fn real(number: u64) -> f64 {
+    let (high, low) = (u32::try_from(number >> 32).unwrap_or(u32::MAX), number & u64::from(u32::MAX));
+    f64::from(high) * 4_294_967_296.0 + f64::from(u32::try_from(low).unwrap_or(u32::MAX))
+}
+
+fn share(done: u64, total: u64) -> f64 {
+    if total == 0 { 0.0 } else { (real(done) / real(total)).min(1.0) }
+}
+
+fn bit(set: bool) -> f64 {
+    if set { 1.0 } else { 0.0 }
+}
+
+impl Collector for Seen {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let (sink, facts) = (&mut Sink(encoder), &self.facts);
+        self.state(sink)?;
+        self.snapshots(sink)?;
+        self.store(sink)?;
+        self.replica(sink)?;
+        let work = &facts.work;
+        sink.one(
+            "rekindle_goodput_ratio",
+            "Share of this supervisor's time that was useful work",
+            Number::Gauge(work.goodput(self.now)),
+        )?;
+        sink.one(
+            "rekindle_useful_seconds",
+            "Useful work since this supervisor began",
+            Number::Gauge(work.useful(self.now).as_secs_f64()),
+        )?;
+        sink.one(
+            "rekindle_lost_work_seconds",
+            "Work that was done and is done again",
+            Number::Counter(work.lost().as_secs_f64()),
+        )?;
+        sink.one(
+            "rekindle_hooks_failed",
+            "Hooks that did not do their work, and calls of the webhook",
+            Number::Count(facts.hooks_failed),
+        )
+    }
+}
+
+impl Seen {
+    fn state(&self, sink: &mut Sink<'_>) -> fmt::Result {
+        let facts = &self.facts;
+        if let Some(published) = &facts.published {
+            let labels = [("version", env!("CARGO_PKG_VERSION").to_owned()), ("run", published.lineage.clone())];
+            sink.family("rekindle_supervisor", "1, with the version of rekindle and the run", [(labels, 1.0)])?;
+            let states = STATES.iter().map(|state| ([("state", *state)], bit(published.state == *state)));
+            sink.family("rekindle_state", "1 for the state that the job is in", states)?;
+            let begun = stamp(published.begun);
+            sink.one("rekindle_supervisor_start_time_seconds", "When this supervisor began", Number::Gauge(begun))?;
+            let restarts = u64::from(published.restarts);
+            sink.one("rekindle_restarts", "Times the job was brought back or begun anew", Number::Count(restarts))?;
+        }
+        let started = facts.started.map(stamp);
+        sink.gauge("rekindle_job_start_time_seconds", "Since when the job runs; not there while it does not", started)?;
+        sink.one("rekindle_failures", "Ends of the job that nobody asked for", Number::Count(facts.failures))?;
+        if let Some(outcome) = &facts.outcome {
+            let outcomes = OUTCOMES.iter().map(|name| ([("outcome", *name)], bit(outcome == name)));
+            sink.family("rekindle_finished", "1 for how it all ended; not there before", outcomes)?;
+        }
+        Ok(())
+    }
+
+    fn snapshots(&self, sink: &mut Sink<'_>) -> fmt::Result {
+        let facts = &self.facts;
+        sink.one("rekindle_snapshots_taken", "Snapshots that were taken", Number::Count(facts.taken))?;
+        sink.one("rekindle_snapshots_failed", "Snapshots that failed", Number::Count(facts.failed))?;
+        sink.one("rekindle_images_bad", "Images that were found bad", Number::Count(facts.bad))?;
+        sink.gauge(
+            "rekindle_last_snapshot_timestamp_seconds",
+            "When the newest image was there",
+            facts.last.map(|last| stamp(last.time)),
+        )?;
+        sink.gauge(
+            "rekindle_last_freeze_seconds",
+            "How long the job stood still for the newest image",
+            facts.last.map(|last| last.freeze),
+        )?;
+        sink.gauge("rekindle_last_image_bytes", "Size of the newest image", facts.last.map(|last| real(last.bytes)))?;
+        if !facts.phases.is_empty() {
+            let phases = facts.phases.iter().map(|(name, time)| ([("phase", name.clone())], *time));
+            sink.family("rekindle_last_freeze_phase_seconds", "The same by phase", phases)?;
+        }
+        let help = "How long the job stood still for snapshots";
+        let mut encoder = sink.0.encode_descriptor("rekindle_freeze_seconds", help, None, MetricType::Histogram)?;
+        let buckets: Vec<(f64, u64)> = BUCKETS.into_iter().zip(facts.freezes.counts).collect();
+        encoder.encode_histogram::<NoLabelSet>(facts.freezes.sum, facts.freezes.counts.iter().sum(), &buckets, None)?;
+        let next = facts.published.as_ref().and_then(|published| published.next);
+        sink.gauge("rekindle_next_snapshot_timestamp_seconds", "When the next snapshot is due", next.map(stamp))?;
+        let interval = facts.interval.map(|interval| interval.as_secs_f64());
+        sink.gauge("rekindle_interval_seconds", "The time between two snapshots that is in force", interval)
+    }
+
+    fn store(&self, sink: &mut Sink<'_>) -> fmt::Result {
+        let facts = &self.facts;
+        sink.one("rekindle_stored_images", "Images that were brought to the store", Number::Count(facts.stored))?;
+        sink.one("rekindle_store_written_bytes", "Bytes that were written for them", Number::Count(facts.written))?;
+        sink.one("rekindle_store_seconds", "How long that took", Number::Counter(facts.store_seconds))?;
+        sink.one(
+            "rekindle_store_failed_images",
+            "Images that did not get to the store",
+            Number::Count(facts.not_stored),
+        )?;
+        let persisting = facts.published.as_ref().and_then(|published| published.persisting.as_ref());
+        let progress = persisting.map(|persisting| share(persisting.done, persisting.total));
+        sink.gauge(
+            "rekindle_persist_progress_ratio",
+            "How much of an image is in the store; not there while none is on its way",
+            progress,
+        )?;
+        let restoring = facts.published.as_ref().and_then(|published| published.restoring.as_ref());
+        let progress = restoring.map(|restoring| share(restoring.done, restoring.total));
+        sink.gauge("rekindle_restore_progress_ratio", "How much of an image was read to bring the job back", progress)
+    }
+
+    fn replica(&self, sink: &mut Sink<'_>) -> fmt::Result {
+        let Some(replica) = &self.facts.replica else { return Ok(()) };
+        sink.one(
+            "rekindle_replicated_images",
+            "Images that were brought to the replica",
+            Number::Count(replica.replicated),
+        )?;
+        sink.one("rekindle_replica_sent_bytes", "Bytes that were sent there", Number::Count(replica.sent))?;
+        sink.one("rekindle_replica_failed_images", "Images that did not get there", Number::Count(replica.failed))?;
+        let oldest = replica.waiting.front().map(|(_, since)| (self.time - since).to_std().unwrap_or_default());
+        let help = "How long an image has been in the store that is not in the replica";
+        sink.one("rekindle_replica_lag_seconds", help, Number::Gauge(oldest.unwrap_or_default().as_secs_f64()))
+    }
+}
