@@ -4,6 +4,7 @@
 //! back from that one. REKINDLE_TEST_KILLS is how often it kills in all (40, of which each of the two jobs gets half), and
 //! REKINDLE_TEST_SEED repeats a run as far as the clock allows.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
@@ -86,10 +87,13 @@ struct Tally {
     memory_only: u64,
 }
 
-fn kill_job(rig: &Rig) {
-    for pid in rig.job_pids() {
-        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), Signal::SIGKILL);
+/// Answers whom.
+fn kill_job(rig: &Rig) -> Vec<i32> {
+    let pids = rig.job_pids();
+    for pid in &pids {
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(*pid), Signal::SIGKILL);
     }
+    pids
 }
 
 /// The newest good image by the harness's own reading, when nobody writes any more. All that is in the store is sound.
@@ -168,6 +172,7 @@ fn storm(mut rig: Rig) {
     // From here on there is one that no loss of memory takes.
     supervisor.said("is in the store");
     let mut tally = Tally::default();
+    let mut killed = Vec::new();
     // What the supervisor under way says begins here.
     let mut mark = rig.log().len();
     while tally.kills < kills {
@@ -181,7 +186,7 @@ fn storm(mut rig: Rig) {
         tally.busy += u64::from(busy);
         eprintln!("kill {} of {kills}: {victim:?}, {moment:?}, busy: {busy}", tally.kills);
         if matches!(victim, Victim::Job | Victim::JobThenSupervisor) {
-            kill_job(&rig);
+            killed = kill_job(&rig);
             random.sleep_below_ms(20);
         }
         if victim == Victim::Job {
@@ -189,7 +194,7 @@ fn storm(mut rig: Rig) {
         }
         supervisor.kill();
         if victim == Victim::SupervisorThenJob {
-            kill_job(&rig);
+            drop(kill_job(&rig));
         }
         rig.assert_nothing_left();
         if victim == Victim::Machine {
@@ -205,6 +210,8 @@ fn storm(mut rig: Rig) {
         supervisor = rig.run();
         supervisor.said(&format!("goes on from image {newest}"));
     }
+    // Until the supervisor has seen the last kill, it takes that life for one that works.
+    supervisor.until("the killed are gone", |_| killed.iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists()));
     works(&mut supervisor);
     let last = supervisor.snapshot().id;
     supervisor.stop();

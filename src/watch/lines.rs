@@ -1,8 +1,8 @@
 //! The job's output, line by line as it comes, held against the rules.
 //!
 //! A thread of its own reads the output files, like the follower but without its terminal. It costs little whatever the job
-//! prints: it looks at most every [`REST`], at no more than [`AT_ONCE`] of each file, and skips the rest. Of a line it sees the
-//! first [`LINE`] bytes. A rule is reported once for each life.
+//! prints: it looks at most every `REST`, at no more than `AT_ONCE` of each file, and skips the rest. Of a line it sees the
+//! first `LINE` bytes. A rule is reported once for each life.
 
 use std::collections::BTreeSet;
 use std::fs::File;
