@@ -114,7 +114,7 @@ pub(super) const KEYS: &[Key] = &[
     ),
     key("store.encryption-key", Shape::Text, "text with an absolute path"),
     key("store.persist-rate", Shape::Text, RATE),
-    key("store.persist-threads", Shape::Count, COUNT),
+    key("store.persist-threads", Shape::Text, "\"auto\" or a whole number from 1 to 64"),
     key("store.sweep-after", Shape::Text, DURATION),
     key("store.repack", Shape::Text, "\"off\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes"),
     key("store.on-success", Shape::Text, "\"remove\" or \"keep\""),
