@@ -61,7 +61,7 @@ kinds! {
 }
 
 /// The port that the job printed.
-fn port(lab: &Lab) -> u16 {
+pub(crate) fn port(lab: &Lab) -> u16 {
     lab.output().lines().find_map(|line| line.strip_prefix("port ")?.parse().ok()).unwrap()
 }
 

@@ -1,15 +1,61 @@
 //! Jobs of many processes, and what they share: each killed with -9 after a snapshot, as in [`crate::kinds`].
 
 use std::fs;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 
-use crate::kinds::{count_on, finish};
+use nix::sys::signal::Signal;
+
+use crate::kinds::{count_on, finish, port};
 use crate::launch::{end, look};
-use crate::supervisor::{Lab, Running};
+use crate::supervisor::{Lab, Running, alive, kill};
 
-fn start(lab: &Lab, kind: &str) -> Running {
-    let mut run = lab.python("trees.py", &[kind, lab.path().to_str().unwrap()]);
+fn start_with(lab: &Lab, kind: &str, more: &[&str]) -> Running {
+    let mut args = vec![kind, lab.path().to_str().unwrap()];
+    args.extend(more);
+    let mut run = lab.python("trees.py", &args);
     count_on(lab, &mut run, 5);
     run
+}
+
+fn start(lab: &Lab, kind: &str) -> Running {
+    start_with(lab, kind, &[])
+}
+
+/// Three times an image and a crash, in which the image is of a job that was restored itself from the second on.
+fn goes_on(lab: &Lab, mut run: Running) {
+    for _ in 0..3 {
+        run.snapshot(lab);
+        count_on(lab, &mut run, 3);
+        run.crash(lab);
+        count_on(lab, &mut run, 3);
+    }
+    // The same image once more.
+    run.crash(lab);
+    count_on(lab, &mut run, 3);
+    finish(lab, run);
+}
+
+fn comes_back(kind: &str) {
+    let Some(lab) = Lab::new() else { return };
+    let run = start(&lab, kind);
+    goes_on(&lab, run);
+}
+
+macro_rules! trees {
+    ($($name:ident: $kind:literal,)*) => {
+        $(#[test] fn $name() { comes_back($kind); })*
+    };
+}
+
+trees! {
+    a_chain_of_sixty_processes_and_sessions: "deep",
+    children_of_children_that_come_and_go: "comers",
+    a_terminal_within_the_job: "terminal",
+    shared_memory_without_a_name_and_unnamed_semaphores: "shared-without-name",
+    semaphores_by_name: "named-semaphores",
+    system_v_memory_semaphores_and_messages: "system-v",
+    connections_and_a_port_that_others_of_it_wait_at: "ranks",
 }
 
 /// A field of /proc/PID/status.
@@ -54,9 +100,152 @@ fn a_job_that_may_have_an_io_uring_is_not_dumped_while_it_has_one() {
     let mut run = start(&lab, "uring-open");
     assert!(!lab.output().contains("ring -"), "{}", lab.output());
     assert_eq!(status(run.job_pid(&lab), "Seccomp"), "0");
-    run.signal(nix::sys::signal::Signal::SIGUSR1);
+    run.signal(Signal::SIGUSR1);
     run.wait_said("snapshot failed");
     assert!(run.err().contains("an io_uring") && run.err().contains("job.allow-io-uring"), "{}", run.err());
     assert!(lab.good().is_empty());
+    finish(&lab, run);
+}
+
+#[test]
+fn a_deleted_file_up_to_the_limit() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.ghost-limit", "\"65MiB\"")) else { return };
+    let run = start(&lab, "ghost-64");
+    goes_on(&lab, run);
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.ghost-limit", "\"63MiB\"")) else { return };
+    let mut run = start(&lab, "ghost-64");
+    run.signal(Signal::SIGUSR1);
+    run.wait_said("snapshot failed");
+    assert!(run.err().contains("snapshot.ghost-limit"), "{}", run.err());
+    finish(&lab, run);
+}
+
+/// Answers "!" to each byte, on every connection.
+fn server() -> (TcpListener, u16) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let accepting = listener.try_clone().unwrap();
+    std::thread::spawn(move || {
+        for stream in accepting.incoming() {
+            let Ok(mut stream) = stream else { return };
+            std::thread::spawn(move || while stream.read_exact(&mut [0]).is_ok() && stream.write_all(b"!").is_ok() {});
+        }
+    });
+    (listener, port)
+}
+
+#[test]
+fn connections_inside_are_kept_and_those_to_the_outside_closed() {
+    let Some(lab) = Lab::new() else { return };
+    let (_listener, port) = server();
+    let mut run = start_with(&lab, "inside-and-outside", &[&port.to_string()]);
+    for crashes in 1..=3 {
+        run.snapshot(&lab);
+        count_on(&lab, &mut run, 5);
+        assert_eq!(lab.output().matches("connections lost").count(), crashes - 1, "the running job lost one");
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+        let said = format!("connections lost {crashes}\n");
+        assert!(lab.output().contains(&said), "{}", lab.output());
+    }
+    finish(&lab, run);
+}
+
+#[test]
+fn tcp_close_closes_all() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.tcp", "\"close\"")) else { return };
+    let lab = lab.set("restart.cold-start", "\"never\"").set("restart.max-restarts", "1");
+    let mut run = start(&lab, "ranks");
+    run.snapshot(&lab);
+    count_on(&lab, &mut run, 5);
+    let pid = run.job_pid(&lab);
+    kill(pid, Signal::SIGKILL);
+    // It does not cope: each life ends with its first word to the other side.
+    let (_, said) = run.ends_with(1);
+    assert!(said.contains("the job is back from image"), "{said}");
+}
+
+#[test]
+fn connections_that_wait_to_be_accepted_are_not_in_the_way() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "waiting");
+    let outside = TcpStream::connect(("127.0.0.1", port(&lab))).unwrap();
+    run.snapshot(&lab);
+    count_on(&lab, &mut run, 5);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    drop(outside);
+    finish(&lab, run);
+}
+
+/// The image is as good as before, and is tried again.
+#[test]
+fn a_port_that_another_program_has_costs_no_image() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("restart.backoff", "\"1s\"").set("restart.backoff-max", "\"1s\"");
+    let mut run = start(&lab, "ranks");
+    run.snapshot(&lab);
+    let pid = run.job_pid(&lab);
+    kill(pid, Signal::SIGKILL);
+    let mut taken = None;
+    run.wait_for("the port is taken", || {
+        let dead = rekindle::sys::sock_diag::ownerless().unwrap();
+        dead.iter()
+            .filter(|c| c.local.port() == port(&lab))
+            .for_each(|c| rekindle::sys::sock_diag::destroy(c).unwrap());
+        taken = TcpListener::bind(("127.0.0.1", port(&lab))).ok();
+        taken.is_some()
+    });
+    run.wait_said("can not restore image");
+    assert!(run.err().contains("the port is in use"), "{}", run.err());
+    drop(taken);
+    run.wait_said("the job is back from image");
+    count_on(&lab, &mut run, 3);
+    assert_eq!(lab.good(), [1]);
+    finish(&lab, run);
+}
+
+/// Somebody else's connection in TIME_WAIT on the same machine is left alone.
+#[test]
+fn connections_of_others_are_not_touched() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "ranks");
+    run.snapshot(&lab);
+    let other = TcpListener::bind("127.0.0.1:0").unwrap();
+    let client = TcpStream::connect(other.local_addr().unwrap()).unwrap();
+    let ends = (client.local_addr().unwrap(), client.peer_addr().unwrap());
+    drop((client, other.accept().unwrap()));
+    let waits = || {
+        let all = rekindle::sys::sock_diag::ownerless().unwrap();
+        all.iter().any(|found| (found.local, found.remote) == ends || (found.remote, found.local) == ends)
+    };
+    assert!(waits());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 3);
+    assert!(waits());
+    finish(&lab, run);
+}
+
+#[test]
+fn a_network_of_its_own() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("network.mode", "\"private\"")) else { return };
+    let mut run = start(&lab, "ranks");
+    let link = |pid: i32, kind: &str| fs::read_link(format!("/proc/{pid}/ns/{kind}")).unwrap();
+    let own = std::process::id().cast_signed();
+    let taken = TcpListener::bind(("127.0.0.1", port(&lab))).unwrap();
+    for _ in 0..3 {
+        let pid = run.job_pid(&lab);
+        assert!(alive(pid) && link(pid, "net") != link(own, "net") && link(pid, "ipc") != link(own, "ipc"));
+        run.snapshot(&lab);
+        count_on(&lab, &mut run, 3);
+        // The port is taken on the machine all the time.
+        run.crash(&lab);
+        count_on(&lab, &mut run, 3);
+    }
+    drop(taken);
+    lab.kill_9(run);
+    let mut run = lab.python("trees.py", &["ranks", lab.path().to_str().unwrap()]);
+    run.wait_said("the job is back from image");
+    count_on(&lab, &mut run, 3);
     finish(&lab, run);
 }

@@ -105,6 +105,22 @@ pub(crate) fn mount(source: &CStr, target: &CStr, kind: &CStr, flags: usize) -> 
     call(165, [source.as_ptr().addr(), target.as_ptr().addr(), kind.as_ptr().addr(), flags, 0]).map(drop)
 }
 
+/// Sets IFF_UP on `lo`, which gets its addresses with that (the kernel's `inetdev_event`, `addrconf_notify`).
+pub(crate) fn bring_up_loopback() -> Result<(), Errno> {
+    /// `struct ifreq` with flags in its union.
+    #[repr(C)]
+    struct Request {
+        name: [u8; 16],
+        flags: u16,
+        rest: [u8; 22],
+    }
+    let mut request = Request { name: *b"lo\0\0\0\0\0\0\0\0\0\0\0\0\0\0", flags: 1, rest: [0; 22] };
+    let any = call(41, [2, 2, 0, 0, 0]).map(as_pid)?; // socket(AF_INET, SOCK_DGRAM, 0)
+    let done = call(16, [arg(any), 0x8914, (&raw mut request).addr(), 0, 0]); // ioctl SIOCSIFFLAGS
+    close(any);
+    done.map(drop)
+}
+
 pub(crate) fn fork() -> Result<Process, Errno> {
     Ok(match call(57, [0; 5])? {
         0 => Process::Child,

@@ -5,6 +5,7 @@ use super::storage::ReplicaUrl;
 /// The tables of the file, in its order.
 pub(super) const SECTIONS: &[&str] = &[
     "job",
+    "network",
     "snapshot",
     "store",
     "replica",
@@ -77,6 +78,7 @@ pub(super) const KEYS: &[Key] = &[
     key("job.pid-namespace", Shape::Text, "\"private\" or \"host\""),
     key("job.no-new-privileges", Shape::Flag, "true or false"),
     key("job.allow-io-uring", Shape::Flag, "true or false"),
+    key("network.mode", Shape::Text, "\"host\" or \"private\""),
     key("snapshot.interval", Shape::Text, "\"auto\", \"off\" or a duration with a unit, such as \"90s\" or \"10m\""),
     key("snapshot.max-overhead", Shape::Text, "a share of the time with its sign, such as \"1%\" or \"0.5%\""),
     key(

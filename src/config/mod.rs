@@ -17,6 +17,7 @@ mod file;
 mod keys;
 mod layers;
 mod model;
+mod network;
 mod rules;
 mod scheduler;
 mod storage;
@@ -39,6 +40,7 @@ pub use model::{
     ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,
     Replica, Restart, Snapshot, Staging, Store, Tcp, VERSION,
 };
+pub use network::{Network, NetworkMode};
 pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
 pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit, Threads};
 pub use tell::{Hooks, LogFormat, Metrics, OnError, WebhookUrl};

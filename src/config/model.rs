@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
 use super::control::Control;
+use super::network::Network;
 use super::scheduler::Scheduler;
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit, Threads};
 use super::tell::{Hooks, LogFormat, Metrics};
@@ -29,6 +30,8 @@ pub struct Config {
     pub rules: Vec<Rule>,
     /// The job's world.
     pub job: Job,
+    /// What the job sees of the network.
+    pub network: Network,
     /// When and how to snapshot.
     pub snapshot: Snapshot,
     /// Where the images are kept and for how long.
@@ -374,6 +377,7 @@ impl Default for Config {
             version: VERSION,
             rules: Vec::new(),
             job: Job::default(),
+            network: Network::default(),
             snapshot: Snapshot::default(),
             store: Store::default(),
             replica: Replica::default(),
@@ -401,8 +405,9 @@ impl Default for Snapshot {
             dump_timeout: seconds(1800),
             retry_after: seconds(30),
             retry_max: seconds(1800),
-            // NCCL's shared memory segments are deleted files of tens of MB each; CRIU's own 1 MiB is too small.
-            ghost_limit: ByteSize::gib(1),
+            // Shared memory is deleted files, of tens of MB each with NCCL, of a batch with DataLoader: a job is better off
+            // with a longer freeze than without images. It is the most that CRIU can be told.
+            ghost_limit: ByteSize::mib(4095),
             tcp: Tcp::default(),
             memory_reserve: ByteSize::mib(512),
             staging: Staging::default(),

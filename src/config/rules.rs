@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::auto::{MeanTime, Percentage};
 use super::keys;
-use super::model::{Config, LIMITS, VERSION};
+use super::model::{Config, LIMITS, PidNamespace, VERSION};
+use super::network::NetworkMode;
 use super::scheduler::Deadline;
 use super::storage::{Repack, SizeLimit};
 use super::value::{ByteSize, Interval, Rate, Stdin};
@@ -139,6 +140,10 @@ fn job(config: &Config, rules: &mut Rules) {
     if let Stdin::File(path) = &job.stdin {
         rules.path("job.stdin", Some(path));
     }
+    let fits = config.network.mode == NetworkMode::Host || job.pid_namespace == PidNamespace::Private;
+    rules.that(fits, "network.mode", || {
+        "must be \"host\" where job.pid-namespace is: both namespaces belong to one init".to_owned()
+    });
     for (name, value) in job.environment.iter() {
         let key = format!("job.environment.{name}");
         rules.that(!name.is_empty() && !name.contains(['=', '\0']), &key, || {

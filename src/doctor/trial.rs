@@ -11,7 +11,7 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 
 use super::Check;
 use crate::config::PidNamespace;
-use crate::launch::world::{FIRST_PID, World, last_pid_for};
+use crate::launch::world::{FIRST_PID, Network, World, last_pid_for};
 use crate::launch::{self, IoUring, Job, JobSpec, Privileges, output, reaper};
 use crate::sys::criu::{self, Criu, DumpOptions, Hooks, Place, Tcp};
 use crate::sys::process;
@@ -169,7 +169,9 @@ impl Trial<'_> {
 
     fn world(&self, last_pid: i32) -> Result<World, Failure> {
         match self.namespace {
-            PidNamespace::Private => World::private(&self.reaper, last_pid).map_err(failed("namespaces")),
+            PidNamespace::Private => {
+                World::private(&self.reaper, last_pid, Network::Host).map_err(failed("namespaces"))
+            }
             PidNamespace::Host => Ok(World::Host),
         }
     }

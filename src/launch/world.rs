@@ -2,7 +2,9 @@
 //!
 //! Layout. The supervisor is outside; `init` is pid 1 of the namespaces and in no image; the `reaper` (pid 1000) is a
 //! child of the supervisor that was born into them, root of every image; the job (pid 1001) is its child. CRIU runs in
-//! the same namespaces as pid 2, started by the supervisor too. So
+//! the same namespaces as pid 2, started by the supervisor too. The job has an IPC namespace of its own besides, which CRIU
+//! stays out of: it is in the image, and with it what is System V's. Where it is wanted, the job and CRIU are in a network
+//! namespace of init's, with nothing but a loopback device, which is in no image: each restore finds all ports free. So
 //! - neither the PID nor the mount namespace is part of an image: a restore needs no mount that has come or gone since,
 //!   on this machine or another (the other way, with init dumped from outside, was tried: it takes the whole mount table
 //!   into the image and makes it again);
@@ -18,6 +20,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use nix::fcntl::OFlag;
+use nix::sched::CloneFlags;
 
 use crate::sys::process;
 use crate::sys::spawn::{self, Child, Ended, Spawn};
@@ -27,6 +30,15 @@ use crate::sys::spawn::{self, Child, Ended, Spawn};
 pub const FIRST_PID: i32 = 1000;
 /// Takes the tree down where no namespace does; the reaper knows it by the same name.
 const SIG_TEARDOWN: i32 = 63;
+
+/// The network that a job in a [`World::Private`] sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Network {
+    /// That of the supervisor.
+    Host,
+    /// A loopback device of its own.
+    Private,
+}
 
 /// Where a job lives.
 #[derive(Debug)]
@@ -64,12 +76,16 @@ impl World {
     ///
     /// # Errors
     /// When the kernel does not allow namespaces, or /proc can not be mounted.
-    pub fn private(reaper: &Path, last_pid: i32) -> Result<World, Error> {
+    pub fn private(reaper: &Path, last_pid: i32, network: Network) -> Result<World, Error> {
+        let (network, loopback) = match network {
+            Network::Host => (CloneFlags::empty(), "-"),
+            Network::Private => (CloneFlags::CLONE_NEWNET, "l"),
+        };
         let (ready, ready_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Talk(e.into()))?;
-        let args = ["init".to_string(), last_pid.to_string(), READY_FD.to_string()];
+        let args = ["init".to_string(), last_pid.to_string(), READY_FD.to_string(), loopback.to_string()];
         let spawn = Spawn::new(reaper, args)?.environment::<&str, &str>([])?;
-        let init =
-            spawn.world(spawn::World::New).session().directory(Path::new("/"))?.fd(ready_end, READY_FD).start()?;
+        let world = spawn::World::New(CloneFlags::CLONE_NEWIPC | network);
+        let init = spawn.world(world).session().directory(Path::new("/"))?.fd(ready_end, READY_FD).start()?;
         let mut report = [0u8; 2];
         let read = io::Read::read_exact(&mut std::fs::File::from(ready), &mut report);
         let world = World::Private(init);
@@ -80,6 +96,7 @@ impl World {
                     b'd' => "the parent-death signal",
                     b's' => "setting mount propagation",
                     b'p' => "mounting /proc",
+                    b'n' => "bringing up the loopback device",
                     _ => "setting the next pid",
                 };
                 Error::Prepare { step, source: io::Error::from_raw_os_error(i32::from(errno)) }
@@ -105,7 +122,7 @@ impl World {
     /// When descriptors run out.
     pub fn entrance(&self) -> io::Result<spawn::World> {
         Ok(match self {
-            World::Private(init) => spawn::World::Join(init.pidfd()?),
+            World::Private(init) => init.entrance(CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWNET)?,
             World::Host => spawn::World::Host,
         })
     }
@@ -228,7 +245,7 @@ mod tests {
         }
         let dir = tempfile::tempdir().unwrap();
         let reaper = crate::launch::reaper::unpack(dir.path()).unwrap();
-        let world = World::private(&reaper, FIRST_PID - 1).unwrap();
+        let world = World::private(&reaper, FIRST_PID - 1, Network::Host).unwrap();
         let init = world.init().unwrap().pid();
         assert_eq!(process::inner_pid(init), Some(1));
         // It closes the pipe on which it has said that it is ready a moment later.

@@ -136,6 +136,8 @@ impl Error {
                 criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },
             ) => Blame::Machine,
             Error::Criu(criu::RunError::Refused { log }) if log.says_killed() => Blame::Machine,
+            // Another program has it, which may go; the job's own dead connections were ended before.
+            Error::Criu(criu::RunError::Refused { log }) if log.says_port_taken() => Blame::Machine,
             Error::Rollback(RollbackError::Io { .. }) => Blame::Image,
             Error::Rollback(_) => Blame::Files,
             Error::Criu(_) => Blame::Image,

@@ -13,6 +13,7 @@ mod landing;
 mod moved;
 mod plain;
 pub mod policy;
+mod ports;
 mod rollback;
 pub mod rules;
 
@@ -21,7 +22,7 @@ use std::time::{Duration, Instant};
 
 use crate::config::Lazy;
 use crate::launch::identity::Identity;
-use crate::launch::world::{self, World};
+use crate::launch::world::{self, Network, World};
 use crate::launch::{Job, embedded, output};
 use crate::store::chunk::Key;
 use crate::store::manifest::PidNamespace;
@@ -60,6 +61,8 @@ pub struct Request<'a> {
     pub timeout: Duration,
     /// Whether it shall run before its memory is back, where that is possible.
     pub lazy: Lazy,
+    /// The network that it shall see, where it gets namespaces of its own.
+    pub network: Network,
     /// How an image that is in packs gets out of them.
     pub unpacking: Unpacking<'a>,
 }
@@ -126,9 +129,20 @@ pub fn restore(
         return Err(Error::Cancelled);
     }
     let world = timed.run("world", || match manifest.tree.pid_namespace {
-        PidNamespace::Private => World::private(request.reaper, world::last_pid_for(&manifest.tree.ids)),
+        PidNamespace::Private => {
+            World::private(request.reaper, world::last_pid_for(&manifest.tree.ids), request.network)
+        }
         PidNamespace::Host => Ok(World::Host),
     })?;
+    // In a network namespace of its own every port is free.
+    if request.network == Network::Host {
+        match timed.run("ports", || ports::free(&request.image.dir.join("criu"))) {
+            Ok(0) => {}
+            Ok(ended) => tracing::debug!("ended {ended} connections of dead processes of the job"),
+            // CRIU says which port it is, if one is in the way.
+            Err(error) => tracing::debug!("can not look for connections of dead processes of the job: {error}"),
+        }
+    }
     let (mut loader, not_lazy) = match timed.run("lazy", || start_loader(request, manifest, &world, cancelled)) {
         Ok(loader) => (loader, None),
         Err(error) => (None, Some(error)),

@@ -1,5 +1,6 @@
 //! Files as a part of the state: what size they had, and hard links for names that are gone.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -41,6 +42,34 @@ pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
         });
     }
     Ok(found)
+}
+
+/// Bytes of the files that lost their last name and that these processes have open or mapped: CRIU copies each of them
+/// (a ghost file, `dump_ghost_file`), with what is on the disk of it. pids are as we see them.
+pub(super) fn nameless_bytes(tree: &[i32]) -> u64 {
+    let mut found: BTreeMap<(u64, u64), u64> = BTreeMap::new();
+    for pid in tree {
+        for folder in ["fd", "map_files"] {
+            let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/{folder}")) else { continue };
+            // The content of a memfd is in a page file.
+            let is_nameless = |path: &Path| {
+                let name = std::fs::read_link(path).unwrap_or_default().into_os_string().into_encoded_bytes();
+                name.starts_with(b"/") && name.ends_with(b" (deleted)") && !is_memory(&name)
+            };
+            let paths = entries.flatten().map(|entry| entry.path()).filter(|path| is_nameless(path));
+            for metadata in paths.filter_map(|path| std::fs::metadata(path).ok()) {
+                if metadata.is_file() && metadata.nlink() == 0 {
+                    found.insert((metadata.dev(), metadata.ino()), metadata.blocks() * 512);
+                }
+            }
+        }
+    }
+    found.values().sum()
+}
+
+/// Whether the name is one that the kernel gives to memory, in no file system that is mounted.
+fn is_memory(name: &[u8]) -> bool {
+    [&b"/memfd:"[..], b"/dev/zero ", b"/SYSV", b"/[aio]"].iter().any(|start| name.starts_with(start))
 }
 
 /// A file up to this size that may be rewritten in place is copied into the image. Larger ones are not: the job stands

@@ -13,7 +13,7 @@ use crate::store::ImageId;
 use crate::store::manifest::{GivenFile, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
 use crate::sys::spawn::Ended;
-use crate::sys::{process, ptrace};
+use crate::sys::{process, ptrace, repair};
 use crate::telemetry::log::chain;
 
 /// CRIU's images within an image.
@@ -55,6 +55,8 @@ pub(super) struct Work<'a> {
     id: Option<ImageId>,
     /// What CRIU would write of the host memory, as it was before the freeze.
     pub(super) expected: Vec<Expected>,
+    /// Bytes of the files without a name that CRIU would copy.
+    pub(super) nameless: u64,
     /// Bytes of device memory of each CUDA process, in the order of the group.
     pub(super) device_memory: Vec<u64>,
     /// What takes CRIU's page files from it, where the image is made in memory.
@@ -89,6 +91,7 @@ impl<'a> Work<'a> {
             target: None,
             id: None,
             expected: Vec::new(),
+            nameless: 0,
             device_memory: Vec::new(),
             receivers: None,
             drained: None,
@@ -175,6 +178,7 @@ impl<'a> Work<'a> {
         self.job_pid = self.subject.job.main_pid().and_then(process::inner_pid).ok_or(Error::JobEnded)?;
         preflight::check(&tree, self.subject)?;
         self.expected = expect(&tree);
+        self.nameless = files::nameless_bytes(&tree);
         self.tcp = tcp::choose(self.subject.config.snapshot.tcp, &tree);
         Ok(())
     }
@@ -278,6 +282,7 @@ impl<'a> Work<'a> {
             self.saved_links = files::save_links(&dir, root, &id).map_err(|e| e.to_string())?;
             files::name_by_saved(&mut self.open_files, &self.saved_links);
             criu::image::adopt_daemons(&dir).map_err(|e| e.to_string())?;
+            tcp::close_in_image(config.tcp, self.tcp, &dir).map_err(|e| chain(&e))?;
             let log = &subject.config.log;
             if let Err(error) = subject.output.rotate(log.max_size.bytes(), log.keep) {
                 self.notes.push(format!("the output was not rotated: {}", chain(&error)));
@@ -312,6 +317,11 @@ impl<'a> Work<'a> {
     fn undo_dump(&mut self) -> Result<(), String> {
         files::drop_links(&self.saved_links, self.root());
         self.saved_links.clear();
+        // A CRIU that was killed in the middle has left them as they were then.
+        let repaired = repair::leave(&process::tree(self.root()));
+        if repaired > 0 {
+            tracing::debug!("{repaired} TCP connections of the job go on, which CRIU had stopped");
+        }
         Ok(())
     }
 

@@ -16,7 +16,7 @@ pub(super) fn target(work: &Work<'_>) -> Result<Target, Error> {
     let subject = work.subject;
     let pids = work.gpu.outer_pids();
     let device: u64 = work.device_memory.iter().sum();
-    let host: u64 = work.expected.iter().map(|e| e.bytes).sum();
+    let host: u64 = work.expected.iter().map(|e| e.bytes).chain([work.nameless]).sum();
     match subject.staging {
         Some(area) if area.is_there() => {
             let besides = if pids.iter().all(|pid| interposer::is_in(*pid)) { 0 } else { device };

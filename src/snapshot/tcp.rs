@@ -1,13 +1,19 @@
 //! What to do with the job's TCP connections.
 //!
 //! A connection within the job can live on in a restored one: both ends are in the image. One to the outside can not:
-//! the other side has seen it end, and a restore that insists on it fails. So by default connections are kept where all
-//! of them are inside, and reset at a restore as soon as one leads out.
+//! the other side has seen it end, and a restore that insists on it fails. So by default those inside are kept, and the
+//! others come back closed.
+//!
+//! CRIU keeps all or closes all. Where there are both it is told to keep all, and those that lead out are closed in the
+//! image afterwards ([`close_connections_outwards`]). It then holds their sockets in the repair mode of tcp(7) while it
+//! dumps, which those of a job without any inside are spared.
 
 use std::collections::HashSet;
+use std::path::Path;
 
 use crate::config;
 use crate::sys::criu::Tcp;
+use crate::sys::criu::image::{self, close_connections_outwards};
 
 /// Decides for the tree.
 pub(super) fn choose(wanted: config::Tcp, tree: &[i32]) -> Tcp {
@@ -29,7 +35,16 @@ fn automatic(all: &[Connection]) -> Tcp {
     let known: HashSet<&Connection> = all.iter().collect();
     let other_end = |c: &Connection| Connection { local: c.remote.clone(), remote: c.local.clone() };
     let inside = |c: &Connection| known.contains(&other_end(c));
-    if all.iter().all(inside) { Tcp::Keep } else { Tcp::Close }
+    if all.is_empty() || all.iter().any(inside) { Tcp::Keep } else { Tcp::Close }
+}
+
+/// Closes in the image what shall not be kept of it; asked while all tasks stand still.
+pub(super) fn close_in_image(wanted: config::Tcp, dumped: Tcp, criu_dir: &Path) -> Result<(), image::Error> {
+    if (wanted, dumped) == (config::Tcp::Auto, Tcp::Keep) {
+        let closed = close_connections_outwards(criu_dir)?;
+        tracing::debug!(closed, "TCP connections to the outside");
+    }
+    Ok(())
 }
 
 /// The established connections that belong to processes of the tree.
@@ -85,8 +100,9 @@ mod tests {
     }
 
     #[test]
-    fn one_that_leads_out_closes_all() {
-        assert_eq!(with(&["12", "13", "14"]), Tcp::Close);
+    fn where_all_lead_out_criu_closes_them() {
+        assert_eq!(with(&["12", "13", "14"]), Tcp::Keep, "two ends of one are inside");
+        assert_eq!(with(&["14"]), Tcp::Close);
         assert_eq!(with(&["12"]), Tcp::Close, "the other end belongs to somebody else");
     }
 }

@@ -10,9 +10,9 @@ use chrono::Utc;
 use super::keep::{Moving, shown};
 use super::state::{Event, State};
 use super::{Message, Owner, Setup, load};
-use crate::config::{Lazy, PidNamespace};
+use crate::config::{Lazy, NetworkMode, PidNamespace};
 use crate::hooks::{Passed, Refused};
-use crate::launch::world::{FIRST_PID, World};
+use crate::launch::world::{FIRST_PID, Network, World};
 use crate::launch::{self, Job, output};
 use crate::restart::compat::{self, Difference, Here};
 use crate::restart::policy::From;
@@ -241,9 +241,18 @@ fn mark(mut image: Image, why: BadWhy, detail: &str) -> bool {
     marked.is_ok()
 }
 
+fn network(setup: &Setup) -> Network {
+    match setup.config.network.mode {
+        NetworkMode::Host => Network::Host,
+        NetworkMode::Private => Network::Private,
+    }
+}
+
 fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartFailure> {
     let world = match setup.config.job.pid_namespace {
-        PidNamespace::Private => World::private(&setup.reaper, FIRST_PID - 1).map_err(StartFailure::World)?,
+        PidNamespace::Private => {
+            World::private(&setup.reaper, FIRST_PID - 1, network(setup)).map_err(StartFailure::World)?
+        }
         PidNamespace::Host => World::Host,
     };
     match launch::start(&world, &setup.reaper, &setup.spec, files) {
@@ -283,6 +292,7 @@ fn restore_job(
         identity: setup.spec.identity.as_ref(),
         timeout: setup.config.restart.restore_timeout,
         lazy,
+        network: network(setup),
         unpacking: restart::Unpacking {
             staging: setup.staging.as_ref(),
             memory_reserve: setup.config.snapshot.memory_reserve.bytes(),

@@ -15,5 +15,7 @@ pub mod parallel;
 pub(crate) mod point;
 pub mod process;
 pub mod ptrace;
+pub mod repair;
 pub mod rights;
+pub mod sock_diag;
 pub mod spawn;

@@ -20,6 +20,7 @@ use std::path::Path;
 use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
 
 pub use handle::{Child, Ended};
+use nix::sched::CloneFlags;
 use nix::sys::wait::{WaitPidFlag, WaitStatus};
 use nix::unistd::Pid;
 
@@ -59,10 +60,10 @@ pub struct Spawn {
 pub enum World {
     /// The ones of this process.
     Host,
-    /// A PID and a mount namespace of its own; the child is pid 1.
-    New,
-    /// Those of the process behind this pidfd, which is pid 1 there.
-    Join(OwnedFd),
+    /// A PID and a mount namespace of its own, and these; the child is pid 1.
+    New(CloneFlags),
+    /// The PID and the mount namespace of the process behind this pidfd, which is pid 1 there, and these of it.
+    Join(OwnedFd, CloneFlags),
 }
 
 /// Why a child did not start.
@@ -236,11 +237,11 @@ impl Spawn {
     pub fn start(self) -> Result<Child, Error> {
         match self.world {
             // pid_for_children is a property of the thread and can not be left again: a thread of its own enters.
-            World::Join(_) => std::thread::scope(|scope| {
+            World::Join(..) => std::thread::scope(|scope| {
                 let spawn = &self;
                 scope.spawn(move || spawn.start_here()).join().unwrap_or_else(|_| Err(self.lost()))
             }),
-            World::Host | World::New => {
+            World::Host | World::New(_) => {
                 let lost = self.lost();
                 let (answer, result) = mpsc::sync_channel(1);
                 let task: Task = Box::new(move || drop(answer.send(self.start_here())));
@@ -261,8 +262,8 @@ impl Spawn {
     }
 
     fn start_here(&self) -> Result<Child, Error> {
-        if let World::Join(pidfd) = &self.world {
-            nix::sched::setns(pidfd, nix::sched::CloneFlags::CLONE_NEWPID).map_err(|e| self.fork_error(e.into()))?;
+        if let World::Join(pidfd, _) = &self.world {
+            nix::sched::setns(pidfd, CloneFlags::CLONE_NEWPID).map_err(|e| self.fork_error(e.into()))?;
         }
         let (report, report_end) =
             nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|e| self.fork_error(e.into()))?;
@@ -291,8 +292,8 @@ impl Spawn {
         let mut pidfd: RawFd = -1;
         let set_tid = self.chosen_pid.map(|pid| [pid]);
         let mut flags = u64::from(libc::CLONE_PIDFD.cast_unsigned());
-        if matches!(self.world, World::New) {
-            flags |= u64::from((libc::CLONE_NEWPID | libc::CLONE_NEWNS).cast_unsigned());
+        if let World::New(also) = self.world {
+            flags |= u64::from((libc::CLONE_NEWPID | libc::CLONE_NEWNS | also.bits()).cast_unsigned());
         }
         // SAFETY: clone_args is plain numbers, for which all zeroes is valid.
         let mut args: libc::clone_args = unsafe { std::mem::zeroed() };

@@ -100,6 +100,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
             "\"4GiB\"",
             "must be less than 4GiB, because CRIU takes it as a 32-bit number of bytes",
         ),
+        ("network", "mode", "\"none\"", "must be \"host\" or \"private\""),
         ("snapshot", "tcp", "\"drop\"", "must be \"auto\", \"keep\" or \"close\""),
         ("snapshot", "memory-reserve", "-1", size),
         ("snapshot", "memory-reserve", "\"1 parsec\"", size),
@@ -196,6 +197,7 @@ fn what_just_keeps_a_rule_is_accepted() {
         ("job.environment", "\"WITH.DOT\" = \"\""),
         ("job.limits", "as = \"18446744073709551614\""),
         ("job.limits", "rtprio = 0"),
+        ("network", "mode = \"private\""),
         ("snapshot", "interval = \"off\""),
         ("snapshot", "interval = \"100ms\""),
         ("snapshot", "interval = \"auto\""),
@@ -234,6 +236,13 @@ fn what_just_keeps_a_rule_is_accepted() {
 fn a_default_that_no_longer_fits_is_named() {
     let told = problems("version = 1\nrestart.backoff = \"10m\"\n");
     assert_eq!(told, ["default: restart.backoff-max = \"5m\": must be at least restart.backoff, which is \"10m\""]);
+}
+
+#[test]
+fn a_network_of_its_own_takes_a_pid_namespace_of_its_own() {
+    let told = problems("version = 1\njob.pid-namespace = \"host\"\nnetwork.mode = \"private\"\n");
+    let rule = "must be \"host\" where job.pid-namespace is: both namespaces belong to one init";
+    assert_eq!(told, [format!("3: network.mode = \"private\": {rule}")]);
 }
 
 #[test]

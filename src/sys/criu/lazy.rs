@@ -18,7 +18,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::log::{Log, Reader};
 use super::rpc::Place;
-use crate::sys::spawn::{self, Child, Ended, Open, Spawn, World};
+use crate::sys::spawn::{self, Child, Ended, Open, Spawn};
 
 /// Its name in CRIU's work folder (`LAZY_PAGES_SOCK_NAME`, criu/uffd.c).
 const SOCKET: &str = "lazy-pages.socket";
@@ -130,7 +130,6 @@ impl Daemon {
         let (images, work) = (place.images.as_os_str(), place.work.as_os_str());
         let [quiet, verb, dir, dir_work] = ["--no-default-config", "lazy-pages", "-D", "-W"].map(OsStr::new);
         let [level, status, fd] = ["-v2", "--status-fd", "3"].map(OsStr::new);
-        let pidfd = init.pidfd().map_err(|source| Error::Talk { what: "pidfd", source })?;
         let child = Spawn::new(&place.criu.path, [quiet, verb, dir, images, dir_work, work, level, status, fd])?
             // CRIU takes options from its environment too: it gets none.
             .environment([("PATH", path.as_os_str())])?
@@ -138,7 +137,7 @@ impl Daemon {
             .open(null(1, libc::O_WRONLY))
             .fd(log_end, 2)
             .fd(ready_end, 3)
-            .world(World::Join(pidfd))
+            .world(super::rpc::world_of(init)?)
             .pid(pid)
             .start()?;
         let mut daemon = Daemon { child, log: Some(log), held: Vec::new(), reaped: false };

@@ -105,6 +105,14 @@ impl Log {
         self.errors().iter().any(|line| line.contains("Can't fork for") && line.contains("File exists"))
     }
 
+    /// Whether another program has a port that the image needs.
+    #[must_use]
+    pub fn says_port_taken(&self) -> bool {
+        self.errors()
+            .iter()
+            .any(|line| line.contains("Can't bind inet socket") && line.contains("Address already in use"))
+    }
+
     /// Whether a task was killed with SIGKILL meanwhile (`sigchld_handler` and `compel_stop_on_syscall` of CRIU say so): by
     /// the kernel, short of memory, or by somebody. After an error of its own CRIU kills the others itself: that does not
     /// count.
@@ -159,7 +167,10 @@ const HINTS: &[(&str, &str)] = &[
         "a library that the job uses was upgraded since the snapshot; install the version of then to restore this image",
     ),
     ("Can't fork for", "a pid of the image is taken; use pid-namespace = \"private\", or end the process that has it"),
-    ("increase limit", "a deleted file that the job still has open is larger than snapshot.ghost-limit: raise it"),
+    (
+        "increase limit",
+        "a deleted file that the job still has open is larger than snapshot.ghost-limit, which can be 4095MiB at most",
+    ),
     (
         "Can't create link remap",
         "a file the job has open lost its name but has another hard link, and its folder is not writable",
@@ -173,7 +184,7 @@ const HINTS: &[(&str, &str)] = &[
     ),
     (
         "Can't bind inet socket",
-        "the port is still in use: end the process that listens on it, or wait a minute for connections in TIME_WAIT",
+        "the port is in use: end the process that listens on it, or set network.mode = \"private\" for jobs that need no network",
     ),
     (
         "Connected TCP socket in unexpected state",

@@ -72,6 +72,8 @@ pub(crate) struct Options {
     /// Seconds, for freezing only.
     #[prost(uint32, optional, tag = "45")]
     pub timeout: Option<u32>,
+    #[prost(bool, optional, tag = "46")]
+    pub tcp_skip_in_flight: Option<bool>,
     #[prost(bool, optional, tag = "48")]
     pub lazy_pages: Option<bool>,
     #[prost(bool, optional, tag = "52")]
@@ -167,13 +169,36 @@ pub(crate) struct PagemapEntry {
     pub nr_pages: Option<u64>,
 }
 
-/// `file_entry` of files.img; only regular files are read.
+/// `file_entry` of files.img; only regular files and sockets of the internet are read.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct FileEntry {
     #[prost(uint32, required, tag = "2")]
     pub id: u32,
     #[prost(message, optional, tag = "3")]
     pub reg: Option<RegFileEntry>,
+    #[prost(message, optional, tag = "4")]
+    pub inet: Option<InetSocketEntry>,
+}
+
+/// `inet_sk_entry`, what is read of it.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct InetSocketEntry {
+    /// `IPPROTO_TCP`, `IPPROTO_UDP`.
+    #[prost(uint32, required, tag = "5")]
+    pub protocol: u32,
+    /// Of TCP, as in the kernel's `tcp_states.h`.
+    #[prost(uint32, required, tag = "6")]
+    pub state: u32,
+    #[prost(uint32, required, tag = "7")]
+    pub source_port: u32,
+    /// 0 of one that is not connected.
+    #[prost(uint32, required, tag = "8")]
+    pub destination_port: u32,
+    /// One word or four, in the order of the network.
+    #[prost(uint32, repeated, packed = "false", tag = "11")]
+    pub source: Vec<u32>,
+    #[prost(uint32, repeated, packed = "false", tag = "12")]
+    pub destination: Vec<u32>,
 }
 
 /// `reg_file_entry`.

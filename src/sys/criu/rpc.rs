@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sched::CloneFlags;
 use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
 use prost::Message;
 
@@ -224,6 +225,8 @@ fn common(place: &Place<'_>, tcp: Tcp) -> Options {
         network_lock: Some(3),
         tcp_established: Some(tcp == Tcp::Keep),
         tcp_close: Some(tcp == Tcp::Close),
+        // Those that wait to be accepted: the other end is closed in a restored job, and may ask again.
+        tcp_skip_in_flight: Some(true),
         ..Options::default()
     }
 }
@@ -244,6 +247,13 @@ pub fn dump(place: &Place<'_>, options: DumpOptions, hooks: &mut Hooks<'_>) -> R
     let mut run = Run::start(place, Orphan::Dies, &[])?;
     let outcome = run.converse(Kind::Dump, wanted, place.timeout, hooks);
     run.end(outcome, place.timeout).map(|(_, log)| log)
+}
+
+/// CRIU is in the network namespace of the job, which is then in no image, and not in its IPC namespace, which is: CRIU
+/// takes what is System V's only from a namespace other than its own ("doesn't live in IPC ns").
+pub(super) fn world_of(init: &Child) -> Result<World, spawn::Error> {
+    let failed = |source| spawn::Error::Fork { program: "criu".into(), source };
+    init.entrance(CloneFlags::CLONE_NEWNET).map_err(failed)
 }
 
 /// The first descriptor of CRIU that is a file of the job; below are its own.
@@ -340,9 +350,8 @@ impl Run {
                 match place.init {
                     // Job pids begin far above.
                     Some(init) => {
-                        let pidfd =
-                            init.pidfd().map_err(|source| spawn::Error::Fork { program: "criu".into(), source })?;
-                        spawn.world(World::Join(pidfd)).pid(CRIU_PID).start()
+                        let world = world_of(init)?;
+                        spawn.world(world).pid(CRIU_PID).start()
                     }
                     None if orphan == Orphan::Dies => spawn.dies_with_us().start(),
                     None => spawn.start(),

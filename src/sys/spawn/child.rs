@@ -11,7 +11,7 @@ use super::{Open, Spawn, World};
 
 /// The steps of the child, by the number it reports when one fails.
 const STEPS: [&str; 10] = [
-    "entering the mount namespace",
+    "entering the namespaces",
     "starting a session",
     "changing to the working directory",
     "opening standard input or output",
@@ -89,9 +89,9 @@ impl<'a> Plan<'a> {
     /// The child: becomes the program, or reports why not.
     pub(super) fn run(&mut self) -> ! {
         let spawn = self.spawn;
-        if let World::Join(pidfd) = &spawn.world {
+        if let World::Join(pidfd, also) = &spawn.world {
             // SAFETY: a system call on an open descriptor.
-            self.check(0, unsafe { libc::setns(pidfd.as_raw_fd(), libc::CLONE_NEWNS) });
+            self.check(0, unsafe { libc::setns(pidfd.as_raw_fd(), libc::CLONE_NEWNS | also.bits()) });
         }
         if spawn.session {
             // SAFETY: no memory is involved.

@@ -3,9 +3,10 @@
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
+use nix::sched::CloneFlags;
 use nix::sys::wait::WaitPidFlag;
 
-use super::register;
+use super::{World, register};
 use crate::sys::process;
 
 /// A child of this process, by pidfd, so that its pid can not be mistaken for another's.
@@ -52,6 +53,22 @@ impl Child {
     #[must_use]
     pub fn pid(&self) -> i32 {
         self.pid
+    }
+
+    /// How another is born into the PID and the mount namespace of this one, and into those of `also` that are not ours
+    /// already: to enter one takes rights over it, which a container may not have over the host's network.
+    ///
+    /// # Errors
+    /// When descriptors run out.
+    pub fn entrance(&self, also: CloneFlags) -> io::Result<World> {
+        let is_ours = |kind: &str| {
+            let link = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok();
+            link(&self.pid.to_string()) == link("self")
+        };
+        let kinds = [(CloneFlags::CLONE_NEWNET, "net"), (CloneFlags::CLONE_NEWIPC, "ipc")];
+        let other =
+            kinds.into_iter().filter(|(flag, kind)| also.contains(*flag) && !is_ours(kind)).map(|(flag, _)| flag);
+        Ok(World::Join(self.pidfd()?, other.collect()))
     }
 
     /// Another descriptor for the same process.

@@ -133,10 +133,11 @@ fn a_child_in_a_new_world_is_its_first_and_another_can_join() {
     if !crate::test_gate::root() {
         return;
     }
-    let first = Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().world(World::New).start().unwrap();
+    let first =
+        Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().world(World::New(CloneFlags::empty())).start().unwrap();
     assert_eq!(crate::sys::process::inner_pid(first.pid()), Some(1));
     let pidfd = first.pidfd().unwrap();
-    let (text, _) = output("echo $$", |s| s.world(World::Join(pidfd)).pid(500));
+    let (text, _) = output("echo $$", |s| s.world(World::Join(pidfd, CloneFlags::empty())).pid(500));
     assert_eq!(text.trim(), "500");
     first.signal(libc::SIGKILL).unwrap();
     assert_eq!(first.wait().unwrap(), Ended::Signal(libc::SIGKILL));

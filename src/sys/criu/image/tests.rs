@@ -1,7 +1,7 @@
 use super::*;
 use crate::sys::criu::proto::RegFileEntry;
 
-fn write(path: &Path, magic: u32, records: &[Vec<u8>]) {
+pub(super) fn write(path: &Path, magic: u32, records: &[Vec<u8>]) {
     let mut bytes = [COMMON.to_le_bytes(), magic.to_le_bytes()].concat();
     for record in records {
         bytes.extend(u32::try_from(record.len()).unwrap().to_le_bytes());
@@ -154,7 +154,7 @@ fn files_that_a_restore_compares() {
         reg(9, "/data", libc::O_RDONLY),
     ];
     let records: Vec<Vec<u8>> =
-        entries.into_iter().map(|reg| FileEntry { id: reg.id, reg: Some(reg) }.encode_to_vec()).collect();
+        entries.into_iter().map(|reg| FileEntry { id: reg.id, reg: Some(reg), inet: None }.encode_to_vec()).collect();
     write(&dir.path().join("files.img"), FILES, &records);
     let remap = RemapEntry { orig_id: 6, remap_id: 7, remap_type: Some(0) };
     write(&dir.path().join("remap-fpath.img"), REMAP, &[remap.encode_to_vec()]);
