@@ -15,6 +15,7 @@ mod load;
 mod metrics;
 pub mod notify;
 mod publish;
+mod record;
 pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
 mod replicate;
@@ -45,14 +46,13 @@ use crate::store::gc;
 use crate::store::manifest::Reason;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
-use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
+use crate::store::{BadWhy, HEARTBEAT, ImageId, JobFolder, Outcome, WriterLock};
 use crate::sys::criu::Criu;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
 use crate::telemetry::events::{Journal, What};
 use crate::telemetry::log::chain;
 use crate::watch::beats::Beats;
-use interval::{Failures, Pace};
 use start::{StartFailure, StartedJob};
 use state::{Action, Event, Finish, Machine, Stop};
 
@@ -147,7 +147,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let (sender, messages) = mpsc::channel();
     let signals = listen(sender.clone()).map_err(|source| Error::Io { what: "handling signals", source })?;
     let (machine, actions) = Machine::new(&shared.config, shared.from);
-    let machine = machine.recalling(recall(&shared));
+    let machine = machine.recalling(record::recall(&shared));
     let mut owner = Owner {
         shared: &shared,
         listeners: hooks::Listeners::new(&shared, &sender),
@@ -476,34 +476,6 @@ impl Owner<'_> {
         self.beat();
     }
 
-    fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), crate::store::Error> {
-        let observed = self.machine.failures(Instant::now());
-        let record = JobRecord {
-            command: self.shared.launch.command.clone(),
-            directory: self.shared.launch.directory.clone(),
-            lineage: self.line.lineage.clone(),
-            base: self.line.base,
-            created: self.published.begun,
-            outcome,
-            exit_code,
-            uptime: observed.uptime,
-            failures: observed.failures,
-        };
-        self.shared.folder.write_record(&self.shared.lock, &record)
-    }
-
-    /// Records what was observed so far, for a run that goes on after this one was ended by force. One that is about to end
-    /// does so at its end.
-    fn remember(&self) {
-        if matches!(
-            self.machine.state(),
-            state::State::Running(_) | state::State::Waiting { .. } | state::State::Suspended { .. }
-        ) && let Err(error) = self.record(Outcome::Running, None)
-        {
-            tracing::warn!("can not record how long the job ran: {}", chain(&error));
-        }
-    }
-
     fn end_job(&mut self) {
         if let Some(job) = self.job.take() {
             job.end();
@@ -541,16 +513,4 @@ impl Owner<'_> {
         self.publish();
         Ok(())
     }
-}
-
-/// What earlier runs of the job left for the choice of the interval. What can not be read is learnt anew.
-fn recall(setup: &Setup) -> Pace {
-    let read = setup.folder.record().and_then(|record| Ok((record, setup.folder.images()?)));
-    let (record, images) = read.unwrap_or_else(|error| {
-        tracing::warn!("what earlier runs left is not used for the interval: {}", chain(&error));
-        (None, Vec::new())
-    });
-    let ours = images.iter().rev().filter_map(Image::manifest).filter(|m| m.lineage == setup.launch.lineage);
-    let freezes = ours.map(|m| Duration::from_micros(m.freeze_us));
-    Pace::recalled(record.as_ref().map(Failures::after).unwrap_or_default(), freezes)
 }
