@@ -30,5 +30,6 @@ mod packed;
 mod page;
 mod repair;
 mod stop;
+mod trees;
 mod user;
 mod watch;

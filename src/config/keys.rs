@@ -76,6 +76,7 @@ pub(super) const KEYS: &[Key] = &[
     key("job.limits", Shape::Map, "\"unlimited\", a whole number or a size such as \"64MiB\" for each limit"),
     key("job.pid-namespace", Shape::Text, "\"private\" or \"host\""),
     key("job.no-new-privileges", Shape::Flag, "true or false"),
+    key("job.allow-io-uring", Shape::Flag, "true or false"),
     key("snapshot.interval", Shape::Text, "\"auto\", \"off\" or a duration with a unit, such as \"90s\" or \"10m\""),
     key("snapshot.max-overhead", Shape::Text, "a share of the time with its sign, such as \"1%\" or \"0.5%\""),
     key(

@@ -79,6 +79,8 @@ pub struct Job {
     pub pid_namespace: PidNamespace,
     /// Whether the job and all it starts lose setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS).
     pub no_new_privileges: bool,
+    /// Whether io_uring_setup(2) works in the job.
+    pub allow_io_uring: bool,
 }
 
 /// Names accepted in `job.limits`: those of setrlimit(2) in lower case, without `RLIMIT_`.

@@ -58,6 +58,7 @@ stdin = "/srv/in"
 environment-mode = "clean"
 pid-namespace = "host"
 no-new-privileges = true
+allow-io-uring = true
 limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
 [snapshot]
 interval = "90s"
