@@ -13,6 +13,7 @@ use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
 use super::tell::{Hooks, LogFormat, Metrics};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 use super::watch::{Rule, Watch};
+use super::word::Word;
 
 /// The only configuration format there is so far.
 pub const VERSION: u32 = 1;
@@ -48,6 +49,8 @@ pub struct Config {
     pub log: Log,
     /// Where others reach the supervisor.
     pub control: Control,
+    /// What the job may ask of its supervisor.
+    pub word: Word,
     /// Which CRIU to use.
     pub criu: Criu,
 }
@@ -381,6 +384,7 @@ impl Default for Config {
             metrics: Metrics::default(),
             log: Log::default(),
             control: Control::default(),
+            word: Word::default(),
             criu: Criu::default(),
         }
     }
