@@ -32,3 +32,4 @@ mod repair;
 mod stop;
 mod user;
 mod watch;
+mod word;
