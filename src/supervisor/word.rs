@@ -239,7 +239,7 @@ impl Owner<'_> {
             self.word.died = true;
             return self.holders_changed();
         }
-        if !self.machine.state().life().is_some_and(|_| self.machine.held().is_some()) {
+        if self.machine.held().is_none() {
             self.word.holders.clear();
         }
         match (waits, self.word.wait) {
