@@ -136,6 +136,30 @@ def overhead(args, work):
     ]
 
 
+def filtered(args, work):
+    """What the filter of job.allow-io-uring = false costs: a job of nothing but the shortest system calls, and one that walks a tree."""
+    jobs = {
+        "3 million reads and writes of a byte": ["dd", "if=/dev/zero", "of=/dev/null", "bs=1", "count=1500000"],
+        "du of /usr": ["sh", "-c", "for n in 1 2 3 4 5; do du -s /usr; done"],
+    }
+    quiet = dict(stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
+
+    def once(name, command, allowed):
+        began = time.monotonic()
+        run = [args.rekindle, "run", "--store", work / "filtered", "--name", name, "--fresh", "--", *command]
+        subprocess.run(run, env=dict(os.environ, REKINDLE_JOB_ALLOW_IO_URING=allowed), **quiet)
+        return time.monotonic() - began
+
+    rows = []
+    for number, (what, command) in enumerate(jobs.items()):
+        pairs = [[once(f"filtered{number}", command, allowed) for allowed in ("true", "false")] for _ in range(2 * args.runs)]
+        # The first warms the caches.
+        plain, filtered = (statistics.median(side) for side in zip(*pairs[1:]))
+        ratio = statistics.median(b / a for a, b in pairs[1:])
+        rows.append((f"without io_uring: {what}", f"{filtered * 1000:.0f} ms against {plain * 1000:.0f}, {ratio:.3f}x"))
+    return rows
+
+
 def idle(args, work):
     command = [args.rekindle, "run", "--store", work / "idle", "--name", "idle", "--", "sleep", "100000"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -167,7 +191,7 @@ def main():
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--idle", type=int, default=60)
     parser.add_argument("--store-size", type=int, default=8192)
-    parser.add_argument("--only", choices=["freeze", "memcpy", "overhead", "idle", "store"])
+    parser.add_argument("--only", choices=["freeze", "memcpy", "overhead", "filter", "idle", "store"])
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     processes, mib = map(int, args.tree.split("x"))
@@ -177,6 +201,7 @@ def main():
             "freeze": lambda: freeze(args, work, args.mib, 1) + freeze(args, work, mib, processes),
             "memcpy": memcpy,
             "overhead": lambda: overhead(args, work),
+            "filter": lambda: filtered(args, work),
             "idle": lambda: idle(args, work),
             "store": lambda: store(args),
         }

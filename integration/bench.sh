@@ -3,7 +3,7 @@
 # Needs root, python3 and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh).
 #
 #   integration/bench.sh [--rekindle FILE] [--mib N] [--tree PxN] [--dir DIR] [--store DIR] [--runs N] [--idle SECONDS]
-#                        [--store-size MIB] [--only freeze|memcpy|overhead|idle|store]
+#                        [--store-size MIB] [--only freeze|memcpy|overhead|filter|idle|store]
 #
 # --mib   memory of the frozen job, 4096 by default: with the images in memory it takes four times that
 # --tree  processes and MiB each of the frozen tree, 16x256 by default

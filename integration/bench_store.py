@@ -17,8 +17,8 @@ from supervised import ROOT
 
 EXAMPLE = ROOT / "target/release/examples/bench-store"
 KINDS = {"noise": "incompressible", "weights": "float32 weights", "heap": "heap of an interpreter"}
-# As many as the configuration has.
-THREADS = 2
+# As many as the configuration has by default on this machine.
+THREADS = "auto"
 
 
 def ours(*words):

@@ -10,6 +10,8 @@
 //! bench-store verify STORE THREADS
 //! ```
 //!
+//! THREADS is a number, or `auto` for what the configuration has by default on this machine.
+//!
 //! `noise` can not be made shorter. `weights` are float32 with the distribution of a trained layer (normal, 0.02 wide).
 //! `heap` is what the memory of an interpreter looks like, in blocks of 64 KiB: zeros, pointers, text, noise, a quarter each.
 
@@ -20,11 +22,13 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
+use rekindle::config;
 use rekindle::store::chunk::{ChunkId, Codec, Compression};
 use rekindle::store::pack::{Entry, PackIndex, PackName};
 use rekindle::store::persist::{self, Bounds, Packing, Progress};
 use rekindle::store::unpack::{self, unpack};
 use rekindle::store::{Access, Image, ImageId, JobFolder, Manifest, Place, Share, State, Store, check_packs};
+use rekindle::sys::parallel;
 use serde_json::{Value, json};
 
 const MIB: usize = 1 << 20;
@@ -38,15 +42,19 @@ fn main() -> anyhow::Result<()> {
         ["make", kind, file, mib, seed] => make(kind, Path::new(file), mib.parse()?, seed.parse()?)?,
         ["change", file, percent, seed] => change(Path::new(file), percent.parse()?, seed.parse()?)?,
         ["persist", store, number, folder, compression, threads] => {
-            persist(Path::new(store), number.parse()?, Path::new(folder), compression.parse()?, threads.parse()?)?
+            persist(Path::new(store), number.parse()?, Path::new(folder), compression.parse()?, count(threads)?)?
         }
         ["unpack", store, number, into] => out(Path::new(store), number.parse()?, Path::new(into))?,
         ["entries", store, packs] => entries(Path::new(store), packs.parse()?)?,
-        ["verify", store, threads] => verify(Path::new(store), threads.parse()?)?,
+        ["verify", store, threads] => verify(Path::new(store), count(threads)?)?,
         _ => anyhow::bail!("usage: see the head of integration/bench-store/main.rs"),
     };
     writeln!(io::stdout(), "{answer}")?;
     Ok(())
+}
+
+fn count(threads: &str) -> anyhow::Result<usize> {
+    Ok(if threads == "auto" { config::Threads::Auto.among(parallel::cores()) } else { threads.parse()? })
 }
 
 fn noise(seed: u64) -> blake3::OutputReader {

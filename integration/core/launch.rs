@@ -12,6 +12,8 @@ use crate::supervisor::{Lab, Running, criu, kill};
 pub(crate) fn look(lab: &Lab) -> (Running, Value) {
     let mut run = run_look(lab);
     run.wait_printed("}\n");
+    // The job can be quicker than what is published of it.
+    run.job_pid(lab);
     let seen = serde_json::from_str(&run.out()).unwrap();
     (run, seen)
 }

@@ -113,12 +113,7 @@ fn the_daemon_is_killed() {
         run.wait_for("the job is started again", || {
             lab.published().is_some_and(|now| now.restarts > restarts && now.state == "running")
         });
-        assert_eq!(
-            run.err().matches("the rest of the job's memory did not come").count(),
-            times,
-            "{}",
-            tail(&run.err())
-        );
+        run.wait_said_times("the rest of the job's memory did not come", times);
         count_on(&lab, &mut run, 5);
         if times == 1 {
             run.wait_for("its memory is back", || lab.published().is_some_and(|now| now.loading.is_none()));

@@ -30,6 +30,7 @@ mod packed;
 mod page;
 mod repair;
 mod stop;
+mod trees;
 mod user;
 mod watch;
 mod word;

@@ -21,8 +21,12 @@ fn fails(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, words: &[&str
     supervisor.assert_unharmed(ranks);
     // The state file lies in the store too, and is worth less than the job.
     if !why.contains("No space left") {
-        let state = rig.state().unwrap();
-        assert!(state.last_failure.is_some_and(|said| why.contains(&said)) && state.restarts == 0);
+        // It is written after the line of the log.
+        supervisor.until("the state says so", |rig| {
+            let failure = rig.state().and_then(|now| now.last_failure);
+            failure.is_some_and(|said| why.contains(&said))
+        });
+        assert_eq!(rig.state().unwrap().restarts, 0);
     }
     clear();
     let image = supervisor.image();

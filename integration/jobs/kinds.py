@@ -519,4 +519,5 @@ KINDS = {
     "daemon": daemon,
     "mixed": mixed,
 }
-KINDS[KIND]()
+if __name__ == "__main__":
+    KINDS[KIND]()

@@ -110,7 +110,7 @@ fn init(last_pid: i32, ready: i32) -> ! {
 /// `reap PARENT UID GID GROUPS FLAGS PROGRAM -- ARGV...`
 ///
 /// PARENT is the supervisor's pid where its death must be watched (no PID namespace), else 0. UID is `-` to stay who we
-/// are. GROUPS is a comma list. FLAGS: `n` sets no-new-privileges.
+/// are. GROUPS is a comma list. FLAGS: `n` sets no-new-privileges, `u` keeps io_uring from the job.
 fn reap(args: &Args, envp: *const *const c_char) -> ! {
     let parent = args.number(2);
     let mut all = sys::block_all();
@@ -176,6 +176,12 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
     // reaper's child, and that is a shape that CRIU brings back.
     if let Err(e) = sys::new_group() {
         failed(b"start a process group for", e, 125);
+    }
+    // Before the identity goes: only CAP_SYS_ADMIN sets a filter that leaves setuid programs what they are.
+    if args.get(6).to_bytes().contains(&b'u')
+        && let Err(e) = sys::refuse_io_uring()
+    {
+        failed(b"keep io_uring from", e, 125);
     }
     if args.get(3).to_bytes() != b"-" {
         let mut groups = [0u32; 4096];

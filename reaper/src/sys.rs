@@ -177,6 +177,46 @@ pub(crate) fn no_new_privileges() -> Result<(), Errno> {
     prctl(38, 1) // PR_SET_NO_NEW_PRIVS
 }
 
+/// An instruction of a classic BPF program (`struct sock_filter`).
+#[repr(C)]
+struct Instruction {
+    code: u16,
+    jump_true: u8,
+    jump_false: u8,
+    operand: u32,
+}
+
+const fn instruction(code: u16, jump_true: u8, jump_false: u8, operand: u32) -> Instruction {
+    Instruction { code, jump_true, jump_false, operand }
+}
+
+/// Lets every system call through but io_uring_setup(2), which answers ENOSYS as on a kernel without it.
+///
+/// Its number is the same in every table of system calls that a process of x86-64 or aarch64 can reach, the 32-bit ones
+/// included (one table for all since Linux 5.1), and with the bit of x32: so it does not look at the architecture. Nothing
+/// but the number counts, and so the kernel (5.11 and newer) runs it once for each number and keeps the answer.
+static NO_IO_URING: [Instruction; 5] = [
+    instruction(0x20, 0, 0, 0),                 // BPF_LD | BPF_W | BPF_ABS: seccomp_data.nr
+    instruction(0x15, 1, 0, 425),               // BPF_JMP | BPF_JEQ | BPF_K: io_uring_setup
+    instruction(0x15, 0, 1, 0x4000_0000 | 425), // the same with __X32_SYSCALL_BIT
+    instruction(0x06, 0, 0, 0x0005_0000 | 38),  // BPF_RET | BPF_K: SECCOMP_RET_ERRNO, ENOSYS
+    instruction(0x06, 0, 0, 0x7fff_0000),       // SECCOMP_RET_ALLOW
+];
+
+/// Has this process and all it starts do without io_uring, which CRIU can not dump. Takes CAP_SYS_ADMIN.
+pub(crate) fn refuse_io_uring() -> Result<(), Errno> {
+    /// `struct sock_fprog`.
+    #[repr(C)]
+    struct Program {
+        length: u16,
+        filter: *const Instruction,
+    }
+    let program = Program { length: NO_IO_URING.len() as u16, filter: NO_IO_URING.as_ptr() };
+    // SECCOMP_SET_MODE_FILTER with SECCOMP_FILTER_FLAG_SPEC_ALLOW: kernels before 5.16 would else switch off speculative
+    // store bypass for all of the job, which costs far more than the filter.
+    call(317, [1, 4, (&raw const program).addr(), 0, 0]).map(drop)
+}
+
 /// Gives up every capability but CAP_KILL, which forwards signals to a job of another user.
 pub(crate) fn keep_only_kill_capability() -> Result<(), Errno> {
     let header: [u32; 2] = [0x2008_0522, 0]; // _LINUX_CAPABILITY_VERSION_3, this thread

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::Exit;
 use super::output::{Format, print_table, print_text};
-use crate::config::{self, Overrides};
+use crate::config::{self, Overrides, Threads};
 
 /// Why a `config` command failed.
 #[derive(Debug, thiserror::Error)]
@@ -49,9 +49,14 @@ pub fn check(file: Option<&Path>) -> Result<(), Error> {
 ///
 /// Everything that is wrong with the configuration, at once.
 pub fn show(file: Option<&Path>, overrides: &Overrides, format: Format) -> Result<(), Error> {
-    let entries = config::effective(file, config::environment(), overrides)?.entries();
+    let effective = config::effective(file, config::environment(), overrides)?;
+    let entries = effective.entries();
+    let store = &effective.config.store;
     let rows = entries.iter().map(|entry| {
-        let value = entry.value.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
+        let mut value = entry.value.as_ref().map_or_else(|| "-".to_owned(), ToString::to_string);
+        if entry.key == "store.persist-threads" && store.persist_threads == Threads::Auto {
+            value += &format!(" ({} here)", store.threads());
+        }
         vec![entry.key.clone(), value, entry.origin.to_string()]
     });
     Ok(print_table(format, &["KEY", "VALUE", "ORIGIN"], rows, &entries)?)

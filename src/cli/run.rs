@@ -14,7 +14,7 @@ use crate::config::{
     ColdStart, Config, Deadline, EnvironmentMode, Interposer, Limit, Overrides, Requeue, Staging, Stdin,
 };
 use crate::launch::identity::{self, Identity};
-use crate::launch::{self, JobSpec, Privileges, interposer, reaper};
+use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, reaper};
 use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
 use crate::snapshot::Launch;
@@ -164,6 +164,10 @@ impl Ground {
             limits: config.job.limits.iter().map(|(name, limit)| resource(name, limit)).collect::<Result<_, _>>()?,
             stdin: standard_input(&config.job.stdin)?,
             privileges: if config.job.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow },
+            io_uring: match config.job.allow_io_uring {
+                true => IoUring::AsItIs,
+                false => IoUring::refused_where_possible(),
+            },
         };
         let packing = Packing::of(&config.store)?;
         let store = Store::open(&config.store.directory, Access::Write)?;

@@ -77,6 +77,7 @@ pub(super) const KEYS: &[Key] = &[
     key("job.limits", Shape::Map, "\"unlimited\", a whole number or a size such as \"64MiB\" for each limit"),
     key("job.pid-namespace", Shape::Text, "\"private\" or \"host\""),
     key("job.no-new-privileges", Shape::Flag, "true or false"),
+    key("job.allow-io-uring", Shape::Flag, "true or false"),
     key("snapshot.interval", Shape::Text, "\"auto\", \"off\" or a duration with a unit, such as \"90s\" or \"10m\""),
     key("snapshot.max-overhead", Shape::Text, "a share of the time with its sign, such as \"1%\" or \"0.5%\""),
     key(
@@ -114,7 +115,7 @@ pub(super) const KEYS: &[Key] = &[
     ),
     key("store.encryption-key", Shape::Text, "text with an absolute path"),
     key("store.persist-rate", Shape::Text, RATE),
-    key("store.persist-threads", Shape::Count, COUNT),
+    key("store.persist-threads", Shape::Text, "\"auto\" or a whole number from 1 to 64"),
     key("store.sweep-after", Shape::Text, DURATION),
     key("store.repack", Shape::Text, "\"off\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes"),
     key("store.on-success", Shape::Text, "\"remove\" or \"keep\""),

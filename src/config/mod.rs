@@ -41,7 +41,7 @@ pub use model::{
     Replica, Restart, Snapshot, Staging, Store, Tcp, VERSION,
 };
 pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
-pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit};
+pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit, Threads};
 pub use tell::{Hooks, LogFormat, Metrics, OnError, WebhookUrl};
 pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate, Stdin, Umask};
 pub use watch::{

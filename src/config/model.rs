@@ -9,11 +9,12 @@ use serde::{Deserialize, Serialize};
 use super::auto::{MeanTime, Percentage};
 use super::control::Control;
 use super::scheduler::Scheduler;
-use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit};
+use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit, Threads};
 use super::tell::{Hooks, LogFormat, Metrics};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 use super::watch::{Rule, Watch};
 use super::word::Word;
+use crate::sys::parallel;
 
 /// The only configuration format there is so far.
 pub const VERSION: u32 = 1;
@@ -81,6 +82,8 @@ pub struct Job {
     pub pid_namespace: PidNamespace,
     /// Whether the job and all it starts lose setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS).
     pub no_new_privileges: bool,
+    /// Whether io_uring_setup(2) works in the job.
+    pub allow_io_uring: bool,
 }
 
 /// Names accepted in `job.limits`: those of setrlimit(2) in lower case, without `RLIMIT_`.
@@ -227,8 +230,8 @@ pub struct Store {
     pub encryption_key: Option<PathBuf>,
     /// Most that is written each second of an image that was staged in memory.
     pub persist_rate: Rate,
-    /// Threads that copy and hash it, 1 to 64.
-    pub persist_threads: u32,
+    /// Threads that copy and hash it.
+    pub persist_threads: Threads,
     /// How long content stays that no image needs any more.
     #[serde(with = "duration")]
     pub sweep_after: Duration,
@@ -239,10 +242,10 @@ pub struct Store {
 }
 
 impl Store {
-    /// [`Store::persist_threads`] as a number of things.
+    /// How many [`Store::persist_threads`] are on this machine.
     #[must_use]
     pub fn threads(&self) -> usize {
-        usize::try_from(self.persist_threads).unwrap_or(1)
+        self.persist_threads.among(parallel::cores())
     }
 }
 
@@ -426,8 +429,7 @@ impl Default for Store {
             compression: Compression::default(),
             encryption_key: None,
             persist_rate: Rate::default(),
-            // One that reads and hashes, one that waits for the disk: the job needs the other processors.
-            persist_threads: 2,
+            persist_threads: Threads::default(),
             // A reader that began before an image went has its content for so long.
             sweep_after: seconds(600),
             repack: Repack::UpTo(ByteSize::new(10_000_000_000)),

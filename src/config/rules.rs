@@ -75,9 +75,6 @@ const SMALLEST: ByteSize = ByteSize::mib(1);
 /// What is worth writing anew is at most a pack at a time.
 const LEAST_REPACK: ByteSize = ByteSize::mib(256);
 
-/// More do not make any disk faster.
-const MOST_THREADS: u32 = 64;
-
 impl Rules {
     fn that(&mut self, holds: bool, key: &str, rule: impl FnOnce() -> String) {
         if !holds {
@@ -215,9 +212,6 @@ fn store(config: &Config, rules: &mut Rules) {
     }
     rules.path("store.encryption-key", config.store.encryption_key.as_deref());
     rules.rate("store.persist-rate", config.store.persist_rate);
-    rules.that((1..=MOST_THREADS).contains(&config.store.persist_threads), "store.persist-threads", || {
-        format!("must be from 1 to {MOST_THREADS}")
-    });
     rules.time("store.sweep-after", config.store.sweep_after, Duration::ZERO, "");
     if let Repack::UpTo(size) = config.store.repack {
         rules.that(size >= LEAST_REPACK, "store.repack", || {

@@ -76,6 +76,54 @@ impl From<Compression> for String {
     }
 }
 
+/// How many threads bring an image to the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "NumberOrText", into = "NumberOrText")]
+pub enum Threads {
+    /// By how many processors there are.
+    #[default]
+    Auto,
+    /// So many, 1 to [`Threads::MOST`].
+    Count(u8),
+}
+
+impl Threads {
+    /// More do not make any disk faster.
+    pub const MOST: u8 = 64;
+
+    /// How many they are among so many processors. The job needs most of those: it is one in four, from two, of which one
+    /// hashes while the other waits for the disk, to eight, as one hashes some 2.5 GB/s and no disk takes more.
+    #[must_use]
+    pub fn among(self, processors: usize) -> usize {
+        match self {
+            Threads::Auto => (processors / 4).clamp(2, 8).min(processors),
+            Threads::Count(n) => n.into(),
+        }
+    }
+}
+
+impl TryFrom<NumberOrText> for Threads {
+    type Error = Malformed;
+
+    fn try_from(from: NumberOrText) -> Result<Threads, Malformed> {
+        let count = match from {
+            NumberOrText::Text(text) if text == "auto" => return Ok(Threads::Auto),
+            NumberOrText::Text(text) => text.parse().map_err(|_| Malformed)?,
+            NumberOrText::Number(n) => u8::try_from(n).map_err(|_| Malformed)?,
+        };
+        if (1..=Threads::MOST).contains(&count) { Ok(Threads::Count(count)) } else { Err(Malformed) }
+    }
+}
+
+impl From<Threads> for NumberOrText {
+    fn from(threads: Threads) -> NumberOrText {
+        match threads {
+            Threads::Auto => NumberOrText::Text("auto".to_owned()),
+            Threads::Count(n) => NumberOrText::Number(n.into()),
+        }
+    }
+}
+
 /// How large something may become.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
@@ -287,6 +335,14 @@ mod tests {
         {
             assert_eq!(text.parse::<Compression>(), Err(Malformed), "{text}");
         }
+    }
+
+    #[test]
+    fn threads_leave_the_job_most_processors() {
+        for (processors, threads) in [(1, 1), (2, 2), (4, 2), (8, 2), (12, 3), (16, 4), (32, 8), (256, 8)] {
+            assert_eq!(Threads::Auto.among(processors), threads, "{processors}");
+        }
+        assert_eq!(Threads::Count(64).among(16), 64, "who sets it means it");
     }
 
     #[test]

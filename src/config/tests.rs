@@ -58,6 +58,7 @@ stdin = "/srv/in"
 environment-mode = "clean"
 pid-namespace = "host"
 no-new-privileges = true
+allow-io-uring = true
 limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
 [snapshot]
 interval = "90s"
@@ -175,6 +176,7 @@ fn every_key_can_be_set() {
     assert_eq!(config.store.keep_within, Duration::from_secs(90 * 24 * 3600));
     assert_eq!(config.store.max_total_size.bytes(), Some(500_000_000_000));
     assert_eq!(config.store.compression, Compression::Zstd(-3));
+    assert_eq!(config.store.persist_threads, Threads::Count(64));
     assert_eq!(config.store.encryption_key.as_deref(), Some(Path::new("/etc/key")));
     assert_eq!((config.store.sweep_after, config.store.repack), (Duration::ZERO, Repack::Off));
     assert_eq!(config.replica.url.as_ref().map(ReplicaUrl::bucket), Some("bucket"));

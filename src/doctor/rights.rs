@@ -1,6 +1,7 @@
 //! Rights of this process, as `run` would have them.
 
 use super::{Check, trial};
+use crate::sys::rights;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {
@@ -27,24 +28,18 @@ pub(super) fn gather() -> Facts {
     let scope = read("/proc/sys/kernel/yama/ptrace_scope").trim().parse().ok();
     Facts {
         euid: nix::unistd::geteuid().as_raw(),
-        capabilities: field(&status, "CapEff").and_then(|bits| u64::from_str_radix(bits, 16).ok()),
+        capabilities: rights::effective(),
         seccomp: match field(&status, "Seccomp") {
             None | Some("0") => Seccomp::None,
             Some(_) => Seccomp::Filtered,
         },
-        root_is_real: whole_map(&read("/proc/self/uid_map")),
+        root_is_real: rights::over_the_machine(),
         ptrace_scope: scope,
     }
 }
 
 fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
-}
-
-/// The initial user namespace maps every id to itself; no line at all means a kernel without user namespaces.
-fn whole_map(map: &str) -> bool {
-    let fields: Vec<&str> = map.split_whitespace().collect();
-    fields.is_empty() || fields == ["0", "0", "4294967295"]
 }
 
 /// Name and bit (linux/capability.h).
@@ -222,7 +217,5 @@ mod tests {
         let status = "Name:\tx\nCapEff:\t000001fffeffffff\nSeccomp:\t2\nSeccomp_filters:\t1\n";
         assert_eq!(field(status, "CapEff"), Some("000001fffeffffff"));
         assert_eq!(field(status, "Seccomp"), Some("2"));
-        assert!(whole_map("         0          0 4294967295\n") && whole_map(""));
-        assert!(!whole_map("0 1000 1\n1 100000 65536\n"));
     }
 }

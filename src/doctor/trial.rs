@@ -12,7 +12,7 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 use super::Check;
 use crate::config::PidNamespace;
 use crate::launch::world::{FIRST_PID, World, last_pid_for};
-use crate::launch::{self, Job, JobSpec, Privileges, output, reaper};
+use crate::launch::{self, IoUring, Job, JobSpec, Privileges, output, reaper};
 use crate::sys::criu::{self, Criu, DumpOptions, Hooks, Place, Tcp};
 use crate::sys::process;
 use crate::telemetry::log::chain;
@@ -103,6 +103,7 @@ impl Trial<'_> {
             limits: Vec::new(),
             stdin: "/dev/null".into(),
             privileges: Privileges::MayGrow,
+            io_uring: IoUring::refused_where_possible(),
         };
         Ok(Trial {
             criu,

@@ -19,8 +19,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::sys::process;
 use crate::sys::spawn::{self, Child, Open, Spawn};
+use crate::sys::{process, rights};
 use identity::Identity;
 use world::World;
 
@@ -45,6 +45,8 @@ pub struct JobSpec {
     pub stdin: PathBuf,
     /// Whether programs the job executes can gain rights.
     pub privileges: Privileges,
+    /// Whether it may set up an io_uring.
+    pub io_uring: IoUring,
 }
 
 /// The no-new-privileges flag of prctl(2).
@@ -54,6 +56,27 @@ pub enum Privileges {
     MayGrow,
     /// They do not.
     Fixed,
+}
+
+/// Whether io_uring_setup(2) works in the job. CRIU (4.2) can not dump an io_uring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IoUring {
+    /// As on this machine.
+    AsItIs,
+    /// It answers ENOSYS, by a seccomp filter that is part of the image.
+    Refused,
+}
+
+impl IoUring {
+    /// What a job gets that shall not have one: no filter where it is of no use, as the kernel answers so by itself
+    /// (`kernel.io_uring_disabled`), nor where CRIU could not dump the filter: it takes CAP_SYS_ADMIN over the machine to
+    /// read one (`PTRACE_SECCOMP_GET_FILTER`), not that over a user namespace.
+    #[must_use]
+    pub fn refused_where_possible() -> IoUring {
+        let useful = rights::io_uring_works();
+        let possible = rights::over_the_machine() && rights::has(rights::CAP_SYS_ADMIN);
+        if useful && possible { IoUring::Refused } else { IoUring::AsItIs }
+    }
 }
 
 /// Why the command can not be run.
@@ -200,14 +223,11 @@ pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) 
         ),
         None => ("-".to_string(), String::new(), String::new()),
     };
-    let flags = match spec.privileges {
-        Privileges::MayGrow => "-",
-        Privileges::Fixed => "n",
-    };
-    let mut args: Vec<OsString> = ["reap".into(), parent.to_string(), uid, gid, groups, flags.to_string()]
-        .into_iter()
-        .map(OsString::from)
-        .collect();
+    let fixed = if spec.privileges == Privileges::Fixed { "n" } else { "" };
+    let without_uring = if spec.io_uring == IoUring::Refused { "u" } else { "" };
+    let flags = format!("-{fixed}{without_uring}");
+    let mut args: Vec<OsString> =
+        ["reap".into(), parent.to_string(), uid, gid, groups, flags].into_iter().map(OsString::from).collect();
     args.push(spec.program.clone().into());
     args.push("--".into());
     args.extend(spec.command.iter().cloned());

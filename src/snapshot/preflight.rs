@@ -126,7 +126,7 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
     let mut targets = descriptors.flatten().filter_map(|fd| std::fs::read_link(fd.path()).ok());
     if targets.any(|target| target.as_os_str() == "anon_inode:[io_uring]") {
         let (pid, name) = shown();
-        let hint = "; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment";
+        let hint = ": with job.allow-io-uring = false programs do without (PyTorch's TCPStore also with USE_LIBUV=0)";
         return Err(Refusal::Unsupported { pid, name, what: "an io_uring", hint });
     }
     Ok(())

@@ -15,4 +15,5 @@ pub mod parallel;
 pub(crate) mod point;
 pub mod process;
 pub mod ptrace;
+pub mod rights;
 pub mod spawn;

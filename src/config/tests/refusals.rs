@@ -27,6 +27,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
     let slow = "must be at least 1MiB, or \"unlimited\", because a slower copy of an image takes days";
     let limited = "must be \"unlimited\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
     let compression = "must be \"auto\", \"none\", \"lz4\", \"zstd\", or \"zstd:LEVEL\" with a level from -7 to 19";
+    let threads = "must be \"auto\" or a whole number from 1 to 64";
     let url = "must be s3://BUCKET/PATH, gs://BUCKET/PATH, az://CONTAINER/PATH or file:///PATH, without user, password or \
                query: credentials come from the environment";
     let long = format!("\"{}\"", "n".repeat(65));
@@ -116,8 +117,10 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("store", "persist-rate", "-1", rate),
         ("store", "persist-rate", "0", slow),
         ("store", "persist-rate", "\"1MB\"", slow),
-        ("store", "persist-threads", "0", "must be from 1 to 64"),
-        ("store", "persist-threads", "65", "must be from 1 to 64"),
+        ("store", "persist-threads", "0", threads),
+        ("store", "persist-threads", "65", threads),
+        ("store", "persist-threads", "-1", threads),
+        ("store", "persist-threads", "\"off\"", threads),
         ("store", "keep-hourly", "-1", whole),
         ("store", "keep-daily", "\"7\"", whole),
         ("store", "keep-within", "7", duration),
@@ -209,6 +212,7 @@ fn what_just_keeps_a_rule_is_accepted() {
         ("store", "keep-last = 4294967295"),
         ("store", "persist-rate = 1048576"),
         ("store", "persist-threads = 1"),
+        ("store", "persist-threads = \"auto\""),
         ("store", "keep-hourly = 0"),
         ("store", "keep-within = \"10years\""),
         ("store", "max-total-size = 1048576"),

@@ -139,15 +139,15 @@ const HINTS: &[(&str, &str)] = &[
     ),
     (
         "anon_inode:[io_uring",
-        "the job uses io_uring, which CRIU can not dump; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment",
+        "the job uses io_uring, which CRIU can not dump: with job.allow-io-uring = false programs do without",
     ),
     (
         "send_fds failed",
-        "most likely an io_uring descriptor, which CRIU can not dump; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment",
+        "most likely an io_uring descriptor, which CRIU can not dump: with job.allow-io-uring = false programs do without",
     ),
     (
         "Can't retrieve FDs from socket",
-        "most likely an io_uring descriptor, which CRIU can not dump; for PyTorch's TCPStore set USE_LIBUV=0 in the job's environment",
+        "most likely an io_uring descriptor, which CRIU can not dump: with job.allow-io-uring = false programs do without",
     ),
     (
         "has bad size",
