@@ -38,6 +38,7 @@ impl Owner<'_> {
             exit_code,
             uptime: observed.uptime,
             failures: observed.failures,
+            restores: self.word.restores(),
         };
         self.shared.folder.write_record(&self.shared.lock, &record)
     }
