@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -28,11 +29,17 @@ def snapshot(job):
     return manifest
 
 
-def counter(args, work, table):
+def compiled(work, source):
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
-    subprocess.run([nvcc, "-o", work / "counter", ROOT / "examples/counter.cu"], check=True)
+    program = work / source.stem
+    subprocess.run([nvcc, "-o", program, source], check=True)
+    return program
+
+
+def counter(args, work, table):
+    program = compiled(work, ROOT / "examples/counter.cu")
     port = 10017
-    job = Job(args.rekindle, work, "counter", [work / "counter", port]).start()
+    job = Job(args.rekindle, work, "counter", [program, port]).start()
 
     def ask(limit=60):
         end = time.monotonic() + limit
@@ -59,6 +66,39 @@ def counter(args, work, table):
         row(table, "counter.cu", manifest, back)
     finally:
         job.end()
+
+
+def watch(args, work, table):
+    """A GPU that works is no hang, one that does not is; a fault of the GPU is told and got over."""
+    idle = 4
+    program = compiled(work, ROOT / "integration/jobs/gpu_watch.cu")
+    settings = {"watch.no-cpu-for": f"{idle}s", "watch.action": "notify"}
+    job = Job(args.rekindle, work, "watch", [program, work / "faulted", 2 * idle], settings=settings).start()
+
+    def events(kind):
+        path = job.store / job.name / "log/events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+    output = lambda: read(job.store / job.name / "log/stdout.log").decode()
+    try:
+        job.wait_for("its work on the GPU", lambda: "works" in output())
+        manifest = snapshot(job)
+        job.wait_for("its end", lambda: "waits" in output())
+        if events("hung"):
+            raise Failed(f"watch: taken for hung while the GPU worked: {events('hung')}")
+        job.wait_for("hang", lambda: events("hung"))
+        job.wait_for("fault", lambda: events("gpu-fault"))
+        code = job.wait()
+    finally:
+        job.end()
+    ends = [event["cause"] for event in events("ended")]
+    if code != 0 or [end["kind"] for end in ends] != ["gpu-fault", "completed"] or "went on" not in output():
+        raise Failed(f"watch: exit code {code}, ends {ends}, output {output()!r}")
+    for event in events("gpu-fault"):
+        print(f"watch: Xid {event['xid']} of {event['gpu']}: {event['words']}")
+    print(f"watch: hung {[(e['what'], e['idle_us']) for e in events('hung')]}, ends {ends}", flush=True)
+    row(table, "gpu_watch.cu", manifest, 0.0)
 
 
 def sample(args, work, table):
@@ -149,7 +189,7 @@ def main():
     table, failures = [], []
     work = Path(tempfile.mkdtemp(prefix="rekindle-gpu."))
     try:
-        for test in [counter, sample, torch, packs, jax]:
+        for test in [counter, watch, sample, torch, packs, jax]:
             if args.only and args.only != test.__name__:
                 continue
             print(f"== {test.__name__}", flush=True)

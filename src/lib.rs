@@ -28,6 +28,7 @@
 //! - [`control`]: the socket on which others ask the supervisor for something; its protocol, both ends.
 //! - [`scheduler`]: the batch system that started us: what it calls the job, when its time is over, how it is queued again.
 //! - [`watch`]: what is wrong with a job that has not ended, and who ended one that has.
+//! - [`word`]: the job's own socket, on which it asks for something, or learns that it was brought back.
 //! - [`hooks`]: commands and a webhook that are told what happens.
 //! - [`doctor`]: what `run` needs of the machine: found, judged, each with a fix.
 //! - [`sys`]: the only code with `unsafe` of this crate: spawning into namespaces, CRIU's protocol, libcuda, ptrace, pages of
@@ -52,5 +53,6 @@ pub mod telemetry;
 #[cfg(test)]
 mod test_gate;
 pub mod watch;
+pub mod word;
 
 pub use sys::cuda;

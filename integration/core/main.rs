@@ -33,3 +33,4 @@ mod stop;
 mod trees;
 mod user;
 mod watch;
+mod word;

@@ -60,14 +60,20 @@ def eat():
         hold.append(bytearray(b"x" * (8 << 20)))
 
 
+def starve():
+    """In the small control group of ARGUMENT, once it is time."""
+    while not there("wrong"):
+        if there("finish"):
+            os._exit(0)
+        time.sleep(0.02)
+    with open(os.path.join(sys.argv[3], "cgroup.procs"), "w") as procs:
+        procs.write(str(os.getpid()))
+    eat()
+
+
 def child():
-    """A child in the small control group of ARGUMENT is killed; the parent ends with an exit code."""
-    pid = os.fork()
-    if pid == 0:
-        with open(os.path.join(sys.argv[3], "cgroup.procs"), "w") as procs:
-            procs.write(str(os.getpid()))
-        eat()
-    os.waitpid(pid, 0)
+    """The child is killed; the parent ends with an exit code."""
+    os.waitpid(CHILD, 0)
     os._exit(1)
 
 
@@ -90,6 +96,9 @@ def last_words():
     os._exit(9)
 
 
+CHILD = os.fork() if KIND == "child" else None
+if CHILD == 0:
+    starve()
 n = 0
 while not there("finish"):
     n += 1

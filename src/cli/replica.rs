@@ -184,6 +184,7 @@ fn record_of(manifest: &Manifest) -> JobRecord {
         exit_code: None,
         uptime: Duration::ZERO,
         failures: 0,
+        restores: 0,
     }
 }
 

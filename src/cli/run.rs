@@ -31,6 +31,7 @@ use crate::sys::spawn::Ended;
 use crate::telemetry;
 use crate::telemetry::log::chain;
 use crate::watch::beats::Beats;
+use crate::word::server::Socket;
 
 /// What to run.
 #[derive(Debug, clap::Args)]
@@ -222,6 +223,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
     };
     let Start { from, base, .. } = start;
     let beats = beats(&config, &mut spec, &folder)?;
+    let word = word(&config, &mut spec, &folder);
     let scheduler = find_scheduler(&config);
     let deadline = deadline(&config)?;
     let requeue = config.scheduler.requeue;
@@ -237,6 +239,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
         staging,
         packing,
         beats,
+        word,
         from,
         base,
         scheduler: scheduler.clone(),
@@ -279,6 +282,24 @@ fn beats(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> anyhow::Res
     })?;
     spec.environment.extend(beats.variables(limit));
     Ok(Some(beats))
+}
+
+/// Gives the job a socket on which it can ask for something. Without one it runs all the same.
+fn word(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> Option<Socket> {
+    let name = OsStr::new("REKINDLE_SOCKET");
+    // One of a rekindle that we run in ourselves.
+    spec.environment.remove(name);
+    let directory = &config.control.directory;
+    match Socket::bind(directory, &folder.place_name(), spec.identity.as_ref().map(|identity| identity.uid)) {
+        Ok(socket) => {
+            spec.environment.insert(name.into(), socket.path().into());
+            Some(socket)
+        }
+        Err(error) => {
+            tracing::warn!("the job has no REKINDLE_SOCKET in {}: {error}", directory.display());
+            None
+        }
+    }
 }
 
 /// Has the job load the interposer, where there is a driver that calls it. Without it snapshots take longer, and work.

@@ -16,6 +16,7 @@ pub(super) const SECTIONS: &[&str] = &[
     "metrics",
     "log",
     "control",
+    "word",
     "criu",
 ];
 
@@ -174,6 +175,7 @@ pub(super) const KEYS: &[Key] = &[
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),
     key("control.directory", Shape::Text, "text with an absolute path"),
+    key("word.max-hold", Shape::Text, DURATION),
     key("criu.path", Shape::Text, "text with an absolute path"),
 ];
 

@@ -26,6 +26,7 @@ mod tell;
 mod tests;
 mod value;
 mod watch;
+mod word;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -48,6 +49,7 @@ pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate,
 pub use watch::{
     Above, AnyOf, CauseName, GpuFaults, HangAction, Match, Patience, Pattern, Rule, RuleAction, SignalName, Watch,
 };
+pub use word::Word;
 
 use layers::{Layers, Setting};
 

@@ -14,6 +14,7 @@ use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit, Threads};
 use super::tell::{Hooks, LogFormat, Metrics};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 use super::watch::{Rule, Watch};
+use super::word::Word;
 use crate::sys::parallel;
 
 /// The only configuration format there is so far.
@@ -52,6 +53,8 @@ pub struct Config {
     pub log: Log,
     /// Where others reach the supervisor.
     pub control: Control,
+    /// What the job may ask of its supervisor.
+    pub word: Word,
     /// Which CRIU to use.
     pub criu: Criu,
 }
@@ -388,6 +391,7 @@ impl Default for Config {
             metrics: Metrics::default(),
             log: Log::default(),
             control: Control::default(),
+            word: Word::default(),
             criu: Criu::default(),
         }
     }

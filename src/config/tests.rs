@@ -142,6 +142,8 @@ max-size = "1.5MiB"
 keep = 0
 [control]
 directory = "/run/elsewhere"
+[word]
+max-hold = "2m"
 
 [criu]
 path = "/opt/criu"

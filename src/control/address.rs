@@ -5,6 +5,9 @@
 //! keeps two of them from doing it at a time, because between the look at a file and its removal a living one could get the
 //! name.
 //!
+//! Beside it is `JOB-HASH.word`, the job's own ([`crate::word`]). It is bound to its name at once, because CRIU leads a job's
+//! socket back to the name that the other end was bound to, and it must answer before the job is there.
+//!
 //! A path for a socket has at most 107 bytes (sun_path, unix(7)), and a folder may have more: the folder is opened and the
 //! socket named below `/proc/self/fd/N`.
 
@@ -12,7 +15,7 @@ use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
-use std::os::unix::net::{UnixListener, UnixStream};
+use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
@@ -20,6 +23,8 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, soc
 
 /// How the name of a socket ends.
 const SUFFIX: &str = ".sock";
+/// How the name of the job's own ends.
+const WORD_SUFFIX: &str = ".word";
 /// How it starts before it has its name.
 const TEMPORARY: &str = ".tmp-";
 /// Between its making and its rename a temporary one does not answer either.
@@ -39,10 +44,7 @@ impl Bound {
     /// # Errors
     /// The step that failed.
     pub fn new(directory: &Path, name: &str) -> io::Result<Bound> {
-        DirBuilder::new().recursive(true).mode(0o755).create(directory)?;
-        let folder = open(directory)?;
-        let _lock = lock(directory)?;
-        sweep(directory, &folder);
+        let (folder, _lock) = enter(directory)?;
         let temporary = format!("{TEMPORARY}{}{SUFFIX}", std::process::id());
         let (new, path) = (directory.join(&temporary), directory.join(format!("{name}{SUFFIX}")));
         remove(&new)?;
@@ -70,12 +72,74 @@ impl Bound {
 }
 
 impl Drop for Bound {
-    /// Removes the name, unless it is another's by now.
     fn drop(&mut self) {
-        let _lock = self.path.parent().map(lock);
-        if fs::symlink_metadata(&self.path).is_ok_and(|meta| meta.ino() == self.inode) {
-            let _ = fs::remove_file(&self.path);
-        }
+        forget(&self.path, self.inode);
+    }
+}
+
+/// A socket that the job finds.
+#[derive(Debug)]
+pub struct Letterbox {
+    socket: UnixDatagram,
+    path: PathBuf,
+    inode: u64,
+}
+
+impl Letterbox {
+    /// Binds `NAME.word` in the folder, as [`Bound::new`] does. Only root and `user` can send there.
+    ///
+    /// # Errors
+    /// The step that failed; a path that is too long for a socket is `InvalidInput`.
+    pub fn new(directory: &Path, name: &str, user: Option<u32>) -> io::Result<Letterbox> {
+        let (_folder, _lock) = enter(directory)?;
+        let path = directory.join(format!("{name}{WORD_SUFFIX}"));
+        remove(&path)?;
+        // Under its whole name, or CRIU would not know it by that.
+        let socket = UnixDatagram::bind(&path)?;
+        let made = fs::set_permissions(&path, fs::Permissions::from_mode(0o600))
+            .and_then(|()| std::os::unix::fs::chown(&path, user, None))
+            .and_then(|()| socket.set_nonblocking(true))
+            .and_then(|()| fs::symlink_metadata(&path));
+        let inode = made.inspect_err(|_| drop(fs::remove_file(&path)))?.ino();
+        Ok(Letterbox { socket, path, inode })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What is bound.
+    #[must_use]
+    pub fn socket(&self) -> &UnixDatagram {
+        &self.socket
+    }
+}
+
+impl Drop for Letterbox {
+    fn drop(&mut self) {
+        forget(&self.path, self.inode);
+    }
+}
+
+/// Makes the folder where it is missing, and removes what dead supervisors have left there; alone, until the file is closed.
+fn enter(directory: &Path) -> io::Result<(OwnedFd, File)> {
+    let missing: Vec<&Path> = directory.ancestors().take_while(|folder| !folder.exists()).collect();
+    DirBuilder::new().recursive(true).mode(0o755).create(directory)?;
+    // The job's user must get to it, whatever the umask.
+    missing.iter().try_for_each(|folder| fs::set_permissions(folder, fs::Permissions::from_mode(0o755)))?;
+    let folder = open(directory)?;
+    let lock = lock(directory)?;
+    sweep(directory, &folder);
+    Ok((folder, lock))
+}
+
+/// Removes the name, unless it is another's by now.
+fn forget(path: &Path, inode: u64) {
+    let _lock = path.parent().map(lock);
+    if fs::symlink_metadata(path).is_ok_and(|meta| meta.ino() == inode) {
+        let _ = fs::remove_file(path);
     }
 }
 
@@ -88,14 +152,14 @@ pub fn reach(path: &Path) -> io::Result<UnixStream> {
         (Some(directory), Some(name)) => (directory, name),
         _ => return Err(io::ErrorKind::InvalidInput.into()),
     };
-    reach_in(&open(directory)?, name)
+    reach_in(&open(directory)?, name, SockType::Stream).map(UnixStream::from)
 }
 
-fn reach_in(folder: &OwnedFd, name: &str) -> io::Result<UnixStream> {
+fn reach_in(folder: &OwnedFd, name: &str, kind: SockType) -> io::Result<OwnedFd> {
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let socket = socket(AddressFamily::Unix, SockType::Stream, flags, None)?;
+    let socket = socket(AddressFamily::Unix, kind, flags, None)?;
     connect(socket.as_raw_fd(), &UnixAddr::new(&below(folder, name))?)?;
-    Ok(UnixStream::from(socket))
+    Ok(socket)
 }
 
 fn open(directory: &Path) -> io::Result<OwnedFd> {
@@ -121,14 +185,19 @@ fn lock(directory: &Path) -> io::Result<File> {
 fn sweep(directory: &Path, folder: &OwnedFd) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let name = entry.file_name();
-        let Some(name) = name.to_str().filter(|name| name.ends_with(SUFFIX)) else { continue };
+        let Some(name) = name.to_str() else { continue };
+        let kind = match Path::new(name).extension().and_then(|ending| ending.to_str()) {
+            Some("sock") => SockType::Stream,
+            Some("word") => SockType::Datagram,
+            _ => continue,
+        };
         let Ok(meta) = fs::symlink_metadata(entry.path()) else { continue };
         let age = meta.modified().ok().and_then(|at| SystemTime::now().duration_since(at).ok());
         let fresh = name.starts_with(TEMPORARY) && age.is_none_or(|age| age < SETTLES);
         if !meta.file_type().is_socket() || fresh {
             continue;
         }
-        let dead = reach_in(folder, name).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
+        let dead = reach_in(folder, name, kind).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
         if dead {
             let _ = fs::remove_file(entry.path());
         }
@@ -159,13 +228,15 @@ mod tests {
         for name in ["a", "b"] {
             // Its file stays, as after a kill -9.
             drop(UnixListener::bind(dir.path().join(format!("{name}.sock"))).unwrap());
+            drop(UnixDatagram::bind(dir.path().join(format!("{name}.word"))).unwrap());
         }
         let living = Bound::new(dir.path(), "c").unwrap();
         fs::write(dir.path().join("x.sock"), "a file of somebody").unwrap();
-        let a = Bound::new(dir.path(), "a").unwrap();
+        let (a, words) = (Bound::new(dir.path(), "a").unwrap(), Letterbox::new(dir.path(), "a", None).unwrap());
+        UnixDatagram::unbound().unwrap().send_to(b"x", words.path()).unwrap();
         let mut names: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
         names.sort();
-        assert_eq!(names, [".control.lock", "a.sock", "c.sock", "x.sock"]);
+        assert_eq!(names, [".control.lock", "a.sock", "a.word", "c.sock", "x.sock"]);
         reach(a.path()).unwrap();
         reach(living.path()).unwrap();
         assert_eq!(fs::symlink_metadata(a.path()).unwrap().mode() & 0o777, 0o600);

@@ -140,6 +140,10 @@ pub enum Code {
     Failed,
     /// The supervisor is about to end.
     Ending,
+    /// To the job only: not just now, but soon.
+    Later,
+    /// To the job only: it has been brought back since, from before.
+    Restored,
     /// One that a newer version knows.
     #[serde(other)]
     Other,
@@ -203,20 +207,8 @@ impl Request {
     /// # Errors
     /// What is wrong with it, by name.
     pub fn parse(line: &[u8]) -> Result<Request, Fault> {
-        let malformed = |why: &dyn std::fmt::Display| Fault::new(Code::Malformed, format!("not a request: {why}"));
-        let mut fields: Map<String, Value> = serde_json::from_slice(line).map_err(|error| malformed(&error))?;
-        match fields.remove("version") {
-            Some(Value::Number(version)) if version.as_u64() == Some(VERSION.into()) => {}
-            Some(other) => {
-                let message = format!("version {other} is not spoken here, {VERSION} is");
-                return Err(Fault::new(Code::Version, message));
-            }
-            None => return Err(Fault::new(Code::Version, format!("\"version\" is missing, {VERSION} is spoken here"))),
-        }
-        let name = match fields.remove("request") {
-            Some(Value::String(name)) => name,
-            _ => return Err(malformed(&"\"request\" is missing, or is no text")),
-        };
+        let mut fields = fields(line)?;
+        let name = name(&mut fields)?;
         let fields = Value::Object(fields);
         Ok(match name.as_str() {
             "status" => read::<Nothing, _>(fields, |_| Request::Status)?,
@@ -233,11 +225,37 @@ impl Request {
     }
 }
 
+fn malformed(why: &dyn std::fmt::Display) -> Fault {
+    Fault::new(Code::Malformed, format!("not a request: {why}"))
+}
+
+/// What a request consists of.
+pub(crate) fn fields(text: &[u8]) -> Result<Map<String, Value>, Fault> {
+    serde_json::from_slice(text).map_err(|error| malformed(&error))
+}
+
+/// Takes out its name, if it is of a version that is spoken here.
+pub(crate) fn name(fields: &mut Map<String, Value>) -> Result<String, Fault> {
+    match fields.remove("version") {
+        Some(Value::Number(version)) if version.as_u64() == Some(VERSION.into()) => {}
+        Some(other) => {
+            let message = format!("version {other} is not spoken here, {VERSION} is");
+            return Err(Fault::new(Code::Version, message));
+        }
+        None => return Err(Fault::new(Code::Version, format!("\"version\" is missing, {VERSION} is spoken here"))),
+    }
+    match fields.remove("request") {
+        Some(Value::String(name)) => Ok(name),
+        _ => Err(malformed(&"\"request\" is missing, or is no text")),
+    }
+}
+
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Nothing {}
+pub(crate) struct Nothing {}
 
-fn read<T: DeserializeOwned, R>(fields: Value, make: impl FnOnce(T) -> R) -> Result<R, Fault> {
+/// The rest of it.
+pub(crate) fn read<T: DeserializeOwned, R>(fields: Value, make: impl FnOnce(T) -> R) -> Result<R, Fault> {
     serde_json::from_value(fields).map(make).map_err(|error| Fault::new(Code::BadRequest, error.to_string()))
 }
 

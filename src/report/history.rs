@@ -333,10 +333,13 @@ impl History {
     }
 
     fn frozen(&mut self, at: i64, image: ImageId, freeze_us: u64) {
-        let from = at.saturating_sub_unsigned(freeze_us).max(self.at.unwrap_or(at));
+        let begun = at.saturating_sub_unsigned(freeze_us).max(self.life_began.unwrap_or(i64::MIN));
+        let from = begun.max(self.at.unwrap_or(at));
         self.runs(from);
         self.fill(Kind::Frozen, at);
-        self.states.insert(image, from);
+        // Something may have been told while it stood still.
+        self.ran = self.ran.saturating_sub(self.turn(begun, Kind::Frozen));
+        self.states.insert(image, begun);
     }
 
     fn supervised(&mut self, at: i64, seen: Option<i64>, before: Option<&Cause>) {
@@ -391,27 +394,32 @@ impl History {
             }
             None => self.floor,
         };
-        let mut lost = 0_u64;
+        self.turn(to, Kind::Lost)
+    }
+
+    /// What was useful since then was something else. Answers how much that is.
+    fn turn(&mut self, since: i64, kind: Kind) -> u64 {
+        let mut turned = 0_u64;
         let mut at = self.spans.len();
         while let Some(before) = at.checked_sub(1) {
             let Some(span) = self.spans.get_mut(before) else { break };
-            if span.to <= to {
+            if span.to <= since {
                 break;
             }
             at = before;
             if span.kind != Kind::Useful {
                 continue;
             }
-            let kept = Span { to, ..*span };
-            span.from = span.from.max(to);
-            span.kind = Kind::Lost;
-            lost = lost.saturating_add(span.length());
-            if kept.from < to {
+            let kept = Span { to: since, ..*span };
+            span.from = span.from.max(since);
+            span.kind = kind;
+            turned = turned.saturating_add(span.length());
+            if kept.from < since {
                 self.spans.insert(before, kept);
                 break;
             }
         }
-        lost
+        turned
     }
 
     /// The job is brought back from its end, if that was one of its own.

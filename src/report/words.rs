@@ -101,6 +101,8 @@ pub fn event(what: &What) -> (String, String) {
         What::SnapshotTaken { image, freeze_us, bytes, .. } => {
             format!("image {image}, {}, the job stood still for {}", size(*bytes), time(*freeze_us))
         }
+        What::SnapshotHeld { bound_us, .. } => format!("the job holds a snapshot off, for {} at most", time(*bound_us)),
+        What::HoldOver { how, waited_us, .. } => format!("{}, after {}", how.replace('-', " "), time(*waited_us)),
         What::SnapshotFailed { why, job_lost: false } => why.clone(),
         What::SnapshotFailed { why, job_lost: true } => format!("{why}; the job can not go on"),
         What::Stored { image, took_us, written } => {

@@ -13,6 +13,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use crate::store::failed;
 use crate::store::manifest::Landing;
 use crate::store::staging::{self, Area, Filling};
 use crate::sys::process;
@@ -40,11 +41,7 @@ pub(super) fn arm(area: &Area, slot: &Filling, landers: &[Lander]) -> Result<Arm
     for lander in landers {
         let file = slot.landing_file(lander.inner, lander.bytes)?;
         let name = area.landing_dir().join(lander.inner.to_string());
-        name_it(&file, &name, lander.outer).map_err(|source| staging::Error::Io {
-            what: "give the landing file its name",
-            path: name.clone(),
-            source,
-        })?;
+        name_it(&file, &name, lander.outer).map_err(failed("give the landing file its name", &name))?;
         armed.files.push((*lander, name));
     }
     Ok(armed)

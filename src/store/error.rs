@@ -1,7 +1,7 @@
 //! What can go wrong in the store.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use thiserror::Error;
 
@@ -10,6 +10,25 @@ use super::lock::Holder;
 
 /// The result of most calls on the store.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// A file or folder could not be made, read, written or removed.
+#[derive(Debug, Error)]
+#[error("can not {what} {}", path.display())]
+pub struct FileError {
+    /// What was tried.
+    pub what: &'static str,
+    /// On what.
+    pub path: PathBuf,
+    /// The kernel's answer.
+    #[source]
+    pub source: io::Error,
+}
+
+/// This was tried, and has failed.
+pub(crate) fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FileError + use<> {
+    let path = path.to_owned();
+    move |source| FileError { what, path, source }
+}
 
 /// Why a call on the store failed. Nothing was deleted then, unless it was [`Error::Remove`].
 #[derive(Debug, Error)]

@@ -21,8 +21,6 @@ mod mark;
 mod needed;
 mod repack;
 
-use std::io;
-use std::path::PathBuf;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
@@ -32,8 +30,9 @@ use super::error::Error as StoreError;
 use super::folder::JobFolder;
 use super::id::ImageId;
 use super::lock::WriterLock;
+use super::pack::PackName;
 use super::pack::set::{Index, Lost, Packs};
-use super::pack::{PackName, WriteError};
+use super::{FileError, failed};
 use crate::config::{self, Repack};
 use crate::sys::durable;
 use needed::Needed;
@@ -104,17 +103,9 @@ pub enum Error {
         /// Why.
         why: String,
     },
-    /// A file can not be written or removed.
-    #[error("can not {what} {}", path.display())]
-    Io {
-        /// What was tried.
-        what: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// The kernel's answer.
-        #[source]
-        source: io::Error,
-    },
+    /// A file can not be written or removed, an old or a new one.
+    #[error(transparent)]
+    File(#[from] FileError),
     /// What is needed of a pack can not be copied; the pack stays.
     #[error("can not copy what is needed of pack {pack}")]
     Copy {
@@ -124,16 +115,9 @@ pub enum Error {
         #[source]
         source: repack::CopyError,
     },
-    /// The new packs can not be written.
-    #[error(transparent)]
-    Write(#[from] WriteError),
 }
 
 pub use repack::CopyError;
-
-fn failed(what: &'static str, path: PathBuf) -> impl FnOnce(io::Error) -> Error {
-    move |source| Error::Io { what, path, source }
-}
 
 /// One round. `now` is the time by which the grace period is counted.
 ///
@@ -215,13 +199,13 @@ pub(super) fn write_index(packs: &Packs, pack: PackName) -> Result<(), Error> {
     let why = |error: &dyn std::error::Error| Error::Pack { pack, why: crate::telemetry::log::chain(error) };
     let scan = packs.scan(pack).map_err(|error| why(&error))?;
     let path = packs.index_path(pack);
-    durable::write_file(&path, &scan.index.to_bytes(), 0o600).map_err(failed("write", path))
+    Ok(durable::write_file(&path, &scan.index.to_bytes(), 0o600).map_err(failed("write", &path))?)
 }
 
 /// Step 4.
 fn sweep(packs: &Packs, pack: PackName) -> Result<(), Error> {
     for path in [packs.index_path(pack), packs.pack_path(pack), packs.gone_path(pack)] {
-        durable::remove_file(&path).map_err(failed("remove", path))?;
+        durable::remove_file(&path).map_err(failed("remove", &path))?;
     }
     Ok(())
 }
@@ -231,7 +215,7 @@ fn sweep_remains(packs: &Packs, index: &Index) -> Result<(), Error> {
     for name in packs.names()? {
         let path = packs.gone_path(name);
         if index.pack(name).is_none() && path.exists() {
-            durable::remove_file(&path).map_err(failed("remove", path))?;
+            durable::remove_file(&path).map_err(failed("remove", &path))?;
         }
     }
     Ok(())

@@ -58,7 +58,8 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 pub use draft::{Draft, PublishError};
-pub use error::{Error, Result};
+pub(crate) use error::failed;
+pub use error::{Error, FileError, Result};
 pub use folder::JobFolder;
 pub use id::{ImageId, JobName, NameError};
 pub use image::{Damage, DamageKind, Form, Image, Place, State};

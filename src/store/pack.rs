@@ -19,7 +19,6 @@ pub mod record;
 pub mod set;
 pub mod writer;
 
-pub use disk::Error as WriteError;
 pub use index::{Entry, PackIndex};
 pub use reader::{ReadChunkError, Reading, Visit, Want};
 pub use record::{PackHeader, RecordHeader};

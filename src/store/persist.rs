@@ -30,6 +30,7 @@ use self::known::Known;
 use self::pace::Pace;
 use self::stretches::Stretches;
 use self::worker::{Packed, Work};
+use super::FileError;
 use super::chunk::map::{self, ChunkMap};
 use super::chunk::{Compression, Key, KeyError};
 use super::draft::PublishError;
@@ -37,7 +38,7 @@ use super::folder::JobFolder;
 use super::image::{Form, Image};
 use super::lock::WriterLock;
 use super::manifest::Chunks;
-use super::pack::{self, Making};
+use super::pack::Making;
 use crate::config::{self, Rate};
 use crate::sys::parallel;
 
@@ -109,7 +110,7 @@ pub enum Error {
     },
     /// A pack could not be written.
     #[error(transparent)]
-    Pack(#[from] pack::WriteError),
+    Pack(#[from] FileError),
     /// The store could not be read, or a mark not be taken back.
     #[error(transparent)]
     Store(#[from] super::Error),
@@ -126,7 +127,7 @@ impl Error {
     #[must_use]
     pub fn is_full(&self) -> bool {
         match self {
-            Error::Pack(pack::WriteError { source, .. })
+            Error::Pack(FileError { source, .. })
             | Error::Copy { source, .. }
             | Error::Store(super::Error::Create { source, .. } | super::Error::Write { source, .. }) => {
                 matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)

@@ -44,6 +44,9 @@ pub struct JobRecord {
     /// How often it failed in that time; see [`crate::supervisor::interval::Failures`].
     #[serde(default)]
     pub failures: u32,
+    /// How often this run was brought back from an image.
+    #[serde(default)]
+    pub restores: u32,
 }
 
 /// How a run ended.

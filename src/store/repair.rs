@@ -15,13 +15,12 @@ mod images;
 mod mend;
 mod salvage;
 
-use std::io;
-use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::FileError;
 use super::chunk::Key;
 use super::error::Error as StoreError;
 use super::folder::JobFolder;
@@ -130,16 +129,8 @@ pub enum Error {
     #[error(transparent)]
     Store(#[from] StoreError),
     /// A file can not be written or removed.
-    #[error("can not {what} {}", path.display())]
-    Io {
-        /// What was tried.
-        what: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// The kernel's answer.
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
 }
 
 /// Reads everything on so many threads, and repairs what can be. `progress` counts the bytes of the packs.

@@ -152,6 +152,7 @@ impl Owner<'_> {
         if let Some(forecast) = &forecast {
             self.mind_the_grace(forecast);
         }
+        self.machine.last_takes(forecast.as_ref().map(Forecast::lead));
         let Some(end) = self.deadline.end.filter(|_| !self.deadline.done) else {
             self.deadline.begin = None;
             return self.machine.no_interval_from(None);
@@ -164,6 +165,9 @@ impl Owner<'_> {
         };
         let grace = self.shared.config.snapshot.grace;
         let lead = forecast.map_or(grace, |forecast| with_margin(forecast.total().saturating_add(waits)));
+        // What the job holds off may have to wait for so long.
+        let held = self.machine.held().map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()));
+        let lead = lead.saturating_add(held);
         let plan = plan(self.deadline.begun, end, lead);
         if let Some(forecast) = forecast.filter(|forecast| self.deadline.is_short_for(forecast, end)) {
             tracing::warn!(

@@ -95,6 +95,7 @@ impl Owner<'_> {
             (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
         let interval = self.machine.choice().cloned();
         self.attach_askers();
+        self.word_of_begin();
         let event = self.tell(What::SnapshotBegan { reason });
         let gate = self.before_snapshot(&event, reason);
         let launch = Launch { lineage: self.line.lineage.clone(), ..self.shared.launch.clone() };
@@ -133,6 +134,7 @@ impl Owner<'_> {
                 self.published.taken(&taken);
                 self.tell_snapshot(&taken);
                 self.answer_taken(&taken);
+                self.word_of_end(Ok(&taken));
                 // One that is in the store as plain files is packed, which saves space only.
                 let persist = (!taken.image.is_staged()).then_some(taken.persist);
                 self.persist(taken.image);
@@ -141,6 +143,7 @@ impl Owner<'_> {
             Err(error) => {
                 let lost = error.job_is_lost();
                 self.answer_not_taken(&chain(&error));
+                self.word_of_end(Err(&chain(&error)));
                 if self.ended.is_none() {
                     let why = chain(&error);
                     self.keep_criu_log("dump", error.criu_log());
@@ -254,7 +257,7 @@ impl Owner<'_> {
                 self.published.persist_failure = None;
                 self.answer_stored(&image);
                 self.replicate(image);
-                if self.machine.is_postponed() && self.loading.is_none() {
+                if self.machine.is_postponed() && self.machine.held_off().is_none() && self.loading.is_none() {
                     tracing::warn!(
                         "a snapshot had to wait: bringing the image before it to the store took {}, which is longer than the interval",
                         shown(took)

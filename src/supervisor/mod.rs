@@ -15,6 +15,7 @@ mod load;
 mod metrics;
 pub mod notify;
 mod publish;
+mod record;
 pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
 mod replicate;
@@ -25,6 +26,7 @@ pub use result::RunResult;
 mod start;
 pub mod state;
 mod watch;
+mod word;
 pub use watch::LastEnd;
 
 use std::collections::BTreeSet;
@@ -45,14 +47,13 @@ use crate::store::gc;
 use crate::store::manifest::Reason;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
-use crate::store::{BadWhy, HEARTBEAT, Image, ImageId, JobFolder, JobRecord, Outcome, WriterLock};
+use crate::store::{BadWhy, HEARTBEAT, ImageId, JobFolder, Outcome, WriterLock};
 use crate::sys::criu::Criu;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
 use crate::telemetry::events::{Journal, What};
 use crate::telemetry::log::chain;
 use crate::watch::beats::Beats;
-use interval::{Failures, Pace};
 use start::{StartFailure, StartedJob};
 use state::{Action, Event, Finish, Machine, Stop};
 
@@ -81,6 +82,8 @@ pub struct Setup {
     pub packing: Packing,
     /// Where the job says that it lives, where it is to.
     pub beats: Option<Beats>,
+    /// Where it may ask for something.
+    pub word: Option<crate::word::server::Socket>,
     /// What to begin with.
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
@@ -130,6 +133,7 @@ enum Message {
     Loaded(Box<load::Outcome>),
     Watched(watch::Finding),
     Control(Box<control::Incoming>),
+    Word(Box<crate::word::Call>),
     /// What the scheduler says of the job's end.
     End(deadline::Answer),
     Hook(crate::hooks::Report),
@@ -147,7 +151,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let (sender, messages) = mpsc::channel();
     let signals = listen(sender.clone()).map_err(|source| Error::Io { what: "handling signals", source })?;
     let (machine, actions) = Machine::new(&shared.config, shared.from);
-    let machine = machine.recalling(recall(&shared));
+    let machine = machine.recalling(record::recall(&shared));
     let mut owner = Owner {
         shared: &shared,
         listeners: hooks::Listeners::new(&shared, &sender),
@@ -166,6 +170,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         replication: replicate::Replication::default(),
         restoring: None,
         control: control::Control::default(),
+        word: word::Word::new(&shared),
         line: rewind::Line::new(&shared),
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
@@ -183,6 +188,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.record(Outcome::Running, None)?;
     owner.tell_begin();
     owner.open_control();
+    owner.open_word();
     owner.carry_out(actions);
     // What an interrupted run left in memory.
     owner.persist_newest();
@@ -190,6 +196,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.ask_for_the_end();
     while owner.finish.is_none() && owner.holds_the_lock() {
         owner.mind_the_deadline();
+        owner.mind_the_holds();
         owner.beat();
         match messages.recv_timeout(owner.patience()) {
             Ok(message) => owner.receive(message),
@@ -205,6 +212,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         owner.leave_replica(&finish, &messages);
     }
     owner.close_control();
+    owner.close_word();
     signals.close();
     if let Some(error) = owner.taken_over.take() {
         // Nothing more is written; what is under way ends with this process.
@@ -273,6 +281,8 @@ struct Owner<'a> {
     lazy_failures: u32,
     /// What others ask for.
     control: control::Control,
+    /// What the job asks for.
+    word: word::Word,
     /// The images that the job may go back to.
     line: rewind::Line,
     /// Differences between images and this machine that the user knows of.
@@ -309,7 +319,10 @@ impl Owner<'_> {
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
         let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
-        let tick = tick.min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed())).min(self.deadline.patience());
+        let tick = tick
+            .min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()))
+            .min(self.deadline.patience())
+            .min(self.word.patience());
         let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
@@ -393,6 +406,7 @@ impl Owner<'_> {
             Message::Loaded(outcome) => self.loaded(*outcome),
             Message::Watched(finding) => self.watched(finding),
             Message::Control(incoming) => self.heard(*incoming),
+            Message::Word(call) => self.asked(*call),
             Message::End(answer) => self.end_is_known(answer),
             Message::Hook(report) => self.hook_failed(report),
         }
@@ -469,39 +483,12 @@ impl Owner<'_> {
         self.published.chosen(self.machine.choice());
         self.published.due(self.machine.next_snapshot());
         self.show();
+        self.show_word();
         self.show_metrics();
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
             tracing::debug!("can not publish the state: {error}");
         }
         self.beat();
-    }
-
-    fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), crate::store::Error> {
-        let observed = self.machine.failures(Instant::now());
-        let record = JobRecord {
-            command: self.shared.launch.command.clone(),
-            directory: self.shared.launch.directory.clone(),
-            lineage: self.line.lineage.clone(),
-            base: self.line.base,
-            created: self.published.begun,
-            outcome,
-            exit_code,
-            uptime: observed.uptime,
-            failures: observed.failures,
-        };
-        self.shared.folder.write_record(&self.shared.lock, &record)
-    }
-
-    /// Records what was observed so far, for a run that goes on after this one was ended by force. One that is about to end
-    /// does so at its end.
-    fn remember(&self) {
-        if matches!(
-            self.machine.state(),
-            state::State::Running(_) | state::State::Waiting { .. } | state::State::Suspended { .. }
-        ) && let Err(error) = self.record(Outcome::Running, None)
-        {
-            tracing::warn!("can not record how long the job ran: {}", chain(&error));
-        }
     }
 
     fn end_job(&mut self) {
@@ -541,16 +528,4 @@ impl Owner<'_> {
         self.publish();
         Ok(())
     }
-}
-
-/// What earlier runs of the job left for the choice of the interval. What can not be read is learnt anew.
-fn recall(setup: &Setup) -> Pace {
-    let read = setup.folder.record().and_then(|record| Ok((record, setup.folder.images()?)));
-    let (record, images) = read.unwrap_or_else(|error| {
-        tracing::warn!("what earlier runs left is not used for the interval: {}", chain(&error));
-        (None, Vec::new())
-    });
-    let ours = images.iter().rev().filter_map(Image::manifest).filter(|m| m.lineage == setup.launch.lineage);
-    let freezes = ours.map(|m| Duration::from_micros(m.freeze_us));
-    Pace::recalled(record.as_ref().map(Failures::after).unwrap_or_default(), freezes)
 }

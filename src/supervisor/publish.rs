@@ -59,6 +59,9 @@ pub struct Published {
     /// The interval in force, where it is chosen (`snapshot.interval = "auto"`) and something was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interval: Option<Choice>,
+    /// Until when the job holds off a snapshot that waits, at most.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held: Option<DateTime<Utc>>,
     /// Why the last snapshot failed, if it did.
     pub last_failure: Option<String>,
     /// The image that is on its way from memory to the store.
@@ -156,6 +159,7 @@ impl Published {
             gpus: Vec::new(),
             control: None,
             interval: None,
+            held: None,
             last_failure: None,
             persisting: None,
             restoring: None,

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use chrono::Utc;
 
+use super::events::image_of;
 use super::keep::{Moving, shown};
 use super::state::{Event, State};
 use super::{Message, Owner, Setup, load};
@@ -99,7 +100,9 @@ impl Owner<'_> {
         let (life, sender, waiting) = (self.life, self.sender.clone(), Arc::clone(&job));
         self.job = Some(Arc::clone(&job));
         if let State::Starting { from, .. } = self.machine.state() {
-            self.arrived(*from);
+            let from = *from;
+            self.arrived(from);
+            self.word_of_life(image_of(from));
         }
         self.tell_start(&job);
         for signal in std::mem::take(&mut self.unsent) {

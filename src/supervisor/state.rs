@@ -17,11 +17,13 @@
 //! until it is called back, rewound or stopped. What can not be had in a state is refused ([`Machine::admits`]).
 //!
 //! While an image is brought from memory to the store, or the memory of a job that runs already is brought back from one,
-//! no snapshot is begun: what asks for one then waits, a stop too.
+//! no snapshot is begun: what asks for one then waits, a stop too. The same holds while the job holds snapshots off
+//! (`Hold`), which is bounded: what waits for it gets its turn at that bound, a last snapshot while there is time for it.
 //!
 //! No clock and no I/O: facts come with the events, actions are carried out by [`super`]. Invariants, held by a property
 //! test over event sequences: at most one life of the job is started at a time; a snapshot is asked for only while the
-//! job runs, with all of its memory, and none is being taken or brought to the store; `Finish` comes exactly once and last; a stop that is asked for ends in `Done`.
+//! job runs, with all of its memory, and none is being taken or brought to the store, nor held off; `Finish` comes exactly
+//! once and last; a stop that is asked for ends in `Done`.
 
 mod admission;
 mod events;
@@ -73,6 +75,10 @@ pub struct Machine<'a> {
     verdict: Option<Verdict>,
     /// See [`Machine::no_interval_from`].
     quiet: Option<Instant>,
+    /// Until when the job holds snapshots off at most. Only while it runs.
+    held: Option<Instant>,
+    /// See [`Machine::last_takes`].
+    last_takes: Option<Duration>,
     pace: Pace,
 }
 
@@ -90,6 +96,8 @@ impl<'a> Machine<'a> {
             postponed: None,
             verdict: None,
             quiet: None,
+            held: None,
+            last_takes: None,
         };
         (machine, vec![Action::Start(from)])
     }
@@ -98,8 +106,10 @@ impl<'a> Machine<'a> {
     #[must_use]
     pub fn deadline(&self) -> Option<Instant> {
         match (&self.state, self.postponed) {
-            // Its turn comes with the end of the other one.
-            (State::Running(_), Some(postponed)) => postponed.stop().map(|(_, until)| until),
+            // Its turn comes with the end of the other one, or of a hold.
+            (State::Running(_), Some(postponed)) => {
+                postponed.stop().map(|(_, until)| until).into_iter().chain(self.held).min()
+            }
             (State::Running(life), None) => self.next(life),
             (state, _) => state.deadline(),
         }
@@ -118,6 +128,18 @@ impl<'a> Machine<'a> {
     #[must_use]
     pub fn is_postponed(&self) -> bool {
         self.postponed.is_some()
+    }
+
+    /// The snapshot that waits because the job holds it off, and until when at most.
+    #[must_use]
+    pub fn held_off(&self) -> Option<(Reason, Instant)> {
+        self.postponed.map(|postponed| postponed.reason).zip(self.held)
+    }
+
+    /// Until when the job holds snapshots off at most.
+    #[must_use]
+    pub fn held(&self) -> Option<Instant> {
+        self.held
     }
 
     /// Whether it was asked to stop, or is at its end.
@@ -155,8 +177,23 @@ impl<'a> Machine<'a> {
         self.quiet = time;
     }
 
+    /// What a last snapshot is expected to take, where that is known: a hold leaves so much of the time that a stop has.
+    pub fn last_takes(&mut self, time: Option<Duration>) {
+        self.last_takes = time;
+    }
+
     /// Takes an event; answers what is to be done, in this order. Events that make no sense in a state change nothing.
     pub fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
+        // Whatever comes after the bound of a hold finds it over.
+        let mut actions = match self.held.is_some_and(|until| until <= now) {
+            true => self.take(Event::Release, now),
+            false => Vec::new(),
+        };
+        actions.extend(self.take(event, now));
+        actions
+    }
+
+    fn take(&mut self, event: Event, now: Instant) -> Vec<Action> {
         let event = match event {
             Event::Stop(stop) => Event::StopBy(stop, now + self.config.snapshot.grace),
             other => other,
@@ -170,6 +207,8 @@ impl<'a> Machine<'a> {
             Event::LoadBegan => self.loading = true,
             Event::LoadEnded(_) => self.loading = false,
             Event::Judged(ref verdict) => self.verdict = Some(verdict.clone()),
+            Event::Hold(until) => self.hold(until),
+            Event::Release => self.held = None,
             _ => {}
         }
         let since = self.state.life().map(|life| life.since);
@@ -188,6 +227,9 @@ impl<'a> Machine<'a> {
         }
         if !matches!(next, State::Running(_) | State::Snapshotting { .. }) {
             self.postponed = None;
+        }
+        if !matches!(next, State::Running(_)) {
+            self.held = None;
         }
         if next.life().is_none() {
             self.verdict = None;
@@ -254,10 +296,12 @@ impl<'a> Machine<'a> {
             Event::Tick | Event::SnapshotNow(_) | Event::StopBy(..) | Event::Suspend if self.is_busy() => {
                 self.postpone(life, event, now)
             }
-            Event::PersistEnded(_) | Event::LoadEnded(Harm::None) if !self.is_busy() => match self.postponed.take() {
-                Some(Postponed { reason, then }) => snapshot(life, reason, then),
-                None => (State::Running(life), vec![]),
-            },
+            Event::PersistEnded(_) | Event::LoadEnded(Harm::None) | Event::Release if !self.is_busy() => {
+                match self.postponed.take() {
+                    Some(Postponed { reason, then }) => snapshot(life, reason, then),
+                    None => (State::Running(life), vec![]),
+                }
+            }
             Event::Tick if self.next(&life).is_some_and(|at| at <= now) => snapshot(life, Reason::Interval, None),
             Event::SnapshotNow(reason) => snapshot(life, reason, None),
             Event::Suspend => snapshot(life, Reason::Request, Some(Then::Suspend)),
@@ -281,7 +325,22 @@ impl<'a> Machine<'a> {
 
     /// Whether a snapshot can not be begun yet.
     fn is_busy(&self) -> bool {
-        self.persisting || self.loading
+        self.persisting || self.loading || self.held.is_some()
+    }
+
+    /// While something waits for the job to let go, that is not put off further: two holders in turn could do so for ever.
+    fn hold(&mut self, until: Instant) {
+        if !matches!(self.state, State::Running(_)) || (self.is_stopping() && self.held.is_none()) {
+            return;
+        }
+        let bound = self.held_off().map_or(until, |(_, bound)| bound);
+        self.held = Some(until.min(bound));
+    }
+
+    /// When a last snapshot has to begin at the latest, if the stop is to be over by `until`.
+    fn last_moment(&self, until: Instant, now: Instant) -> Instant {
+        let left = until.saturating_duration_since(now);
+        now + self.last_takes.map_or(left / 2, |takes| left.saturating_sub(takes))
     }
 
     /// When this life is due for its next snapshot, if that is to be taken.
@@ -299,6 +358,7 @@ impl<'a> Machine<'a> {
             (_, Some(Then::Stop(..))) => {}
             (Event::StopBy(stop, until), _) => {
                 self.postponed = Some(Postponed { reason: Reason::Final, then: Some(Then::Stop(stop, until)) });
+                self.held = self.held.map(|held| held.min(self.last_moment(until, now)));
             }
             (_, Some(_)) => {}
             (Event::Suspend, None) => {

@@ -98,6 +98,24 @@ pub enum What {
         /// Of the image.
         bytes: u64,
     },
+    /// A snapshot waits, because the job holds it off.
+    SnapshotHeld {
+        /// Why there is to be one.
+        reason: Reason,
+        /// The processes that hold it off, as the host sees them.
+        pids: Vec<i32>,
+        /// For so long at most.
+        bound_us: u64,
+    },
+    /// It waits no longer.
+    HoldOver {
+        /// Why there is to be one.
+        reason: Reason,
+        /// released, expired, holder-died or job-ended.
+        how: String,
+        /// For so long it did.
+        waited_us: u64,
+    },
     /// There is none.
     SnapshotFailed {
         /// Why, in words.

@@ -107,6 +107,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("snapshot", "staging", "\"disk\"", "must be \"ram\" or \"store\""),
         ("snapshot", "staging-directory", "\"run\"", path),
         ("control", "directory", "\"run\"", path),
+        ("word", "max-hold", "\"0s\"", "must be at least 1s"),
         ("snapshot", "interposer", "\"on\"", "must be \"auto\" or \"off\""),
         ("store", "directory", "\"images\"", path),
         ("store", "directory", "\"/a\\u0000b\"", "must not contain a zero byte"),

@@ -62,6 +62,7 @@ fn ten_thousand_snapshots_make_a_page_of_some_hundred_kilobytes_in_no_time() {
     let took = begun.elapsed();
     assert_eq!((report.snapshots.len(), report.restarts), (10_000, 100));
     assert!(page.len() < 3 << 20, "{} bytes", page.len());
+    println!("a report of 10,000 snapshots: {took:?}, {} bytes", page.len());
     // Without optimisation, and beside other tests on two processors, it may take many times as long.
     let limit = if cfg!(debug_assertions) { 30 } else { 1 };
     assert!(took < Duration::from_secs(limit), "{took:?}");

@@ -7,9 +7,9 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
-use super::{Error, failed};
 use crate::store::pack::PackName;
 use crate::store::pack::set::Packs;
+use crate::store::{FileError, failed};
 use crate::sys::durable;
 
 /// A mark is some fifty bytes.
@@ -20,21 +20,21 @@ struct Mark {
     when: DateTime<Utc>,
 }
 
-pub(super) fn set(packs: &Packs, pack: PackName, now: DateTime<Utc>) -> Result<(), Error> {
+pub(super) fn set(packs: &Packs, pack: PackName, now: DateTime<Utc>) -> Result<(), FileError> {
     let path = packs.gone_path(pack);
     let bytes = serde_json::to_vec(&Mark { when: now }).map_err(io::Error::from);
-    bytes.and_then(|bytes| durable::write_file(&path, &bytes, 0o600)).map_err(failed("write", path))
+    bytes.and_then(|bytes| durable::write_file(&path, &bytes, 0o600)).map_err(failed("write", &path))
 }
 
 /// Takes the mark back, durably: from then on the pack counts again.
-pub(super) fn take_back(packs: &Packs, pack: PackName) -> Result<(), Error> {
+pub(super) fn take_back(packs: &Packs, pack: PackName) -> Result<(), FileError> {
     let path = packs.gone_path(pack);
-    durable::remove_file(&path).map_err(failed("remove", path))
+    durable::remove_file(&path).map_err(failed("remove", &path))
 }
 
 /// Whether the mark is old enough. One that can not be read or is from the future, because the clock was set back, is
 /// renewed: the grace period begins again.
-pub(super) fn is_due(packs: &Packs, pack: PackName, grace: Duration, now: DateTime<Utc>) -> Result<bool, Error> {
+pub(super) fn is_due(packs: &Packs, pack: PackName, grace: Duration, now: DateTime<Utc>) -> Result<bool, FileError> {
     let since = read(packs, pack).and_then(|mark| now.signed_duration_since(mark.when).to_std().ok());
     match since {
         Some(since) => Ok(since >= grace),

@@ -13,32 +13,15 @@
 
 use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::{self, JoinHandle};
 
 use super::{Entry, PackIndex, PackName, Packs};
+use crate::store::{FileError, failed};
 use crate::sys::direct::{Aligned, DirectFile, Way};
 use crate::sys::durable::{self, TEMP_PREFIX};
 use crate::sys::point::{Step, point};
-
-/// Why a pack is not there.
-#[derive(Debug, thiserror::Error)]
-#[error("can not {what} {}", path.display())]
-pub struct Error {
-    /// What was tried.
-    pub what: &'static str,
-    /// On what.
-    pub path: PathBuf,
-    /// The kernel's answer.
-    #[source]
-    pub source: io::Error,
-}
-
-fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
-    let path = path.to_owned();
-    move |source| Error { what, path, source }
-}
 
 /// What the thread is told.
 pub(super) enum Job {
@@ -55,12 +38,12 @@ pub(super) struct Disk {
     packs: Packs,
     jobs: Option<SyncSender<Job>>,
     free: Receiver<Aligned>,
-    thread: Option<JoinHandle<Result<(), Error>>>,
+    thread: Option<JoinHandle<Result<(), FileError>>>,
 }
 
 impl Disk {
     /// Starts the thread, with so many pieces of memory of that size.
-    pub(super) fn start(packs: &Packs, pieces: usize, size: usize, way: Way) -> Result<Disk, Error> {
+    pub(super) fn start(packs: &Packs, pieces: usize, size: usize, way: Way) -> Result<Disk, FileError> {
         let (jobs, inbox) = sync_channel(pieces + 2);
         let (give_back, free) = sync_channel(pieces);
         for _ in 0..pieces {
@@ -75,14 +58,14 @@ impl Disk {
     }
 
     /// Memory that is not on its way to the disk; waits for it.
-    pub(super) fn memory(&mut self) -> Result<Aligned, Error> {
+    pub(super) fn memory(&mut self) -> Result<Aligned, FileError> {
         match self.free.recv() {
             Ok(memory) => Ok(memory),
             Err(_) => Err(self.why()),
         }
     }
 
-    pub(super) fn send(&mut self, job: Job) -> Result<(), Error> {
+    pub(super) fn send(&mut self, job: Job) -> Result<(), FileError> {
         match self.jobs.as_ref().map(|jobs| jobs.send(job)) {
             Some(Ok(())) => Ok(()),
             _ => Err(self.why()),
@@ -90,13 +73,13 @@ impl Disk {
     }
 
     /// Waits until all is done.
-    pub(super) fn finish(mut self) -> Result<(), Error> {
+    pub(super) fn finish(mut self) -> Result<(), FileError> {
         self.jobs = None;
         self.join().unwrap_or(Ok(()))
     }
 
     /// Why the thread has ended, while there was work for it.
-    fn why(&mut self) -> Error {
+    fn why(&mut self) -> FileError {
         self.jobs = None;
         match self.join() {
             Some(Err(error)) => error,
@@ -105,11 +88,11 @@ impl Disk {
     }
 
     /// An error that concerns all packs.
-    pub(super) fn failed(&self, what: &'static str, source: io::Error) -> Error {
+    pub(super) fn failed(&self, what: &'static str, source: io::Error) -> FileError {
         failed(what, self.packs.dir())(source)
     }
 
-    fn join(&mut self) -> Option<Result<(), Error>> {
+    fn join(&mut self) -> Option<Result<(), FileError>> {
         Some(self.thread.take()?.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     }
 }
@@ -133,14 +116,14 @@ struct Temporary {
 }
 
 impl Temporary {
-    fn create(packs: &Packs, name: PackName, way: Way) -> Result<Temporary, Error> {
+    fn create(packs: &Packs, name: PackName, way: Way) -> Result<Temporary, FileError> {
         let path = packs.dir().join(format!("{TEMP_PREFIX}{name}.pack"));
         let file = point(Step::Write).and_then(|()| DirectFile::create(&path, way)).map_err(failed("make", &path))?;
         Ok(Temporary { name, path, file, kept: false })
     }
 
     /// Steps 2 to 4.
-    fn close(mut self, packs: &Packs, len: u64, entries: Vec<Entry>) -> Result<(), Error> {
+    fn close(mut self, packs: &Packs, len: u64, entries: Vec<Entry>) -> Result<(), FileError> {
         let lasting = packs.pack_path(self.name);
         let synced = self.file.cut(len).and_then(|()| point(Step::Other)).and_then(|()| self.file.sync());
         synced.map_err(failed("bring to the disk", &self.path))?;
@@ -161,7 +144,7 @@ impl Drop for Temporary {
     }
 }
 
-fn run(packs: &Packs, way: Way, jobs: &Receiver<Job>, free: &SyncSender<Aligned>) -> Result<(), Error> {
+fn run(packs: &Packs, way: Way, jobs: &Receiver<Job>, free: &SyncSender<Aligned>) -> Result<(), FileError> {
     let mut open: Option<Temporary> = None;
     for job in jobs {
         match (job, &mut open) {

@@ -6,9 +6,10 @@
 //! The steps by which a pack comes to the disk are in `disk.rs`. A writer that is dropped leaves the packs that it closed,
 //! whole and with their index, and removes the open one.
 
-use super::disk::{Disk, Error, Job};
+use super::disk::{Disk, Job};
 use super::record::{self, PackHeader, RecordHeader};
 use super::{Entry, PACK, PACK_RECORDS, PackName, Packs};
+use crate::store::FileError;
 use crate::store::chunk::codec::{self, Codec, Compression};
 use crate::store::chunk::{CHUNK, ChunkId, Key};
 use crate::store::format::{HEADER, size_of};
@@ -68,7 +69,7 @@ impl<'k> PackWriter<'k> {
     ///
     /// # Errors
     /// When no thread can be started.
-    pub fn new(packs: &Packs, making: Making<'k>) -> Result<PackWriter<'k>, Error> {
+    pub fn new(packs: &Packs, making: Making<'k>) -> Result<PackWriter<'k>, FileError> {
         // A piece, and the record that goes over its end.
         let mut disk = Disk::start(packs, PIECES, PIECE + HEADER + CHUNK + ALIGN, making.way)?;
         let memory = disk.memory()?;
@@ -100,7 +101,7 @@ impl<'k> PackWriter<'k> {
     ///
     /// # Errors
     /// When this or an earlier one can not be written.
-    pub fn keep(&mut self, id: ChunkId, raw_len: usize) -> Result<u64, Error> {
+    pub fn keep(&mut self, id: ChunkId, raw_len: usize) -> Result<u64, FileError> {
         let start = self.filled + HEADER;
         let mut scratch = std::mem::take(&mut self.scratch);
         let raw = self.memory.get(start..start + raw_len).unwrap_or_default();
@@ -130,7 +131,7 @@ impl<'k> PackWriter<'k> {
     ///
     /// # Errors
     /// When this or an earlier one can not be written.
-    pub fn append(&mut self, header: &RecordHeader, stored: &[u8]) -> Result<u64, Error> {
+    pub fn append(&mut self, header: &RecordHeader, stored: &[u8]) -> Result<u64, FileError> {
         self.note(header);
         self.put(&header.to_bytes())?;
         self.put(stored)?;
@@ -142,7 +143,7 @@ impl<'k> PackWriter<'k> {
     ///
     /// # Errors
     /// When one can not be written.
-    pub fn finish(mut self) -> Result<Vec<PackName>, Error> {
+    pub fn finish(mut self) -> Result<Vec<PackName>, FileError> {
         self.close()?;
         let PackWriter { disk, names, .. } = self;
         disk.finish()?;
@@ -160,7 +161,7 @@ impl<'k> PackWriter<'k> {
         self.entries.push(Entry::of(header, self.offset + size_of(self.filled)));
     }
 
-    fn put(&mut self, mut bytes: &[u8]) -> Result<(), Error> {
+    fn put(&mut self, mut bytes: &[u8]) -> Result<(), FileError> {
         while !bytes.is_empty() {
             let free = self.memory.get_mut(self.filled..).unwrap_or_default();
             let (now, later) = bytes.split_at(bytes.len().min(free.len()));
@@ -175,7 +176,7 @@ impl<'k> PackWriter<'k> {
     }
 
     /// After a record: sends a piece that is full, closes a pack that is.
-    fn go_on(&mut self) -> Result<(), Error> {
+    fn go_on(&mut self) -> Result<(), FileError> {
         let is_full = self.offset + size_of(self.filled) >= self.making.pack;
         if is_full || size_of(self.entries.len()) >= PACK_RECORDS {
             self.close()
@@ -187,7 +188,7 @@ impl<'k> PackWriter<'k> {
     }
 
     /// Sends the whole blocks of what there is.
-    fn send(&mut self) -> Result<(), Error> {
+    fn send(&mut self) -> Result<(), FileError> {
         let len = self.filled - self.filled % ALIGN;
         self.start_pack()?;
         let mut next = self.disk.memory()?;
@@ -200,7 +201,7 @@ impl<'k> PackWriter<'k> {
         Ok(())
     }
 
-    fn start_pack(&mut self) -> Result<(), Error> {
+    fn start_pack(&mut self) -> Result<(), FileError> {
         if self.begun {
             return Ok(());
         }
@@ -210,7 +211,7 @@ impl<'k> PackWriter<'k> {
         self.disk.send(Job::Begin(name))
     }
 
-    fn close(&mut self) -> Result<(), Error> {
+    fn close(&mut self) -> Result<(), FileError> {
         if self.entries.is_empty() {
             return Ok(());
         }

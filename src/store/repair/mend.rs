@@ -7,6 +7,7 @@ use super::images::Known;
 use super::salvage::{Begin, Salvage, Stop, salvage};
 use super::{Error, Hold, Outcome, PackRepair};
 use crate::store::chunk::Key;
+use crate::store::failed;
 use crate::store::format::ReadError;
 use crate::store::pack::set::PackInfo;
 use crate::store::pack::{Entry, PackHeader, PackIndex, PackName, Packs};
@@ -133,15 +134,12 @@ impl Mending<'_> {
         }
         let (pack, index) = (self.packs.pack_path(name), self.packs.index_path(name));
         if let Some(header) = plan.begin {
-            let written = durable::overwrite(&pack, 0, &header.to_bytes());
-            written.map_err(|source| Error::Io { what: "write the begin of", path: pack, source })?;
+            durable::overwrite(&pack, 0, &header.to_bytes()).map_err(failed("write the begin of", &pack))?;
         }
         if let (true, Some(contents)) = (plan.index, contents) {
-            let written = durable::write_file(&index, &contents.to_bytes(), 0o600);
-            written.map_err(|source| Error::Io { what: "write", path: index, source })?;
+            durable::write_file(&index, &contents.to_bytes(), 0o600).map_err(failed("write", &index))?;
         } else if plan.remove_index {
-            let removed = durable::remove_file(&index);
-            removed.map_err(|source| Error::Io { what: "remove", path: index, source })?;
+            durable::remove_file(&index).map_err(failed("remove", &index))?;
         }
         Ok(())
     }

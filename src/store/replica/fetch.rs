@@ -20,11 +20,12 @@ use super::error::{Error, Result};
 use super::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
 use super::spans::{Span, spans};
 use super::{RemoteImage, Replica};
+use crate::store::FileError;
 use crate::store::chunk::codec::Compression;
 use crate::store::chunk::{ChunkId, ChunkMap, Key, map};
 use crate::store::pack::record::{self, HEADER_BYTES};
 use crate::store::pack::{Entry, Index, PackHeader, PackName, Packs, RecordHeader};
-use crate::store::pack::{Making, PackWriter, WriteError};
+use crate::store::pack::{Making, PackWriter};
 use crate::store::persist::Progress;
 use crate::store::retention::survey;
 use crate::store::{Image, ImageId, JobFolder, State, WriterLock, manifest, mark};
@@ -73,7 +74,7 @@ impl Replica {
         progress.expect(stored(&places.first));
         let key = self.key_for(&image, places.first.keys().copied(), key, cancelled)?;
         let making = Making { compression: Compression::None, key, pack: CLOSE, way: Way::Direct };
-        let failed = |error: WriteError| Error::Write { path: error.path, source: error.source };
+        let failed = |error: FileError| Error::Write { path: error.path, source: error.source };
         let mut writer = PackWriter::new(&packs, making).map_err(failed)?;
         for (pack, entries) in &places.first {
             for span in spans(entries) {

@@ -38,6 +38,7 @@ use super::folder::JobFolder;
 use super::image::Image;
 use super::lock::WriterLock;
 use super::rights;
+use super::{FileError, failed};
 use crate::sys::durable;
 
 /// The name of the link in the job's folder.
@@ -47,16 +48,8 @@ const LINK: &str = "staging";
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A folder or a file could not be made, read or removed.
-    #[error("can not {what} {}", path.display())]
-    Io {
-        /// What was tried.
-        what: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// The kernel's answer.
-        #[source]
-        source: io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// Somebody else could write there.
     #[error(transparent)]
     Rights(#[from] super::Error),
@@ -66,11 +59,6 @@ pub enum Error {
     /// Something that is neither file nor folder.
     #[error("{} does not belong into an image: only files and folders do", .0.display())]
     Stray(PathBuf),
-}
-
-fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
-    let path = path.to_owned();
-    move |source| Error::Io { what, path, source }
 }
 
 /// Whether a tmpfs takes the mount option for huge pages.
@@ -205,7 +193,7 @@ impl Area {
         // A process that has a file of it open must not keep the memory for ever: it goes with the last of them.
         let unmounted = umount2(&self.path, MntFlags::empty()).or_else(|_| umount2(&self.path, MntFlags::MNT_DETACH));
         unmounted.map_err(|e| failed("unmount", &self.path)(e.into()))?;
-        fs::remove_dir(&self.path).map_err(failed("remove", &self.path))
+        Ok(fs::remove_dir(&self.path).map_err(failed("remove", &self.path))?)
     }
 }
 
@@ -249,7 +237,7 @@ fn mount_tmpfs(path: &Path, size: u64) -> io::Result<HugePages> {
 }
 
 /// The umask does not count: a job of another user must be able to pass through all but the slots.
-fn make(path: &Path, mode: u32) -> Result<(), Error> {
+fn make(path: &Path, mode: u32) -> Result<(), FileError> {
     match DirBuilder::new().mode(mode).create(path) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed("make", path)(error)),
         _ => {}

@@ -6,11 +6,12 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use super::{Error, failed, make};
+use super::{Error, make};
 use crate::store::files::{self, Kind};
 use crate::store::id::ImageId;
 use crate::store::image::Image;
 use crate::store::manifest::{self, Manifest, Part};
+use crate::store::{FileError, failed};
 use crate::sys::{durable, pages};
 
 /// Files of pages, which are kept from one image to the next.
@@ -55,7 +56,7 @@ impl Slot {
     /// When something can not be removed.
     pub fn empty(&self) -> Result<(), Error> {
         self.forget_image()?;
-        LASTING.iter().try_for_each(|name| remove_dir(&self.dir.join(name)))
+        Ok(LASTING.iter().try_for_each(|name| remove_dir(&self.dir.join(name)))?)
     }
 
     /// Takes the image out, the manifest first, and begins another one.
@@ -72,7 +73,7 @@ impl Slot {
     }
 
     /// Removes all but the files of pages: what is left of a snapshot that failed would be a part of the next image.
-    fn forget_image(&self) -> Result<(), Error> {
+    fn forget_image(&self) -> Result<(), FileError> {
         remove_file(&self.dir.join(manifest::FILE_NAME))?;
         let entries = match fs::read_dir(&self.dir) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
@@ -93,14 +94,14 @@ impl Slot {
     }
 }
 
-fn remove_file(path: &Path) -> Result<(), Error> {
+fn remove_file(path: &Path) -> Result<(), FileError> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", path)(error)),
         _ => Ok(()),
     }
 }
 
-fn remove_dir(path: &Path) -> Result<(), Error> {
+fn remove_dir(path: &Path) -> Result<(), FileError> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", path)(error)),
         _ => Ok(()),
@@ -204,7 +205,7 @@ impl Filling {
         let content = manifest.to_bytes().map_err(io::Error::other).map_err(failed("describe the image in", &path))?;
         durable::replace_file(&path, &content, 0o600).map_err(failed("write", &path))?;
         self.whole = true;
-        self.slot.image().ok_or_else(|| failed("read back", &path)(io::ErrorKind::InvalidData.into()))
+        Ok(self.slot.image().ok_or_else(|| failed("read back", &path)(io::ErrorKind::InvalidData.into()))?)
     }
 }
 

@@ -80,7 +80,9 @@ fn a_full_tmpfs_is_an_error_and_a_lost_one_is_seen() {
     let Some(ground) = Ground::new() else { return };
     let area = ground.open();
     let filling = area.slots()[1].begin(id(1)).unwrap();
-    let Err(Error::Io { source, .. }) = filling.landing_file(1, 128 << 20) else { panic!("it has 64 MiB") };
+    let Err(Error::File(FileError { source, .. })) = filling.landing_file(1, 128 << 20) else {
+        panic!("it has 64 MiB")
+    };
     assert_eq!(source.kind(), io::ErrorKind::StorageFull);
     drop(filling);
     umount2(area.path(), MntFlags::MNT_DETACH).unwrap();

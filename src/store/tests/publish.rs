@@ -176,6 +176,7 @@ fn the_record_of_a_job() {
         exit_code: None,
         uptime: std::time::Duration::from_micros(7),
         failures: 3,
+        restores: 0,
     };
     for outcome in
         [Outcome::Running, Outcome::Completed, Outcome::Failed { why: "no image".to_owned() }, Outcome::Stopped]

@@ -183,6 +183,7 @@ fn a_run_that_was_ended_by_force_has_failed() {
         exit_code: None,
         uptime: HOUR,
         failures: 2,
+        restores: 0,
     };
     for (outcome, failures) in [(Outcome::Running, 3), (Outcome::Stopped, 2), (Outcome::Completed, 2)] {
         assert_eq!(Failures::after(&record(outcome)), Failures { uptime: HOUR, failures });

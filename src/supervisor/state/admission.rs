@@ -13,10 +13,14 @@ pub enum Wish {
     Resume,
     /// To go back to an image.
     Rewind,
+    /// That no snapshot is begun for some time.
+    Hold,
 }
 
 const STOPS: &str = "the job is being stopped";
 const BACK_SOON: &str = "the job is being brought back: try again when it runs";
+const HELD_OFF: &str = "a snapshot waits for the hold that there is: try again when it is taken";
+const UNDER_WAY: &str = "a snapshot is being taken: try again when it is over";
 const SUSPENDED: &str = "the job is suspended: resume it first";
 
 impl Machine<'_> {
@@ -31,6 +35,9 @@ impl Machine<'_> {
             (_, Wish::Rewind) => Ok(()),
             (State::Suspended { .. }, Wish::Suspend | Wish::Resume) => Ok(()),
             (State::Suspended { .. }, Wish::Snapshot) => Err(SUSPENDED),
+            (State::Running(_), Wish::Hold) if self.held_off().is_some() => Err(HELD_OFF),
+            // It could freeze the job at any moment.
+            (State::Snapshotting { .. }, Wish::Hold) => Err(UNDER_WAY),
             _ if wish == Wish::Suspend && self.is_suspending() => Ok(()),
             (State::Waiting { .. }, Wish::Suspend) => Ok(()),
             (_, Wish::Resume) if self.is_suspending() => Err("the job is being suspended: try again when it is"),

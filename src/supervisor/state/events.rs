@@ -103,6 +103,10 @@ pub enum Event {
     Suspend,
     /// Call a suspended job back.
     Resume,
+    /// The job holds snapshots off until then. Admitted by [`Wish::Hold`](super::Wish::Hold), or an earlier time than before.
+    Hold(Instant),
+    /// It does not any more.
+    Release,
     /// End the job and start it from this image. It was asked for, so it counts as no failure.
     Rewind {
         /// Which.

@@ -2,6 +2,7 @@ use chrono::Utc;
 
 use super::*;
 
+mod holds;
 mod invariants;
 
 fn id(n: u32) -> ImageId {

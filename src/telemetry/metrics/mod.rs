@@ -120,6 +120,7 @@ impl Facts {
     /// Learns from an event.
     pub fn hear(&mut self, event: &Event, now: Instant) {
         match &event.what {
+            What::Supervised { .. } => self.work = Work::new(now),
             What::Started { image, .. } => {
                 self.started = Some(event.time);
                 self.work.started(*image, now);
@@ -156,16 +157,24 @@ impl Facts {
             What::NotReplicated { .. } => self.replica.iter_mut().for_each(|replica| replica.failed += 1),
             What::Ended { cause, .. } => {
                 self.started = None;
-                self.work.ended(now);
+                if *cause == Some(Cause::Suspended) {
+                    self.work.suspended(now);
+                } else {
+                    self.work.ended(now);
+                }
                 let wanted = [Cause::Completed, Cause::Requested, Cause::Suspended, Cause::Rewound];
                 if cause.as_ref().is_none_or(|cause| !wanted.contains(cause)) {
                     self.failures += 1;
                 }
             }
             What::ImageBad { .. } => self.bad += 1,
-            What::Restarting { image, .. } => self.work.goes_back(*image),
+            What::Restarting { .. } => self.work.waits(now),
+            What::Suspended { .. } => self.work.suspended(now),
             What::HookFailed { .. } => self.hooks_failed += 1,
-            What::Finished { outcome, .. } => self.outcome = Some(outcome.clone()),
+            What::Finished { outcome, .. } => {
+                self.outcome = Some(outcome.clone());
+                self.work.finished(now);
+            }
             _ => {}
         }
     }

@@ -1,6 +1,10 @@
 //! Facts from made-up events, and their text.
 
+use proptest::prelude::*;
+
 use super::*;
+use crate::report::history::History;
+use crate::report::model::Times;
 use crate::store::manifest::{Phase, Reason};
 
 fn image(n: u32) -> ImageId {
@@ -68,4 +72,104 @@ fn names_of_jobs_and_phases_can_not_break_the_text() {
     let text = facts.text(now, Utc::now());
     assert!(text.contains("job=\"a\\\"b\\\\c\\nd\"") && !text.contains("replica"), "{text}");
     assert!(text.lines().all(|line| line.starts_with("# ") || line.starts_with("rekindle_")), "{text}");
+}
+
+/// What may happen next to a job, if it can.
+#[derive(Debug, Clone, Copy)]
+enum Step {
+    Snapshot { freeze: u64, heard: u64 },
+    Fails,
+    Ends { cause: usize },
+    Announced,
+    Starts { from: usize },
+    Suspended,
+    Finishes,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => (0..20_000_u64, 0..20_000_u64).prop_map(|(freeze, heard)| Step::Snapshot { freeze, heard }),
+        1 => Just(Step::Fails),
+        2 => (0..4_usize).prop_map(|cause| Step::Ends { cause }),
+        2 => Just(Step::Announced),
+        4 => (0..6_usize).prop_map(|from| Step::Starts { from }),
+        1 => Just(Step::Suspended),
+        1 => Just(Step::Finishes),
+    ]
+}
+
+/// The events of one supervisor, with their times in microseconds.
+fn journal(steps: Vec<(u64, Step)>) -> Vec<(u64, What)> {
+    let (mut events, mut at, mut up, mut suspended, mut images) = (Vec::new(), 0, false, false, 0);
+    let command = vec!["x".into()];
+    let begins = What::Supervised { supervisor: 1, command, interval: "1m".into(), before: None, last_seen: None };
+    events.push((at, begins));
+    for (pause, step) in steps {
+        at += pause;
+        let image = |back: usize| images_from(images, back);
+        match step {
+            Step::Snapshot { freeze, heard } if up => {
+                images += 1;
+                events.push((at, What::SnapshotBegan { reason: Reason::Interval }));
+                at += freeze;
+                // Something else is told while it stands still.
+                if heard < freeze {
+                    events.push((at - heard, What::HookFailed { hook: "webhook".into(), why: "away".into() }));
+                }
+                let (image, phases) = (self::image(images), Vec::new());
+                let taken =
+                    What::SnapshotTaken { image, reason: Reason::Interval, freeze_us: freeze, phases, bytes: 1 };
+                events.push((at, taken));
+            }
+            Step::Fails if up => events.push((at, What::SnapshotFailed { why: "no room".into(), job_lost: false })),
+            Step::Ends { cause } if up => {
+                let cause =
+                    [Cause::Signal { signal: 9 }, Cause::Suspended, Cause::Rewound, Cause::Requested][cause].clone();
+                (up, suspended) = (false, cause == Cause::Suspended);
+                events.push((at, What::Ended { exit_code: None, signal: Some(9), cause: Some(cause) }));
+            }
+            Step::Announced if !up && !suspended => {
+                events.push((at, What::Restarting { image: image(1), after_us: 1 }));
+            }
+            Step::Starts { from } if !up => {
+                (up, suspended) = (true, false);
+                events.push((at, What::Started { pid: None, image: image(from), took_us: 1 }));
+            }
+            Step::Suspended if suspended => events.push((at, What::Suspended { image: image(1) })),
+            Step::Finishes if !up => {
+                events.push((at, What::Finished { outcome: "stopped".into(), exit_code: None, why: None }));
+                break;
+            }
+            _ => {}
+        }
+    }
+    events
+}
+
+/// One that is so far back from the newest of so many; none before the first.
+fn images_from(images: u32, back: usize) -> Option<ImageId> {
+    images.checked_sub(u32::try_from(back).unwrap()).filter(|n| *n > 0).map(image)
+}
+
+proptest! {
+    /// Metrics and report know the same of one supervisor, at each of its moments.
+    #[test]
+    fn goodput_is_what_the_report_says(steps in prop::collection::vec((0..50_000_u64, step()), 0..60), after in 0..50_000_u64) {
+        let begun = Instant::now();
+        let instant = |us| begun + Duration::from_micros(us);
+        let time = |us: u64| DateTime::UNIX_EPOCH + Duration::from_micros(us);
+        let mut facts = Facts::new("j", Replicated::No, begun);
+        let mut history = History::default();
+        for (at, what) in journal(steps) {
+            let event = Event { time: time(at), ..Event::now("r", what) };
+            facts.hear(&event, instant(at));
+            history.add(&event);
+            let now = at + after;
+            let times = Times::new(history.sums(Some(time(now))));
+            let work = &facts.work;
+            let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap();
+            let known = [work.useful(instant(now)), work.lost(), work.wall(instant(now))].map(micros);
+            prop_assert_eq!(known, [times.useful_us, times.lost_us, times.wall_us], "after {:?}", event.what);
+        }
+    }
 }

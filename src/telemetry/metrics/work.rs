@@ -1,8 +1,11 @@
-//! How much of the time was useful work: the goodput of this supervisor.
+//! How much of the time was useful work: the goodput of this supervisor, by the definitions of docs/report.md.
 //!
 //! Useful is the time that the job ran, without its freezes and without what it did twice. What it did is done twice when it is
 //! brought back: from then on it stands where it stood at that image. An image from before this supervisor stands at nothing,
-//! because what was done before is not counted.
+//! because what was done before is not counted. Time in which the job was not meant to run (suspended, or over) is in no share.
+//!
+//! [`History`](crate::report::history::History) says the same of a whole journal, moment by moment; a supervisor of weeks keeps
+//! sums instead. A test compares the two.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -17,30 +20,55 @@ pub(super) struct Work {
     begun: Instant,
     /// Useful until this life began, or until it ended where none runs.
     done: Duration,
-    life: Option<Life>,
+    now: Now,
+    /// When the job ended, while it is not known yet what comes of it.
+    ended: Option<Instant>,
+    /// How long it was not meant to run, before now.
+    idle: Duration,
     /// How much was done at each image.
     images: BTreeMap<ImageId, Duration>,
     lost: Duration,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Life {
-    since: Instant,
-    frozen: Duration,
+enum Now {
+    Up {
+        since: Instant,
+        frozen: Duration,
+    },
+    Down,
+    /// It is not meant to run.
+    Idle {
+        since: Instant,
+    },
 }
 
 impl Work {
     pub(super) fn new(now: Instant) -> Work {
-        Work { begun: now, done: Duration::ZERO, life: None, images: BTreeMap::new(), lost: Duration::ZERO }
+        Work {
+            begun: now,
+            done: Duration::ZERO,
+            now: Now::Down,
+            ended: None,
+            idle: Duration::ZERO,
+            images: BTreeMap::new(),
+            lost: Duration::ZERO,
+        }
     }
 
     pub(super) fn started(&mut self, image: Option<ImageId>, now: Instant) {
-        self.goes_back(image);
-        self.life = Some(Life { since: now, frozen: Duration::ZERO });
+        self.becomes(Now::Up { since: now, frozen: Duration::ZERO }, now);
+        let place = image.and_then(|image| self.images.get(&image).copied()).unwrap_or_default();
+        self.lost += self.done.saturating_sub(place);
+        self.done = place;
+        // What was done between that image and later ones is undone for these too.
+        self.images.values_mut().for_each(|later| *later = place.min(*later));
     }
 
     pub(super) fn taken(&mut self, image: ImageId, freeze: Duration, now: Instant) {
-        self.life.iter_mut().for_each(|life| life.frozen += freeze);
+        if let Now::Up { frozen, .. } = &mut self.now {
+            *frozen += freeze;
+        }
         self.images.insert(image, self.useful(now));
         while self.images.len() > MOST {
             self.images.pop_first();
@@ -48,21 +76,34 @@ impl Work {
     }
 
     pub(super) fn ended(&mut self, now: Instant) {
-        self.done = self.useful(now);
-        self.life = None;
+        self.becomes(Now::Down, now);
+        self.ended = Some(now);
     }
 
-    /// It will stand where it stood at this image, or at its beginning.
-    pub(super) fn goes_back(&mut self, image: Option<ImageId>) {
-        let place = image.and_then(|image| self.images.get(&image).copied()).unwrap_or_default();
-        self.lost += self.done.saturating_sub(place);
-        self.done = place;
+    /// It will be brought back.
+    pub(super) fn waits(&mut self, now: Instant) {
+        self.becomes(Now::Down, now);
+    }
+
+    pub(super) fn suspended(&mut self, now: Instant) {
+        self.becomes(Now::Idle { since: now }, now);
+    }
+
+    /// From its end on it was not meant to run: the last image was on its way to the store.
+    pub(super) fn finished(&mut self, now: Instant) {
+        let since = self.ended.unwrap_or(now);
+        self.becomes(Now::Idle { since }, now);
+    }
+
+    fn becomes(&mut self, next: Now, now: Instant) {
+        (self.done, self.idle) = (self.useful(now), self.idle(now));
+        (self.now, self.ended) = (next, None);
     }
 
     /// Useful so far.
     pub(super) fn useful(&self, now: Instant) -> Duration {
-        let life = self.life.map(|life| now.saturating_duration_since(life.since).saturating_sub(life.frozen));
-        self.done + life.unwrap_or_default()
+        let Now::Up { since, frozen } = self.now else { return self.done };
+        self.done + now.saturating_duration_since(since).saturating_sub(frozen)
     }
 
     /// Done and done again.
@@ -70,10 +111,20 @@ impl Work {
         self.lost
     }
 
-    /// The share of the time that was useful, from 0 to 1.
+    fn idle(&self, now: Instant) -> Duration {
+        let Now::Idle { since } = self.now else { return self.idle };
+        self.idle + now.saturating_duration_since(since)
+    }
+
+    /// The time in which the job was meant to run.
+    pub(super) fn wall(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.begun).saturating_sub(self.idle(now))
+    }
+
+    /// The share of it that was useful, from 0 to 1.
     pub(super) fn goodput(&self, now: Instant) -> f64 {
-        let all = now.saturating_duration_since(self.begun).as_secs_f64();
-        if all > 0.0 { (self.useful(now).as_secs_f64() / all).min(1.0) } else { 0.0 }
+        let wall = self.wall(now).as_secs_f64();
+        if wall > 0.0 { (self.useful(now).as_secs_f64() / wall).min(1.0) } else { 0.0 }
     }
 }
 
@@ -97,8 +148,9 @@ mod tests {
         work.taken(image(2), seconds(2), at(54));
         work.ended(at(64));
         assert_eq!(work.useful(at(70)), seconds(50));
-        work.goes_back(Some(image(2)));
+        work.started(Some(image(2)), at(70));
         assert_eq!((work.useful(at(70)), work.lost()), (seconds(40), seconds(10)));
+        work.ended(at(70));
         work.started(Some(image(2)), at(70));
         // A second time from the same image costs nothing more than what was done since.
         assert_eq!(work.lost(), seconds(10));

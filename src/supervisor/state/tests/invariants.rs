@@ -42,6 +42,9 @@ fn event() -> impl Strategy<Value = Event> {
         2 => (ended, images).prop_map(|(ended, images)| Event::Ended { ended, images }),
         1 => verdict().prop_map(Event::Condemn),
         1 => verdict().prop_map(Event::Judged),
+        // The time is set where it is sent.
+        3 => Just(Event::Hold(Instant::now())),
+        2 => Just(Event::Release),
         1 => stop.clone().prop_map(Event::Stop),
         1 => stop.clone().prop_map(|stop| Event::StopBy(stop, Instant::now() + Duration::from_secs(60))),
         1 => stop.prop_map(Event::StopNow),
@@ -61,7 +64,14 @@ proptest! {
         machine.no_interval_from(quiet.map(|after| now + Duration::from_secs(after)));
         let (mut alive, mut starting, mut snapshot, mut finished) = (false, false, false, 0);
         let (mut persisting, mut loading) = (false, false);
-        let mut check = |actions: Vec<Action>, alive: &mut bool, starting: &mut bool, snapshot: &mut bool, busy: bool| {
+        // The longest that any hold may last.
+        let mut held: Option<Instant> = None;
+        let mut check = |actions: Vec<Action>,
+                         alive: &mut bool,
+                         starting: &mut bool,
+                         snapshot: &mut bool,
+                         busy: bool,
+                         held: bool| {
             for action in actions {
                 prop_assert_eq!(finished, 0, "nothing comes after Finish");
                 match action {
@@ -70,7 +80,8 @@ proptest! {
                         prop_assert!(!*snapshot, "the life before is still being dumped");
                         *starting = true;
                     }
-                    Action::Snapshot(_) => {
+                    Action::Snapshot(reason) => {
+                        prop_assert!(!held || reason == Reason::Final, "the job holds it off");
                         prop_assert!(*alive && !*snapshot, "a snapshot of nothing, or two at once");
                         prop_assert!(!busy, "one is on its way to the store, or the memory is not back");
                         *snapshot = true;
@@ -81,7 +92,7 @@ proptest! {
             }
             Ok(())
         };
-        check(first, &mut alive, &mut starting, &mut snapshot, persisting || loading)?;
+        check(first, &mut alive, &mut starting, &mut snapshot, persisting || loading, false)?;
         for (seconds, event) in events {
             now += Duration::from_secs(seconds);
             let possible = match &event {
@@ -114,13 +125,33 @@ proptest! {
                 Event::SnapshotNow(Reason::Request) => Some(Wish::Snapshot),
                 Event::Suspend => Some(Wish::Suspend),
                 Event::Resume => Some(Wish::Resume),
+                Event::Hold(_) => Some(Wish::Hold),
                 Event::Rewind { .. } => Some(Wish::Rewind),
                 _ => None,
             };
             let admitted = wish.map(|wish| machine.admits(wish));
+            let mut event = event;
+            if let Event::Hold(until) = &mut event {
+                if admitted != Some(Ok(())) {
+                    continue;
+                }
+                *until = now + Duration::from_secs(seconds);
+            }
+            if event == Event::Release || held.is_some_and(|until| until <= now) {
+                held = None;
+            }
+            let (holds, hold) = (held.is_some(), if let Event::Hold(until) = &event { Some(*until) } else { None });
             let before = machine.state().clone();
             let due = machine.deadline().is_some_and(|at| at <= now);
             let actions = machine.step(event, now);
+            held = hold.or(held);
+            if !matches!(machine.state(), State::Running(_)) {
+                held = None;
+            }
+            prop_assert!(machine.held().is_none_or(|until| held.is_some_and(|bound| until <= bound)), "held for too long");
+            if let Some((_, until)) = machine.held_off() {
+                prop_assert!(machine.deadline().is_some_and(|at| at <= until), "what is held off is forgotten");
+            }
             match (wish, admitted) {
                 (Some(Wish::Snapshot), Some(Ok(()))) => {
                     let comes = machine.is_postponed() || machine.state().name() == "snapshotting";
@@ -130,6 +161,7 @@ proptest! {
                     let comes = machine.is_suspending() || machine.state().name() == "suspended";
                     prop_assert!(comes, "{before:?} admits a suspension and forgets it");
                 }
+                (Some(Wish::Hold), Some(Ok(()))) => prop_assert_eq!(machine.held(), held, "{:?} admits a hold", before),
                 (Some(Wish::Resume | Wish::Rewind), Some(Ok(()))) => {
                     prop_assert!(!actions.is_empty(), "{before:?} admits it and does nothing");
                 }
@@ -139,7 +171,7 @@ proptest! {
                 }
                 _ => {}
             }
-            check(actions, &mut alive, &mut starting, &mut snapshot, persisting || loading)?;
+            check(actions, &mut alive, &mut starting, &mut snapshot, persisting || loading, holds)?;
         }
         // Whatever came before: a stop ends it.
         for event in [Event::StopNow(TERM), Event::SnapshotFailed(Harm::None), Event::StartFailed { why: String::new() }] {

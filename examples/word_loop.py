@@ -1,0 +1,31 @@
+#!/usr/bin/env python3
+"""A training loop that has a word with rekindle.
+
+    rekindle run -- python3 examples/word_loop.py
+
+It has a snapshot taken before each "epoch", none within the "checkpoint" that it writes itself, and opens anew what belongs to
+the machine once it was brought back. Without rekindle it runs as well.
+"""
+import os
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import rekindle
+
+
+def reconnect(state):
+    # A logger, a licence, a metrics server: what was connected to the outside is gone.
+    print(f"brought back on {state['host']} as process {state['pid']}, restore {state['restores']}", flush=True)
+
+
+rekindle.on_restored(reconnect)
+for epoch in range(int(os.environ.get("EPOCHS", "100"))):
+    print(f"epoch {epoch}, snapshot: {rekindle.snapshot()}", flush=True)
+    for step in range(100):
+        time.sleep(0.02)
+        rekindle.check()
+    with rekindle.hold(seconds=10):
+        for name in ("weights", "optimizer"):
+            with open(f"{name}.txt", "w") as file:
+                file.write(f"{epoch}\n")

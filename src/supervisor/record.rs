@@ -1,0 +1,54 @@
+//! What a run leaves for those that come after it: the job's record in the store, and what they learn from it and from the
+//! images for the choice of the interval.
+//!
+//! The record is written when the run begins, with each snapshot and each end of a life, and when the run ends: one that was
+//! ended by force leaves the last of them.
+
+use std::time::{Duration, Instant};
+
+use super::interval::{Failures, Pace};
+use super::state::State;
+use super::{Owner, Setup};
+use crate::store::{Image, JobRecord, Outcome};
+use crate::telemetry::log::chain;
+
+/// What earlier runs of the job left for the choice of the interval. What can not be read is learnt anew.
+pub(super) fn recall(setup: &Setup) -> Pace {
+    let read = setup.folder.record().and_then(|record| Ok((record, setup.folder.images()?)));
+    let (record, images) = read.unwrap_or_else(|error| {
+        tracing::warn!("what earlier runs left is not used for the interval: {}", chain(&error));
+        (None, Vec::new())
+    });
+    let ours = images.iter().rev().filter_map(Image::manifest).filter(|m| m.lineage == setup.launch.lineage);
+    let freezes = ours.map(|m| Duration::from_micros(m.freeze_us));
+    Pace::recalled(record.as_ref().map(Failures::after).unwrap_or_default(), freezes)
+}
+
+impl Owner<'_> {
+    /// Leaves this outcome, and what was observed so far.
+    pub(super) fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), crate::store::Error> {
+        let observed = self.machine.failures(Instant::now());
+        let record = JobRecord {
+            command: self.shared.launch.command.clone(),
+            directory: self.shared.launch.directory.clone(),
+            lineage: self.line.lineage.clone(),
+            base: self.line.base,
+            created: self.published.begun,
+            outcome,
+            exit_code,
+            uptime: observed.uptime,
+            failures: observed.failures,
+            restores: self.word.restores(),
+        };
+        self.shared.folder.write_record(&self.shared.lock, &record)
+    }
+
+    /// The same for a run that goes on after this one was ended by force. One that is about to end does so at its end.
+    pub(super) fn remember(&self) {
+        if matches!(self.machine.state(), State::Running(_) | State::Waiting { .. } | State::Suspended { .. })
+            && let Err(error) = self.record(Outcome::Running, None)
+        {
+            tracing::warn!("can not record how long the job ran: {}", chain(&error));
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! The datagrams: a request is one JSON object with a version, its answer another.
+//!
+//! ```text
+//! {"version":1,"request":"hold","seconds":5}
+//! {"version":1,"ok":{"held":{"seconds":5.0,"life":"20261121T200000123456Z-4711-1"}}}
+//! {"version":1,"error":{"code":"later","message":"a snapshot is being taken: try again when it is over"}}
+//! ```
+//!
+//! Any request may have an `id`, which its answer has too, and a `life`: it is refused when the job has been brought back
+//! since. Errors, and fields that are not known, are as on the control socket ([`crate::control::protocol`]).
+
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+
+use crate::control::protocol::{Code, Fault, Nothing, VERSION, fields, name, read};
+use crate::store::ImageId;
+
+/// Of a request, in bytes. The longest that makes sense has some 300.
+pub const MAX_REQUEST: usize = 4096;
+/// Of what a request is called by, in bytes.
+const MAX_NAME: usize = 64;
+
+/// What a job can ask.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Request {
+    /// How things stand: [`Facts`].
+    State,
+    /// A snapshot now. Answered at once; how it fared is in [`Facts`].
+    Snapshot,
+    /// That no snapshot is begun for so long.
+    Hold {
+        /// Who holds, of several in a process.
+        holder: String,
+        /// At most.
+        time: Duration,
+    },
+    /// The end of that.
+    Release {
+        /// Who held.
+        holder: String,
+    },
+}
+
+/// The names of the requests.
+pub const REQUESTS: [&str; 4] = ["state", "snapshot", "hold", "release"];
+
+/// A datagram, read.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Letter {
+    /// What its answer is to have, too.
+    pub id: Option<String>,
+    /// The life of the job that it is meant for.
+    pub life: Option<String>,
+    /// What is asked.
+    pub request: Result<Request, Fault>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Hold {
+    seconds: f64,
+    #[serde(default)]
+    holder: String,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Release {
+    #[serde(default)]
+    holder: String,
+}
+
+/// What changes with a snapshot or a restore.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Facts {
+    /// The job's name.
+    pub job: String,
+    /// The run that began from nothing.
+    pub run: String,
+    /// Another with each start and each restore of the job.
+    pub life: String,
+    /// When that was.
+    pub since: DateTime<Utc>,
+    /// What the job was brought back from then; null where it began anew.
+    pub from: Option<ImageId>,
+    /// How often the run was brought back.
+    pub restores: u32,
+    /// The snapshots of this supervisor that are over, whether there is an image or not.
+    pub snapshots: u64,
+    /// Why the last of them failed, if it did.
+    pub failed: Option<String>,
+    /// The newest image of the job.
+    pub image: Option<ImageId>,
+    /// Of this machine.
+    pub host: String,
+    /// Of its boot.
+    pub boot_id: String,
+    /// The pid of the command's process, as the host sees it.
+    pub pid: Option<i32>,
+    /// The GPUs of this machine.
+    pub gpus: Vec<Gpu>,
+}
+
+/// A GPU.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Gpu {
+    /// Its UUID.
+    pub uuid: String,
+    /// The product.
+    pub name: Option<String>,
+}
+
+/// What a request came to.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Answer {
+    /// How things stand.
+    State(Box<Facts>),
+    /// There will be one.
+    Snapshot {
+        /// It is over when [`Facts::snapshots`] is at least this, or the life is another.
+        number: u64,
+        /// The life of the job that is asked for.
+        life: String,
+    },
+    /// No snapshot is begun.
+    Held {
+        /// For so long.
+        seconds: f64,
+        /// The life of the job that holds.
+        life: String,
+    },
+    /// It does not hold any more.
+    Released {
+        /// Whether it did.
+        held: bool,
+    },
+}
+
+impl Letter {
+    /// Reads a datagram.
+    #[must_use]
+    pub fn read(text: &[u8]) -> Letter {
+        let mut fields = match fields(text) {
+            Ok(fields) => fields,
+            Err(fault) => return Letter { id: None, life: None, request: Err(fault) },
+        };
+        let (id, life) = (text_of(&mut fields, "id"), text_of(&mut fields, "life"));
+        let request = match (&id, &life) {
+            (Err(fault), _) | (_, Err(fault)) => Err(fault.clone()),
+            _ => request(fields),
+        };
+        Letter { id: id.ok().flatten(), life: life.ok().flatten(), request }
+    }
+}
+
+fn text_of(fields: &mut Map<String, Value>, key: &str) -> Result<Option<String>, Fault> {
+    match fields.remove(key) {
+        None | Some(Value::Null) => Ok(None),
+        Some(Value::String(text)) => short(key, text).map(Some),
+        Some(_) => Err(Fault::new(Code::BadRequest, format!("`{key}` is no text"))),
+    }
+}
+
+fn short(key: &str, text: String) -> Result<String, Fault> {
+    match text.len() {
+        0..=MAX_NAME => Ok(text),
+        _ => Err(Fault::new(Code::BadRequest, format!("`{key}` has more than {MAX_NAME} bytes"))),
+    }
+}
+
+fn request(mut fields: Map<String, Value>) -> Result<Request, Fault> {
+    let name = name(&mut fields)?;
+    let fields = Value::Object(fields);
+    match name.as_str() {
+        "state" => read::<Nothing, _>(fields, |_| Request::State),
+        "snapshot" => read::<Nothing, _>(fields, |_| Request::Snapshot),
+        "hold" => {
+            let Hold { seconds, holder } = read(fields, |hold| hold)?;
+            let bad = |_| Fault::new(Code::BadRequest, format!("{seconds} is no time to hold for"));
+            let time = Duration::try_from_secs_f64(seconds).map_err(bad)?;
+            Ok(Request::Hold { holder: short("holder", holder)?, time })
+        }
+        "release" => {
+            let Release { holder } = read(fields, |release| release)?;
+            Ok(Request::Release { holder: short("holder", holder)? })
+        }
+        other => {
+            let other: String = other.chars().take(MAX_NAME).collect();
+            let message = format!("there is no request {other:?}; there are {}", REQUESTS.join(", "));
+            Err(Fault::new(Code::UnknownRequest, message))
+        }
+    }
+}
+
+/// The datagram for an answer.
+#[must_use]
+pub fn answer(id: Option<&str>, result: &Result<Answer, Fault>) -> Vec<u8> {
+    let mut all = match result {
+        Ok(answer) => json!({ "version": VERSION, "ok": answer }),
+        Err(fault) => json!({ "version": VERSION, "error": fault }),
+    };
+    if let (Some(id), Value::Object(all)) = (id, &mut all) {
+        all.insert("id".into(), id.into());
+    }
+    all.to_string().into_bytes()
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn requests_are_read() {
+        let read = |text: &str| Letter::read(text.as_bytes());
+        let plain = |request| Letter { id: None, life: None, request: Ok(request) };
+        assert_eq!(read(r#"{"version":1,"request":"state"}"#), plain(Request::State));
+        assert_eq!(read(r#"{"version":1,"request":"release"}"#), plain(Request::Release { holder: "".into() }));
+        let hold = read(r#"{"version":1,"request":"hold","seconds":1.5,"holder":"h","id":"7","life":"l"}"#);
+        let request = Request::Hold { holder: "h".into(), time: Duration::from_millis(1500) };
+        assert_eq!(hold, Letter { id: Some("7".into()), life: Some("l".into()), request: Ok(request) });
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let long = "x".repeat(65);
+        for (text, code, word) in [
+            ("", Code::Malformed, "EOF"),
+            ("[1]", Code::Malformed, "map"),
+            (r#"{"request":"state"}"#, Code::Version, "missing"),
+            (r#"{"version":1,"request":"state","x":1}"#, Code::BadRequest, "`x`"),
+            (r#"{"version":1,"request":"stop"}"#, Code::UnknownRequest, "state, snapshot, hold, release"),
+            (r#"{"version":1,"request":"state","id":7}"#, Code::BadRequest, "`id`"),
+            (r#"{"version":1,"request":"hold"}"#, Code::BadRequest, "`seconds`"),
+            (r#"{"version":1,"request":"hold","seconds":-1}"#, Code::BadRequest, "-1"),
+            (r#"{"version":1,"request":"hold","seconds":1e300}"#, Code::BadRequest, "no time"),
+            (&format!(r#"{{"version":1,"request":"release","holder":"{long}"}}"#), Code::BadRequest, "64"),
+            (&"[".repeat(4000), Code::Malformed, ""),
+        ] {
+            let fault = Letter::read(text.as_bytes()).request.unwrap_err();
+            assert!(fault.code == code && fault.message.contains(word), "{text}: {fault:?}");
+        }
+    }
+
+    #[test]
+    fn an_answer_has_the_id_of_its_request() {
+        let released = Ok(Answer::Released { held: true });
+        assert_eq!(
+            String::from_utf8(answer(Some("a\nb"), &released)).unwrap(),
+            r#"{"id":"a\nb","ok":{"released":{"held":true}},"version":1}"#
+        );
+        let refused = Err(Fault::new(Code::Later, "no"));
+        let text = String::from_utf8(answer(None, &refused)).unwrap();
+        assert_eq!(text, r#"{"error":{"code":"later","message":"no"},"version":1}"#);
+    }
+
+    proptest! {
+        #[test]
+        fn no_datagram_is_too_odd(text in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = Letter::read(&text);
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! The one thread that reads what the job writes to its socket.
+//!
+//! It answers `state` itself, from what was published last, and hands the rest to the owner of the state. Bounds:
+//! [`PER_SECOND`] requests are read a second and the others wait in the socket, which is short, so that it is the job that
+//! waits; [`PENDING`] of them lie with the owner; [`MAX_REQUEST`] bytes each. Answers are sent without waiting: whoever does
+//! not take one goes without.
+
+use std::io::{self, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrLike, UnixAddr, recvmsg, sendto, setsockopt, sockopt};
+use nix::unistd::Uid;
+
+use super::protocol::{self, Answer, Facts, Letter, MAX_REQUEST, Request};
+use super::{Call, Reply};
+use crate::control::address::Letterbox;
+use crate::control::protocol::{Code, Fault};
+
+/// A training loop asks once a step, or less. What waits in the socket (net.unix.max_dgram_qlen, 512 where systemd runs) is
+/// read in about a second.
+pub const PER_SECOND: u32 = 500;
+/// Beyond, the owner of the state is busy with something else.
+pub const PENDING: usize = 64;
+/// Answers that lie unread count against our socket, not the one that does not read: with the usual 208 KiB a single one
+/// (net.unix.max_dgram_qlen is 512 where systemd runs) would leave none for the others.
+const UNREAD: usize = 8 << 20;
+/// Requests are counted in windows of this length, short against what a client waits.
+const WINDOW: Duration = Duration::from_millis(100);
+/// In a window.
+const PER_WINDOW: u32 = PER_SECOND / 10;
+/// After the kernel refused to give one out.
+const PAUSE: Duration = Duration::from_secs(1);
+
+/// The length of an address that is a family only.
+const NO_NAME: libc::socklen_t = 2;
+
+/// Takes what is asked; answers whether somebody is there to hear it.
+type Deliver = Box<dyn Fn(Call) -> bool + Send>;
+
+/// The job's socket, from before the job is there until it is over.
+#[derive(Debug)]
+pub struct Socket {
+    letterbox: Letterbox,
+    /// Who may ask, beside root.
+    user: u32,
+}
+
+impl Socket {
+    /// Binds `DIRECTORY/NAME.word`.
+    ///
+    /// # Errors
+    /// The step that failed.
+    pub fn bind(directory: &Path, name: &str, user: Option<u32>) -> io::Result<Socket> {
+        let letterbox = Letterbox::new(directory, name, user)?;
+        setsockopt(letterbox.socket(), sockopt::PassCred, &true)?;
+        // Where that is not allowed the kernel gives what it does.
+        setsockopt(letterbox.socket(), sockopt::SndBufForce, &UNREAD)
+            .or_else(|_| setsockopt(letterbox.socket(), sockopt::SndBuf, &UNREAD))?;
+        Ok(Socket { letterbox, user: user.unwrap_or_else(|| Uid::effective().as_raw()) })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        self.letterbox.path()
+    }
+}
+
+/// A socket that is served until this is dropped.
+#[derive(Debug)]
+pub struct Server {
+    facts: Arc<Mutex<Option<Facts>>>,
+    wake: Arc<EventFd>,
+    ended: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Server {
+    /// Serves it.
+    ///
+    /// # Errors
+    /// When there are no descriptors or threads left.
+    pub fn start(socket: &Socket, deliver: Deliver) -> io::Result<Server> {
+        let wake = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
+        let (facts, ended) = (Arc::<Mutex<Option<Facts>>>::default(), Arc::new(AtomicBool::new(false)));
+        let mut reader = Reader {
+            socket: Arc::new(socket.letterbox.socket().try_clone()?),
+            user: socket.user,
+            facts: Arc::clone(&facts),
+            wake: Arc::clone(&wake),
+            deliver,
+            pending: Arc::new(AtomicUsize::new(0)),
+            rate: Rate { since: Instant::now(), read: 0 },
+            complained: false,
+        };
+        let over = Arc::clone(&ended);
+        let run = move || {
+            while !over.load(Ordering::SeqCst) {
+                reader.turn();
+            }
+        };
+        let thread = std::thread::Builder::new().name("word".into()).spawn(run)?;
+        Ok(Server { facts, wake, ended, thread: Some(thread) })
+    }
+
+    /// What `state` answers from now on; nothing while there is no job.
+    pub fn show(&self, facts: Option<Facts>) {
+        *lock(&self.facts) = facts;
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::SeqCst);
+        let _ = self.wake.write(1);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// How much was read of late.
+struct Rate {
+    since: Instant,
+    read: u32,
+}
+
+impl Rate {
+    /// When the next may be read, if not now.
+    fn pause(&mut self, now: Instant) -> Option<Duration> {
+        let passed = now.saturating_duration_since(self.since);
+        if passed >= WINDOW {
+            *self = Rate { since: now, read: 0 };
+        }
+        (self.read >= PER_WINDOW).then(|| WINDOW.saturating_sub(passed))
+    }
+}
+
+/// A request that lies with the owner.
+struct Pending(Arc<AtomicUsize>);
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+struct Reader {
+    socket: Arc<UnixDatagram>,
+    user: u32,
+    facts: Arc<Mutex<Option<Facts>>>,
+    wake: Arc<EventFd>,
+    deliver: Deliver,
+    pending: Arc<AtomicUsize>,
+    rate: Rate,
+    /// Whether it was said that the job asks too much.
+    complained: bool,
+}
+
+/// What came.
+struct Received {
+    /// The abstract name of the socket that it came from.
+    from: Option<Vec<u8>>,
+    uid: Option<u32>,
+    pid: i32,
+    length: usize,
+    whole: bool,
+}
+
+impl Reader {
+    fn turn(&mut self) {
+        let pause = self.rate.pause(Instant::now());
+        if pause.is_some() && !std::mem::replace(&mut self.complained, true) {
+            tracing::warn!(
+                "the job asks its supervisor for something more than {PER_SECOND} times a second: it has to wait"
+            );
+        }
+        let door = if pause.is_some() { PollFlags::empty() } else { PollFlags::POLLIN };
+        let mut fds = [PollFd::new(self.wake.as_fd(), PollFlags::POLLIN), PollFd::new(self.socket.as_fd(), door)];
+        // Rounded up, so that the window is over then.
+        let timeout = pause.map_or(PollTimeout::NONE, |pause| {
+            PollTimeout::try_from(pause + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
+        });
+        match poll(&mut fds, timeout) {
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(_) => return std::thread::sleep(PAUSE),
+        }
+        let readable = fds.get(1).and_then(PollFd::any).unwrap_or(false);
+        if !readable || pause.is_some() {
+            return;
+        }
+        self.rate.read += 1;
+        let mut text = [0; MAX_REQUEST];
+        match receive(&self.socket, &mut text) {
+            Ok(received) => self.serve(&received, text.get(..received.length).unwrap_or_default()),
+            Err(Errno::EAGAIN | Errno::EINTR) => {}
+            Err(_) => std::thread::sleep(PAUSE),
+        }
+    }
+
+    fn serve(&self, received: &Received, text: &[u8]) {
+        if !received.uid.is_some_and(|uid| uid == 0 || uid == self.user) {
+            return;
+        }
+        let letter = match received.whole {
+            true => Letter::read(text),
+            false => {
+                let message = format!("a request has at most {MAX_REQUEST} bytes");
+                Letter { id: None, life: None, request: Err(Fault::new(Code::TooLong, message)) }
+            }
+        };
+        let reply = self.reply(received, letter.id);
+        let request = match letter.request {
+            Ok(request) => request,
+            Err(fault) => return reply(Err(fault)),
+        };
+        // Not held while something is sent.
+        let facts = lock(&self.facts).clone();
+        let Some(facts) = facts else {
+            return reply(Err(Fault::new(Code::Later, "the job is being brought back: try again")));
+        };
+        if letter.life.is_some_and(|life| life != facts.life) {
+            return reply(Err(Fault::new(Code::Restored, "the job was brought back since")));
+        }
+        if request == Request::State {
+            return reply(Ok(Answer::State(Box::new(facts))));
+        }
+        if self.pending.load(Ordering::SeqCst) > PENDING {
+            return reply(Err(Fault::new(Code::Later, "the supervisor is busy: try again")));
+        }
+        // Dropped without an answer where nobody takes it: the job is over.
+        (self.deliver)(Call { request, life: facts.life, pid: received.pid, reply });
+    }
+
+    fn reply(&self, received: &Received, id: Option<String>) -> Reply {
+        let (socket, name) = (Arc::clone(&self.socket), received.from.clone());
+        self.pending.fetch_add(1, Ordering::SeqCst);
+        let pending = Pending(Arc::clone(&self.pending));
+        Box::new(move |result| {
+            drop(pending);
+            let Some(address) = name.and_then(|name| UnixAddr::new_abstract(&name).ok()) else { return };
+            // Whoever is gone, or takes nothing, goes without.
+            let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_NOSIGNAL;
+            let _ = sendto(socket.as_raw_fd(), &protocol::answer(id.as_deref(), &result), &address, flags);
+        })
+    }
+}
+
+/// Takes the next datagram, without waiting.
+fn receive(socket: &UnixDatagram, text: &mut [u8]) -> nix::Result<Received> {
+    // Room for nothing else: descriptors that come along never become ours (`scm_detach_fds`).
+    let mut space = nix::cmsg_space!(libc::ucred);
+    let mut into = [IoSliceMut::new(text)];
+    let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
+    let received = recvmsg::<UnixAddr>(socket.as_raw_fd(), &mut into, Some(&mut space), flags)?;
+    // An address without a name has a length of 0 here, for which `as_abstract` panics (nix 0.31).
+    let named = received.address.filter(|address| address.len() > NO_NAME);
+    // What comes with descriptors is cut, and `cmsgs` an error then: nobody sent it.
+    let who = received.cmsgs().into_iter().flatten().find_map(|message| match message {
+        ControlMessageOwned::ScmCredentials(who) => Some(who),
+        _ => None,
+    });
+    Ok(Received {
+        from: named.as_ref().and_then(UnixAddr::as_abstract).map(<[u8]>::to_vec),
+        uid: who.map(|who| who.uid()),
+        pid: who.map_or(0, |who| who.pid()),
+        length: received.bytes,
+        whole: !received.flags.contains(MsgFlags::MSG_TRUNC),
+    })
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,177 @@
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::SocketAddr;
+use std::sync::mpsc;
+
+use nix::sys::socket::{ControlMessage, sendmsg};
+use serde_json::{Value, json};
+
+use super::*;
+
+/// A socket that is served, and what its owner gets.
+struct Hall {
+    _dir: tempfile::TempDir,
+    socket: Socket,
+    server: Server,
+    calls: mpsc::Receiver<Call>,
+}
+
+impl Hall {
+    fn new() -> Hall {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = Socket::bind(dir.path(), "j", None).unwrap();
+        let (sender, calls) = mpsc::channel();
+        let server = Server::start(&socket, Box::new(move |call| sender.send(call).is_ok())).unwrap();
+        server.show(Some(facts()));
+        Hall { _dir: dir, socket, server, calls }
+    }
+
+    fn ask(&self, text: &str) -> Value {
+        let client = client();
+        client.send_to(text.as_bytes(), self.socket.path()).unwrap();
+        answer(&client)
+    }
+}
+
+fn facts() -> Facts {
+    Facts {
+        job: "j".into(),
+        run: "r".into(),
+        life: "l".into(),
+        since: chrono::DateTime::UNIX_EPOCH,
+        from: None,
+        restores: 0,
+        snapshots: 3,
+        failed: None,
+        image: None,
+        host: "h".into(),
+        boot_id: "b".into(),
+        pid: Some(7),
+        gpus: vec![],
+    }
+}
+
+/// As docs/word.md has it.
+fn client() -> UnixDatagram {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let name = format!("rekindle-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::SeqCst));
+    let client = UnixDatagram::bind_addr(&SocketAddr::from_abstract_name(name).unwrap()).unwrap();
+    client.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    client
+}
+
+fn answer(client: &UnixDatagram) -> Value {
+    let mut text = [0; 65536];
+    let length = client.recv(&mut text).unwrap();
+    serde_json::from_slice(&text[..length]).unwrap()
+}
+
+#[test]
+fn the_state_is_answered_here_and_the_rest_by_the_owner() {
+    let hall = Hall::new();
+    let state = hall.ask(r#"{"version":1,"request":"state","id":"x"}"#);
+    assert_eq!((&state["id"], &state["ok"]["state"]["snapshots"]), (&json!("x"), &json!(3)));
+    let client = client();
+    client.send_to(br#"{"version":1,"request":"snapshot","life":"l"}"#, hall.socket.path()).unwrap();
+    let call = hall.calls.recv_timeout(Duration::from_secs(10)).unwrap();
+    assert_eq!((&call.request, call.pid), (&Request::Snapshot, i32::try_from(std::process::id()).unwrap()));
+    (call.reply)(Ok(Answer::Snapshot { number: 4, life: "l".into() }));
+    assert_eq!(answer(&client)["ok"]["snapshot"]["number"], 4);
+    let code = |text: &str| hall.ask(text)["error"]["code"].clone();
+    assert_eq!(code(r#"{"version":1,"request":"snapshot","life":"k"}"#), "restored");
+    hall.server.show(None);
+    assert_eq!(code(r#"{"version":1,"request":"state"}"#), "later");
+    // Who can not be answered is heard all the same.
+    hall.server.show(Some(facts()));
+    let nameless = UnixDatagram::unbound().unwrap();
+    nameless.send_to(br#"{"version":1,"request":"release"}"#, hall.socket.path()).unwrap();
+    assert!(hall.calls.recv_timeout(Duration::from_secs(10)).is_ok());
+}
+
+#[test]
+fn garbage_is_answered_and_harms_nothing() {
+    let hall = Hall::new();
+    let code = |text: &str| hall.ask(text)["error"]["code"].clone();
+    assert_eq!(code("hello"), "malformed");
+    assert_eq!(code(""), "malformed");
+    assert_eq!(code(&"[".repeat(MAX_REQUEST)), "malformed");
+    assert_eq!(code(&" ".repeat(100_000)), "too-long");
+    // Descriptors are not taken.
+    let (path, file) = (hall.socket.path().to_owned(), std::fs::File::open("/dev/null").unwrap());
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let client = client();
+    let text = [std::io::IoSlice::new(br#"{"version":1,"request":"release"}"#)];
+    for _ in 0..20 {
+        let fds = [file.as_raw_fd(); 100];
+        let address = UnixAddr::new(&path).unwrap();
+        let rights = [ControlMessage::ScmRights(&fds)];
+        sendmsg(client.as_raw_fd(), &text, &rights, MsgFlags::empty(), Some(&address)).unwrap();
+    }
+    let before = open();
+    assert_eq!(code("[]"), "malformed");
+    // Other tests open some of their own.
+    assert!(open() < before + 100);
+    assert!(hall.calls.try_recv().is_err(), "they come with a request that is not heard");
+}
+
+#[test]
+fn a_flood_is_read_slowly_and_a_deaf_client_stops_nothing() {
+    let hall = Hall::new();
+    let deaf = client();
+    deaf.set_nonblocking(true).unwrap();
+    let begun = Instant::now();
+    let mut sent = 0;
+    while begun.elapsed() < Duration::from_millis(1500) {
+        match deaf.send_to(br#"{"version":1,"request":"state"}"#, hall.socket.path()) {
+            Ok(_) => sent += 1,
+            Err(_) => std::thread::sleep(Duration::from_millis(1)),
+        }
+    }
+    // What is read in two seconds, and what waits in the socket.
+    let queue = std::fs::read_to_string("/proc/sys/net/unix/max_dgram_qlen").unwrap();
+    let most = 2 * PER_SECOND + queue.trim().parse::<u32>().unwrap() + 2;
+    assert!(sent >= PER_WINDOW && sent <= most, "{sent} of {most}");
+    assert_eq!(hall.ask(r#"{"version":1,"request":"state"}"#)["ok"]["state"]["life"], "l");
+    // It ends at once, whatever still waits.
+    for _ in 0..5 {
+        let _ = deaf.send_to(b"x", hall.socket.path());
+    }
+    let begun = Instant::now();
+    drop(hall.server);
+    assert!(begun.elapsed() < Duration::from_secs(1));
+}
+
+#[test]
+fn the_owner_is_not_buried() {
+    let hall = Hall::new();
+    let client = client();
+    for _ in 0..PENDING + 10 {
+        while client.send_to(br#"{"version":1,"request":"snapshot"}"#, hall.socket.path()).is_err() {}
+    }
+    assert_eq!(answer(&client)["error"]["code"], "later");
+    let calls: Vec<Call> = hall.calls.try_iter().collect();
+    assert!(calls.len() <= PENDING + 1, "{}", calls.len());
+    drop(calls);
+    let client = self::client();
+    client.send_to(br#"{"version":1,"request":"snapshot"}"#, hall.socket.path()).unwrap();
+    assert!(hall.calls.recv_timeout(Duration::from_secs(10)).is_ok());
+}
+
+#[test]
+fn another_user_is_not_heard() {
+    if !Uid::effective().is_root() {
+        return eprintln!("SKIP: not root");
+    }
+    let hall = Hall::new();
+    // Even where the file lets it.
+    let open = std::os::unix::fs::PermissionsExt::from_mode;
+    std::fs::set_permissions(hall.socket.path(), open(0o666)).unwrap();
+    std::fs::set_permissions(hall.socket.path().parent().unwrap(), open(0o755)).unwrap();
+    let script = format!(
+        "import socket, os\nos.setuid(65534)\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\ns.bind('\\0rekindle-test-{}')\n\
+         s.settimeout(0.5)\ns.sendto(b'{{}}', '{}')\ntry:\n  print(s.recv(100))\nexcept OSError:\n  print('silence')",
+        std::process::id(),
+        hall.socket.path().display()
+    );
+    let said = std::process::Command::new("python3").args(["-Sc", &script]).output().unwrap();
+    assert_eq!(String::from_utf8_lossy(&said.stdout), "silence\n", "{said:?}");
+}
