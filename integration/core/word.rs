@@ -71,6 +71,16 @@ fn a_connected_socket_comes_back() {
 }
 
 #[test]
+fn in_a_network_of_its_own_the_job_has_a_word_too() {
+    for kind in ["module", "connected"] {
+        let Some(lab) = Lab::new() else { return };
+        let lab = lab.set("restart.cold-start", "\"never\"").set("network.mode", "\"private\"");
+        finish(&lab, lives_on(&lab, kind));
+        assert_eq!(sockets(&lab), Vec::<PathBuf>::new());
+    }
+}
+
+#[test]
 fn an_unconnected_socket_comes_back() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("restart.cold-start", "\"never\"");
@@ -218,8 +228,9 @@ fn a_holder_that_dies_holds_no_longer() {
     run.signal(Signal::SIGUSR1);
     run.wait_said("waits: the job holds it off");
     tell(&lab, "kill");
-    run.wait_for("it is taken", || told(&lab).len() == 3);
+    run.wait_for("it is taken, though nobody has reaped the dead", || told(&lab).len() == 3);
     assert_eq!(told(&lab), ["held Signal", "holder-died", "taken Signal"]);
+    tell(&lab, "reap");
     count_on(&lab, &mut run, 3);
     finish(&lab, run);
 }

@@ -15,7 +15,7 @@ KIND says what it has open all the time:
     connected, unconnected    a datagram socket, by which it asks for the state at each count
     unread      one with an answer in it that it did not read, for as long as FOLDER/wait is there
     in-flight   threads that ask without a pause, more than is answered; some are blocked in the middle of it
-    dies        a child that holds, and is killed
+    dies        a child that holds, and is killed; it is reaped once FOLDER/reap is there
     stale       one that waits for an answer that never comes
 """
 
@@ -139,6 +139,8 @@ while not there("finish"):
         while not told("kill"):
             time.sleep(0.01)
         os.kill(child, 9)
+        while not told("reap"):
+            time.sleep(0.01)
         os.waitpid(child, 0)
     time.sleep(0.02)
 say("done")

@@ -97,7 +97,7 @@ impl Letterbox {
         // Under its whole name, or CRIU would not know it by that.
         let socket = UnixDatagram::bind(&path)?;
         let made = fs::set_permissions(&path, fs::Permissions::from_mode(0o600))
-            .and_then(|()| std::os::unix::fs::chown(&path, user, None))
+            .and_then(|()| std::os::unix::fs::lchown(&path, user, None))
             .and_then(|()| socket.set_nonblocking(true))
             .and_then(|()| fs::symlink_metadata(&path));
         let inode = made.inspect_err(|_| drop(fs::remove_file(&path)))?.ino();

@@ -34,6 +34,7 @@ use crate::sys::criu::{self, Criu, Hooks, Memory, Notify, Place};
 use crate::sys::cuda;
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
+use crate::word::server as word;
 use compat::{Difference, Here};
 
 pub use error::{Blame, Error};
@@ -63,6 +64,8 @@ pub struct Request<'a> {
     pub lazy: Lazy,
     /// The network that it shall see, where it gets namespaces of its own.
     pub network: Network,
+    /// Where it may ask its supervisor for something.
+    pub word: Option<&'a word::Socket>,
     /// How an image that is in packs gets out of them.
     pub unpacking: Unpacking<'a>,
 }
@@ -143,6 +146,10 @@ pub fn restore(
             Err(error) => tracing::debug!("can not look for connections of dead processes of the job: {error}"),
         }
     }
+    // Before CRIU connects what was connected to it.
+    if let Some(word) = request.word {
+        bring_word(word, request.network, &world);
+    }
     let (mut loader, not_lazy) = match timed.run("lazy", || start_loader(request, manifest, &world, cancelled)) {
         Ok(loader) => (loader, None),
         Err(error) => (None, Some(error)),
@@ -180,6 +187,15 @@ pub fn restore(
             job.end();
             Err(error)
         }
+    }
+}
+
+/// Has the job of this world reach its socket. Without it the job runs all the same.
+pub(crate) fn bring_word(word: &word::Socket, network: Network, world: &World) {
+    if let (Network::Private, Some(init)) = (network, world.init())
+        && let Err(error) = word.move_to(init.pid())
+    {
+        tracing::warn!("the job gets no answers at REKINDLE_SOCKET: {error}");
     }
 }
 

@@ -34,9 +34,11 @@ fn is_in_the_way(local: SocketAddr, remote: SocketAddr, ending: Ending, wanted: 
     })
 }
 
-/// Whether who listens at `at` has this address too.
+/// Whether who listens at `at` has this address too. 0.0.0.0 has those of IPv4 only, beside which another program may
+/// listen at those of IPv6.
 fn covers(at: SocketAddr, local: SocketAddr) -> bool {
-    at.port() == local.port() && (at.ip().is_unspecified() || at.ip() == local.ip())
+    let any = at.ip().is_unspecified() && (at.is_ipv6() || local.is_ipv4());
+    at.port() == local.port() && (any || at.ip() == local.ip())
 }
 
 #[cfg(test)]
@@ -51,6 +53,7 @@ mod tests {
             TcpSocket::Listening(there),
             TcpSocket::Connected { local: here, remote: there },
             TcpSocket::Listening(end("[::]:9000")),
+            TcpSocket::Listening(end("0.0.0.0:9001")),
         ];
         let asked = |local: &str, remote: &str, ending| is_in_the_way(end(local), end(remote), ending, &image);
         let (open, done) = (Ending::Unconfirmed, Ending::Confirmed);
@@ -61,5 +64,7 @@ mod tests {
         assert!(!asked("127.0.0.1:8000", "127.0.0.1:40001", open), "somebody waits for the rest of an answer");
         assert!(!asked("192.0.2.1:8000", "192.0.2.2:40001", done), "the job listens elsewhere");
         assert!(asked("192.0.2.1:9000", "192.0.2.2:40001", done));
+        assert!(asked("192.0.2.1:9001", "192.0.2.2:40001", done));
+        assert!(!asked("[::1]:9001", "[::1]:40001", done), "another program may listen there");
     }
 }

@@ -258,6 +258,9 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
         }
         PidNamespace::Host => World::Host,
     };
+    if let Some(word) = &setup.word {
+        restart::bring_word(word, network(setup), &world);
+    }
     match launch::start(&world, &setup.reaper, &setup.spec, files) {
         Ok(root) => {
             let job = Job::new(world, root);
@@ -296,6 +299,7 @@ fn restore_job(
         timeout: setup.config.restart.restore_timeout,
         lazy,
         network: network(setup),
+        word: setup.word.as_ref(),
         unpacking: restart::Unpacking {
             staging: setup.staging.as_ref(),
             memory_reserve: setup.config.snapshot.memory_reserve.bytes(),

@@ -39,8 +39,12 @@ struct Holder {
 }
 
 impl Holder {
+    /// One that is in a PID namespace which we do not see has no pid, and holds until its bound.
     fn lives(&self) -> bool {
-        self.begun.is_none() || process::start_time(self.pid) == self.begun
+        self.pid == 0
+            || self.begun.is_some()
+                && process::start_time(self.pid) == self.begun
+                && !matches!(process::state(self.pid), Some('Z' | 'X'))
     }
 }
 
@@ -72,6 +76,8 @@ pub(super) struct Word {
     wait: Option<Wait>,
     /// Whether one who holds has died since.
     died: bool,
+    /// When it was last looked whether those who hold are still there.
+    looked: Option<Instant>,
 }
 
 impl Word {
@@ -181,7 +187,7 @@ impl Owner<'_> {
                 Ok(()) => {
                     // Before the job is frozen for it.
                     reply(Ok(Answer::Snapshot { number: self.word.begun + 1, life }));
-                    self.step(Event::SnapshotNow(Reason::Request));
+                    self.quietly(Event::SnapshotNow(Reason::Request));
                 }
                 Err(why) => reply(Err(self.not_admitted(why))),
             },
@@ -219,10 +225,13 @@ impl Owner<'_> {
         Ok(time)
     }
 
+    fn holders_changed(&mut self) {
+        self.quietly(self.word.bound().map_or(Event::Release, Event::Hold));
+    }
+
     /// The machine is told. What that leads to is carried out, and nothing is published for its own sake: a job may do this at
     /// every step of its own.
-    fn holders_changed(&mut self) {
-        let event = self.word.bound().map_or(Event::Release, Event::Hold);
+    fn quietly(&mut self, event: Event) {
         let actions = self.machine.step(event, Instant::now());
         if !actions.is_empty() {
             self.carry_out(actions);
@@ -234,10 +243,15 @@ impl Owner<'_> {
     pub(super) fn mind_the_holds(&mut self) {
         let now = Instant::now();
         let waits = self.machine.held_off();
-        if waits.is_some() && self.word.holders.iter().any(|holder| !holder.lives()) {
+        // However much the job asks meanwhile.
+        if waits.is_some() && self.word.looked.is_none_or(|at| now.saturating_duration_since(at) >= LOOK) {
+            self.word.looked = Some(now);
+            let before = self.word.holders.len();
             self.word.holders.retain(Holder::lives);
-            self.word.died = true;
-            return self.holders_changed();
+            if self.word.holders.len() < before {
+                self.word.died = true;
+                return self.holders_changed();
+            }
         }
         if self.machine.held().is_none() {
             self.word.holders.clear();

@@ -43,6 +43,15 @@ pub fn io_uring_works() -> bool {
     !(result < 0 && matches!(refused, Some(libc::ENOSYS | libc::EPERM)))
 }
 
+/// Whether a seccomp filter that answers for a system call can be set: in the kernel (CONFIG_SECCOMP_FILTER), and not kept
+/// from us.
+#[must_use]
+pub fn filters_work() -> bool {
+    let action = libc::SECCOMP_RET_ERRNO;
+    // SAFETY: the kernel reads one number.
+    unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, &raw const action) == 0 }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

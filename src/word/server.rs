@@ -8,7 +8,7 @@
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixDatagram;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sched::{CloneFlags, setns};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, SockaddrLike, UnixAddr, recvmsg, sendto, setsockopt, sockopt};
 use nix::unistd::Uid;
@@ -49,9 +50,20 @@ type Deliver = Box<dyn Fn(Call) -> bool + Send>;
 /// The job's socket, from before the job is there until it is over.
 #[derive(Debug)]
 pub struct Socket {
-    letterbox: Letterbox,
+    directory: PathBuf,
+    name: String,
     /// Who may ask, beside root.
-    user: u32,
+    user: Option<u32>,
+    path: PathBuf,
+    letterbox: Mutex<Letterbox>,
+    door: Arc<Door>,
+}
+
+/// What the thread that reads waits at.
+#[derive(Debug)]
+struct Door {
+    socket: Mutex<Arc<UnixDatagram>>,
+    wake: EventFd,
 }
 
 impl Socket {
@@ -60,26 +72,58 @@ impl Socket {
     /// # Errors
     /// The step that failed.
     pub fn bind(directory: &Path, name: &str, user: Option<u32>) -> io::Result<Socket> {
-        let letterbox = Letterbox::new(directory, name, user)?;
-        setsockopt(letterbox.socket(), sockopt::PassCred, &true)?;
-        // Where that is not allowed the kernel gives what it does.
-        setsockopt(letterbox.socket(), sockopt::SndBufForce, &UNREAD)
-            .or_else(|_| setsockopt(letterbox.socket(), sockopt::SndBuf, &UNREAD))?;
-        Ok(Socket { letterbox, user: user.unwrap_or_else(|| Uid::effective().as_raw()) })
+        let (letterbox, socket) = open(directory, name, user)?;
+        let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
+        let door = Arc::new(Door { socket: Mutex::new(socket), wake });
+        let (directory, name, path) = (directory.to_owned(), name.to_owned(), letterbox.path().to_owned());
+        Ok(Socket { directory, name, user, path, letterbox: Mutex::new(letterbox), door })
+    }
+
+    /// Binds it anew in the network namespace of this process, for a job that will be in that one: abstract names are
+    /// looked up in the network of who sends, and CRIU finds the other end of a connected socket in the job's only.
+    ///
+    /// # Errors
+    /// The step that failed; it stays where it was.
+    pub fn move_to(&self, pid: i32) -> io::Result<()> {
+        let network = std::fs::File::open(format!("/proc/{pid}/ns/net"))?;
+        let bind = || -> io::Result<_> {
+            setns(&network, CloneFlags::CLONE_NEWNET)?;
+            open(&self.directory, &self.name, self.user)
+        };
+        // A thread that has left our network does nothing else.
+        let bound = std::thread::scope(|scope| {
+            let thread = std::thread::Builder::new().name("word-bind".into()).spawn_scoped(scope, bind)?;
+            thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that binds it died")))
+        });
+        let (letterbox, socket) = bound?;
+        *lock(&self.door.socket) = socket;
+        *lock(&self.letterbox) = letterbox;
+        let _ = self.door.wake.write(1);
+        Ok(())
     }
 
     /// Where it is.
     #[must_use]
     pub fn path(&self) -> &Path {
-        self.letterbox.path()
+        &self.path
     }
+}
+
+fn open(directory: &Path, name: &str, user: Option<u32>) -> io::Result<(Letterbox, Arc<UnixDatagram>)> {
+    let letterbox = Letterbox::new(directory, name, user)?;
+    setsockopt(letterbox.socket(), sockopt::PassCred, &true)?;
+    // Where that is not allowed the kernel gives what it does.
+    setsockopt(letterbox.socket(), sockopt::SndBufForce, &UNREAD)
+        .or_else(|_| setsockopt(letterbox.socket(), sockopt::SndBuf, &UNREAD))?;
+    let socket = Arc::new(letterbox.socket().try_clone()?);
+    Ok((letterbox, socket))
 }
 
 /// A socket that is served until this is dropped.
 #[derive(Debug)]
 pub struct Server {
     facts: Arc<Mutex<Option<Facts>>>,
-    wake: Arc<EventFd>,
+    door: Arc<Door>,
     ended: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -90,13 +134,11 @@ impl Server {
     /// # Errors
     /// When there are no descriptors or threads left.
     pub fn start(socket: &Socket, deliver: Deliver) -> io::Result<Server> {
-        let wake = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         let (facts, ended) = (Arc::<Mutex<Option<Facts>>>::default(), Arc::new(AtomicBool::new(false)));
         let mut reader = Reader {
-            socket: Arc::new(socket.letterbox.socket().try_clone()?),
-            user: socket.user,
+            door: Arc::clone(&socket.door),
+            user: socket.user.unwrap_or_else(|| Uid::effective().as_raw()),
             facts: Arc::clone(&facts),
-            wake: Arc::clone(&wake),
             deliver,
             pending: Arc::new(AtomicUsize::new(0)),
             rate: Rate { since: Instant::now(), read: 0 },
@@ -109,7 +151,7 @@ impl Server {
             }
         };
         let thread = std::thread::Builder::new().name("word".into()).spawn(run)?;
-        Ok(Server { facts, wake, ended, thread: Some(thread) })
+        Ok(Server { facts, door: Arc::clone(&socket.door), ended, thread: Some(thread) })
     }
 
     /// What `state` answers from now on; nothing while there is no job.
@@ -121,7 +163,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::SeqCst);
-        let _ = self.wake.write(1);
+        let _ = self.door.wake.write(1);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -159,10 +201,9 @@ impl Drop for Pending {
 }
 
 struct Reader {
-    socket: Arc<UnixDatagram>,
+    door: Arc<Door>,
     user: u32,
     facts: Arc<Mutex<Option<Facts>>>,
-    wake: Arc<EventFd>,
     deliver: Deliver,
     pending: Arc<AtomicUsize>,
     rate: Rate,
@@ -188,8 +229,9 @@ impl Reader {
                 "the job asks its supervisor for something more than {PER_SECOND} times a second: it has to wait"
             );
         }
-        let door = if pause.is_some() { PollFlags::empty() } else { PollFlags::POLLIN };
-        let mut fds = [PollFd::new(self.wake.as_fd(), PollFlags::POLLIN), PollFd::new(self.socket.as_fd(), door)];
+        let socket = Arc::clone(&lock(&self.door.socket));
+        let wanted = if pause.is_some() { PollFlags::empty() } else { PollFlags::POLLIN };
+        let mut fds = [PollFd::new(self.door.wake.as_fd(), PollFlags::POLLIN), PollFd::new(socket.as_fd(), wanted)];
         // Rounded up, so that the window is over then.
         let timeout = pause.map_or(PollTimeout::NONE, |pause| {
             PollTimeout::try_from(pause + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
@@ -198,20 +240,22 @@ impl Reader {
             Ok(_) | Err(Errno::EINTR) => {}
             Err(_) => return std::thread::sleep(PAUSE),
         }
+        // It is over, or there is another socket.
+        let _ = self.door.wake.read();
         let readable = fds.get(1).and_then(PollFd::any).unwrap_or(false);
         if !readable || pause.is_some() {
             return;
         }
         self.rate.read += 1;
         let mut text = [0; MAX_REQUEST];
-        match receive(&self.socket, &mut text) {
-            Ok(received) => self.serve(&received, text.get(..received.length).unwrap_or_default()),
+        match receive(&socket, &mut text) {
+            Ok(received) => self.serve(&socket, &received, text.get(..received.length).unwrap_or_default()),
             Err(Errno::EAGAIN | Errno::EINTR) => {}
             Err(_) => std::thread::sleep(PAUSE),
         }
     }
 
-    fn serve(&self, received: &Received, text: &[u8]) {
+    fn serve(&self, socket: &Arc<UnixDatagram>, received: &Received, text: &[u8]) {
         if !received.uid.is_some_and(|uid| uid == 0 || uid == self.user) {
             return;
         }
@@ -222,7 +266,7 @@ impl Reader {
                 Letter { id: None, life: None, request: Err(Fault::new(Code::TooLong, message)) }
             }
         };
-        let reply = self.reply(received, letter.id);
+        let reply = self.reply(socket, received, letter.id);
         let request = match letter.request {
             Ok(request) => request,
             Err(fault) => return reply(Err(fault)),
@@ -245,8 +289,8 @@ impl Reader {
         (self.deliver)(Call { request, life: facts.life, pid: received.pid, reply });
     }
 
-    fn reply(&self, received: &Received, id: Option<String>) -> Reply {
-        let (socket, name) = (Arc::clone(&self.socket), received.from.clone());
+    fn reply(&self, socket: &Arc<UnixDatagram>, received: &Received, id: Option<String>) -> Reply {
+        let (socket, name) = (Arc::clone(socket), received.from.clone());
         self.pending.fetch_add(1, Ordering::SeqCst);
         let pending = Pending(Arc::clone(&self.pending));
         Box::new(move |result| {

@@ -219,6 +219,10 @@ const HINTS: &[(&str, &str)] = &[
         "suspending seccomp failed",
         "CRIU needs CAP_SYS_ADMIN and must not run under a seccomp filter itself (Docker: --security-opt seccomp=unconfined)",
     ),
+    (
+        "without peer",
+        "the job is connected to a UNIX socket of a program in another network (with network.mode = \"private\", of any outside, such as syslog): close it before the snapshot, or send without connecting",
+    ),
     ("External socket is used", "the job holds a UNIX socket whose other end is outside of it"),
     (
         "dump half of stream unix",
