@@ -118,15 +118,12 @@ fn rank_that_leaves(hold: &str, holder: usize) {
 }
 
 #[test]
-fn ranks_are_checkpointed_at_once_and_one_that_fails_sets_all_going() {
+fn one_of_many_ranks_that_fails_sets_all_going() {
     let Some(mut rig) = Rig::new() else { return };
     rig.ranks(4, &[]);
     let mut supervisor = rig.start();
     supervisor.ranks_count(4);
-    rig.standin.fault("fail-checkpoint", "0 delay=500");
-    let image = supervisor.snapshot();
-    let checkpoint = image.manifest().unwrap().phases.iter().find(|phase| phase.phase == "checkpoint").unwrap().took_us;
-    assert!((500_000..1_500_000).contains(&checkpoint), "{checkpoint} us");
+    supervisor.snapshot();
     // The others have done it when the last fails.
     let last = inner_pids(&rig).pop().unwrap();
     rig.standin.fault("fail-checkpoint", &format!("2 delay=300 pid={last}"));

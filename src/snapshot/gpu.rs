@@ -181,27 +181,20 @@ impl Group {
             .any(|pid| cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok())
     }
 
-    /// Stops all, then takes device memory to host memory, of all at once: each has a GPU, or a part of one, and a way to
-    /// memory of its own. When one fails the others have done theirs, and the undo takes it back.
+    /// Stops all, then takes device memory to host memory, one process after the other: that the driver does it for several
+    /// at once has been seen with no driver yet.
     pub(super) fn checkpoint(&mut self) -> Result<(), Error> {
         for member in &mut self.members {
             member.stopped = ptrace::stop(member.process.pid(), STOP_TIMEOUT)
                 .map_err(|source| Error::Io { what: format!("checkpoint: stop process {}", member.inner), source })?;
         }
-        let outcomes = at_once(&self.members, |member| {
+        for member in &mut self.members {
             let began = Instant::now();
-            let outcome = member.alone(Process::checkpoint);
+            member.alone(Process::checkpoint).map_err(|source| Error::Cuda { phase: "checkpoint", source })?;
+            member.stand = Stand::Checkpointed;
             tracing::debug!(pid = member.inner, took = ?began.elapsed(), "CUDA checkpoint");
-            outcome
-        });
-        let mut first = Ok(());
-        for (member, outcome) in self.members.iter_mut().zip(outcomes) {
-            match outcome {
-                Ok(()) => member.stand = Stand::Checkpointed,
-                Err(source) => first = first.and(Err(Error::Cuda { phase: "checkpoint", source })),
-            }
         }
-        first
+        Ok(())
     }
 
     /// Sets the GPUs going again; goes through all even when one fails.
