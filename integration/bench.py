@@ -1,6 +1,7 @@
 """The measurements of bench.sh. Only the standard library."""
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -108,6 +109,22 @@ def freeze(args, work, mib, processes):
     return [(f"freeze, {name}, criu dump --leave-running", f"{b * 1000:.0f} ms"), (f"freeze, {name}, rekindle", figure)]
 
 
+def pipe_room():
+    """MiB that a pipe may hold here, of the 32 that rekindle asks for; `rekindle doctor` says what more takes."""
+    read, write = os.pipe()
+    room = 32 << 20
+    try:
+        while room > 1 << 16:
+            try:
+                return fcntl.fcntl(read, fcntl.F_SETPIPE_SZ, room) / 2**20
+            except PermissionError:
+                room //= 2
+        return room / 2**20
+    finally:
+        os.close(read)
+        os.close(write)
+
+
 def memcpy():
     """The rows of the interposer's own measurements."""
     if shutil.which("cargo") is None:
@@ -211,7 +228,10 @@ def main():
     finally:
         shutil.rmtree(work, ignore_errors=True)
     width = max(len(name) for name, _ in rows)
-    print(f"median of {args.runs}; images in {args.dir}; {os.cpu_count()} processors, kernel {os.uname().release}")
+    print(
+        f"median of {args.runs}; images in {args.dir}; {os.cpu_count()} processors, kernel {os.uname().release}, "
+        f"pipes of {pipe_room():.2g} MiB"
+    )
     for name, value in rows:
         print(f"{name:<{width}}  {value}")
 

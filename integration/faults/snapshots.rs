@@ -118,6 +118,29 @@ fn rank_that_leaves(hold: &str, holder: usize) {
 }
 
 #[test]
+fn one_of_many_ranks_that_fails_sets_all_going() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.ranks(4, &[]);
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(4);
+    supervisor.snapshot();
+    // The others have done it when the last fails.
+    let last = inner_pids(&rig).pop().unwrap();
+    rig.standin.fault("fail-checkpoint", &format!("2 delay=300 pid={last}"));
+    let why = supervisor.failing_snapshot();
+    assert!(why.contains("checkpoint: ") && why.contains("the job runs on"), "{why}");
+    rig.clear("fail-checkpoint");
+    supervisor.assert_unharmed(4);
+    supervisor.image();
+    supervisor.kill_job();
+    supervisor.said("the job is back from image");
+    supervisor.assert_unharmed(4);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
 fn a_rank_ends_between_the_look_and_the_lock() {
     // The look goes by pid: it has found the one that leaves when it waits for the last.
     rank_that_leaves("fail-state", 3);

@@ -49,27 +49,41 @@ pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
 pub(super) fn nameless_bytes(tree: &[i32]) -> u64 {
     let mut found: BTreeMap<(u64, u64), u64> = BTreeMap::new();
     for pid in tree {
-        for folder in ["fd", "map_files"] {
-            let Ok(entries) = std::fs::read_dir(format!("/proc/{pid}/{folder}")) else { continue };
-            // The content of a memfd is in a page file.
-            let is_nameless = |path: &Path| {
-                let name = std::fs::read_link(path).unwrap_or_default().into_os_string().into_encoded_bytes();
-                name.starts_with(b"/") && name.ends_with(b" (deleted)") && !is_memory(&name)
-            };
-            let paths = entries.flatten().map(|entry| entry.path()).filter(|path| is_nameless(path));
-            for metadata in paths.filter_map(|path| std::fs::metadata(path).ok()) {
-                if metadata.is_file() && metadata.nlink() == 0 {
-                    found.insert((metadata.dev(), metadata.ino()), metadata.blocks() * 512);
-                }
+        let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        let opened = descriptors.map(|fd| fd.path()).filter(|path| {
+            std::fs::read_link(path).is_ok_and(|target| is_nameless(target.as_os_str().as_encoded_bytes()))
+        });
+        let maps = std::fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
+        let mapped = nameless_ranges(&maps).into_iter().map(|range| format!("/proc/{pid}/map_files/{range}").into());
+        for metadata in opened.chain(mapped).filter_map(|path: PathBuf| std::fs::metadata(path).ok()) {
+            if metadata.is_file() && metadata.nlink() == 0 {
+                found.insert((metadata.dev(), metadata.ino()), metadata.blocks() * 512);
             }
         }
     }
     found.values().sum()
 }
 
-/// Whether the name is one that the kernel gives to memory, in no file system that is mounted.
-fn is_memory(name: &[u8]) -> bool {
-    [&b"/memfd:"[..], b"/dev/zero ", b"/SYSV", b"/[aio]"].iter().any(|start| name.starts_with(start))
+/// Whether /proc names a file so that has no name any more. The kernel gives names of this kind to memory that is in no
+/// file system, which is in page files.
+fn is_nameless(name: &[u8]) -> bool {
+    let memory = [&b"/memfd:"[..], b"/dev/zero ", b"/SYSV", b"/[aio]"];
+    name.starts_with(b"/") && name.ends_with(b" (deleted)") && !memory.iter().any(|start| name.starts_with(start))
+}
+
+/// The names in /proc/PID/map_files of the mappings of such files: as in /proc/PID/maps, without the zeros in front.
+fn nameless_ranges(maps: &[u8]) -> Vec<String> {
+    let lines = maps.split(|byte| *byte == b'\n');
+    let nameless = lines.filter(|line| {
+        let name = line.iter().position(|byte| *byte == b'/').and_then(|at| line.get(at..));
+        name.is_some_and(is_nameless)
+    });
+    let range = |line: &[u8]| -> Option<String> {
+        let text = String::from_utf8_lossy(line.split(|byte| *byte == b' ').next()?).into_owned();
+        let (from, to) = text.split_once('-')?;
+        Some(format!("{:x}-{:x}", u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
+    };
+    nameless.filter_map(range).collect()
 }
 
 /// A file up to this size that may be rewritten in place is copied into the image. Larger ones are not: the job stands
@@ -171,4 +185,39 @@ pub(super) enum Error {
     Image(#[from] image::Error),
     #[error("can not keep a hard link at {path}: {source}")]
     Link { path: PathBuf, source: io::Error },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mappings_of_files_without_a_name_are_found() {
+        let maps = b"\
+00400000-00401000 r--p 00000000 fe:00 1  /tmp/gone (deleted)
+7f86f4000000-7f86f4400000 rw-p 00000000 00:00 0
+7f86f5000000-7f86f5400000 rw-s 00000000 00:01 2                          /dev/zero (deleted)
+7f86f585e000-7f86f595e000 r--s 00000000 00:01 3                          /memfd:mm (deleted)
+7f86f5960000-7f86f5970000 rw-s 00000000 00:01 4                          /SYSV00000000 (deleted)
+7f86f5980000-7f86f5990000 rw-s 00000000 00:17 5                          /dev/shm/torch_1 2 (deleted)
+7f86f5990000-7f86f59a0000 rw-s 00000000 00:17 6                          /dev/shm/named
+";
+        assert_eq!(nameless_ranges(maps), ["400000-401000", "7f86f5980000-7f86f5990000"]);
+    }
+
+    #[test]
+    fn a_file_without_a_name_counts_once() {
+        let mut file = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut file, &vec![1; 3 << 20]).unwrap();
+        file.sync_all().unwrap();
+        let expected = file.metadata().unwrap().blocks() * 512;
+        let mut sleep = std::process::Command::new("sleep");
+        let mut child = sleep.arg("60").stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
+        let pid = child.id().cast_signed();
+        let found = nameless_bytes(&[pid, pid]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(found, expected);
+        assert!(found >= 3 << 20);
+    }
 }

@@ -10,6 +10,7 @@
 //! is the job's affair.
 
 use std::collections::BTreeMap;
+use std::hash::{BuildHasher, RandomState};
 use std::time::{Duration, Instant};
 
 use super::Error;
@@ -157,13 +158,7 @@ impl Group {
     }
 
     fn lock_once(&mut self, timeout: Duration) -> Result<(), cuda::Error> {
-        let outcomes: Vec<Result<(), cuda::Error>> = match self.members.as_slice() {
-            [one] => vec![one.process.lock(timeout)],
-            many => std::thread::scope(|scope| {
-                let threads: Vec<_> = many.iter().map(|m| scope.spawn(|| m.process.lock(timeout))).collect();
-                threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-            }),
-        };
+        let outcomes = at_once(&self.members, |member| member.process.lock(timeout));
         let mut first = Ok(());
         for (member, outcome) in self.members.iter_mut().zip(outcomes) {
             match outcome {
@@ -186,7 +181,8 @@ impl Group {
             .any(|pid| cuda::is_candidate(pid).unwrap_or(false) && Process::new(pid).and_then(|p| p.state()).is_ok())
     }
 
-    /// Stops all, then takes device memory to host memory, one process after the other.
+    /// Stops all, then takes device memory to host memory, one process after the other: that the driver does it for several
+    /// at once has been seen with no driver yet.
     pub(super) fn checkpoint(&mut self) -> Result<(), Error> {
         for member in &mut self.members {
             member.stopped = ptrace::stop(member.process.pid(), STOP_TIMEOUT)
@@ -311,9 +307,22 @@ fn ask_again(member: &Member) -> Result<State, cuda::Error> {
     answer
 }
 
-/// Between 50 and 250 ms, longer with each attempt: enough for ranks to leave the collective they were in, and not the
-/// same for two jobs side by side.
+/// Does `work` with all, each on a thread of its own.
+fn at_once<T: Send>(members: &[Member], work: impl Fn(&Member) -> T + Sync) -> Vec<T> {
+    if let [one] = members {
+        return vec![work(one)];
+    }
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = members.iter().map(|member| scope.spawn(|| work(member))).collect();
+        threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}
+
+/// From 40 to 120 ms after the first attempt, from 160 to 480 ms after the fourth: time for ranks to leave the collective
+/// they were in. By chance, because ranks that begin a collective in step with our attempts would hold up all of them.
 fn pause(attempt: u32) -> Duration {
-    let jitter = Instant::now().elapsed().subsec_nanos() % 7 + std::process::id() % 43;
-    Duration::from_millis(u64::from(attempt * 40 + jitter))
+    let least = u64::from(attempt) * 40;
+    // Seeded by the kernel, and another for each hasher.
+    let chance = RandomState::new().hash_one(attempt);
+    Duration::from_millis(least + chance % (2 * least + 1))
 }

@@ -24,12 +24,16 @@ use super::spool::{Piece, Spool};
 use super::supply::Supply;
 use super::{Error, is_full};
 use crate::sys::pages::splice;
+use crate::sys::process;
 
 /// What one thread copies at a time: large enough that handing it over costs nothing, small enough for several to have some.
 /// A pipe that holds it is within the limit for everybody (pipe-max-size).
 const CHUNK: u64 = 1 << 20;
 /// Chunks on their way. CRIU takes at most 8 pipes of 3.2 MiB from a task before it hands them out (criu 4.2, page-pipe.c).
 const PIPES: usize = 32;
+/// What a thread copies in one call, bytes: the kernel lets others have the processor in between, CRIU and the thread that
+/// takes, for which everything waits.
+const AT_ONCE: usize = 64 << 10;
 /// How soon a thread that waits for the rest sees that it shall stop, ms.
 const LOOK: u16 = 10;
 
@@ -172,8 +176,10 @@ impl Shared {
         }
     }
 
-    /// The body of the thread that takes chunks out of FIFOs.
+    /// The body of the thread that takes chunks out of FIFOs. CRIU stands still until it has, and it would wait for those
+    /// who copy: with 1 MiB a FIFO, on two processors, a freeze took 0.63 s, and 0.49 s so (1.5 GiB, kernel 6.18).
     pub(super) fn take_all(&self) {
+        process::be_prompt();
         loop {
             // Those who copy give each pipe back, whatever happens.
             let free = |lanes: &mut Lanes| match self.is(Until::Now) {
@@ -318,7 +324,7 @@ fn copy(from: &io::PipeReader, chunk: &Chunk) -> io::Result<()> {
     }
     let mut done = 0;
     while done < chunk.length {
-        match chunk.piece.mapping.read_from(from, chunk.at + done, chunk.length - done) {
+        match chunk.piece.mapping.read_from(from, chunk.at + done, AT_ONCE.min(chunk.length - done)) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(got) => done += got,
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
