@@ -164,7 +164,8 @@ fn a_kernel_that_is_longer_than_the_lock_timeout_refuses_the_snapshot() {
     assert!(why.contains("lock: ") && why.contains("did not pause in time"), "{why}");
     supervisor.assert_unharmed(1);
     supervisor.signal(nix::sys::signal::Signal::SIGINT);
-    std::thread::sleep(Duration::from_millis(100));
+    // While the lock of the last snapshot is tried again and again.
+    supervisor.said("received SIGINT");
     supervisor.signal(nix::sys::signal::Signal::SIGINT);
     assert_eq!(supervisor.wait(), Some(130));
     rig.assert_nothing_left();
