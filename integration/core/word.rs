@@ -238,15 +238,18 @@ fn a_holder_that_dies_holds_no_longer() {
 #[test]
 fn a_stop_waits_for_the_job_to_let_go_within_its_grace() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("snapshot.grace", "\"8s\"");
+    let lab = lab.set("snapshot.grace", "\"12s\"");
     let mut run = start(&lab, "module");
     holds(&lab, &mut run, 1);
-    let begun = Instant::now();
     run.signal(Signal::SIGTERM);
     run.wait_said("the last snapshot waits: the job holds it off, for ");
     run.ends_with(143);
-    // Half of the grace, because nothing was measured.
-    assert!((4.0..8.0).contains(&begun.elapsed().as_secs_f64()), "{:?}", begun.elapsed());
+    let waited = read(&lab.job().log_dir()).unwrap().into_iter().find_map(|event| match event.what {
+        What::HoldOver { waited_us, .. } => Some(Duration::from_micros(waited_us)),
+        _ => None,
+    });
+    // Half of the grace, because nothing was measured. What comes after may take longer on a busy machine.
+    assert!((5.0..9.0).contains(&waited.unwrap().as_secs_f64()), "{waited:?}");
     assert_eq!(told(&lab), ["held Final", "expired", "taken Final"]);
     // It goes on, and lets go of what it does not hold.
     fs::remove_file(lab.file("hold-on")).unwrap();
