@@ -8,13 +8,16 @@ if not _path:
 
 def ask(request, tries=600, **fields):
     """What the supervisor answers; None where it refuses, or there is none. What a restore loses is asked for again."""
-    for _ in range(tries if _path else 0):
+    while _path and tries > 0:
+        tries -= 1
         # A socket a try. Its name is abstract, others get no answer, and nobody has it where the job may be restored.
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, contextlib.suppress(OSError):
             sock.bind("\0rekindle-" + os.urandom(16).hex())
             sock.settimeout(5.0)
             sock.sendto(json.dumps(dict(fields, version=1, request=request)).encode(), _path)
+            tries -= 50  # what 5 s without an answer are worth
             text, sender = sock.recvfrom(65536)
+            tries += 50
             # One that was unread in an image has no sender any more: it is from before the restore.
             answer = json.loads(text) if sender == _path else {"error": {"code": "later"}}
             if "ok" in answer:
