@@ -74,8 +74,19 @@ fn a_clean_environment() {
     let lab = lab.set("job.environment-mode", "\"clean\"").set("job.environment", "{ COLOUR = \"blue\" }");
     let (run, seen) = look(&lab);
     let environment = seen["environment"].as_object().unwrap();
-    let known =
-        ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "COLOUR", "REKINDLE_JOB", "REKINDLE_RUN_ID", "LC_CTYPE"];
+    let known = [
+        "PATH",
+        "HOME",
+        "USER",
+        "LOGNAME",
+        "LANG",
+        "TZ",
+        "COLOUR",
+        "REKINDLE_JOB",
+        "REKINDLE_RUN_ID",
+        "REKINDLE_SOCKET",
+        "LC_CTYPE",
+    ];
     assert!(environment.keys().all(|name| known.contains(&name.as_str())), "{environment:?}");
     assert_eq!(environment["COLOUR"], "blue");
     end(&lab, run);
