@@ -184,12 +184,15 @@ impl<'a> Machine<'a> {
 
     /// Takes an event; answers what is to be done, in this order. Events that make no sense in a state change nothing.
     pub fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
-        // Whatever comes after the bound of a hold finds it over.
-        let mut actions = match self.held.is_some_and(|until| until <= now) {
-            true => self.take(Event::Release, now),
-            false => Vec::new(),
-        };
+        // Whatever comes after the bound of a hold finds it over. What has happened by then comes first: no snapshot is
+        // begun of a job that has ended, or beside what has begun.
+        let over = |machine: &Machine<'_>| machine.held.is_some_and(|until| until <= now);
+        let happened = matches!(event, Event::Ended { .. } | Event::PersistBegan | Event::LoadBegan);
+        let mut actions = if over(self) && !happened { self.take(Event::Release, now) } else { Vec::new() };
         actions.extend(self.take(event, now));
+        if happened && over(self) {
+            actions.extend(self.take(Event::Release, now));
+        }
         actions
     }
 

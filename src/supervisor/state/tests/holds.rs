@@ -36,6 +36,21 @@ fn a_snapshot_waits_for_the_release_or_the_bound() {
 }
 
 #[test]
+fn what_happened_by_the_bound_comes_before_a_snapshot() {
+    let (config, now) = (Config::default(), Instant::now());
+    let mut machine = holding(&config, now);
+    machine.step(NOW, now);
+    let actions = machine.step(killed(&[1]), now + Duration::from_secs(61));
+    assert!(!actions.iter().any(|action| matches!(action, Action::Snapshot(_))), "{actions:?}");
+    assert_eq!((machine.state().name(), machine.held()), ("waiting", None));
+    let mut machine = holding(&config, now);
+    machine.step(NOW, now);
+    assert_eq!(machine.step(Event::PersistBegan, now + Duration::from_secs(61)), []);
+    assert_eq!((machine.held(), machine.is_postponed()), (None, true));
+    assert_eq!(machine.step(PERSISTED, now + Duration::from_secs(62)), [Action::Snapshot(Reason::Signal)]);
+}
+
+#[test]
 fn what_waits_is_not_put_off_further() {
     let (config, now) = (Config::default(), Instant::now());
     let after = |seconds| now + Duration::from_secs(seconds);
