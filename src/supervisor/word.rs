@@ -117,6 +117,9 @@ impl Owner<'_> {
 
     pub(super) fn close_word(&mut self) {
         self.word.server = None;
+        if let Some(socket) = &self.shared.word {
+            socket.close();
+        }
     }
 
     /// What `state` answers from now on.

@@ -55,7 +55,8 @@ pub struct Socket {
     /// Who may ask, beside root.
     user: Option<u32>,
     path: PathBuf,
-    letterbox: Mutex<Letterbox>,
+    /// Its name in the file system; none once it is closed.
+    letterbox: Mutex<Option<Letterbox>>,
     door: Arc<Door>,
 }
 
@@ -76,7 +77,7 @@ impl Socket {
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         let door = Arc::new(Door { socket: Mutex::new(socket), wake });
         let (directory, name, path) = (directory.to_owned(), name.to_owned(), letterbox.path().to_owned());
-        Ok(Socket { directory, name, user, path, letterbox: Mutex::new(letterbox), door })
+        Ok(Socket { directory, name, user, path, letterbox: Mutex::new(Some(letterbox)), door })
     }
 
     /// Binds it anew in the network namespace of this process, for a job that will be in that one: abstract names are
@@ -97,9 +98,14 @@ impl Socket {
         });
         let (letterbox, socket) = bound?;
         *lock(&self.door.socket) = socket;
-        *lock(&self.letterbox) = letterbox;
+        *lock(&self.letterbox) = Some(letterbox);
         let _ = self.door.wake.write(1);
         Ok(())
+    }
+
+    /// Takes its name away: whoever still has this value, the job is over.
+    pub fn close(&self) {
+        *lock(&self.letterbox) = None;
     }
 
     /// Where it is.

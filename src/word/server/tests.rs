@@ -175,3 +175,12 @@ fn another_user_is_not_heard() {
     let said = std::process::Command::new("python3").args(["-Sc", &script]).output().unwrap();
     assert_eq!(String::from_utf8_lossy(&said.stdout), "silence\n", "{said:?}");
 }
+
+#[test]
+fn a_closed_socket_has_no_name_whoever_keeps_it() {
+    let hall = Hall::new();
+    assert!(hall.socket.path().exists());
+    hall.socket.close();
+    hall.socket.close();
+    assert!(!hall.socket.path().exists());
+}
