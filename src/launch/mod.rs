@@ -69,8 +69,8 @@ pub enum IoUring {
 
 impl IoUring {
     /// What a job gets that shall not have one: no filter where it is of no use, as the kernel answers so by itself
-    /// (`kernel.io_uring_disabled`), nor where there are no filters, nor where CRIU could not dump the filter: it takes CAP_SYS_ADMIN over the machine to
-    /// read one (`PTRACE_SECCOMP_GET_FILTER`), not that over a user namespace.
+    /// (`kernel.io_uring_disabled`), nor where there are no filters, nor where CRIU could not dump the filter: it takes
+    /// CAP_SYS_ADMIN over the machine to read one (`PTRACE_SECCOMP_GET_FILTER`), not that over a user namespace.
     #[must_use]
     pub fn refused_where_possible() -> IoUring {
         let useful = rights::io_uring_works();

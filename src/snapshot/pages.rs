@@ -134,7 +134,8 @@ pub struct Received {
 }
 
 /// Has `spool` hold a file for each of `expected`, with all its pages present, so that [`Receivers::start`] finds little to
-/// do. As there, an image that files of this spool are a part of is no image any more. Takes about 0.3 s for each GiB and thread where pages are missing.
+/// do. As there, an image that files of this spool are a part of is no image any more. Takes about 0.3 s for each GiB and
+/// thread where pages are missing.
 ///
 /// # Errors
 /// [`Error::Full`] when there is no room; what was made until then stays.

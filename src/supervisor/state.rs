@@ -351,8 +351,8 @@ impl<'a> Machine<'a> {
         life.next.filter(|at| self.quiet.is_none_or(|quiet| *at < quiet))
     }
 
-    /// What would begin a snapshot waits: memory that is not back yet can not be dumped, and there is one slot beside the image that is being brought to the store, and a
-    /// snapshot that took it would leave none for the next.
+    /// What would begin a snapshot waits: memory that is not back yet can not be dumped, there is one slot beside the image
+    /// that is being brought to the store, and a snapshot that took it would leave none for the next; or the job holds it off.
     fn postpone(&mut self, life: Life, event: Event, now: Instant) -> (State, Vec<Action>) {
         let then = self.postponed.and_then(|postponed| postponed.then);
         match (event, then) {
