@@ -5,6 +5,7 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
 
+mod gpus;
 mod landing;
 mod losses;
 mod phases;

@@ -12,6 +12,7 @@ use crate::restart::given_files;
 use crate::store::ImageId;
 use crate::store::manifest::{GivenFile, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
+use crate::sys::nvml::GpuInventory;
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace, repair};
 use crate::telemetry::log::chain;
@@ -57,6 +58,8 @@ pub(super) struct Work<'a> {
     pub(super) expected: Vec<Expected>,
     /// Bytes of the files without a name that CRIU would copy.
     pub(super) nameless: u64,
+    /// The GPUs of this machine, where the job uses CUDA.
+    pub(super) gpus: GpuInventory,
     /// Bytes of device memory of each CUDA process, in the order of the group.
     pub(super) device_memory: Vec<u64>,
     /// What takes CRIU's page files from it, where the image is made in memory.
@@ -92,6 +95,7 @@ impl<'a> Work<'a> {
             id: None,
             expected: Vec::new(),
             nameless: 0,
+            gpus: GpuInventory::default(),
             device_memory: Vec::new(),
             receivers: None,
             drained: None,
@@ -185,7 +189,12 @@ impl<'a> Work<'a> {
 
     fn find(&mut self) -> Result<(), Error> {
         self.gpu = gpu::Group::find(self.root()).map_err(|source| Error::Cuda { phase: "find", source })?;
-        self.device_memory = preflight::device_memory(&self.gpu.outer_pids());
+        let pids = self.gpu.outer_pids();
+        if !pids.is_empty() {
+            self.gpus = GpuInventory::read();
+            preflight::check_gpus(&self.gpus, &pids)?;
+            self.device_memory = preflight::device_memory(&self.gpus, &pids);
+        }
         Ok(())
     }
 
@@ -213,6 +222,11 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
+    /// The GPUs that each CUDA process had memory on before the freeze.
+    pub(super) fn cuda_memory(&self) -> BTreeMap<i32, BTreeMap<String, u64>> {
+        preflight::memory_by_gpu(&self.gpus, &self.gpu.inner_pids(), &self.gpu.outer_pids())
+    }
+
     fn checkpoint(&mut self) -> Result<(), Error> {
         self.gpu.checkpoint()?;
         self.landing = self.armed.taken();
@@ -228,7 +242,14 @@ impl<'a> Work<'a> {
     fn lock(&mut self) -> Result<(), Error> {
         let timeout = self.subject.config.snapshot.lock_timeout;
         let (root, cancelled) = (self.root(), self.cancelled);
-        self.gpu.lock(root, timeout, cancelled)
+        let known = self.gpu.outer_pids();
+        self.gpu.lock(root, timeout, cancelled)?;
+        if self.gpu.outer_pids() != known {
+            // One that began late has its GPUs too.
+            self.gpus = GpuInventory::read();
+            preflight::check_gpus(&self.gpus, &self.gpu.outer_pids())?;
+        }
+        Ok(())
     }
 
     fn dump(&mut self) -> Result<(), Error> {

@@ -155,6 +155,10 @@ pub struct JobTree {
     /// in the image.
     #[serde(default)]
     pub cuda_threads: BTreeMap<i32, i32>,
+    /// The GPUs that each of them had memory on before the freeze, and how many bytes, by UUID, as NVML says it. Empty
+    /// where it could not tell, and in an image of an earlier version; a process that is not in it had none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub cuda_memory: BTreeMap<i32, BTreeMap<String, u64>>,
 }
 
 /// In which PID namespace a job lives.
