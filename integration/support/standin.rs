@@ -64,10 +64,12 @@ impl Standin {
     }
 
     /// Has NVML there too.
+    #[allow(dead_code, reason = "each test binary uses a part")]
     pub(crate) fn add_nvml(&self) {
         fs::copy(library(), self.path().join("libnvidia-ml.so.1")).unwrap();
     }
 
+    #[allow(dead_code, reason = "each test binary uses a part")]
     /// The GPUs from now on, one a line; the stand-in's documentation has the words.
     pub(crate) fn gpus(&self, lines: &str) {
         // In one step: a job may be looking.

@@ -20,7 +20,7 @@ use bytesize::ByteSize;
 use serde::{Deserialize, Serialize};
 
 use crate::store::Manifest;
-use crate::sys::cuda::{GpuMapping, GpuUuid};
+use crate::sys::cuda::{DriverVersion, GpuMapping, GpuUuid};
 use crate::sys::nvml::{GpuInventory, Mig};
 use crate::watch::xid;
 use matching::{Ask, place};
@@ -63,7 +63,12 @@ pub struct Devices {
     pub all: Vec<Device>,
     /// Whether NVML was asked: without it one may be missing, and neither memory nor health is known.
     pub asked: bool,
+    /// Whether the driver is too old for pairs.
+    pub too_old: bool,
 }
+
+/// The first driver that takes pairs of GPUs.
+const FIRST_DRIVER: u32 = 580;
 
 impl Devices {
     /// What the inventory says, with the faults that are known: by UUID or PCI address.
@@ -83,7 +88,8 @@ impl Devices {
             let name = gpu.name.clone().unwrap_or_default();
             Device { uuid: gpu.uuid, name, index: gpu.index, free: gpu.memory_free, total: gpu.memory_total, health }
         });
-        Devices { all: all.collect(), asked }
+        let version = inventory.driver.as_deref().and_then(DriverVersion::parse);
+        Devices { all: all.collect(), asked, too_old: version.is_some_and(|version| version.major() < FIRST_DRIVER) }
     }
 }
 
@@ -277,7 +283,12 @@ fn relocate(
         for_room &= short;
         moved.push(Moved { old: old.uuid.to_string(), new: pair.new.to_string(), why });
     }
-    Plan::Move(Relocation { pairs, for_room: for_room && !moved.is_empty(), moved, unproven })
+    let for_room = for_room && !moved.is_empty();
+    if here.too_old {
+        let why = no_place(format!("only driver {FIRST_DRIVER} and newer bring a job back on other GPUs: install one"));
+        return if for_room { Plan::Wait(why) } else { Plan::Refuse(why) };
+    }
+    Plan::Move(Relocation { pairs, for_room, moved, unproven })
 }
 
 /// What stands against a GPU, or the room that it has.

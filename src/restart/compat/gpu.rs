@@ -39,10 +39,8 @@ fn driver(manifest: &Manifest, here: &Here) -> Option<Difference> {
 
 /// A process comes back on the GPUs that it was on (by UUID), or on others of their type ([`devices`]).
 fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
-    if here.driver.is_none() {
-        // That is what is said.
-        return None;
-    }
+    // Without one that is what is said.
+    here.driver.as_ref()?;
     let what = "GPUs";
     match devices::plan(manifest, &here.devices, &here.wishes) {
         Plan::Refuse(NoPlace { image, here, advice }) => {

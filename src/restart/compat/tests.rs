@@ -21,7 +21,7 @@ fn devices<const N: usize>(all: [(&str, u8); N]) -> Devices {
         let (uuid, name) = (GpuUuid::from_bytes([byte; 16]), name.to_owned());
         Device { uuid, name, index: None, free: Some(70 * GIB), total: Some(140 * GIB), health: Health::Fine }
     };
-    Devices { all: all.map(device).into(), asked: true }
+    Devices { all: all.map(device).into(), asked: true, too_old: false }
 }
 
 /// An image of a CUDA job with one mapped file, and the machine that it was made on.

@@ -1,5 +1,5 @@
-//! A place for each GPU that the job used, by a matching that begins with all that can stay and moves them only where there
-//! is no other way (Kuhn's augmenting paths); then for those that it did not use.
+//! A place for each GPU that the job used, by a matching (Kuhn's augmenting paths) that begins with all that can stay and
+//! moves them only where there is no other way; then for those that it did not use.
 
 use super::{Device, Health, Need, Old};
 use crate::sys::cuda::GpuUuid;
@@ -76,14 +76,18 @@ pub(super) fn place(
             None => true,
         }
     });
-    let mut search = Search { olds, devices, holders, ask, fixed, seen: Vec::new() };
-    for old in rest {
-        search.seen = vec![false; devices.len()];
-        if !search.find(old) {
-            return None;
-        }
-    }
-    Some((0..olds.len()).map(|old| search.holders.iter().position(|holder| *holder == Some(old))).collect())
+    // Where that is enough, those that can stay do.
+    let search = |held: Vec<usize>| {
+        let mut search = Search { olds, devices, holders: holders.clone(), ask, held, seen: Vec::new() };
+        let all = rest.iter().all(|old| {
+            search.seen = vec![false; devices.len()];
+            search.find(*old)
+        });
+        all.then_some(search.holders)
+    };
+    let staying = (0..devices.len()).filter(|at| holders[*at].is_some()).collect();
+    let holders = search(staying).or_else(|| search(fixed.iter().map(|(_, new)| *new).collect()))?;
+    Some((0..olds.len()).map(|old| holders.iter().position(|holder| *holder == Some(old))).collect())
 }
 
 struct Search<'a> {
@@ -92,7 +96,8 @@ struct Search<'a> {
     /// By device: who has it.
     holders: Vec<Option<usize>>,
     ask: Ask,
-    fixed: &'a [(usize, usize)],
+    /// Devices whose holder can not be sent elsewhere.
+    held: Vec<usize>,
     seen: Vec<bool>,
 }
 
@@ -103,13 +108,12 @@ impl Search<'_> {
             (0..self.devices.len()).filter(|at| self.ask.fits(&self.olds[old], &self.devices[*at])).collect();
         // Stable: of those with as much the first.
         fitting.sort_by_key(|at| std::cmp::Reverse(self.devices[*at].free));
-        if let Some(at) = fitting.iter().copied().find(|at| self.holders[*at].is_none() && !self.seen[*at]) {
+        if let Some(at) = fitting.iter().copied().find(|at| self.holders[*at].is_none()) {
             self.holders[at] = Some(old);
             return true;
         }
         for at in fitting {
-            let is_fixed = self.fixed.iter().any(|(_, new)| *new == at);
-            if is_fixed || std::mem::replace(&mut self.seen[at], true) {
+            if self.held.contains(&at) || std::mem::replace(&mut self.seen[at], true) {
                 continue;
             }
             if self.holders[at].is_none_or(|holder| self.find(holder)) {

@@ -31,7 +31,7 @@ fn device(name: &str, byte: u8, free: u64) -> Device {
 
 fn here(all: &[Device]) -> Devices {
     let all = all.iter().zip(0..).map(|(device, index)| Device { index: Some(index), ..device.clone() });
-    Devices { all: all.collect(), asked: true }
+    Devices { all: all.collect(), asked: true, too_old: false }
 }
 
 fn automatic(manifest: &Manifest, all: &[Device]) -> Plan {
@@ -106,6 +106,19 @@ fn what_only_waits_for_room_is_told_from_what_never_has_any() {
 }
 
 #[test]
+fn an_old_driver_moves_nothing() {
+    let job = image(&[(H200, 1, 18), (H200, 2, 0)]);
+    let old = |first| {
+        let here = Devices { too_old: true, ..here(&[first, device(H200, 2, 140)]) };
+        plan(&job, &here, &Wishes::default())
+    };
+    assert!(stays(&old(device(H200, 1, 18))));
+    let Plan::Wait(why) = old(device(H200, 1, 3)) else { panic!() };
+    assert!(why.to_string().contains("only driver 580 and newer"), "{why}");
+    assert!(matches!(old(device(H200, 3, 140)), Plan::Refuse(_)));
+}
+
+#[test]
 fn a_fault_is_got_over_where_there_is_no_other() {
     let job = image(&[(H200, 1, 18)]);
     let faulted = Device { health: Health::Faulted(48), ..device(H200, 1, 140) };
@@ -128,7 +141,7 @@ fn without_knowledge_of_what_was_used_it_stays_while_one_is_here() {
     job.tree.cuda_memory.clear();
     let (first, second) = (device(H200, 1, 0), device(H200, 2, 0));
     assert!(stays(&automatic(&job, &[first.clone(), second])), "as ever: nothing is known of room");
-    assert!(stays(&automatic(&job, &[first.clone()])), "it may have used that one only");
+    assert!(stays(&automatic(&job, std::slice::from_ref(&first))), "it may have used that one only");
     assert_eq!(moves(automatic(&job, &[first, device(H200, 3, 140)])).0, [(1, 1), (2, 3)]);
     assert!(matches!(automatic(&job, &[device(H200, 3, 140)]), Plan::Refuse(_)));
     // Without NVML nothing is moved.
