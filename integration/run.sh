@@ -158,6 +158,7 @@ if [ "$(id -u)" -eq 0 ] && [ -n "${REKINDLE_CRIU:-}" ]; then
   step 'example: demonstration' examples/demo.sh --only cpu --rekindle "$rekindle"
   # Measures nothing here; it shows that the script still gets through before somebody rents a GPU for it.
   step 'measuring script for GPUs' integration/bench-gpu.sh --self-test --rekindle "$rekindle"
+  step 'workload matrix' integration/gpu-matrix.sh --self-test --rekindle "$rekindle"
 else
   skip 'examples under rekindle' 'they need root and CRIU'
 fi
