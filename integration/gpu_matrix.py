@@ -41,7 +41,8 @@ class Outcome:
         figures = [f"{took[name]:.2f}" if took else "" for name in [*PHASES, "freeze"]]
         size = f"{took['bytes'] / 2**30:.2f}" if took else ""
         back = f"{self.back:.2f}" if self.back else ""
-        return [line.name, line.what, self.result, same, *figures, size, back, " ".join(self.note.split()).replace("|", "/")]
+        note = " ".join(self.note.split()).replace("|", "/")
+        return [line.name, line.what, self.result, same, *figures, size, back, note if len(note) <= 500 else f"{note[:500]} ..."]
 
 
 class Slots:

@@ -5,6 +5,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import bench_ranks
 import bench_table as table
 from gpu_matrix import HEAD, Outcome, Slots, text
 from matrix_lines import LINES, SELF_TEST, Line, nccl
@@ -110,6 +111,18 @@ class Parsing(unittest.TestCase):
     def test_settings_reach_rekindle_and_environment_the_job(self):
         job = Job("rekindle", Path("/nowhere"), "j", ["true"], settings={"store.keep-last": 1}, environment={"A": "b"})
         self.assertEqual((job.environment["REKINDLE_STORE_KEEP_LAST"], job.environment["A"]), ("1", "b"))
+
+
+class Ranks(unittest.TestCase):
+    def test_two_ranks_are_compared_with_one_of_the_same_size(self):
+        def of(kind, scales, gib=16):
+            return {"gib": gib, "kind": kind, "snapshots": [snapshot(s) for s in scales], "why": "it did not fit"}
+
+        found = bench_ranks.rows([of("one", [4.0, 1.0, 1.0]), of("gloo", [2.0, 1.25, 1.25]), of("nccl", [1.0], 8), of("nccl", [])])
+        one, gloo, other, none = found
+        self.assertEqual({len(row) for row in found}, {len(bench_ranks.HEAD)})
+        self.assertEqual((one[7:], gloo[7:], other[7:]), (["15.00", "", "60.00"], ["18.75", "1.25x", "30.00"], ["15.00", "", "15.00"]))
+        self.assertEqual(none[1], "two ranks, two GPUs, NCCL: it did not fit")
 
 
 class Matrix(unittest.TestCase):
