@@ -8,7 +8,7 @@
 #   integration/gpu-matrix.sh --self-test     the script itself, with the stand-in driver and no GPU
 #
 # --jobs     lines at the same time, spread over the GPUs, 4 by default; one with two GPUs counts twice
-# --limit    seconds that a line may take, 90 by default      --minutes  all of them, 9 by default
+# --limit    seconds that a line may take, 90 by default and 150 where it compiles     --minutes  all of them, 9 by default
 # --dir      where stores are, a disk, /var/tmp by default    --logs     a folder that gets a folder for each line
 # --touch    host memory to use once before, on a virtual machine that gets its own only then
 #

@@ -170,7 +170,7 @@ class Matrix:
         self.say(f"{line.name}: {outcome.result}{verdict} {outcome.note}".rstrip())
 
     def trial(self, line, taken):
-        end = min(time.monotonic() + self.args.limit, self.deadline)
+        end = min(time.monotonic() + (self.args.limit or line.limit), self.deadline)
         if line.how == "two":
             return self.two(line, taken, end)
         trial = Trial(self, line, taken[:1] if line.how == "migrate" else taken, self.work / line.name, end)
@@ -317,7 +317,7 @@ def arguments():
     parser.add_argument("--rekindle", required=True)
     parser.add_argument("--only", type=lambda names: names.split(","))
     parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--limit", type=float, default=90)
+    parser.add_argument("--limit", type=float)
     parser.add_argument("--minutes", type=float, default=9)
     parser.add_argument("--touch", type=float, default=0)
     parser.add_argument("--dir", default="/var/tmp")

@@ -48,6 +48,8 @@ class Line:
     # "works", or "refused" with words that have to be in what the user sees.
     expected: str = "works"
     words: str = ""
+    # Seconds, from its start on.
+    limit: float = 90
     # Files of the stand-in driver, for the self-test.
     faults: dict = field(default_factory=dict)
     # Two ports from here on are the job's, two from 10 and from 20 on those of the uninterrupted runs.
@@ -70,7 +72,7 @@ def numbered(lines):
 # In the order of the table.
 LINES = numbered([
     Line("eager", "PyTorch, eager", (TORCH, "eager"), ("torch",)),
-    Line("compile", "PyTorch, torch.compile", (TORCH, "compile"), ("torch",)),
+    Line("compile", "PyTorch, torch.compile", (TORCH, "compile"), ("torch",), limit=150),
     Line("amp", "PyTorch, autocast and GradScaler", (TORCH, "amp"), ("torch",)),
     Line("loader-fork", "DataLoader, 4 workers by fork, pinned memory", (TORCH, "loader-fork"), ("torch",)),
     Line("loader-spawn", "DataLoader, 4 workers by spawn, pinned memory", (TORCH, "loader-spawn"), ("torch",)),

@@ -16,6 +16,8 @@ STOPPING = threading.Event()
 AHEAD = 4
 # A job has warmed up by then: what it compiles, its workers, its connections.
 WARM = 3
+# What a second uninterrupted run has, beyond the limit of the line.
+SECOND_RUN_S = 60
 
 
 class Refused(Failed):
@@ -229,7 +231,10 @@ class Trial:
         new = self.out / "last.new"
         new.write_text(str(last))
         new.rename(self.out / "last")
-        code = self.job.wait(self.left())
+        try:
+            code = self.job.wait(self.left())
+        except subprocess.TimeoutExpired:
+            raise Failed(f"it did not end after step {last}, it is at {self.lines.count()}") from None
         if code != 0:
             raise Failed(f"exit code {code}: {self.job.last_words()}")
         count = self.lines.count()
@@ -239,6 +244,7 @@ class Trial:
             return True
         # Is that rekindle's doing, or the program's own?
         self.say(f"{difference}; a second uninterrupted run")
+        self.end += SECOND_RUN_S
         again = self.reference(1)
         try:
             again.until(count, self.left())
