@@ -29,8 +29,16 @@ class Lost(Failed):
 
 
 class Watched(Job):
+    # How many restarts there may be; None: any number.
+    restarts = None
+
     def ended(self):
-        return "the run is stopped" if STOPPING.is_set() else super().ended()
+        if STOPPING.is_set():
+            return "the run is stopped"
+        state = self.state()
+        if self.restarts is not None and state.get("restarts", 0) > self.restarts:
+            return f"it was restarted ({(state.get('last_end') or {}).get('words')})"
+        return super().ended()
 
 
 class Record:
@@ -153,6 +161,7 @@ class Trial:
 
     def snapshot(self):
         before = self.job.state()
+        self.job.restarts = before["restarts"]
         try:
             image, freeze = self.job.snapshot(self.left())
         except Failed as error:
@@ -163,8 +172,8 @@ class Trial:
             if now.get("last_failure") and now.get("last_failure") != before.get("last_failure"):
                 raise Refused(text) from None
             raise
-        if self.job.state().get("restarts", 0) > before.get("restarts", 0):
-            raise Lost("the job died of the snapshot")
+        finally:
+            self.job.restarts = None
         manifest = self.job.manifest(image, self.left(20))
         if manifest is None:
             raise Failed(f"image {image} has no manifest")
