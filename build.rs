@@ -1,5 +1,5 @@
 //! Compiles the reaper, the interposer and CRIU's plugin and leaves them in OUT_DIR, where `launch::reaper`,
-//! `launch::interposer` and `sys::criu::plugin` embed them: rekindle is one self-contained file.
+//! `launch::interposer` and `snapshot::devices` embed them: rekindle is one self-contained file.
 
 use std::path::PathBuf;
 use std::process::Command;

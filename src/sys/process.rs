@@ -189,6 +189,13 @@ pub fn start_time(pid: i32) -> Option<u64> {
     text.get(text.rfind(')')? + 1..)?.split_whitespace().nth(19)?.parse().ok()
 }
 
+/// Where the stack was made at the last exec, which forks keep (field 28 of /proc/PID/stat); 0 for who may not know it.
+#[must_use]
+pub fn stack_start(pid: i32) -> Option<u64> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    text.get(text.rfind(')')? + 1..)?.split_whitespace().nth(25)?.parse().ok()
+}
+
 /// Changes of this id tell reboots.
 ///
 /// # Errors
