@@ -139,6 +139,10 @@ const NULL_FLAGS: u32 = 0o100_002;
 
 /// The descriptors of a table that are of these files: (file, number).
 fn descriptors(path: &Path, files: &[u32]) -> Result<Vec<(u32, i32)>, Error> {
+    // Of a process without any, such as the reaper, there is none.
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
     let all: Vec<FdinfoEntry> = Records::open(path.into(), FDINFO)?.all()?;
     let wanted = all.iter().filter(|entry| files.contains(&entry.id));
     Ok(wanted.map(|entry| (entry.id, entry.fd.cast_signed())).collect())
