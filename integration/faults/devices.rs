@@ -1,6 +1,10 @@
 //! Devices that stand for NVIDIA's in a tree with a CUDA process ([`crate::devices_here`]).
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use nix::sys::stat::{Mode, SFlag, mknod};
 
 use crate::devices_here::StandIns;
 use crate::rig::Rig;
@@ -11,11 +15,20 @@ fn rig() -> Option<(Rig, StandIns)> {
     Some((rig, devices))
 }
 
+/// A name of the device in the rig's folder, which can go as those of a machine with a GPU go; its own name where the file
+/// system has no devices.
+fn named(rig: &Rig, device: &Path, name: &str) -> PathBuf {
+    let (path, is) = (rig.path().join(name), fs::metadata(device).unwrap());
+    let made = mknod(&path, SFlag::from_bits_truncate(is.mode()), Mode::S_IRUSR | Mode::S_IWUSR, is.rdev());
+    if made.is_ok() && File::open(&path).is_ok() { path } else { device.to_owned() }
+}
+
 #[test]
 fn a_child_by_fork_that_has_them_is_in_the_image_without_them() {
     let Some((mut rig, devices)) = rig() else { return };
     let seen = rig.path().join("seen");
-    let paths = [&devices.control, &devices.memory, &seen].map(|path| path.to_str().unwrap().to_owned());
+    let (control, memory) = (named(&rig, &devices.control, "control"), named(&rig, &devices.memory, "memory"));
+    let paths = [&control, &memory, &seen].map(|path| path.to_str().unwrap().to_owned());
     rig.job(&["--devices", &paths[0], &paths[1], &paths[2]]);
     let mut supervisor = rig.start();
     let finds = |what: &str| {
@@ -30,6 +43,9 @@ fn a_child_by_fork_that_has_them_is_in_the_image_without_them() {
         supervisor.until("the child has them still", finds(&untouched));
     }
     supervisor.assert_unharmed(1);
+    for path in [control, memory].iter().filter(|path| path.starts_with(rig.path())) {
+        fs::remove_file(path).unwrap();
+    }
     for _ in 0..3 {
         fs::remove_file(&seen).unwrap();
         supervisor.kill_job();
