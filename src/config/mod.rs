@@ -14,6 +14,7 @@ mod auto;
 mod control;
 mod error;
 mod file;
+mod gpu;
 mod keys;
 mod layers;
 mod model;
@@ -41,6 +42,7 @@ pub use model::{
     ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,
     Replica, Restart, Snapshot, Staging, Store, Tcp, VERSION,
 };
+pub use gpu::{Gpu, Nccl};
 pub use network::{Network, NetworkMode};
 pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
 pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit, Threads};
