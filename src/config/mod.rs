@@ -38,11 +38,11 @@ use serde::{Deserialize, Serialize};
 pub use auto::{MeanTime, Percentage};
 pub use control::Control;
 pub use error::{Error, Fault, Problem};
+pub use gpu::{Gpu, Nccl};
 pub use model::{
     ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,
     Replica, Restart, Snapshot, Staging, Store, Tcp, VERSION,
 };
-pub use gpu::{Gpu, Nccl};
 pub use network::{Network, NetworkMode};
 pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
 pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit, Threads};

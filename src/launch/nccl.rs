@@ -11,7 +11,8 @@ use std::ffi::{OsStr, OsString};
 use crate::config::Nccl;
 
 /// What lets a process share memory in ways that the interposer can suspend.
-const MANAGED: &[(&str, &str)] = &[("NCCL_CUMEM_ENABLE", "1"), ("NCCL_CUMEM_HOST_ENABLE", "0"), ("NCCL_NVLS_ENABLE", "0")];
+const MANAGED: &[(&str, &str)] =
+    &[("NCCL_CUMEM_ENABLE", "1"), ("NCCL_CUMEM_HOST_ENABLE", "0"), ("NCCL_NVLS_ENABLE", "0")];
 
 /// What keeps a process from sharing memory.
 const ALONE: &[(&str, &str)] = &[("NCCL_P2P_DISABLE", "1"), ("NCCL_CUMEM_HOST_ENABLE", "0"), ("NCCL_NVLS_ENABLE", "0")];

@@ -24,8 +24,8 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use session::Session;
-use table::{Import, Tag};
 pub use table::Sharing;
+use table::{Import, Tag};
 
 /// Why memory that is shared could not be let go, or taken again.
 #[derive(Debug, thiserror::Error)]
@@ -218,10 +218,7 @@ fn each(sessions: &[Mutex<Session<'_>>], work: impl Fn(&Session<'_>) -> Result<(
 }
 
 /// Does `work` with all, each on a thread of its own; the first error in their order, once all are done.
-fn at_once<T: Send>(
-    items: impl Iterator<Item = T>,
-    work: impl Fn(T) -> Result<(), Error> + Sync,
-) -> Result<(), Error> {
+fn at_once<T: Send>(items: impl Iterator<Item = T>, work: impl Fn(T) -> Result<(), Error> + Sync) -> Result<(), Error> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = items.map(|item| scope.spawn(|| work(item))).collect();
         let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {

@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 
 // One source for both sides.
 #[path = "../../../preload/src/table.rs"]
+#[allow(dead_code, reason = "some of it is the other side's")]
 mod layout;
 
 pub(super) use layout::{
@@ -106,14 +107,7 @@ fn map(file: &File) -> io::Result<NonNull<Table>> {
     }
     // SAFETY: a new mapping, of a file that is as long and stays so.
     let address = unsafe {
-        libc::mmap(
-            ptr::null_mut(),
-            size,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_SHARED,
-            file.as_raw_fd(),
-            0,
-        )
+        libc::mmap(ptr::null_mut(), size, libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED, file.as_raw_fd(), 0)
     };
     match NonNull::new(address.cast()) {
         Some(table) if address != libc::MAP_FAILED => Ok(table),
