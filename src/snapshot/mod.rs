@@ -46,6 +46,7 @@ use crate::store::{Image, JobFolder, PublishError, WriterLock};
 use crate::supervisor::interval::Choice;
 use crate::sys::criu::{self, Criu};
 use crate::sys::cuda;
+use crate::sys::sharing;
 
 pub use preflight::Refusal;
 
@@ -128,6 +129,9 @@ pub enum Error {
         /// How often it was tried.
         attempts: u32,
     },
+    /// CUDA processes have memory of each other that they can not let go of.
+    #[error("shared GPU memory: {0}")]
+    Sharing(#[from] sharing::Error),
     /// CRIU could not dump the tree.
     #[error("dump: {0}")]
     Dump(#[from] criu::RunError),

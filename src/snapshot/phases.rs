@@ -189,7 +189,8 @@ impl<'a> Work<'a> {
     fn find(&mut self) -> Result<(), Error> {
         self.gpu = gpu::Group::find(self.root()).map_err(|source| Error::Cuda { phase: "find", source })?;
         self.device_memory = preflight::device_memory(&self.gpu.outer_pids());
-        Ok(())
+        preflight::check_nccl(&self.gpu.outer_pids())?;
+        self.gpu.check_sharing()
     }
 
     fn prepare(&mut self) -> Result<(), Error> {
