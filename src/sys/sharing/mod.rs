@@ -20,6 +20,7 @@ mod table;
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -168,8 +169,8 @@ pub fn let_go(all: &[Sharing]) -> Result<(), Error> {
     check(all)?;
     let sessions = open(all)?;
     // A thread that stopped with a lock of the driver's would keep a keeper from its work. Then nothing has happened yet.
-    each(&sessions, |session| session.ask(table::PROBE, 0, "use the memory of others").map(drop))?;
-    each(&sessions, |session| session.ask(table::RELEASE, 0, "let go of the memory of others").map(drop))?;
+    each(&sessions, |session| session.ask(table::PROBE, "use the memory of others"))?;
+    each(&sessions, |session| session.ask(table::RELEASE, "let go of the memory of others"))?;
     drop(sessions);
     // What the driver itself knows of: a call of the program's may have been between the driver and our note of it.
     match all.iter().find(|one| one.table().foreign.load(Relaxed) != 0) {
@@ -188,20 +189,52 @@ pub fn let_go(all: &[Sharing]) -> Result<(), Error> {
 pub fn take_again(all: &[Sharing]) -> Result<(), Error> {
     let sessions = open(all)?;
     let mut exporters = BTreeMap::new();
-    for (session, one) in sessions.iter().zip(all) {
-        exporters.extend(one.exports().map(|(index, tag)| (tag, (session, index))));
+    for (at, one) in all.iter().enumerate() {
+        exporters.extend(one.exports().map(|(index, tag)| (tag, (at, index))));
     }
-    at_once(all.iter().zip(&sessions), |(one, session)| {
-        for (index, import) in one.imports().filter(|(_, import)| import.is_gone.load(Relaxed) != 0) {
-            let Some((exporter, export)) = exporters.get(&table::origin(import)) else {
+    // By exporter: which of its entries for which import of whom.
+    let mut wanted: Vec<Vec<Wanted>> = all.iter().map(|_| Vec::new()).collect();
+    for (importer, one) in all.iter().enumerate() {
+        for (import, entry) in one.imports().filter(|(_, import)| import.is_gone.load(Relaxed) != 0) {
+            let found = exporters.get(&table::origin(entry)).copied();
+            let Some((queue, export)) = found.and_then(|(at, export)| Some((wanted.get_mut(at)?, export))) else {
                 return Err(Error::Unmanaged { pid: one.inner(), why: Obstacle::NoExporter });
             };
-            let memory = lock(exporter).export(*export)?;
-            lock(session).import(index, &memory)?;
+            queue.push(Wanted { export, importer, import });
+        }
+    }
+    while wanted.iter().any(|queue| !queue.is_empty()) {
+        hand_over(&sessions, &mut wanted)?;
+    }
+    each(&sessions, |session| session.ask(table::MAP, "map the memory of others again"))
+}
+
+/// An export that is wanted, and where.
+struct Wanted {
+    export: u32,
+    importer: usize,
+    import: u32,
+}
+
+/// How many descriptors a process has open at once for this; many jobs may have 1024 in all.
+const AT_ONCE: usize = 64;
+
+/// Has each exporter export as much as goes at once, and the importers import it.
+fn hand_over(sessions: &[Mutex<Session<'_>>], wanted: &mut [Vec<Wanted>]) -> Result<(), Error> {
+    let round: Vec<Vec<Wanted>> =
+        wanted.iter_mut().map(|queue| queue.split_off(queue.len().saturating_sub(AT_ONCE))).collect();
+    let imports: Vec<Mutex<Vec<(u32, OwnedFd)>>> = sessions.iter().map(|_| Mutex::default()).collect();
+    at_once(sessions.iter().zip(round), |(session, round)| {
+        let entries: Vec<u32> = round.iter().map(|wanted| wanted.export).collect();
+        let memory = lock(session).export(&entries)?;
+        for (wanted, memory) in round.iter().zip(memory) {
+            if let Some(imports) = imports.get(wanted.importer) {
+                lock(imports).push((wanted.import, memory));
+            }
         }
         Ok(())
     })?;
-    each(&sessions, |session| session.ask(table::MAP, 0, "map the memory of others again").map(drop))
+    at_once(sessions.iter().zip(&imports), |(session, imports)| lock(session).import(&lock(imports)))
 }
 
 fn open(all: &[Sharing]) -> Result<Vec<Mutex<Session<'_>>>, Error> {
@@ -209,8 +242,8 @@ fn open(all: &[Sharing]) -> Result<Vec<Mutex<Session<'_>>>, Error> {
     all.iter().map(|one| Session::open(one).map(Mutex::new).map_err(|source| busy(one, source))).collect()
 }
 
-fn lock<'a, 'b>(session: &'a Mutex<Session<'b>>) -> MutexGuard<'a, Session<'b>> {
-    session.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn each(sessions: &[Mutex<Session<'_>>], work: impl Fn(&Session<'_>) -> Result<(), Error> + Sync) -> Result<(), Error> {

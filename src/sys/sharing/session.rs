@@ -63,47 +63,56 @@ impl<'a> Session<'a> {
         Ok(Session { sharing, socket: Some(socket), _alone: alone })
     }
 
-    /// Has the keeper do something; `doing` says what the driver was to do. Answers the descriptor that came back.
-    pub(super) fn ask(&self, what: u32, index: u32, doing: &'static str) -> Result<Option<OwnedFd>, Error> {
-        self.request(Request { what, index }, None, doing)
+    /// Has the keeper do something; `doing` says what the driver was to do.
+    pub(super) fn ask(&self, what: u32, doing: &'static str) -> Result<(), Error> {
+        self.send(Request { what, index: 0 }, None)?;
+        self.receive(doing).map(drop)
     }
 
-    pub(super) fn export(&self, index: u32) -> Result<OwnedFd, Error> {
+    /// Exports these entries again. All are asked for before the first answer is read, so that the keeper need not sleep.
+    pub(super) fn export(&self, entries: &[u32]) -> Result<Vec<OwnedFd>, Error> {
         let doing = "export memory for others again";
+        entries.iter().try_for_each(|index| self.send(Request { what: table::EXPORT, index: *index }, None))?;
         let missing = || Error::Driver { pid: self.sharing.inner(), what: doing, code: -1 };
-        self.request(Request { what: table::EXPORT, index }, None, doing)?.ok_or_else(missing)
+        entries.iter().map(|_| self.receive(doing)?.ok_or_else(missing)).collect()
     }
 
-    pub(super) fn import(&self, index: u32, memory: &OwnedFd) -> Result<(), Error> {
-        let request = Request { what: table::IMPORT, index };
-        self.request(request, Some(memory), "import the memory of others again").map(drop)
+    /// Imports these entries again, each from its memory.
+    pub(super) fn import(&self, entries: &[(u32, OwnedFd)]) -> Result<(), Error> {
+        let request = |index| Request { what: table::IMPORT, index };
+        // No more at once than the socket holds: else each would wait for the other.
+        for some in entries.chunks(super::AT_ONCE) {
+            some.iter().try_for_each(|(index, memory)| self.send(request(*index), Some(memory)))?;
+            some.iter().try_for_each(|_| self.receive("import the memory of others again").map(drop))?;
+        }
+        Ok(())
     }
 
-    fn request(
-        &self,
-        request: Request,
-        descriptor: Option<&OwnedFd>,
-        what: &'static str,
-    ) -> Result<Option<OwnedFd>, Error> {
-        let (reply, descriptor) = match self.talk(request, descriptor) {
-            Ok(answer) => answer,
-            Err(source) => return Err(Error::Busy { pid: self.sharing.inner(), source }),
-        };
+    fn send(&self, Request { what, index }: Request, descriptor: Option<&OwnedFd>) -> Result<(), Error> {
+        let [a, b] = [what.to_ne_bytes(), index.to_ne_bytes()];
+        let (bytes, rights) = ([a, b].concat(), descriptor.map(|descriptor| [descriptor.as_raw_fd()]));
+        let control: Vec<_> = rights.iter().map(|rights| ControlMessage::ScmRights(rights)).collect();
+        let parts = [IoSlice::new(&bytes)];
+        sendmsg::<UnixAddr>(self.socket(), &parts, &control, MsgFlags::MSG_NOSIGNAL, None)
+            .map_err(|errno| self.busy(errno.into()))?;
+        Ok(())
+    }
+
+    /// The next answer, with the descriptor that came with it.
+    fn receive(&self, what: &'static str) -> Result<Option<OwnedFd>, Error> {
+        let (reply, descriptor) = receive(self.socket()).map_err(|source| self.busy(source))?;
         match reply.code {
             0 => Ok(descriptor),
             code => Err(Error::Driver { pid: self.sharing.inner(), what, code }),
         }
     }
 
-    fn talk(&self, request: Request, descriptor: Option<&OwnedFd>) -> io::Result<(Reply, Option<OwnedFd>)> {
-        let socket = self.socket.as_ref().map_or(-1, AsRawFd::as_raw_fd);
-        let Request { what, index } = request;
-        let [a, b] = [what.to_ne_bytes(), index.to_ne_bytes()];
-        let (bytes, rights) = ([a, b].concat(), descriptor.map(|descriptor| [descriptor.as_raw_fd()]));
-        let control: Vec<_> = rights.iter().map(|rights| ControlMessage::ScmRights(rights)).collect();
-        let parts = [IoSlice::new(&bytes)];
-        sendmsg::<UnixAddr>(socket, &parts, &control, MsgFlags::MSG_NOSIGNAL, None)?;
-        receive(socket)
+    fn socket(&self) -> RawFd {
+        self.socket.as_ref().map_or(-1, AsRawFd::as_raw_fd)
+    }
+
+    fn busy(&self, source: io::Error) -> Error {
+        Error::Busy { pid: self.sharing.inner(), source }
     }
 }
 
