@@ -1,5 +1,5 @@
-//! Compiles the reaper and the interposer and leaves them in OUT_DIR, where `launch::reaper` and `launch::interposer`
-//! embed them: rekindle is one self-contained file.
+//! Compiles the reaper, the interposer and CRIU's plugin and leaves them in OUT_DIR, where `launch::reaper`,
+//! `launch::interposer` and `snapshot::devices` embed them: rekindle is one self-contained file.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -19,6 +19,13 @@ fn main() {
         "rekindle-preload.so",
         // rustc hides every symbol of such a library but those that are exported by name.
         &["--crate-name=rekindle_preload", "--crate-type=cdylib", "-Copt-level=3", "-Crelocation-model=pic"],
+        &["-Wl,-z,noexecstack", "-Wl,-z,now"],
+    );
+    compile(
+        "plugin/src",
+        "lib.rs",
+        "rekindle-plugin.so",
+        &["--crate-name=rekindle_plugin", "--crate-type=cdylib", "-Copt-level=s", "-Crelocation-model=pic"],
         &["-Wl,-z,noexecstack", "-Wl,-z,now"],
     );
 }

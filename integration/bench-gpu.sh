@@ -5,13 +5,14 @@
 # torch, and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh).
 #
 #   integration/bench-gpu.sh [--rekindle FILE] [--sizes 1,16,64,96] [--rounds N] [--minutes M] [--dir DIR] [--logs DIR]
-#                            [--only table|steps]
+#                            [--only table|steps|ddp] [--gib N]
 #   integration/bench-gpu.sh --self-test     the script itself, with the stand-in driver: no GPU and no PyTorch
 #
 # --sizes   GiB of device memory beside the network's      --rounds  snapshots of each job, 3 by default
 # --dir     where stores and plain images are written, a disk, /var/tmp by default
 # --logs    a folder that gets the logs
-# --only    the snapshots, or the time of a step between snapshots; both without it
+# --only    the snapshots, or the time of a step between snapshots; both without it. ddp, on two GPUs: the freeze of two
+#           ranks against that of one rank, each with --gib of device memory, 16 by default
 #
 # What there is no room or time for is in the table with the reason. Exits 1 when a trial failed or changed a bit.
 set -euo pipefail
@@ -21,7 +22,7 @@ rekindle='' self_test='' options=()
 while [ $# -gt 0 ]; do
   case $1 in
     --rekindle) rekindle=${2:?}; shift 2 ;;
-    --sizes | --rounds | --minutes | --dir | --logs | --only) options+=("$1" "${2:?}"); shift 2 ;;
+    --sizes | --rounds | --minutes | --dir | --logs | --only | --gib) options+=("$1" "${2:?}"); shift 2 ;;
     --self-test) self_test=yes; shift ;;
     *) echo "bench-gpu: unknown argument $1" >&2; exit 2 ;;
   esac
@@ -30,7 +31,7 @@ done
 if [ -n "$self_test" ]; then
   (cd "$root" && cargo build --quiet --package rekindle --package standin-cuda)
   rekindle=${rekindle:-$target/debug/rekindle}
-  options=(--sizes '0.03125,0.0625' --minutes 3 --stand-in "$target/debug/libstandin_cuda.so" "${options[@]}")
+  options=(--sizes '0.03125,0.0625' --gib 0.03125 --minutes 3 --stand-in "$target/debug/libstandin_cuda.so" "${options[@]}")
 else
   rekindle=${rekindle:-$target/release/rekindle}
   command -v nvidia-smi >/dev/null || { echo 'bench-gpu: there is no NVIDIA driver here' >&2; exit 69; }

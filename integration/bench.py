@@ -203,19 +203,25 @@ def main():
     parser.add_argument("--rekindle", default=ROOT / "target/release/rekindle")
     parser.add_argument("--mib", type=int, default=4096)
     parser.add_argument("--tree", default="16x256")
+    parser.add_argument("--workers", default="64x100")
     parser.add_argument("--dir", default="/dev/shm")
     parser.add_argument("--store", default="/var/tmp")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--idle", type=int, default=60)
     parser.add_argument("--store-size", type=int, default=8192)
-    parser.add_argument("--only", choices=["freeze", "memcpy", "overhead", "filter", "idle", "store"])
+    parser.add_argument("--only", choices=["freeze", "workers", "memcpy", "overhead", "filter", "idle", "store"])
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    processes, mib = map(int, args.tree.split("x"))
+
+    def tree(size):
+        processes, mib = map(int, size.split("x"))
+        return freeze(args, work, mib, processes)
+
     work = Path(tempfile.mkdtemp(prefix="rekindle-bench.", dir=args.dir))
     try:
         sections = {
-            "freeze": lambda: freeze(args, work, args.mib, 1) + freeze(args, work, mib, processes),
+            "freeze": lambda: freeze(args, work, args.mib, 1) + tree(args.tree),
+            "workers": lambda: tree(args.workers),
             "memcpy": memcpy,
             "overhead": lambda: overhead(args, work),
             "filter": lambda: filtered(args, work),

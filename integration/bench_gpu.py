@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import bench_ranks
 import bench_table as table
 import turns
 from host import available, free_on, supervisor_ticks
@@ -36,7 +37,7 @@ class Bench:
     def __init__(self, args, work):
         self.args, self.work, self.keys = args, work, known_keys(args.rekindle)
         self.deadline = time.monotonic() + args.minutes * 60
-        self.trials, self.saves, self.notes, self.failures = [], [], [], []
+        self.trials, self.saves, self.notes, self.failures, self.ranks = [], [], [], [], []
         self.pinned, self.results = None, {}
         self.turns = []
 
@@ -286,7 +287,10 @@ class Bench:
             work = [*saves[:1], *work, *saves[1:]]
         work += [(f"off {table.size(gib)} GiB", self.trial, ("off", gib)) for gib in sizes]
         steps = [("steps", self.compare_steps, ())]
-        return {"all": work + steps, "table": work, "steps": steps}[self.args.only]
+        ranks = [(f"ddp, {kind}", bench_ranks.measure, (self, kind, self.args.gib)) for kind in bench_ranks.KINDS]
+        # It wants another GPU, and more time than what is left of the others'.
+        everything = work + steps + (ranks if self.args.stand_in else [])
+        return {"all": everything, "table": work, "steps": steps, "ddp": ranks}[self.args.only]
 
     def run(self):
         for title, act, arguments in self.plan():
@@ -376,7 +380,8 @@ def arguments():
     parser.add_argument("--minutes", type=float, default=8.5)
     parser.add_argument("--dir", default="/var/tmp")
     parser.add_argument("--logs", type=Path)
-    parser.add_argument("--only", choices=["all", "table", "steps"], default="all")
+    parser.add_argument("--only", choices=["all", "table", "steps", "ddp"], default="all")
+    parser.add_argument("--gib", type=float, default=16)
     parser.add_argument("--stand-in")
     args = parser.parse_args()
     args.sizes = [int(part) if part.isdigit() else float(part) for part in args.sizes.split(",")]
@@ -394,7 +399,8 @@ def main():
     bench = Bench(args, work)
     try:
         if not args.stand_in:
-            touch(bench, max(args.sizes) + HOST_GIB)
+            ranks = 4 * (args.gib + bench_ranks.HOST_GIB)
+            touch(bench, ranks if args.only == "ddp" else max(args.sizes) + HOST_GIB)
         bench.run()
     finally:
         if args.logs:
@@ -402,7 +408,10 @@ def main():
         shutil.rmtree(work, ignore_errors=True)
         for line in describe(bench, args):
             print(f"\n{line}")
-        print("\n" + table.markdown(table.HEAD, table.rows(bench.trials, bench.saves, bench.pinned)), flush=True)
+        if bench.trials:
+            print("\n" + table.markdown(table.HEAD, table.rows(bench.trials, bench.saves, bench.pinned)), flush=True)
+        if bench.ranks:
+            print("\n" + table.markdown(bench_ranks.HEAD, bench_ranks.rows(bench.ranks)), flush=True)
     sys.exit(1 if bench.failures else 0)
 
 

@@ -90,16 +90,16 @@ def rows(trials, saves, pinned):
     return found
 
 
-def markdown(head, body):
-    """A table as text, its columns padded: the first two to the left, figures to the right."""
+def markdown(head, body, left=(1,)):
+    """A table as text, its columns padded: those of `left` to the left, figures to the right."""
     table = [head, *body]
     widths = [max(3, *(len(line[n]) for line in table)) for n in range(len(head))]
 
     def text(line):
-        cells = [c.ljust(w) if n == 1 else c.rjust(w) for n, (c, w) in enumerate(zip(line, widths))]
+        cells = [c.ljust(w) if n in left else c.rjust(w) for n, (c, w) in enumerate(zip(line, widths))]
         return "| " + " | ".join(cells) + " |"
 
-    rule = "|".join("-" * (w + 2) if n == 1 else "-" * (w + 1) + ":" for n, w in enumerate(widths))
+    rule = "|".join("-" * (w + 2) if n in left else "-" * (w + 1) + ":" for n, w in enumerate(widths))
     return "\n".join([text(head), f"|{rule}|", *map(text, body)])
 
 

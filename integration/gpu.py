@@ -176,6 +176,21 @@ def jax(args, work, table):
     compare(args, work, table, "jax", [sys.executable, ROOT / "integration/jobs/jax_job.py"], 1, 10)
 
 
+def forks(args, work, table):
+    """Children by fork that have the devices of a CUDA process, and one that only asks NVML."""
+    if importlib.util.find_spec("torch") is None:
+        print("SKIP forks: torch is not installed")
+        return
+    compare(args, work, table, "forks", [sys.executable, ROOT / "integration/jobs/fork_job.py"], 2, 10)
+    said = (work / "forks.log").read_text(errors="replace")
+    if "NVML is used without CUDA by process" not in said:
+        raise Failed("forks: no word of the process that asks NVML")
+    answers = read(work / "forks-out/nvml.txt").decode().split("\n")
+    runs = [answer for answer, before in zip(answers, [None, *answers]) if answer != before]
+    # What its library makes of /dev/null, and whether it comes round by itself.
+    print("forks: NVML says", ", ".join(runs), flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--rekindle", required=True)
@@ -189,7 +204,7 @@ def main():
     table, failures = [], []
     work = Path(tempfile.mkdtemp(prefix="rekindle-gpu."))
     try:
-        for test in [counter, watch, sample, torch, packs, jax]:
+        for test in [counter, watch, sample, torch, packs, jax, forks]:
             if args.only and args.only != test.__name__:
                 continue
             print(f"== {test.__name__}", flush=True)

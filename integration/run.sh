@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,s3,slurm,package,k8s,systemd,chromium,prometheus  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -98,12 +98,15 @@ fi
 step 'format' cargo fmt --all --check
 step 'format of the reaper' cargo fmt --manifest-path reaper/Cargo.toml --check
 step 'format of the interposer' cargo fmt --manifest-path preload/Cargo.toml --check
+step 'format of the plugin' cargo fmt --manifest-path plugin/Cargo.toml --check
 step 'clippy' cargo clippy --quiet --workspace --all-targets --locked -- -D warnings
 step 'clippy of the reaper' cargo clippy --quiet --manifest-path reaper/Cargo.toml -- -D warnings
 step 'clippy of the interposer' cargo clippy --quiet --manifest-path preload/Cargo.toml --all-targets -- -D warnings
+step 'clippy of the plugin' cargo clippy --quiet --manifest-path plugin/Cargo.toml --all-targets -- -D warnings
 step 'build' cargo build --quiet --workspace --locked
 step 'tests' cargo test --quiet --workspace --locked
 step 'tests of the interposer' cargo test --quiet --manifest-path preload/Cargo.toml
+step 'tests of the plugin' cargo test --quiet --manifest-path plugin/Cargo.toml
 step 'documentation' env RUSTDOCFLAGS='-D warnings' cargo doc --quiet --workspace --no-deps --locked
 if have cargo-deny; then
   step 'licences and sources' cargo deny --offline --log-level error check bans licenses sources
@@ -158,6 +161,7 @@ if [ "$(id -u)" -eq 0 ] && [ -n "${REKINDLE_CRIU:-}" ]; then
   step 'example: demonstration' examples/demo.sh --only cpu --rekindle "$rekindle"
   # Measures nothing here; it shows that the script still gets through before somebody rents a GPU for it.
   step 'measuring script for GPUs' integration/bench-gpu.sh --self-test --rekindle "$rekindle"
+  step 'workload matrix' integration/gpu-matrix.sh --self-test --rekindle "$rekindle"
 else
   skip 'examples under rekindle' 'they need root and CRIU'
 fi

@@ -43,13 +43,16 @@ def variable(key):
 
 
 class Job:
-    """One command, one store, one log. `settings` are keys of the configuration, `environment` is the job's."""
+    """One command, one store, one log. `settings` are keys of the configuration, `environment` is the job's, `options`
+    are of `rekindle run`."""
 
-    def __init__(self, rekindle, work, name, command, interval="off", store=None, settings=None, environment=None):
+    def __init__(
+        self, rekindle, work, name, command, interval="off", store=None, settings=None, environment=None, options=()
+    ):  # fmt: skip
         self.rekindle, self.name = rekindle, name
         self.store = Path(store or work / "store")
         self.log = work / f"{name}.log"
-        self.command = [rekindle, "run", "--store", self.store, "--name", name, "--interval", interval, "--"]
+        self.command = [rekindle, "run", "--store", self.store, "--name", name, "--interval", interval, *options, "--"]
         self.command += command
         self.environment = dict(os.environ, **(environment or {}))
         self.environment.update((variable(key), str(value)) for key, value in (settings or {}).items())
@@ -136,11 +139,11 @@ class Job:
         """Whether an image is in the store."""
         return any(folder.name == image for folder in self.images())
 
-    def kill_job(self, limit=180):
-        """kill -9 of the job's own process; waits until it is back. Answers the seconds that took."""
+    def kill_job(self, limit=180, victim=None):
+        """kill -9 of the job's own process, or of another of its; waits until it is back. Answers the seconds that took."""
         before = self.state()
         began = time.monotonic()
-        os.kill(before["pid"], signal.SIGKILL)
+        os.kill(victim or before["pid"], signal.SIGKILL)
         self.wait_for("restart", lambda: self.state().get("restarts", 0) > before["restarts"] and self.running(), limit)
         return time.monotonic() - began
 

@@ -5,7 +5,11 @@ import tempfile
 import unittest
 from pathlib import Path
 
+import bench_ranks
 import bench_table as table
+from gpu_matrix import HEAD, Outcome, Slots, text
+from matrix_lines import LINES, SELF_TEST, Line, nccl
+from matrix_trial import Record
 from steps import Steps
 from supervised import Job, manifests, seconds, variable
 
@@ -107,6 +111,70 @@ class Parsing(unittest.TestCase):
     def test_settings_reach_rekindle_and_environment_the_job(self):
         job = Job("rekindle", Path("/nowhere"), "j", ["true"], settings={"store.keep-last": 1}, environment={"A": "b"})
         self.assertEqual((job.environment["REKINDLE_STORE_KEEP_LAST"], job.environment["A"]), ("1", "b"))
+
+
+class Ranks(unittest.TestCase):
+    def test_two_ranks_are_compared_with_one_of_the_same_size(self):
+        def of(kind, scales, gib=16):
+            return {"gib": gib, "kind": kind, "snapshots": [snapshot(s) for s in scales], "why": "it did not fit"}
+
+        found = bench_ranks.rows([of("one", [4.0, 1.0, 1.0]), of("gloo", [2.0, 1.25, 1.25]), of("nccl", [1.0], 8), of("nccl", [])])
+        one, gloo, other, none = found
+        self.assertEqual({len(row) for row in found}, {len(bench_ranks.HEAD)})
+        self.assertEqual((one[7:], gloo[7:], other[7:]), (["15.00", "", "60.00"], ["18.75", "1.25x", "30.00"], ["15.00", "", "15.00"]))
+        self.assertEqual(none[1], "two ranks, two GPUs, NCCL: it did not fit")
+
+
+class Matrix(unittest.TestCase):
+    def lines(self, *files):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        for rank, content in enumerate(files):
+            (Path(folder.name) / f"steps.{rank}").write_text(content)
+        return Record(Path(folder.name), len(files))
+
+    def test_the_bits_are_compared_as_far_as_the_job_went(self):
+        alone = self.lines("1 a\n2 b\n3 c\n4 d\n", "1 e\n2 f\n3 g\n")
+        self.assertIsNone(self.lines("1 a\n2 b\n3 c\n", "1 e\n2 f\n3 g\n").differ(alone))
+        self.assertIn("rank 1 has other bits", self.lines("1 a\n2 b\n", "1 e\n2 x\n").differ(alone))
+        self.assertIn("from step 4 on", self.lines("1 a\n", "1 e\n2 f\n3 g\n4 h\n").differ(alone))
+
+    def test_a_step_that_is_there_twice_or_not_at_all_is_named(self):
+        alone = self.lines("1 a\n2 b\n3 c\n")
+        self.assertIn("line 3 of rank 0 is that of step 2", self.lines("1 a\n2 b\n2 b\n3 c\n").differ(alone))
+        self.assertIn("line 2 of rank 0 is that of step 3", self.lines("1 a\n3 c\n").differ(alone))
+
+    def test_all_ranks_have_done_as_many_steps_as_the_slowest(self):
+        self.assertEqual(self.lines("1 a\n2 b\n", "1 e\n2").count(), 1)
+
+    def test_a_line_is_as_expected_only_with_its_words_and_the_same_bits(self):
+        works, refuses = Line("a", "", ()), Line("b", "", (), expected="refused", words="managed memory")
+        self.assertTrue(Outcome("works", same=True).expected(works))
+        self.assertFalse(Outcome("works", same=False).expected(works))
+        self.assertFalse(Outcome("lost", "managed memory").expected(refuses))
+        self.assertTrue(Outcome("refused", "managed memory is not supported", same=True).expected(refuses))
+        self.assertFalse(Outcome("refused", "no room", same=True).expected(refuses))
+        self.assertTrue(Outcome("SKIP", "no second GPU").expected(works))
+
+    def test_a_row_has_all_columns_and_can_be_in_a_table(self):
+        row = Outcome("refused", "a | b\nc", same=True).row(LINES[0])
+        self.assertEqual((len(row), row[2], row[3], row[-1]), (len(HEAD), "refused", "yes", "a / b c"))
+        self.assertIn("eager: a / b c", text([row]))
+
+    def test_lines_are_spread_over_the_gpus(self):
+        slots = Slots(["0", "1"], 4)
+        self.assertEqual([slots.take(1), slots.take(1), slots.take(2)], [["0"], ["1"], ["0", "1"]])
+        slots.give(["0"], 1)
+        self.assertEqual(slots.take(1), ["0"])
+
+    def test_names_and_ports_are_of_one_line_each(self):
+        for lines in LINES, SELF_TEST:
+            self.assertEqual(len({line.name for line in lines}), len(lines))
+            ports = [line.port + more for line in lines for more in (0, 1, 10, 11, 20, 21)]
+            self.assertEqual(len(set(ports)), len(ports))
+
+    def test_nccl_is_left_to_a_rekindle_that_sees_to_it(self):
+        self.assertEqual((nccl({"gpu.nccl"}), set(nccl(set()))), ({}, {"NCCL_P2P_DISABLE", "NCCL_CUMEM_HOST_ENABLE"}))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
 
+#[path = "../support/devices.rs"]
+mod devices_here;
 #[path = "../support/supervisor.rs"]
 mod supervisor;
 
@@ -13,6 +15,7 @@ mod compat;
 mod control;
 mod damage;
 mod deadline;
+mod devices;
 mod events;
 mod forks;
 mod hooks;

@@ -5,6 +5,9 @@
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
 
+mod devices;
+#[path = "../support/devices.rs"]
+mod devices_here;
 mod gpus;
 mod landing;
 mod losses;

@@ -1,12 +1,14 @@
 """A training loop for measurements: the same bits every time, and the clock beside every step.
 
-    bench_torch.py OUT --gib N [--pause FILE] [--resident]
+    bench_torch.py OUT --gib N [--pause FILE] [--resident] [--ranks N --backend gloo|nccl --port P]
 
 Appends a line a step to OUT: its number, the time of day at its end, its length in seconds, the loss as a hexadecimal
 float and the sum of the ballast; before the first, a line with 0, the bytes of device memory that PyTorch holds, and
 its version. Each step takes batches from pageable host memory to the device, as a data loader does, and rewrites all of
 the ballast. While the file of --pause is there, no step begins. With --resident the batches are on the device from the
 beginning: how fast pageable memory is copied differs by per cents between two processes that are otherwise the same.
+With --ranks it is so many processes, each on a GPU of its own and with all that memory, that train the network together
+(DistributedDataParallel); the first one writes OUT.
 """
 
 import argparse
@@ -24,20 +26,31 @@ import torch
 WIDTH, BATCH, BATCHES = 4096, 512, 8
 
 
-def main():
+def options():
     parser = argparse.ArgumentParser()
     parser.add_argument("out")
     parser.add_argument("--gib", type=float, required=True)
     parser.add_argument("--pause")
     parser.add_argument("--resident", action="store_true")
-    args = parser.parse_args()
+    parser.add_argument("--ranks", type=int, default=0)
+    parser.add_argument("--backend", choices=["gloo", "nccl"])
+    parser.add_argument("--port", type=int)
+    return parser.parse_args()
+
+
+def work(rank, args):
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(7)
-    device = torch.device("cuda")
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
     model = torch.nn.Sequential(
         torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(), torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU(),
         torch.nn.Linear(WIDTH, 10),
     ).to(device)  # fmt: skip
+    if args.ranks:
+        meet = f"tcp://127.0.0.1:{args.port}"
+        torch.distributed.init_process_group(args.backend, meet, rank=rank, world_size=args.ranks)
+        model = torch.nn.parallel.DistributedDataParallel(model, device_ids=[rank])
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     chunks = ballast(args.gib, device)
     data = torch.randn(BATCHES, BATCH, WIDTH)
@@ -55,7 +68,7 @@ def main():
             losses.append(loss.detach())
         return torch.stack(losses).sum().item(), stir(chunks)
 
-    with open(args.out, "a", buffering=1) as out:
+    with open(args.out if rank == 0 else os.devnull, "a", buffering=1) as out:
         step = 0
         while True:
             while args.pause and os.path.exists(args.pause):
@@ -68,4 +81,13 @@ def main():
             print(step, f"{time.time():.6f} {time.perf_counter() - began:.6f} {loss.hex()} {total:016x}", file=out)
 
 
-main()
+def main():
+    args = options()
+    if args.ranks:
+        torch.multiprocessing.spawn(work, (args,), nprocs=args.ranks)
+    else:
+        work(0, args)
+
+
+if __name__ == "__main__":
+    main()

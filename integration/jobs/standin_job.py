@@ -2,18 +2,21 @@
 """A job for the stand-in libcuda: counts in device memory and checks a pattern there.
 
     standin_job.py OUT [--mib N] [--until N] [--busy-ms N] [--sleep-ms N] [--fork]
-                       [--times] [--pause FILE]
+                       [--times] [--pause FILE] [--devices CONTROL MEMORY SEEN] [--keep DEVICE]
 
 Each round adds one to the counter in device memory, checks the counter and the pattern, and appends the counter to the
 file OUT. Ends with 0 at --until, with 3 when the pattern differs, with 4 when the counter differs from the one that it
 keeps in host memory, with 5 when a CUDA call fails. --busy-ms runs a "kernel" of that length each round, so that a
-shorter lock times out. --fork leaves a child behind that holds the device descriptor but does not use CUDA. --times
+shorter lock times out. --fork leaves a child behind that holds the device descriptor but does not use CUDA. --devices
+leaves one behind that has these two as a child of a real CUDA process has NVIDIA's, CONTROL open and MEMORY open and mapped,
+and writes to the file SEEN what it finds of them; --keep has the job itself hold one beside CUDA. --times
 writes the lines that bench_torch.py writes, with the counter and the checksum of the pattern in the place of the loss
 and the sum; --pause is that job's, too.
 """
 
 import argparse
 import ctypes
+import mmap
 import os
 import random
 import sys
@@ -21,6 +24,30 @@ import time
 import zlib
 
 PIECE = 2 << 20
+
+
+def hold(control, memory, seen):
+    # The stand-in's own, for which nothing stands.
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if "userfaultfd" in os.readlink(f"/proc/self/fd/{fd}"):
+                os.close(int(fd))
+        except OSError:
+            pass
+    files = [os.open(control, os.O_RDWR), os.open(memory, os.O_RDONLY)]
+    held = mmap.mmap(files[1], 3 * mmap.PAGESIZE, mmap.MAP_SHARED, mmap.PROT_READ)
+    place = None
+    while True:
+        names = [os.readlink(f"/proc/self/fd/{fd}") for fd in files]
+        lines = [line.split() for line in open("/proc/self/maps")]
+        place = place or next(line[0] for line in lines if line[-1] == memory)
+        _, rights, *rest = next(line for line in lines if line[0] == place)
+        # What is not a device any more can be read.
+        what = "device" if rest[-1] == memory else "zeros" if held[:] == bytes(len(held)) else "something"
+        with open(seen + ".new", "w") as file:
+            print(*names, rights, what, file=file)
+        os.rename(seen + ".new", seen)
+        time.sleep(0.02)
 
 
 def main():
@@ -31,6 +58,8 @@ def main():
     parser.add_argument("--busy-ms", type=int, default=0)
     parser.add_argument("--sleep-ms", type=int, default=10)
     parser.add_argument("--fork", action="store_true")
+    parser.add_argument("--devices", nargs=3)
+    parser.add_argument("--keep")
     parser.add_argument("--times", action="store_true")
     parser.add_argument("--pause")
     args = parser.parse_args()
@@ -64,6 +93,10 @@ def main():
     if args.fork and os.fork() == 0:
         while True:
             time.sleep(1)
+    if args.devices and os.fork() == 0:
+        hold(*args.devices)
+    if args.keep:
+        os.open(args.keep, os.O_RDWR)
 
     def line(number, began):
         if not args.times:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Jobs of many processes that count, check themselves, and end when told to, as those of kinds.py do.
 
-    trees.py KIND FOLDER [PORT]
+    trees.py KIND FOLDER [PORT | DEVICE...]
 """
 
 import ctypes
@@ -359,7 +359,39 @@ def waiting_to_be_accepted():
     count(last=last)
 
 
+def devices(mapped, other):
+    """Has devices open that stand for NVIDIA's, and a child by fork: tells what they are, and that no call works in the end."""
+    control, memory, unknown = sys.argv[3:6]
+    file = os.open(control, os.O_RDWR)
+    if mapped:
+        block = os.open(memory, os.O_RDONLY)
+        held = mmap.mmap(block, 8192, mmap.MAP_SHARED, mmap.PROT_READ)
+    if other:
+        os.open(unknown, os.O_RDONLY)
+    if os.fork() == 0:
+        while os.getppid() != 1:
+            say("child has", os.readlink("/proc/self/fd/%d" % file))
+            time.sleep(0.02)
+        os._exit(0)
+
+    def check(_):
+        name = os.readlink("/proc/self/fd/%d" % file)
+        say("job has", name)
+        if name == "/dev/null":
+            try:
+                fcntl.ioctl(file, 0xC020462A, b"\0" * 32)
+                need(False, "a call of it works")
+            except OSError as error:
+                need(error.errno == errno.ENOTTY, "a call of it says", error)
+        need(not mapped or len(held) == 8192)
+
+    count(check)
+
+
 KINDS = {
+    "devices-asked": lambda: devices(False, False),
+    "devices-mapped": lambda: devices(True, False),
+    "devices-other": lambda: devices(False, True),
     "uring": falls_back,
     "uring-open": has_a_ring,
     "deep": lambda: chain(60),

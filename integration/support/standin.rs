@@ -69,8 +69,8 @@ impl Standin {
         fs::copy(library(), self.path().join("libnvidia-ml.so.1")).unwrap();
     }
 
-    #[allow(dead_code, reason = "each test binary uses a part")]
     /// The GPUs from now on, one a line; the stand-in's documentation has the words.
+    #[allow(dead_code, reason = "each test binary uses a part")]
     pub(crate) fn gpus(&self, lines: &str) {
         // In one step: a job may be looking.
         fs::write(self.path().join("gpus.new"), lines).unwrap();

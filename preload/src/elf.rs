@@ -8,7 +8,7 @@ use core::ptr::with_exposed_provenance;
 use core::slice;
 
 use crate::maps::{self, Mapping};
-use crate::sys::PROT_READ;
+use crate::sys::{PROT_EXEC, PROT_READ};
 
 /// Mappings of one object: four or five, and a few more where protections were changed.
 const MOST_PARTS: usize = 32;
@@ -36,6 +36,20 @@ pub(crate) struct Object {
     parts: [MaybeUninit<Mapping>; MOST_PARTS],
     count: usize,
     base: usize,
+}
+
+/// The address of a function of this name, which ends with NUL, in any loaded object but the one that holds `not_in`.
+pub(crate) fn function(name: &[u8], not_in: usize) -> Option<usize> {
+    let own = maps::find(not_in)?.inode;
+    let mut found = None;
+    maps::scan(|mapping| {
+        if mapping.inode != 0 && mapping.inode != own && mapping.prot & PROT_EXEC != 0 {
+            let mut object = Object::new();
+            found = object.find(mapping, mapping.start).and_then(|()| object.defined(name));
+        }
+        found.is_none()
+    });
+    found
 }
 
 /// What the dynamic section says.
@@ -192,6 +206,23 @@ impl Object {
             }
         }
         Some(())
+    }
+
+    /// The address of the function `name` that the object defines. Its symbols are looked through one after the other: the
+    /// table ends where the strings begin, as all linkers put them.
+    fn defined(&self, name: &[u8]) -> Option<usize> {
+        const STT_FUNC: usize = 2;
+        let dynamic = self.dynamic()?;
+        let count = dynamic.strings.checked_sub(dynamic.symbols)? / SYM_SIZE;
+        for number in 1..count {
+            let symbol = dynamic.symbols.checked_add(number * SYM_SIZE)?;
+            let head = self.word(symbol)?;
+            let (kind, section) = (head >> 32 & 0xf, head >> 48);
+            if kind == STT_FUNC && section != 0 && self.is_named(&dynamic, number, name) {
+                return Some(self.base.wrapping_add(self.word(symbol + 8)?));
+            }
+        }
+        None
     }
 
     fn is_named(&self, dynamic: &Dynamic, symbol: usize, name: &[u8]) -> bool {

@@ -1,4 +1,5 @@
-//! The exported symbols, and no others: `mmap`, `mmap64` and `munmap`.
+//! The exported symbols of the libc: `mmap`, `mmap64`, `munmap`, `ioctl` and `dlsym`. Those of the driver are in
+//! [`crate::lookup`].
 //!
 //! Naked, for two reasons: what is not for us must cost one compare, and what may be for us needs the address that the
 //! call comes from, which is on top of the stack at entry. The slow way of mmap is an ordinary function that gets it as
@@ -11,7 +12,7 @@
 
 use core::arch::naked_asm;
 
-use crate::{landing, libc};
+use crate::{landing, libc, lookup, rm};
 
 /// mmap(2) and mmap64(3), which are the same on x86-64.
 macro_rules! mmap {
@@ -51,5 +52,56 @@ unsafe extern "C" fn munmap() {
         region = sym landing::START,
         next = sym libc::NEXT_MUNMAP,
         slow = sym landing::unmap,
+    )
+}
+
+/// ioctl(2). What is not of the type `F` is not the driver's.
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+unsafe extern "C" fn ioctl() {
+    naked_asm!(
+        "mov eax, esi",
+        "and eax, 0xff00",
+        "cmp eax, {kind}",
+        "je {slow}",
+        "jmp qword ptr [rip + {next}]",
+        kind = const (b'F' as u32) << 8,
+        next = sym libc::NEXT_IOCTL,
+        slow = sym rm::call,
+    )
+}
+
+/// dlsym(3). The loader may call it before anything was prepared: then there is no other yet.
+#[unsafe(naked)]
+#[unsafe(no_mangle)]
+unsafe extern "C" fn dlsym() {
+    naked_asm!(
+        "test rsi, rsi",
+        "jz 3f",
+        "cmp byte ptr [rsi], {c}",
+        "jne 3f",
+        "cmp byte ptr [rsi + 1], {u}",
+        "jne 3f",
+        // With a library. RTLD_NEXT (-1) counts from the caller, whose address must stay.
+        "cmp rdi, -1",
+        "jne {slow}",
+        "3:",
+        "cmp qword ptr [rip + {next}], 0",
+        "je 4f",
+        "jmp qword ptr [rip + {next}]",
+        "4:",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8",
+        "call {find}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "jmp qword ptr [rip + {next}]",
+        c = const b'c',
+        u = const b'u',
+        next = sym libc::NEXT_DLSYM,
+        slow = sym lookup::dlsym,
+        find = sym libc::find_dlsym,
     )
 }

@@ -58,12 +58,17 @@ mod helper;
 #[cfg(not(test))]
 mod hooks;
 mod job;
+mod keeper;
 mod landing;
 mod libc;
 mod lock;
+mod lookup;
 mod maps;
+mod rm;
+mod sharing;
 mod stream;
 mod sys;
+mod table;
 
 /// Reads the environment and finds the functions that come after ours. Runs when the object is loaded, before the
 /// program; until then the hooks use what needs no preparation.

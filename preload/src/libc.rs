@@ -4,13 +4,17 @@
 //! process, and a program without a libc at all (Go makes such) could not start. What copies is libc's `memmove`: it has
 //! one version, where `memcpy` has two, the older of which is slow code in new glibcs (2.36: a half of the speed at
 //! 16 KiB). The loader puts its address here before anything can call us.
+//!
+//! dlsym(3) is a symbol of ours, and so is found another way: by dlvsym, and where there is none (musl; glibc before 2.34,
+//! while libdl is not loaded) in the tables of whatever object has one.
 
 use core::arch::global_asm;
 use core::ffi::{CStr, c_char, c_void};
 use core::mem::transmute;
-use core::ptr::null_mut;
+use core::ptr::{null_mut, with_exposed_provenance_mut};
 use core::sync::atomic::{AtomicPtr, Ordering};
 
+use crate::elf;
 use crate::sys::{self, Errno};
 
 global_asm!(
@@ -43,6 +47,10 @@ unsafe extern "C" {
 type Copy = unsafe extern "C" fn(*mut u8, *const u8, usize) -> *mut u8;
 type Map = unsafe extern "C" fn(usize, usize, i32, i32, i32, isize) -> usize;
 type Unmap = unsafe extern "C" fn(usize, usize) -> i32;
+type Ioctl = unsafe extern "C" fn(i32, usize, usize) -> i32;
+type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
+type ThreadMain = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
+type CreateThread = unsafe extern "C" fn(*mut usize, *const c_void, ThreadMain, *mut c_void) -> i32;
 type Dlvsym = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) -> *mut c_void;
 type ErrnoLocation = unsafe extern "C" fn() -> *mut i32;
 
@@ -50,6 +58,10 @@ type ErrnoLocation = unsafe extern "C" fn() -> *mut i32;
 pub(crate) static NEXT_MMAP: AtomicPtr<c_void> = AtomicPtr::new(raw_mmap as Map as *mut c_void);
 /// The munmap after ours.
 pub(crate) static NEXT_MUNMAP: AtomicPtr<c_void> = AtomicPtr::new(raw_munmap as Unmap as *mut c_void);
+/// The ioctl after ours.
+pub(crate) static NEXT_IOCTL: AtomicPtr<c_void> = AtomicPtr::new(raw_ioctl as Ioctl as *mut c_void);
+/// The dlsym after ours; null until it was looked for.
+pub(crate) static NEXT_DLSYM: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 
 /// Finds what other objects, and then libc, have for our hooks. Where it has versions, the oldest is asked for, which every
 /// glibc for x86-64 has. An object without versions, such as another preloaded one, fits any.
@@ -61,12 +73,75 @@ pub(crate) fn find_next() {
     }
     // SAFETY: what the loader put there is the dlvsym of the libc.
     let dlvsym: Dlvsym = unsafe { transmute(dlvsym) };
-    for (slot, name) in [(&NEXT_MMAP, c"mmap"), (&NEXT_MUNMAP, c"munmap")] {
+    let ours = [(&NEXT_MMAP, c"mmap"), (&NEXT_MUNMAP, c"munmap"), (&NEXT_IOCTL, c"ioctl"), (&NEXT_DLSYM, c"dlsym")];
+    for (slot, name) in ours {
         let next = next_symbol(dlvsym, name, c"GLIBC_2.2.5");
         if !next.is_null() {
             slot.store(next, Ordering::Relaxed);
         }
     }
+}
+
+/// Finds the dlsym after ours, at the latest when it is called.
+pub(crate) extern "C" fn find_dlsym() {
+    if NEXT_DLSYM.load(Ordering::Relaxed).is_null() {
+        find_next();
+    }
+    if NEXT_DLSYM.load(Ordering::Relaxed).is_null() {
+        let found = elf::function(b"dlsym\0", (crate::prepare as *const ()).addr());
+        // With none at all there is nobody who could have called it; it finds nothing then.
+        let found = found.map_or(nothing as Dlsym as *mut c_void, with_exposed_provenance_mut);
+        NEXT_DLSYM.store(found, Ordering::Relaxed);
+    }
+}
+
+unsafe extern "C" fn nothing(_library: *mut c_void, _name: *const c_char) -> *mut c_void {
+    null_mut()
+}
+
+/// dlsym(3).
+pub(crate) fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void {
+    find_dlsym();
+    // SAFETY: not null any more, and always the address of a dlsym.
+    let next: Dlsym = unsafe { transmute(NEXT_DLSYM.load(Ordering::Relaxed)) };
+    // SAFETY: what was asked of us is handed on.
+    unsafe { next(library, name) }
+}
+
+/// What comes after ours of a symbol of this object.
+pub(crate) fn next(symbol: &CStr) -> *mut c_void {
+    dlsym(null_mut::<c_void>().wrapping_byte_sub(1), symbol.as_ptr())
+}
+
+/// ioctl(2), with errno.
+pub(crate) fn ioctl(fd: i32, request: usize, argument: usize) -> i32 {
+    // SAFETY: it holds the address of an ioctl at all times.
+    let next: Ioctl = unsafe { transmute(NEXT_IOCTL.load(Ordering::Relaxed)) };
+    // SAFETY: what was asked of us is handed on.
+    unsafe { next(fd, request, argument) }
+}
+
+unsafe extern "C" fn raw_ioctl(fd: i32, request: usize, argument: usize) -> i32 {
+    match sys::ioctl(fd, request, argument) {
+        Ok(result) => result,
+        Err(errno) => {
+            set_errno(errno);
+            -1
+        }
+    }
+}
+
+/// A thread of the libc's. Answers whether there is one.
+pub(crate) fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
+    let create = next(c"pthread_create");
+    if create.is_null() {
+        return false;
+    }
+    // SAFETY: the libc's function of this name.
+    let create: CreateThread = unsafe { transmute(create) };
+    let mut thread = 0;
+    // SAFETY: a live local takes the thread's name; it is never joined, and ends with the process.
+    unsafe { create(&raw mut thread, core::ptr::null(), main, argument) == 0 }
 }
 
 fn next_symbol(dlvsym: Dlvsym, name: &CStr, version: &CStr) -> *mut c_void {

@@ -2,12 +2,15 @@
 
 use core::arch::asm;
 use core::ffi::CStr;
+use core::mem::MaybeUninit;
+use core::sync::atomic::AtomicU32;
 
 /// A positive error number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Errno(pub(crate) i32);
 
 pub(crate) const EINVAL: Errno = Errno(22);
+const EINTR: Errno = Errno(4);
 
 pub(crate) const PROT_NONE: i32 = 0;
 pub(crate) const PROT_READ: i32 = 1;
@@ -39,6 +42,72 @@ fn call(number: usize, args: [usize; 6]) -> Result<usize, Errno> {
 fn arg(value: i32) -> usize {
     value as isize as usize
 }
+
+/// ioctl(2).
+pub(crate) fn ioctl(fd: i32, request: usize, argument: usize) -> Result<i32, Errno> {
+    call(16, [arg(fd), request, argument, 0, 0, 0]).map(|result| result as i32)
+}
+
+/// The calling thread, as the process sees it.
+pub(crate) fn thread() -> i32 {
+    call(186, [0; 6]).map_or(0, |tid| tid as i32)
+}
+
+/// Zero bytes in a memfd of this name, shared with whoever maps it, but not with forked children. Its address. The size is
+/// sealed: whoever reads it must not be ended by somebody who cuts it.
+pub(crate) fn shared_memory(name: &CStr, length: usize) -> Result<usize, Errno> {
+    if length > file_size_limit() {
+        return Err(EINVAL);
+    }
+    let file = call(319, [name.as_ptr().addr(), 3, 0, 0, 0, 0])?; // MFD_CLOEXEC | MFD_ALLOW_SEALING
+    let file = File(file as i32);
+    file.truncate(length)?;
+    call(72, [arg(file.0), 1033, 6, 0, 0, 0])?; // F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW
+    let address = file.map(0, length, PROT_READ | PROT_WRITE, MAP_SHARED)?;
+    if let Err(errno) = call(28, [address, length, 10, 0, 0, 0]) {
+        let _ = unmap(address, length); // MADV_DONTFORK
+        return Err(errno);
+    }
+    Ok(address)
+}
+
+/// Sleeps as long as `word` is `value`, or a little less.
+pub(crate) fn futex_wait(word: &AtomicU32, value: u32) {
+    let _ = call(202, [word.as_ptr().addr(), 0, value as usize, 0, 0, 0]); // FUTEX_WAIT, between processes
+}
+
+/// Two ends of a socket for packets.
+pub(crate) fn socket_pair() -> Result<[File; 2], Errno> {
+    let mut pair = [-1_i32; 2];
+    // AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC.
+    call(53, [1, 5 | 0o2_000_000, 0, pair.as_mut_ptr().addr(), 0, 0])?;
+    Ok(pair.map(File))
+}
+
+/// struct msghdr, for one packet and one descriptor.
+#[repr(C)]
+struct Message {
+    name: usize,
+    name_length: usize,
+    parts: usize,
+    part_count: usize,
+    control: usize,
+    control_length: usize,
+    flags: usize,
+}
+
+/// struct cmsghdr with one descriptor, SCM_RIGHTS, and what aligns it.
+#[repr(C)]
+struct Control {
+    length: usize,
+    level: i32,
+    kind: i32,
+    descriptor: i32,
+    unused: i32,
+}
+
+/// Bytes of a [`Control`] that count.
+const CONTROL_LENGTH: usize = 20;
 
 pub(crate) fn pid() -> i32 {
     call(39, [0; 6]).map_or(0, |pid| pid as i32)
@@ -106,6 +175,73 @@ impl File {
         call(285, [arg(self.0), 0, 0, length, 0, 0]).map(drop)
     }
 
+    /// Takes over a descriptor.
+    pub(crate) fn from_number(number: i32) -> File {
+        File(number)
+    }
+
+    pub(crate) fn number(&self) -> i32 {
+        self.0
+    }
+
+    /// Bounds every wait for a packet.
+    pub(crate) fn set_receive_timeout(&self, seconds: usize) -> Result<(), Errno> {
+        let time = [seconds, 0];
+        call(54, [arg(self.0), 1, 20, time.as_ptr().addr(), size_of_val(&time), 0]).map(drop) // SOL_SOCKET, SO_RCVTIMEO
+    }
+
+    /// A packet, with the descriptor that came with it; None at the end. One of another length is an error.
+    pub(crate) fn receive<T: Copy>(&self) -> Result<Option<(T, Option<File>)>, Errno> {
+        let mut value = MaybeUninit::<T>::uninit();
+        let part = [value.as_mut_ptr().addr(), size_of::<T>()];
+        let mut control = Control { length: 0, level: 0, kind: 0, descriptor: -1, unused: 0 };
+        let mut message = Message {
+            name: 0,
+            name_length: 0,
+            parts: part.as_ptr().addr(),
+            part_count: 1,
+            control: (&raw mut control).addr(),
+            control_length: size_of::<Control>(),
+            flags: 0,
+        };
+        let received = loop {
+            // MSG_CMSG_CLOEXEC.
+            match call(47, [arg(self.0), (&raw mut message).addr(), 0x4000_0000, 0, 0, 0]) {
+                Err(EINTR) => {}
+                other => break other?,
+            }
+        };
+        // SAFETY: the kernel has written what it says.
+        let control = unsafe { (&raw const control).read_volatile() };
+        let has_one = control.length == CONTROL_LENGTH && (control.level, control.kind) == (1, 1);
+        let descriptor = has_one.then_some(File(control.descriptor));
+        match received {
+            0 => Ok(None),
+            // SAFETY: written whole; the types that are received are numbers.
+            length if length == size_of::<T>() => Ok(Some((unsafe { value.assume_init() }, descriptor))),
+            _ => Err(EINVAL),
+        }
+    }
+
+    /// Sends a packet, with a descriptor.
+    pub(crate) fn send<T: Copy>(&self, value: &T, descriptor: Option<&File>) -> Result<(), Errno> {
+        let part = [core::ptr::from_ref(value).addr(), size_of::<T>()];
+        let number = descriptor.map_or(-1, |file| file.0);
+        // SOL_SOCKET, SCM_RIGHTS.
+        let control = Control { length: CONTROL_LENGTH, level: 1, kind: 1, descriptor: number, unused: 0 };
+        let message = Message {
+            name: 0,
+            name_length: 0,
+            parts: part.as_ptr().addr(),
+            part_count: 1,
+            control: if descriptor.is_some() { (&raw const control).addr() } else { 0 },
+            control_length: if descriptor.is_some() { size_of::<Control>() } else { 0 },
+            flags: 0,
+        };
+        // MSG_NOSIGNAL.
+        call(46, [arg(self.0), (&raw const message).addr(), 0x4000, 0, 0, 0]).map(drop)
+    }
+
     /// Maps it from its beginning.
     pub(crate) fn map(&self, address: usize, length: usize, prot: i32, flags: i32) -> Result<usize, Errno> {
         map(address, length, prot, flags, self.0, 0)
@@ -148,7 +284,7 @@ pub(crate) fn now() -> u64 {
 /// How many CPUs the calling thread may use.
 pub(crate) fn cpus() -> usize {
     // 8192 CPUs, the most that a kernel is built for. Only what it answers is looked at.
-    let mut set = [const { core::mem::MaybeUninit::<usize>::uninit() }; 128];
+    let mut set = [const { MaybeUninit::<usize>::uninit() }; 128];
     let Ok(bytes) = call(204, [0, 1024, set.as_mut_ptr().addr(), 0, 0, 0]) else { return 1 };
     let words = set.iter().take(bytes / 8);
     // SAFETY: the kernel wrote this many bytes.

@@ -14,7 +14,7 @@ use crate::config::{
     ColdStart, Config, Deadline, EnvironmentMode, Interposer, Limit, Overrides, Requeue, Staging, Stdin,
 };
 use crate::launch::identity::{self, Identity};
-use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, reaper};
+use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper};
 use crate::restart::devices::{Pair, Wishes};
 use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
@@ -231,10 +231,8 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
         From::Image(id) => tracing::info!("job {} goes on from image {id}", folder.name()),
     }
     let staging = staging_area(&config, &folder, &lock);
-    let interposer = match &staging {
-        Some(area) => interposer(&config, &mut spec, &folder, area),
-        None => None,
-    };
+    let interposer = interposer(&config, &mut spec, &folder, staging.as_ref());
+    prepare_nccl(&config, &mut spec, interposer.is_some());
     let Start { from, base, .. } = start;
     let map = match from {
         From::Cold if !map.is_empty() => {
@@ -326,14 +324,47 @@ fn word(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> Option<Socke
     }
 }
 
-/// Has the job load the interposer, where there is a driver that calls it. Without it snapshots take longer, and work.
-fn interposer(config: &Config, spec: &mut JobSpec, folder: &JobFolder, area: &Area) -> Option<PathBuf> {
-    let has_driver = || Path::new("/dev/nvidiactl").exists() || cuda::Driver::load().is_ok();
+fn has_driver() -> bool {
+    Path::new("/dev/nvidiactl").exists() || cuda::Driver::load().is_ok()
+}
+
+/// Has NCCL use what can be checkpointed, and says what that costs.
+fn prepare_nccl(config: &Config, spec: &mut JobSpec, has_interposer: bool) {
+    if !has_driver() {
+        return;
+    }
+    let (added, contrary) = nccl::prepare(config.gpu.nccl, has_interposer, &mut spec.environment);
+    // With one GPU there is nothing between GPUs that could cost anything.
+    if !Path::new("/dev/nvidia1").exists() {
+        return;
+    }
+    if !added.is_empty() {
+        let cost = match added.iter().any(|set| set.starts_with("NCCL_P2P_DISABLE")) {
+            true => "GPUs of different processes do not reach each other directly, which is slow where there is NVLink",
+            false => "NCCL does without multicast; GPUs reach each other directly",
+        };
+        tracing::info!("gpu.nccl: {} in the job's environment: {cost}", added.join(" "));
+    }
+    if !contrary.is_empty() {
+        tracing::warn!(
+            "{} is set: a job that uses NCCL on several GPUs can not be snapshotted so; leave it to gpu.nccl",
+            contrary.join(" ")
+        );
+    }
+}
+
+/// Has the job load the interposer, where there is a driver that calls it. Without it snapshots take longer, and processes
+/// that share GPU memory have none.
+fn interposer(config: &Config, spec: &mut JobSpec, folder: &JobFolder, area: Option<&Area>) -> Option<PathBuf> {
     if config.snapshot.interposer == Interposer::Off || !has_driver() {
         return None;
     }
     // The store is closed to other users; what is mounted in memory goes when somebody unmounts it. So each where it must.
-    let dir = if spec.identity.is_some() { area.path().to_path_buf() } else { folder.bin_dir() };
+    let dir = match (&spec.identity, area) {
+        (None, _) => folder.bin_dir(),
+        (Some(_), Some(area)) => area.path().to_path_buf(),
+        (Some(_), None) => return None,
+    };
     let name = OsStr::new("LD_PRELOAD");
     let set = || -> anyhow::Result<(PathBuf, OsString)> {
         let path = interposer::unpack(&dir)?;
@@ -343,7 +374,9 @@ fn interposer(config: &Config, spec: &mut JobSpec, folder: &JobFolder, area: &Ar
     match set() {
         Ok((path, value)) => {
             spec.environment.insert(name.into(), value);
-            spec.environment.insert(interposer::LANDING_VARIABLE.into(), area.landing_dir().into());
+            if let Some(area) = area {
+                spec.environment.insert(interposer::LANDING_VARIABLE.into(), area.landing_dir().into());
+            }
             Some(path)
         }
         Err(error) => {

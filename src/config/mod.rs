@@ -14,6 +14,7 @@ mod auto;
 mod control;
 mod error;
 mod file;
+mod gpu;
 mod keys;
 mod layers;
 mod model;
@@ -37,6 +38,7 @@ use serde::{Deserialize, Serialize};
 pub use auto::{MeanTime, Percentage};
 pub use control::Control;
 pub use error::{Error, Fault, Problem};
+pub use gpu::{Gpu, Nccl};
 pub use model::{
     ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,
     Replica, Restart, Snapshot, Staging, Store, Tcp, VERSION,

@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
 use super::control::Control;
+use super::gpu::Gpu;
 use super::network::Network;
 use super::scheduler::Scheduler;
 use super::storage::{Compression, Repack, ReplicaUrl, SizeLimit, Threads};
@@ -33,6 +34,8 @@ pub struct Config {
     pub job: Job,
     /// What the job sees of the network.
     pub network: Network,
+    /// How the job uses its GPUs.
+    pub gpu: Gpu,
     /// When and how to snapshot.
     pub snapshot: Snapshot,
     /// Where the images are kept and for how long.
@@ -381,6 +384,7 @@ impl Default for Config {
             rules: Vec::new(),
             job: Job::default(),
             network: Network::default(),
+            gpu: Gpu::default(),
             snapshot: Snapshot::default(),
             store: Store::default(),
             replica: Replica::default(),

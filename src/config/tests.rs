@@ -60,6 +60,9 @@ pid-namespace = "host"
 no-new-privileges = true
 allow-io-uring = true
 limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
+[gpu]
+nccl = "off"
+
 [network]
 # The other one does not go with pid-namespace = "host".
 mode = "host"

@@ -161,7 +161,7 @@ impl Trial<'_> {
         wait_for_program(job, &self.spec.program).ok_or_else(|| failure("`sleep` did not start within a second"))?;
         let ids: Vec<i32> = process::tree(job.root.pid()).into_iter().filter_map(process::inner_pid).collect();
         let root = process::inner_pid(job.root.pid()).ok_or_else(|| failure("`sleep` ended at once"))?;
-        let options = DumpOptions { root, tcp: Tcp::Close, ghost_limit: 1 << 20, freeze_timeout: LIMIT };
+        let options = DumpOptions { root, tcp: Tcp::Close, ghost_limit: 1 << 20, freeze_timeout: LIMIT, plugin: None };
         let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, abandon: &|| {}, died: &|| None };
         criu::dump(&self.place(&job.world), options, &mut hooks).map_err(refused("dump"))?;
         Ok(ids)

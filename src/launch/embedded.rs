@@ -54,7 +54,7 @@ pub fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
@@ -70,5 +70,25 @@ mod tests {
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o750);
         let name = path.file_name().unwrap().to_str().unwrap();
         assert!(name.starts_with("thing-") && name.ends_with(".so"), "{name}");
+    }
+
+    /// The dynamic symbols that the object defines, and those that it needs (ELF-64, gABI chapter 4).
+    pub(crate) fn symbols(file: &[u8]) -> [Vec<String>; 2] {
+        let number = |at: usize, size: usize| file[at..at + size].iter().rev().fold(0, |n, b| n << 8 | usize::from(*b));
+        let (sections, size, count) = (number(0x28, 8), number(0x3a, 2), number(0x3c, 2));
+        let section = |index: usize, field: usize, width: usize| number(sections + index * size + field, width);
+        const SHT_DYNSYM: usize = 11;
+        let dynsym = (0..count).find(|index| section(*index, 4, 4) == SHT_DYNSYM).unwrap();
+        let names = section(section(dynsym, 40, 4), 24, 8);
+        let start = section(dynsym, 24, 8);
+        let name = |at: usize| file[names + number(at, 4)..].split(|b| *b == 0).next().unwrap().to_vec();
+        [true, false].map(|is_defined| {
+            // The first symbol is none.
+            let symbols = (start + 24..start + section(dynsym, 32, 8)).step_by(24);
+            let wanted = symbols.filter(|at| (number(at + 6, 2) != 0) == is_defined);
+            let mut names: Vec<String> = wanted.map(|at| String::from_utf8(name(at)).unwrap()).collect();
+            names.sort();
+            names
+        })
     }
 }

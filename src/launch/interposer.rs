@@ -77,6 +77,7 @@ pub fn preload_value(path: &Path, existing: Option<&OsStr>) -> Result<OsString, 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::launch::embedded::tests::symbols;
 
     #[test]
     fn it_comes_before_what_the_job_preloads() {
@@ -87,26 +88,6 @@ mod tests {
         for path in ["/a b/i.so", "/a:b/i.so", "/$LIB/i.so"] {
             assert!(preload_value(Path::new(path), None).is_err(), "{path}");
         }
-    }
-
-    /// The dynamic symbols that the object defines, and those that it needs (ELF-64, gABI chapter 4).
-    fn symbols(file: &[u8]) -> [Vec<String>; 2] {
-        let number = |at: usize, size: usize| file[at..at + size].iter().rev().fold(0, |n, b| n << 8 | usize::from(*b));
-        let (sections, size, count) = (number(0x28, 8), number(0x3a, 2), number(0x3c, 2));
-        let section = |index: usize, field: usize, width: usize| number(sections + index * size + field, width);
-        const SHT_DYNSYM: usize = 11;
-        let dynsym = (0..count).find(|index| section(*index, 4, 4) == SHT_DYNSYM).unwrap();
-        let names = section(section(dynsym, 40, 4), 24, 8);
-        let start = section(dynsym, 24, 8);
-        let name = |at: usize| file[names + number(at, 4)..].split(|b| *b == 0).next().unwrap().to_vec();
-        [true, false].map(|is_defined| {
-            // The first symbol is none.
-            let symbols = (start + 24..start + section(dynsym, 32, 8)).step_by(24);
-            let wanted = symbols.filter(|at| (number(at + 6, 2) != 0) == is_defined);
-            let mut names: Vec<String> = wanted.map(|at| String::from_utf8(name(at)).unwrap()).collect();
-            names.sort();
-            names
-        })
     }
 
     #[test]

@@ -7,6 +7,7 @@
 pub mod embedded;
 pub mod identity;
 pub mod interposer;
+pub mod nccl;
 pub mod output;
 pub mod reaper;
 pub mod tail;

@@ -8,6 +8,7 @@ use super::rollback::RollbackError;
 use crate::launch::world;
 use crate::sys::criu;
 use crate::sys::cuda;
+use crate::sys::sharing;
 use crate::sys::spawn::Ended;
 
 /// Why an image was not restored.
@@ -86,6 +87,12 @@ pub enum Error {
         #[source]
         source: cuda::Error,
     },
+    /// What processes had of each other's GPU memory did not come back.
+    #[error("the GPU memory that the processes share did not come back: {0}")]
+    Sharing(#[from] sharing::Error),
+    /// The notes about it can not be read.
+    #[error("the GPU memory that the processes share did not come back: {0}")]
+    SharingUnread(#[source] std::io::Error),
     /// The CUDA driver did not answer in time.
     #[error("the CUDA driver did not bring the job back within {}: raise restart.restore-timeout, or see what the GPU is doing", humantime::format_duration(*limit))]
     CudaTimeout {
@@ -142,6 +149,7 @@ impl Error {
             // No driver, no right, a GPU that is full or gone, a process killed meanwhile: nothing in the image can
             // change that.
             Error::NoProcess(_) | Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
+            Error::Sharing(_) | Error::SharingUnread(_) => Blame::Machine,
             // The kernel, short of memory, or somebody with a kill -9: neither CRIU nor a task ends this way by itself.
             Error::Criu(
                 criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },

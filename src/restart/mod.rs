@@ -33,6 +33,7 @@ use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::criu::lazy::{self, Daemon};
 use crate::sys::criu::{self, Criu, Hooks, Memory, Notify, Place};
 use crate::sys::cuda;
+use crate::sys::sharing;
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
 use crate::word::server as word;
@@ -185,7 +186,7 @@ pub fn restore(
     // early deaths for. One kill at this moment must not cost a good image.
     let pairs = relocation.as_ref().map_or(&[][..], |relocation| &relocation.pairs);
     match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest, pairs))) {
-        Err(Error::NoProcess(_) | Error::Cuda { .. }) if job.root.has_ended().unwrap_or(false) => {
+        Err(Error::NoProcess(_) | Error::Cuda { .. } | Error::Sharing(_)) if job.root.has_ended().unwrap_or(false) => {
             Ok(Restored { job, loader, not_lazy, unpacked, put_back, moved: Vec::new(), visible: None, timings })
         }
         Ok(()) => {
@@ -455,12 +456,16 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping]) -
         }),
     };
     restored.into_iter().collect::<Result<(), Error>>()?;
+    take_again(manifest, &processes)?;
     for (_, process) in &processes {
         // One that died is seen below.
         let _ = ptrace::go_on(process.pid());
     }
     for (pid, process) in &processes {
-        process.unlock().map_err(|source| Error::Cuda { pid: *pid, source })?;
+        match process.state() {
+            Ok(cuda::State::Running) => Ok(()),
+            _ => process.unlock().map_err(|source| Error::Cuda { pid: *pid, source }),
+        }?;
     }
     for (pid, process) in &processes {
         let error = |source| Error::Cuda { pid: *pid, source };
@@ -471,4 +476,20 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping]) -
         }
     }
     Ok(())
+}
+
+/// Gives back to each process what it had let go of for the image: memory of others. Their other threads stand still; those
+/// that have nothing to take again stay locked.
+fn take_again(manifest: &Manifest, processes: &[(i32, cuda::Process)]) -> Result<(), Error> {
+    let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
+    let sharing = sharing::of(&pids).map_err(Error::SharingUnread)?;
+    if !sharing::is_let_go(&sharing) {
+        return Ok(());
+    }
+    for (pid, process) in processes {
+        let thread = manifest.tree.cuda_threads.get(pid).copied().unwrap_or(*pid);
+        let unlocked = process.alone(thread, patience(manifest), || process.unlock());
+        unlocked.map_err(|source| Error::Cuda { pid: *pid, source })?;
+    }
+    Ok(sharing::take_again(&sharing)?)
 }

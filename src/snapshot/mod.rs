@@ -20,6 +20,7 @@
 //! - Nothing is in memory or in the store under an image's name before it is whole ([`crate::store`]). When the power
 //!   goes, at most a draft is left, which the next start sweeps.
 
+mod devices;
 mod files;
 mod gpu;
 mod landing;
@@ -45,6 +46,7 @@ use crate::store::{Image, JobFolder, PublishError, WriterLock};
 use crate::supervisor::interval::Choice;
 use crate::sys::criu::{self, Criu};
 use crate::sys::cuda;
+use crate::sys::sharing;
 
 pub use preflight::Refusal;
 
@@ -127,6 +129,9 @@ pub enum Error {
         /// How often it was tried.
         attempts: u32,
     },
+    /// CUDA processes have memory of each other that they can not let go of.
+    #[error("shared GPU memory: {0}")]
+    Sharing(#[from] sharing::Error),
     /// CRIU could not dump the tree.
     #[error("dump: {0}")]
     Dump(#[from] criu::RunError),

@@ -7,7 +7,7 @@ use chrono::{DateTime, Utc};
 
 use super::pages::{Drained, Expected, Receivers, expect};
 use super::target::Target;
-use super::{Error, Subject, files, gpu, landing, preflight, prepare, tcp};
+use super::{Error, Subject, devices, files, gpu, landing, preflight, prepare, tcp};
 use crate::restart::given_files;
 use crate::store::ImageId;
 use crate::store::manifest::{GivenFile, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
@@ -66,6 +66,8 @@ pub(super) struct Work<'a> {
     receivers: Option<Receivers>,
     /// The same, with all pages.
     drained: Option<Drained>,
+    /// NVIDIA's devices, where this machine has any.
+    devices: Option<devices::Devices>,
     /// Landing files that processes find when they look for one.
     pub(super) armed: landing::Armed,
     /// Those that were taken.
@@ -99,6 +101,7 @@ impl<'a> Work<'a> {
             device_memory: Vec::new(),
             receivers: None,
             drained: None,
+            devices: None,
             armed: landing::Armed::default(),
             landing: Vec::new(),
             job_pid: 0,
@@ -195,10 +198,12 @@ impl<'a> Work<'a> {
             preflight::check_gpus(&self.gpus, &pids)?;
             self.device_memory = preflight::device_memory(&self.gpus, &pids);
         }
-        Ok(())
+        preflight::check_nccl(&pids)?;
+        self.gpu.check_sharing()
     }
 
     fn prepare(&mut self) -> Result<(), Error> {
+        self.devices = devices::Devices::prepare(&self.subject.folder.scratch_dir().map_err(Error::Store)?)?;
         let target = prepare::target(self)?;
         let dir = target.dir().join(CRIU_DIR);
         self.id = Some(target.id());
@@ -275,6 +280,7 @@ impl<'a> Work<'a> {
             tcp: self.tcp,
             ghost_limit: u32::try_from(config.ghost_limit.bytes()).unwrap_or(u32::MAX),
             freeze_timeout: config.freeze_timeout,
+            plugin: self.devices.as_ref().map(devices::Devices::plugin),
         };
         let (cancelled, root) = (self.cancelled, self.root());
         let (mut receivers, mut drained) = (self.receivers.take(), None);
@@ -304,6 +310,9 @@ impl<'a> Work<'a> {
             files::name_by_saved(&mut self.open_files, &self.saved_links);
             criu::image::adopt_daemons(&dir).map_err(|e| e.to_string())?;
             tcp::close_in_image(config.tcp, self.tcp, &dir).map_err(|e| chain(&e))?;
+            if let Some(devices) = &self.devices {
+                self.notes.extend(devices.settle(&dir, root, &self.gpu.outer_pids())?);
+            }
             let log = &subject.config.log;
             if let Err(error) = subject.output.rotate(log.max_size.bytes(), log.keep) {
                 self.notes.push(format!("the output was not rotated: {}", chain(&error)));

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use bytesize::ByteSize;
 
 use super::Subject;
+use crate::launch::interposer;
 use crate::sys::cgroup;
 use crate::sys::nvml::{Gpu, GpuInventory, Mig};
 use crate::sys::process;
@@ -51,6 +52,16 @@ pub enum Refusal {
         what: &'static str,
         /// What helps.
         hint: &'static str,
+    },
+    /// What a process shares with others can not be seen.
+    #[error(
+        "process {pid} ({name}) uses NCCL without the interposer, so that GPU memory it shares with others can not be seen, and its restore would not survive that: set gpu.nccl = \"auto\" and leave snapshot.interposer at \"auto\", or put NCCL_P2P_DISABLE=1 and NCCL_CUMEM_HOST_ENABLE=0 in the job's environment"
+    )]
+    Nccl {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
     },
     /// A process of the job has a namespace of its own.
     #[error(
@@ -143,6 +154,26 @@ pub(super) fn device_memory(inventory: &GpuInventory, pids: &[i32]) -> Vec<u64> 
         let one = all.div_ceil(u64::try_from(pids.len()).unwrap_or(1));
         vec![one; pids.len()]
     })
+}
+
+/// Whether processes may share memory with each other that nobody sees: several with NCCL, which was not told to do
+/// without, and no interposer.
+pub(super) fn check_nccl(pids: &[i32]) -> Result<(), Refusal> {
+    let unseen = |pid: &&i32| {
+        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+        let is_told = || {
+            let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+            environment.split(|byte| *byte == 0).any(|variable| variable == b"NCCL_P2P_DISABLE=1")
+        };
+        maps.contains("/libnccl") && !interposer::is_in(**pid) && !is_told()
+    };
+    match pids.iter().find(unseen) {
+        Some(pid) if pids.len() > 1 => {
+            let name = process::name(*pid).unwrap_or_default();
+            Err(Refusal::Nccl { pid: process::inner_pid(*pid).unwrap_or(*pid), name })
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Whether so much device memory may lie in host memory for as long as the snapshot takes.

@@ -17,5 +17,6 @@ pub mod process;
 pub mod ptrace;
 pub mod repair;
 pub mod rights;
+pub mod sharing;
 pub mod sock_diag;
 pub mod spawn;

@@ -3,7 +3,7 @@
 //! A process may end between two looks; functions that list skip what has gone.
 
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::path::{Path, PathBuf};
 
 use super::spawn::Ended;
@@ -15,6 +15,21 @@ use super::spawn::Ended;
 pub fn open_pidfd(pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: a system call on numbers.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let fd = i32::try_from(fd).map_err(io::Error::other)?;
+    // SAFETY: the kernel returned a new descriptor, which nobody else owns.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// A descriptor of another process, as one of ours (Linux 5.6).
+///
+/// # Errors
+/// When it has none of this number, or is gone, or the right to trace it is missing.
+pub fn fetch_descriptor(pidfd: &OwnedFd, number: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: a system call on numbers.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), number, 0) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -196,6 +211,13 @@ pub fn start_time(pid: i32) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name in parentheses may hold spaces; field 22 is the 20th after it.
     text.get(text.rfind(')')? + 1..)?.split_whitespace().nth(19)?.parse().ok()
+}
+
+/// Where the stack was made at the last exec, which forks keep (field 28 of /proc/PID/stat); 0 for who may not know it.
+#[must_use]
+pub fn stack_start(pid: i32) -> Option<u64> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    text.get(text.rfind(')')? + 1..)?.split_whitespace().nth(25)?.parse().ok()
 }
 
 /// Changes of this id tell reboots.

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::process;
 
@@ -17,7 +17,7 @@ pub fn leave(tree: &[i32]) -> usize {
             let is_socket = fs::read_link(entry.path())
                 .is_ok_and(|target| target.as_os_str().as_encoded_bytes().starts_with(b"socket:["));
             let number = entry.file_name().to_str().and_then(|name| name.parse().ok()).filter(|_| is_socket);
-            if let Some(socket) = number.and_then(|number| fetch(&pidfd, number).ok())
+            if let Some(socket) = number.and_then(|number| process::fetch_descriptor(&pidfd, number).ok())
                 && is_on(&socket)
                 && switch_off(&socket).is_ok()
             {
@@ -26,17 +26,6 @@ pub fn leave(tree: &[i32]) -> usize {
         }
     }
     found
-}
-
-fn fetch(pidfd: &OwnedFd, number: RawFd) -> io::Result<OwnedFd> {
-    // SAFETY: a system call on numbers.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_getfd, pidfd.as_raw_fd(), number, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let fd = i32::try_from(fd).map_err(io::Error::other)?;
-    // SAFETY: the kernel returned a new descriptor, which nobody else owns.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// An error for every socket but one of TCP.

@@ -101,6 +101,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
             "must be less than 4GiB, because CRIU takes it as a 32-bit number of bytes",
         ),
         ("network", "mode", "\"none\"", "must be \"host\" or \"private\""),
+        ("gpu", "nccl", "\"none\"", "must be \"auto\", \"no-peer\" or \"off\""),
         ("snapshot", "tcp", "\"drop\"", "must be \"auto\", \"keep\" or \"close\""),
         ("snapshot", "memory-reserve", "-1", size),
         ("snapshot", "memory-reserve", "\"1 parsec\"", size),

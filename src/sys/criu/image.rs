@@ -3,6 +3,7 @@
 //! Everything read here may be damaged: lengths are checked against the file before anything is allocated.
 
 mod checked;
+mod devices;
 mod sockets;
 
 use std::io;
@@ -11,6 +12,7 @@ use std::path::{Path, PathBuf};
 use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
+pub use devices::{Replaced, without_devices};
 pub use sockets::{TcpSocket, close_connections_outwards, tcp_sockets};
 
 use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};

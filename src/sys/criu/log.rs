@@ -194,18 +194,7 @@ const HINTS: &[(&str, &str)] = &[
         "tty:",
         "the job has a terminal open; start it with its output in files: rekindle does so unless the job opens /dev/tty itself",
     ),
-    (
-        "handle_device_vma",
-        "a device is mapped that CRIU can not dump; if it is an NVIDIA one, the job is just beginning to use CUDA and the next attempt will work, or it uses the GPU by other ways (OpenGL, NVENC)",
-    ),
-    (
-        "chr 195",
-        "an NVIDIA device is still open after the CUDA checkpoint: a child that inherited /dev/nvidia* without using CUDA, or a library other than CUDA (OpenGL, NVENC) has it",
-    ),
-    (
-        "/dev/nvidia",
-        "an NVIDIA device is still open after the CUDA checkpoint: a child that inherited /dev/nvidia* without using CUDA, or a library other than CUDA (OpenGL, NVENC) has it",
-    ),
+    ("handle_device_vma", "a device is mapped that CRIU can not dump"),
     ("chr 10:", "the job has a device open that CRIU can not dump"),
     ("perf_event", "the job has a perf event open, which CRIU can not dump: stop profiling it"),
     ("userfaultfd", "the job uses userfaultfd, which CRIU can not dump"),

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 pub use log::Log;
-pub use rpc::{DumpOptions, Hooks, Instead, Memory, Restored, Tcp};
+pub use rpc::{DumpOptions, Hooks, Instead, Memory, Plugin, Restored, Tcp};
 pub use rpc::{Notify, Place, RunError, dump, find_restored, restore};
 
 /// The oldest CRIU that reads and writes the images we make (page counts moved in the 4.2 page map).

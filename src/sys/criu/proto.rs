@@ -228,6 +228,94 @@ pub(crate) struct RegFileEntry {
     pub build_id: Vec<u32>,
 }
 
+/// `file_entry` of a file that a plugin took, and of one in its place.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct PluginFileEntry {
+    /// `fd_types`.
+    #[prost(uint32, required, tag = "1")]
+    pub kind: u32,
+    #[prost(uint32, required, tag = "2")]
+    pub id: u32,
+    #[prost(message, optional, tag = "3")]
+    pub reg: Option<NullFileEntry>,
+    #[prost(message, optional, tag = "15")]
+    pub ext: Option<ExtFileEntry>,
+}
+
+/// `reg_file_entry` of a device that no restore compares with anything.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct NullFileEntry {
+    #[prost(uint32, required, tag = "1")]
+    pub id: u32,
+    #[prost(uint32, required, tag = "2")]
+    pub flags: u32,
+    #[prost(uint64, required, tag = "3")]
+    pub pos: u64,
+    /// `fown_entry`, as it is.
+    #[prost(bytes = "vec", required, tag = "5")]
+    pub owner: Vec<u8>,
+    #[prost(string, required, tag = "6")]
+    pub name: String,
+}
+
+/// `ext_file_entry`.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct ExtFileEntry {
+    /// `fown_entry`, as it is.
+    #[prost(bytes = "vec", required, tag = "5")]
+    pub owner: Vec<u8>,
+}
+
+/// `fdinfo_entry`: a descriptor.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct FdinfoEntry {
+    /// The file.
+    #[prost(uint32, required, tag = "1")]
+    pub id: u32,
+    /// `fd_types`.
+    #[prost(uint32, required, tag = "3")]
+    pub kind: u32,
+    /// The number.
+    #[prost(uint32, required, tag = "4")]
+    pub fd: u32,
+}
+
+/// `task_kobj_ids_entry`, what is read of it.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct KobjIds {
+    /// The table of descriptors.
+    #[prost(uint32, required, tag = "2")]
+    pub files: u32,
+}
+
+/// `vma_entry`: a mapping.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct VmaEntry {
+    #[prost(uint64, required, tag = "1")]
+    pub start: u64,
+    #[prost(uint64, required, tag = "2")]
+    pub end: u64,
+    #[prost(uint64, required, tag = "3")]
+    pub pgoff: u64,
+    /// A file or shared memory.
+    #[prost(uint64, required, tag = "4")]
+    pub shmid: u64,
+    #[prost(uint32, required, tag = "5")]
+    pub prot: u32,
+    /// Of mmap(2).
+    #[prost(uint32, required, tag = "6")]
+    pub flags: u32,
+    #[prost(uint32, required, tag = "7")]
+    pub status: u32,
+    /// -1: not used in images.
+    #[prost(sint64, required, tag = "8")]
+    pub fd: i64,
+    #[prost(uint64, optional, tag = "9")]
+    pub madv: Option<u64>,
+    #[prost(uint32, optional, tag = "10")]
+    pub fdflags: Option<u32>,
+}
+
 /// `remap_file_path_entry`: a file whose name was gone at the dump.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct RemapEntry {

@@ -5,7 +5,7 @@
 //! - A restore that fails takes the half-restored tasks with it (the caller's `abandon` kills their world), before the
 //!   log is waited for, because they hold its pipe.
 
-use std::ffi::CString;
+use std::ffi::{CString, OsStr};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -65,9 +65,18 @@ pub struct Instead {
     pub now: PathBuf,
 }
 
+/// What CRIU does not know by itself and accepts for us.
+#[derive(Debug, Clone, Copy)]
+pub struct Plugin<'a> {
+    /// A folder with our plugin in it, and no other.
+    pub folder: &'a Path,
+    /// The devices that it accepts, as `plugin/src/accept.rs` reads them.
+    pub devices: &'a str,
+}
+
 /// What a dump needs to know.
 #[derive(Debug, Clone, Copy)]
-pub struct DumpOptions {
+pub struct DumpOptions<'a> {
     /// The root of the tree, as its innermost PID namespace sees it. It must lead its session.
     pub root: i32,
     /// TCP connections.
@@ -76,6 +85,8 @@ pub struct DumpOptions {
     pub ghost_limit: u32,
     /// The bound on stopping all tasks; CRIU counts in seconds.
     pub freeze_timeout: Duration,
+    /// Where there are devices to accept. [`image::without_devices`] must then come before the tasks run on.
+    pub plugin: Option<Plugin<'a>>,
 }
 
 /// The moments at which CRIU waits for us.
@@ -235,7 +246,7 @@ fn common(place: &Place<'_>, tcp: Tcp) -> Options {
 ///
 /// # Errors
 /// When CRIU does not start, refuses, is cancelled or takes too long. The job runs on in each case.
-pub fn dump(place: &Place<'_>, options: DumpOptions, hooks: &mut Hooks<'_>) -> Result<Log, RunError> {
+pub fn dump(place: &Place<'_>, options: DumpOptions<'_>, hooks: &mut Hooks<'_>) -> Result<Log, RunError> {
     let seconds = u32::try_from(options.freeze_timeout.as_secs()).unwrap_or(u32::MAX);
     let wanted = Options {
         pid: Some(options.root),
@@ -244,7 +255,7 @@ pub fn dump(place: &Place<'_>, options: DumpOptions, hooks: &mut Hooks<'_>) -> R
         timeout: Some(seconds.max(1)),
         ..common(place, options.tcp)
     };
-    let mut run = Run::start(place, Orphan::Dies, &[])?;
+    let mut run = Run::start(place, Orphan::Dies, &[], options.plugin)?;
     let outcome = run.converse(Kind::Dump, wanted, place.timeout, hooks);
     run.end(outcome, place.timeout).map(|(_, log)| log)
 }
@@ -275,7 +286,7 @@ pub fn restore(
     let key = |file: &Instead| file.then.to_string_lossy().trim_start_matches('/').to_owned();
     let inherit_fd = (FIRST_FILE..).zip(instead).map(|(fd, file)| InheritFd { key: key(file), fd }).collect();
     let wanted = Options { rst_sibling: Some(true), lazy_pages, inherit_fd, ..common(place, tcp) };
-    let mut run = Run::start(place, Orphan::CleansUp, instead)?;
+    let mut run = Run::start(place, Orphan::CleansUp, instead, None)?;
     let outcome = run.converse(Kind::Restore, wanted, place.timeout, hooks);
     if outcome.is_err() {
         (hooks.abandon)();
@@ -299,6 +310,9 @@ pub fn find_restored(pid: i32) -> Option<i32> {
     let mut found = children.into_iter().filter(|c| !spawn::is_known(*c));
     found.find(|c| crate::sys::process::inner_pid(*c) == Some(pid))
 }
+
+/// What tells our plugin, in CRIU's environment, which devices to accept.
+const DEVICES: &str = "REKINDLE_DEVICES";
 
 /// How a conversation can end short of an answer.
 enum Stop {
@@ -326,7 +340,12 @@ struct Run {
 }
 
 impl Run {
-    fn start(place: &Place<'_>, orphan: Orphan, files: &[Instead]) -> Result<Run, RunError> {
+    fn start(
+        place: &Place<'_>,
+        orphan: Orphan,
+        files: &[Instead],
+        plugin: Option<Plugin<'_>>,
+    ) -> Result<Run, RunError> {
         let talk = |what| move |e: nix::Error| RunError::Talk { what, source: e.into() };
         let (socket, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .map_err(talk("socketpair"))?;
@@ -335,11 +354,14 @@ impl Run {
         let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags };
         let path = std::env::var_os("PATH").unwrap_or_default();
         let work: PathBuf = place.work.into();
-        let args: [&std::ffi::OsStr; 5] =
-            ["--no-default-config".as_ref(), "-W".as_ref(), work.as_os_str(), "swrk".as_ref(), "3".as_ref()];
+        // Without `-L` it loads the plugins of its distribution, of which one checkpoints CUDA processes by itself.
+        let plugins = plugin.map_or(place.work, |plugin| plugin.folder);
+        let first = [OsStr::new("--no-default-config"), OsStr::new("-W"), work.as_os_str()];
+        let args = first.into_iter().chain(["-L".as_ref(), plugins.as_os_str(), "swrk".as_ref(), "3".as_ref()]);
+        let devices = plugin.map(|plugin| (DEVICES, OsStr::new(plugin.devices)));
         let child = Spawn::new(&place.criu.path, args)
             // CRIU takes options from its environment too: it gets none.
-            .and_then(|s| s.environment([("PATH", path.as_os_str())]))
+            .and_then(|s| s.environment([("PATH", path.as_os_str())].into_iter().chain(devices)))
             .and_then(|spawn| {
                 let spawn = spawn.open(null(0, libc::O_RDONLY)).open(null(1, libc::O_WRONLY));
                 let mut spawn = spawn.fd(log_end, 2).fd(theirs, 3);

@@ -119,6 +119,7 @@ fn dump(
         tcp: Tcp::Close,
         ghost_limit: 1 << 20,
         freeze_timeout: Duration::from_secs(10),
+        plugin: None,
     };
     let mut hooks = Hooks { notify: &mut notify, cancelled, died: &|| None, abandon: &|| {} };
     let (images, work) = (area.criu(), area.dir.path().to_path_buf());

@@ -12,7 +12,13 @@ fn ask(script: &str, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<
     assert!(install.success());
     let criu = Criu { path, version: Version(4, 2, 0) };
     let place = Place { criu: &criu, init: None, images: dir.path(), work: dir.path(), timeout };
-    let options = DumpOptions { root: 1000, tcp: Tcp::Close, ghost_limit: 1, freeze_timeout: Duration::from_secs(1) };
+    let options = DumpOptions {
+        root: 1000,
+        tcp: Tcp::Close,
+        ghost_limit: 1,
+        freeze_timeout: Duration::from_secs(1),
+        plugin: None,
+    };
     let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled, abandon: &|| {}, died: &|| None };
     dump(&place, options, &mut hooks)
 }
@@ -45,7 +51,7 @@ fn an_answer_that_is_none_and_a_program_that_is_none() {
     let criu = Criu { path: "/nowhere/criu".into(), version: Version(4, 2, 0) };
     let place = Place { criu: &criu, init: None, images: Path::new("/"), work: Path::new("/"), timeout: LONG };
     assert!(matches!(
-        Run::start(&place, Orphan::Dies, &[]),
+        Run::start(&place, Orphan::Dies, &[], None),
         Err(RunError::Start(spawn::Error::Child { step: "execve", .. }))
     ));
 }

@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The way a cluster's users start it: a shell script around torchrun, with a pipe at its end.
+#
+#   matrix_torchrun.sh MODE --port N --out DIR [ARGS of matrix_torch.py]
+set -euo pipefail
+mode=$1 port=$3 out=$5
+shift 3
+here=$(dirname -- "${BASH_SOURCE[0]}")
+mkdir -p -- "$out"
+echo "begins with $(nproc) processors"
+# torchrun's own store is at the port, that of the ranks at the next one.
+python3 -m torch.distributed.run --nnodes 1 --nproc_per_node 2 --master_addr 127.0.0.1 --master_port "$port" \
+  "$here/matrix_torch.py" "$mode" --port $((port + 1)) "$@" 2>&1 | tee -a -- "$out/train.log"
+echo 'ends'

@@ -1,0 +1,35 @@
+//! The plugin that CRIU loads for a dump, so that it accepts NVIDIA's devices in processes that are no CUDA processes.
+//!
+//! CRIU (4.0 to 4.2) dumps neither a character device that it does not know ("Can't dump file 3 of that type [20666]
+//! (chr 195:255)") nor a mapping of one, unless a plugin says yes (`DUMP_EXT_FILE` in its files-ext.c, `HANDLE_DEVICE_VMA`
+//! in proc_parse.c). This one says yes to the devices that `REKINDLE_DEVICES` in CRIU's environment names ([`accept`]) and
+//! does nothing else. rekindle puts something else in their place while all processes still stand still
+//! (`sys::criu::image::without_devices`): no image names a plugin or a device, and no restore needs either.
+//!
+//! # What CRIU can rely on
+//! - There is no link to libc: no symbol version can be missing where CRIU brings its own loader and libraries. `getenv` is
+//!   weak; without it nothing is accepted.
+//! - Nothing is allocated, kept or changed, and nothing here panics.
+#![cfg_attr(not(test), no_std)]
+// Nothing here may become a call of a libc that is not linked.
+#![no_builtins]
+#![cfg_attr(test, allow(dead_code, reason = "the hooks are not part of a test program"))]
+#![warn(unsafe_op_in_unsafe_fn, missing_debug_implementations, clippy::undocumented_unsafe_blocks)]
+
+#[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
+compile_error!("rekindle runs on Linux, x86-64: the CUDA driver offers process checkpoints nowhere else");
+
+mod accept;
+#[cfg(not(test))]
+mod hooks;
+mod sys;
+
+/// Nothing here can panic; a test of the product looks for this text in the object, where it is only if something can.
+#[cfg(not(test))]
+#[panic_handler]
+fn panic(_: &core::panic::PanicInfo<'_>) -> ! {
+    static MARK: &[u8] = b"rekindle plugin can panic";
+    loop {
+        core::hint::black_box(MARK);
+    }
+}

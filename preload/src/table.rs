@@ -1,0 +1,158 @@
+//! What a process knows of device memory that it shares with others, and what its keeper is asked: the layout that the
+//! interposer and the supervisor agree on. Each has this file as a module of its own.
+//!
+//! The table is a memfd of this name, mapped shared by the process and, while a snapshot or a restart needs it, by the
+//! supervisor. The job can write to it: the supervisor believes no number in it unchecked. All zero is an empty table.
+//! A change of the layout is a change of [`NAME`], as an image brings the table of its time with it.
+
+use core::ffi::CStr;
+use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
+
+/// The name of the memfd; in /proc/PID/maps behind `/memfd:`.
+pub(crate) const NAME: &CStr = c"rekindle-sharing-1";
+
+/// Entries of each kind. NCCL (2.28) takes 112 imports for two ranks; pages that are not used take no memory.
+pub(crate) const MOST: usize = 16384;
+
+/// Places that may use one mapping: GPUs, and the host.
+pub(crate) const MOST_ACCESS: usize = 20;
+
+/// [`Table::state`]: the imports are there, or let go.
+pub(crate) const HELD: u32 = 0;
+pub(crate) const LET_GO: u32 = 1;
+
+/// Memory of others that could not be noted down.
+pub(crate) const UNTRACKED: u32 = 1;
+/// NVLink multicast (NCCL's NVLS).
+pub(crate) const MULTICAST: u32 = 2;
+
+/// Marks where an import comes from; at the end of the metadata that the driver hands on with an exported object.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Tag {
+    /// The exporter, as it sees itself.
+    pub(crate) pid: u32,
+    /// Which of its exports; from 1.
+    pub(crate) id: u32,
+    /// Of its table: a pid is somebody else's one day.
+    pub(crate) nonce: u32,
+}
+
+/// Memory of this process that others can import.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Export {
+    /// CUmemGenericAllocationHandle; 0 where the entry is free.
+    pub(crate) handle: AtomicU64,
+    pub(crate) id: AtomicU32,
+    /// CUmemAllocationHandleType.
+    pub(crate) kind: AtomicU32,
+    /// References that the program has, as far as they were seen.
+    pub(crate) references: AtomicU32,
+    pub(crate) unused: AtomicU32,
+}
+
+/// Memory of another process.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Import {
+    /// What the program has for it: the driver's handle at the time of its import.
+    pub(crate) name: AtomicU64,
+    /// The driver's handle now.
+    pub(crate) handle: AtomicU64,
+    pub(crate) kind: AtomicU32,
+    /// References that the program has.
+    pub(crate) references: AtomicU32,
+    /// Mappings of it.
+    pub(crate) mappings: AtomicU32,
+    /// 1 where the entry is taken.
+    pub(crate) is_live: AtomicU32,
+    /// 1 while it is let go.
+    pub(crate) is_gone: AtomicU32,
+    pub(crate) pid: AtomicU32,
+    /// 0 where it is not known whose it is.
+    pub(crate) id: AtomicU32,
+    pub(crate) nonce: AtomicU32,
+}
+
+/// Where an import is mapped.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Mapping {
+    /// 0 where the entry is free.
+    pub(crate) address: AtomicU64,
+    pub(crate) size: AtomicU64,
+    pub(crate) offset: AtomicU64,
+    pub(crate) flags: AtomicU64,
+    pub(crate) import: AtomicU32,
+    /// 1 while it is unmapped.
+    pub(crate) is_gone: AtomicU32,
+    pub(crate) accesses: AtomicU32,
+    pub(crate) unused: AtomicU32,
+    pub(crate) access: [Access; MOST_ACCESS],
+}
+
+/// CUmemAccessDesc.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Access {
+    pub(crate) location_kind: AtomicU32,
+    pub(crate) location: AtomicI32,
+    pub(crate) flags: AtomicU32,
+}
+
+/// All of it.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct Table {
+    /// The process, as it sees itself; 0 until the table may be read.
+    pub(crate) pid: AtomicI32,
+    pub(crate) nonce: AtomicU32,
+    /// The keeper's thread, as the process sees it; 0 where there is none.
+    pub(crate) keeper: AtomicI32,
+    /// Objects of other processes that the driver has here, whoever asked for them.
+    pub(crate) foreign: AtomicU32,
+    /// What can not be let go, as far as it was seen since the beginning: [`UNTRACKED`], [`MULTICAST`].
+    pub(crate) obstacles: AtomicU32,
+    pub(crate) state: AtomicU32,
+    /// Raised by one, and woken (futex), to have the keeper make a socket.
+    pub(crate) calls: AtomicU32,
+    /// The supervisor's end of it, once `answered` has the number of the call; -1 where there is none.
+    pub(crate) socket: AtomicI32,
+    pub(crate) answered: AtomicU32,
+    /// Entries that were ever used: none lies behind them.
+    pub(crate) exports_used: AtomicU32,
+    pub(crate) imports_used: AtomicU32,
+    pub(crate) mappings_used: AtomicU32,
+    pub(crate) exports: [Export; MOST],
+    pub(crate) imports: [Import; MOST],
+    pub(crate) mappings: [Mapping; MOST],
+}
+
+/// What the keeper is asked, one packet each; it answers each with one, a [`Reply`].
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Request {
+    pub(crate) what: u32,
+    /// Of the entry, where it is about one.
+    pub(crate) index: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(crate) struct Reply {
+    /// CUresult; -1 where the request made no sense.
+    pub(crate) code: i32,
+    /// How many entries it was about.
+    pub(crate) count: u32,
+}
+
+/// [`Request::what`]: uses the driver without changing anything. Comes back if nobody stands in the driver's way.
+pub(crate) const PROBE: u32 = 1;
+/// Unmaps and releases all imports.
+pub(crate) const RELEASE: u32 = 2;
+/// Exports an entry again; the answer has the descriptor.
+pub(crate) const EXPORT: u32 = 3;
+/// Imports an entry again, from the descriptor that comes with the request.
+pub(crate) const IMPORT: u32 = 4;
+/// Maps all that are imported.
+pub(crate) const MAP: u32 = 5;
