@@ -80,6 +80,8 @@ LINES = numbered([
     Line("graphs", "PyTorch, CUDA graphs", (TORCH, "graphs"), ("torch",)),
     Line("ddp-gloo", "DDP, gloo", (TORCH, "ddp-gloo"), ("torch",), 2, 2, ranked),
     Line("ddp-nccl", "DDP, NCCL", (TORCH, "ddp-nccl"), ("torch",), 2, 2, ranked),
+    Line("no-peer", "DDP, NCCL, gpu.nccl = \"no-peer\"", (TORCH, "ddp-nccl"), ("torch",), 2, 2, ranked,
+         settings={"gpu.nccl": "no-peer"}),
     Line("fsdp", "FSDP (fully_shard), NCCL", (TORCH, "fsdp"), ("torch",), 2, 2, ranked),
     Line("torchrun", "a shell script around torchrun, DDP, NCCL", ("matrix_torchrun.sh", "ddp-nccl"), ("torch",), 2, 2, ranked),
     Line("jit", "JAX, jit", (JAX, "jit"), ("jax",)),
