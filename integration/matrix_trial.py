@@ -253,7 +253,7 @@ class Trial:
             return True
         # Is that rekindle's doing, or the program's own?
         self.say(f"{difference}; a second uninterrupted run")
-        self.end += SECOND_RUN_S
+        self.end = min(self.end + SECOND_RUN_S, self.context.deadline)
         again = self.reference(1)
         try:
             again.until(count, self.left())
