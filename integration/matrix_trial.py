@@ -174,6 +174,7 @@ class Trial:
             raise
         finally:
             self.job.restarts = None
+        self.context.images.add(image)
         manifest = self.job.manifest(image, self.left(20))
         if manifest is None:
             raise Failed(f"image {image} has no manifest")
