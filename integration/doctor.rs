@@ -226,6 +226,29 @@ fn the_hosts_pid_namespace_is_tried_where_it_is_configured() {
     assert_eq!(trial.state, "ok", "{trial:?}");
 }
 
+/// Where NVIDIA's devices are, for which another stands, the trial is with CRIU's plugin.
+#[test]
+fn a_criu_that_loads_no_plugin_is_found_by_the_trial() {
+    let (true, Some(criu), true) = (root(), criu(), cfg!(debug_assertions)) else { return };
+    let bench = Bench::new();
+    let trial = |criu: &Path| {
+        let mut command = bench.command(criu, &["--json"]);
+        row(&parse(&command.env("REKINDLE_TEST_DEVICES", "nvidia=c10:229").output().unwrap()), "criu.trial")
+    };
+    assert_eq!(trial(&criu).state, "ok");
+    let text =
+        format!("#!/bin/sh\n[ ! -f \"$5/rekindle.so\" ] || : > \"$5/rekindle.so\"\nexec {} \"$@\"\n", criu.display());
+    fs::write(bench.path("draft"), text).unwrap();
+    let script = bench.path("criu");
+    assert!(
+        Command::new("install").args(["-m", "755"]).arg(bench.path("draft")).arg(&script).status().unwrap().success()
+    );
+    let trial = trial(&script);
+    assert_eq!(trial.state, "missing", "{trial:?}");
+    assert!(trial.found.contains("dump failed") && trial.found.contains("Unable to load"), "{trial:?}");
+    assert!(trial.fix.unwrap().contains("plugin"));
+}
+
 #[test]
 fn another_user_than_root_is_missing_rights() {
     if !root() {

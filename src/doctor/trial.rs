@@ -13,6 +13,7 @@ use super::Check;
 use crate::config::PidNamespace;
 use crate::launch::world::{FIRST_PID, Network, World, last_pid_for};
 use crate::launch::{self, IoUring, Job, JobSpec, Privileges, output, reaper};
+use crate::snapshot::devices::Devices;
 use crate::sys::criu::{self, Criu, DumpOptions, Hooks, Place, Tcp};
 use crate::sys::process;
 use crate::telemetry::log::chain;
@@ -161,7 +162,10 @@ impl Trial<'_> {
         wait_for_program(job, &self.spec.program).ok_or_else(|| failure("`sleep` did not start within a second"))?;
         let ids: Vec<i32> = process::tree(job.root.pid()).into_iter().filter_map(process::inner_pid).collect();
         let root = process::inner_pid(job.root.pid()).ok_or_else(|| failure("`sleep` ended at once"))?;
-        let options = DumpOptions { root, tcp: Tcp::Close, ghost_limit: 1 << 20, freeze_timeout: LIMIT, plugin: None };
+        // As for a snapshot here: a CRIU that can not load the plugin takes none.
+        let devices = Devices::prepare(&self.work).map_err(failed("preparing"))?;
+        let plugin = devices.as_ref().map(Devices::plugin);
+        let options = DumpOptions { root, tcp: Tcp::Close, ghost_limit: 1 << 20, freeze_timeout: LIMIT, plugin };
         let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, abandon: &|| {}, died: &|| None };
         criu::dump(&self.place(&job.world), options, &mut hooks).map_err(refused("dump"))?;
         Ok(ids)

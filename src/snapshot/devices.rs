@@ -57,7 +57,7 @@ impl std::fmt::Display for Device {
 
 /// NVIDIA's devices, and the plugin that has CRIU accept them.
 #[derive(Debug)]
-pub(super) struct Devices {
+pub(crate) struct Devices {
     folder: PathBuf,
     all: Vec<Device>,
     list: String,
@@ -65,7 +65,7 @@ pub(super) struct Devices {
 
 impl Devices {
     /// Where this machine has any: puts the plugin into a folder of its own below `scratch`.
-    pub(super) fn prepare(scratch: &Path) -> Result<Option<Devices>, Error> {
+    pub(crate) fn prepare(scratch: &Path) -> Result<Option<Devices>, Error> {
         let mut all = nvidia(&std::fs::read_to_string("/proc/devices").unwrap_or_default());
         all.extend(stand_ins());
         if all.is_empty() {
@@ -83,7 +83,8 @@ impl Devices {
         Ok(Some(Devices { folder, all, list }))
     }
 
-    pub(super) fn plugin(&self) -> Plugin<'_> {
+    /// For CRIU.
+    pub(crate) fn plugin(&self) -> Plugin<'_> {
         Plugin { folder: &self.folder, devices: &self.list }
     }
 

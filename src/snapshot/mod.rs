@@ -20,7 +20,7 @@
 //! - Nothing is in memory or in the store under an image's name before it is whole ([`crate::store`]). When the power
 //!   goes, at most a draft is left, which the next start sweeps.
 
-mod devices;
+pub(crate) mod devices;
 mod files;
 mod gpu;
 mod landing;

@@ -194,6 +194,10 @@ const HINTS: &[(&str, &str)] = &[
         "tty:",
         "the job has a terminal open; start it with its output in files: rekindle does so unless the job opens /dev/tty itself",
     ),
+    (
+        "Unable to load",
+        "CRIU can not load the plugin for NVIDIA's devices: is the store's file system mounted noexec, or is this CRIU a static program?",
+    ),
     ("handle_device_vma", "a device is mapped that CRIU can not dump"),
     ("chr 10:", "the job has a device open that CRIU can not dump"),
     ("perf_event", "the job has a perf event open, which CRIU can not dump: stop profiling it"),
