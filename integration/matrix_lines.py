@@ -112,5 +112,5 @@ WARM_UP = {
     "triton": "import triton; print(triton.__version__)",
     "jax": "import os; os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'; import jax; jax.numpy.ones(8).sum().item(); print(jax.__version__)",
     "cupy": "import cupy; cupy.arange(8).sum().get(); print(cupy.__version__)",
-    "numba": "import numba_cuda, numpy; from numba import cuda; cuda.to_device(numpy.ones(8)); print(numba_cuda.__version__)",
+    "numba": "import numba_cuda, numpy; numpy.row_stack = numpy.vstack; from numba import cuda; cuda.to_device(numpy.ones(8)); print(numba_cuda.__version__)",
 }
