@@ -183,13 +183,14 @@ def forks(args, work, table):
         print("SKIP forks: torch is not installed")
         return
     compare(args, work, table, "forks", [sys.executable, ROOT / "integration/jobs/fork_job.py"], 2, 10)
-    said = (work / "forks.log").read_text(errors="replace")
-    if "NVML is used without CUDA by process" not in said:
-        raise Failed("forks: no word of the process that asks NVML")
+    said = "NVML is used without CUDA by process" in (work / "forks.log").read_text(errors="replace")
     answers = read(work / "forks-out/nvml.txt").decode().split("\n")
     runs = [answer for answer, before in zip(answers, [None, *answers]) if answer != before]
     # What its library makes of /dev/null, and whether it comes round by itself.
-    print("forks: NVML says", ", ".join(runs), flush=True)
+    print("forks: NVML says", ", ".join(runs), "; rekindle", "says so" if said else "says nothing", flush=True)
+    # Where the driver takes such a process for one of its own, it gives NVML back too.
+    if any(run.startswith("error") for run in runs) and not said:
+        raise Failed("forks: no word of the process whose NVML fails")
 
 
 HOG = """

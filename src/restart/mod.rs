@@ -134,6 +134,10 @@ pub fn restore(
     let (image, request) = (&image, &Request { image: &image, ..*request });
     let put_back = timed.run("files", || -> Result<_, Error> {
         recreate(image, manifest)?;
+        let made = rollback::make_folders(manifest, request.identity)?;
+        if made > 0 {
+            tracing::info!("{made} folders that the job had removed since were made again");
+        }
         Ok(rollback::put_back(image, manifest, request)?)
     })?;
     // Until the driver has read it back, which is before this function ends.

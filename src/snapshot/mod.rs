@@ -280,6 +280,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         },
         open_files: work.open_files.clone(),
         given_files: work.given_files.clone(),
+        folders: work.folders.clone(),
         saved_links: work.saved_links.clone(),
         recreate: work.recreate.clone(),
         mapped_files: mapped::files(&target.dir().join(phases::CRIU_DIR), work)?,

@@ -1,6 +1,7 @@
 //! The phases in their order, with their undo, and the work they share.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
@@ -10,7 +11,8 @@ use super::target::Target;
 use super::{Error, Subject, devices, files, gpu, landing, preflight, prepare, tcp};
 use crate::restart::given_files;
 use crate::store::ImageId;
-use crate::store::manifest::{GivenFile, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
+use crate::store::manifest::{Folder, GivenFile, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
+use crate::store::staging::Area;
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
 use crate::sys::nvml::GpuInventory;
 use crate::sys::spawn::Ended;
@@ -77,6 +79,7 @@ pub(super) struct Work<'a> {
     names: BTreeMap<i32, String>,
     pub(super) open_files: Vec<OpenFile>,
     pub(super) given_files: Vec<GivenFile>,
+    pub(super) folders: Vec<Folder>,
     pub(super) saved_links: Vec<SavedLink>,
     pub(super) recreate: Vec<Recreate>,
     pub(super) timings: Vec<Phase>,
@@ -108,6 +111,7 @@ impl<'a> Work<'a> {
             names: BTreeMap::new(),
             open_files: Vec::new(),
             given_files: Vec::new(),
+            folders: Vec::new(),
             saved_links: Vec::new(),
             recreate: Vec::new(),
             timings: Vec::new(),
@@ -306,6 +310,9 @@ impl<'a> Work<'a> {
                 let tree: Vec<i32> = process::tree(root).into_iter().filter(|pid| *pid != root).collect();
                 self.given_files = given_files(&tree, user);
             }
+            let log_dir = subject.folder.log_dir();
+            let ours: Vec<&Path> = subject.staging.map(Area::path).into_iter().chain([log_dir.as_path()]).collect();
+            self.folders = files::folders(&dir, root, &ours).map_err(|e| e.to_string())?;
             self.saved_links = files::save_links(&dir, root, &id).map_err(|e| e.to_string())?;
             files::name_by_saved(&mut self.open_files, &self.saved_links);
             criu::image::adopt_daemons(&dir).map_err(|e| e.to_string())?;

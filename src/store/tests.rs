@@ -107,6 +107,7 @@ pub(crate) fn manifest() -> Manifest {
         },
         open_files: Vec::new(),
         given_files: Vec::new(),
+        folders: Vec::new(),
         saved_links: Vec::new(),
         recreate: Vec::new(),
         mapped_files: Vec::new(),
