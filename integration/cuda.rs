@@ -224,22 +224,39 @@ fn the_restore_thread_is_a_thread_of_the_process() {
     assert!(matches!(error, Error::ThreadId { pid, .. } if pid == job.pid()), "{error}");
 }
 
+fn pair(old: u8, new: u8) -> GpuMapping {
+    GpuMapping { old: gpu(old), new: gpu(new) }
+}
+
 #[test]
 fn a_restore_maps_to_another_gpu() {
     let standin = Standin::new();
     let mut job = standin.start(&[]);
     let process = job.process(&standin.driver());
     process.lock(10 * SECOND).unwrap();
+    for _ in 0..2 {
+        process.checkpoint().unwrap();
+        process.restore(&[pair(0xa0, 0xb0), pair(0xb0, 0xa0)]).unwrap();
+    }
     process.checkpoint().unwrap();
-    let error = process.restore(&[GpuMapping { old: gpu(0xb0), new: gpu(0xa0) }]).unwrap_err();
-    assert!(error.code() == Some(1) && error.to_string().contains("every GPU"), "{error}");
-    process.restore(&[GpuMapping { old: gpu(0xa0), new: gpu(0xb0) }]).unwrap();
-    process.checkpoint().unwrap();
-    // Now it is on the other one.
-    assert_eq!(process.restore(&[GpuMapping { old: gpu(0xa0), new: gpu(0xb0) }]).unwrap_err().code(), Some(1));
-    process.restore(&[GpuMapping { old: gpu(0xb0), new: gpu(0xa0) }]).unwrap();
+    process.restore(&[]).unwrap();
     process.unlock().unwrap();
     job.assert_counts();
+}
+
+#[test]
+fn pairs_name_every_gpu_once() {
+    for pairs in [&[pair(0xa0, 0xb0)][..], &[pair(0xa0, 0xb0), pair(0xb0, 0xb0)], &[pair(0xa0, 0xa0), pair(0xb0, 0xc0)]]
+    {
+        let standin = Standin::new();
+        let job = standin.start(&[]);
+        let process = job.process(&standin.driver());
+        process.lock(10 * SECOND).unwrap();
+        process.checkpoint().unwrap();
+        let error = process.restore(pairs).unwrap_err();
+        assert!(error.code() == Some(1) && error.to_string().contains("every GPU"), "{error}");
+        assert_eq!(process.state().unwrap(), State::Failed, "there is no second try");
+    }
 }
 
 #[test]
@@ -307,8 +324,12 @@ fn the_command_does_what_cuda_checkpoint_does() {
     assert!(std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists());
     let out = run(&["toggle", "--timeout", "5000"]);
     assert!(out.starts_with("lock: locked, ") && out.contains("\ncheckpoint: checkpointed, "), "{out}");
-    let map = "A0A0A0A0-a0a0-a0a0-a0a0-a0a0a0a0a0a0=GPU-b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0";
-    let out = run(&["toggle", "--json", "--device-map", map]);
+    let map = format!(
+        "A0A0A0A0-a0a0-a0a0-a0a0-a0a0a0a0a0a0=GPU-b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0b0,{}={}",
+        gpu(0xb0),
+        gpu(0xa0)
+    );
+    let out = run(&["toggle", "--json", "--device-map", &map]);
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!(json["state"], "running");
     assert_eq!(json["steps"][0]["action"], "restore");

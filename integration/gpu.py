@@ -1,6 +1,7 @@
 """The jobs of gpu.sh. Only the standard library; each job runs in a folder and a store of its own."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -182,13 +183,121 @@ def forks(args, work, table):
         print("SKIP forks: torch is not installed")
         return
     compare(args, work, table, "forks", [sys.executable, ROOT / "integration/jobs/fork_job.py"], 2, 10)
-    said = (work / "forks.log").read_text(errors="replace")
-    if "NVML is used without CUDA by process" not in said:
-        raise Failed("forks: no word of the process that asks NVML")
+    said = "NVML is used without CUDA by process" in (work / "forks.log").read_text(errors="replace")
     answers = read(work / "forks-out/nvml.txt").decode().split("\n")
     runs = [answer for answer, before in zip(answers, [None, *answers]) if answer != before]
     # What its library makes of /dev/null, and whether it comes round by itself.
-    print("forks: NVML says", ", ".join(runs), flush=True)
+    print("forks: NVML says", ", ".join(runs), "; rekindle", "says so" if said else "says nothing", flush=True)
+    # Where the driver takes such a process for one of its own, it gives NVML back too.
+    if any(run.startswith("error") for run in runs) and not said:
+        raise Failed("forks: no word of the process whose NVML fails")
+
+
+HOG = """
+import ctypes, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+def check(code):
+    if code:
+        sys.exit(f"CUDA error {code}")
+context, free, total, memory = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t(), ctypes.c_uint64()
+check(cuda.cuInit(0))
+check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0))
+check(cuda.cuCtxSetCurrent(context))
+check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+check(cuda.cuMemAlloc_v2(ctypes.byref(memory), ctypes.c_size_t(free.value - (256 << 20))))
+print("full", flush=True)
+sys.stdin.read()
+"""
+
+
+class Hog:
+    """Somebody who takes all but 256 MiB of a GPU."""
+
+    def __init__(self, gpu):
+        environment = dict(os.environ, CUDA_VISIBLE_DEVICES=gpu)
+        self.process = subprocess.Popen([sys.executable, "-c", HOG], env=environment, text=True, stdin=subprocess.PIPE,
+                                        stdout=subprocess.PIPE)
+        if self.process.stdout.readline() != "full\n":
+            self.end()
+            raise Failed("migrate: the GPU could not be filled")
+
+    def end(self):
+        self.process.kill()
+        self.process.wait(30)
+
+
+def on(manifest):
+    """The GPUs that the job of an image had memory on."""
+    return {gpu for gpus in manifest["tree"].get("cuda_memory", {}).values() for gpu in gpus}
+
+
+def migrate(args, work, table):
+    """From GPU 0 to GPU 1 because the first is full, there after a kill too, and back by --device-map; the bits of a run
+    that stayed where it was."""
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    if listed.count("(UUID:") < 2 or importlib.util.find_spec("torch") is None:
+        print("SKIP migrate: it takes two GPUs, and torch")
+        return
+    command = [sys.executable, ROOT / "examples/train_torch.py", "--epochs", "48", "--seconds", "12", "--gib", "1"]
+    reference, out = work / "migrate-reference", work / "migrate-out"
+    subprocess.run([*command, "--out", reference], check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                   timeout=120)
+    job = Job(args.rekindle, work, "migrate", [*command, "--out", out]).start()
+    lines = lambda: read(out / "metrics.jsonl").count(b"\n")
+
+    def taken(since):
+        """A snapshot after some progress; where the job was, and how it came there."""
+        job.wait_for("progress", lambda: lines() >= since, 60)
+        manifest = snapshot(job)
+        events = (job.store / job.name / "log/events.jsonl").read_text().splitlines()
+        last = [event for event in map(json.loads, events) if event["event"] == "started"][-1]
+        return manifest, on(manifest), last.get("moved", [])
+
+    @contextlib.contextmanager
+    def begin_again(*flags):
+        """The supervisor ends with the job; the same command goes on."""
+        job.process.kill()
+        job.process.wait(30)
+        at = job.command.index("--")
+        job.command[job.command.index("--interval") + 2 : at] = flags
+        began = time.monotonic()
+        yield
+        job.start()
+        job.wait_for("restart", lambda: job.running() and job.state()["supervisor"] == job.process.pid, 60)
+        print(f"migrate: back after {time.monotonic() - began:.2f} s {' '.join(flags)}", flush=True)
+
+    def expect(what, found, wanted):
+        if found != wanted:
+            raise Failed(f"migrate: {what}: {found} instead of {wanted}")
+
+    hog = None
+    try:
+        manifest, first, _ = taken(5)
+        if len(first) != 1:
+            raise Failed(f"migrate: the image says that the job used {first}")
+        with begin_again():
+            hog = Hog(*first)
+        manifest, second, moved = taken(10)
+        expect("moved", [(one["old"], one["new"]) for one in moved], [(*first, *second)])
+        print(f"migrate: {moved}", flush=True)
+        hog.end()
+        back = job.kill_job(60)
+        _, there, moved = taken(15)
+        expect("after a kill", (there, moved), (second, []))
+        with begin_again("--device-map", f"{next(iter(second))}={next(iter(first))}"):
+            pass
+        _, home, moved = taken(20)
+        expect("by map", (home, [one["why"] for one in moved]), (first, ["asked for"]))
+        expect("exit code", job.wait(120), 0)
+    finally:
+        if hog:
+            hog.end()
+        job.end()
+    for file in ["metrics.jsonl", "weights.bin"]:
+        if read(reference / file) != read(out / file) or not read(out / file):
+            raise Failed(f"migrate: {file} differs from the run that stayed")
+    print("migrate: the same bits after two moves", flush=True)
+    row(table, "torch, to GPU 1 and back", manifest, back)
 
 
 def main():

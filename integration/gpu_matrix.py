@@ -83,7 +83,7 @@ class Matrix:
         self.began, self.printing = time.monotonic(), threading.Lock()
         self.deadline = self.began + args.minutes * 60
         self.gpus = ["0", "1"] if args.stand_in else gpus()
-        self.slots, self.outcomes, self.warmed = Slots(self.gpus, args.jobs), {}, {}
+        self.slots, self.outcomes, self.warmed, self.images = Slots(self.gpus, args.jobs), {}, {}, set()
         known = SELF_TEST if args.stand_in else LINES
         self.lines = [line for line in known if not args.only or line.name in args.only]
 
@@ -217,6 +217,25 @@ def gpus():
     return [str(number) for number in range(listed.count("(UUID:"))]
 
 
+def shared_memory():
+    return set(os.listdir("/dev/shm"))
+
+
+def forget_shared_memory(before, images):
+    """Removes the semaphores and memory with a name that jobs left when they were killed, and that nobody has mapped, and
+    the second names that these had for images which went with their store."""
+    left = {name for name in shared_memory() - before if name.startswith(("sem.mp-", "torch_", "nccl-"))}
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text()
+        except OSError:
+            continue
+        left -= {name for name in left if f"/dev/shm/{name}" in text}
+    links = {name for name in shared_memory() if name.startswith(tuple(f".rekindle-link-{image}-" for image in images))}
+    for name in left | links:
+        Path("/dev/shm", name).unlink(missing_ok=True)
+
+
 def begin(trial):
     trial.alone = trial.reference()
     trial.start()
@@ -342,11 +361,12 @@ def main():
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     work = Path(tempfile.mkdtemp(prefix="rekindle-matrix.", dir=args.dir))
-    matrix = Matrix(args, work)
+    matrix, before = Matrix(args, work), shared_memory()
     try:
         matrix.run()
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        forget_shared_memory(before, matrix.images)
     rows = [matrix.outcomes[line.name].row(line) for line in matrix.lines]
     for line in describe(matrix):
         print(f"\n{line}")

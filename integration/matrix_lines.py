@@ -80,6 +80,8 @@ LINES = numbered([
     Line("graphs", "PyTorch, CUDA graphs", (TORCH, "graphs"), ("torch",)),
     Line("ddp-gloo", "DDP, gloo", (TORCH, "ddp-gloo"), ("torch",), 2, 2, ranked),
     Line("ddp-nccl", "DDP, NCCL", (TORCH, "ddp-nccl"), ("torch",), 2, 2, ranked),
+    Line("no-peer", "DDP, NCCL, gpu.nccl = \"no-peer\"", (TORCH, "ddp-nccl"), ("torch",), 2, 2, ranked,
+         settings={"gpu.nccl": "no-peer"}),
     Line("fsdp", "FSDP (fully_shard), NCCL", (TORCH, "fsdp"), ("torch",), 2, 2, ranked),
     Line("torchrun", "a shell script around torchrun, DDP, NCCL", ("matrix_torchrun.sh", "ddp-nccl"), ("torch",), 2, 2, ranked),
     Line("jit", "JAX, jit", (JAX, "jit"), ("jax",)),
@@ -110,5 +112,5 @@ WARM_UP = {
     "triton": "import triton; print(triton.__version__)",
     "jax": "import os; os.environ['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'; import jax; jax.numpy.ones(8).sum().item(); print(jax.__version__)",
     "cupy": "import cupy; cupy.arange(8).sum().get(); print(cupy.__version__)",
-    "numba": "import numba_cuda, numpy; from numba import cuda; cuda.to_device(numpy.ones(8)); print(numba_cuda.__version__)",
+    "numba": "import numba_cuda, numpy; numpy.row_stack = numpy.vstack; from numba import cuda; cuda.to_device(numpy.ones(8)); print(numba_cuda.__version__)",
 }

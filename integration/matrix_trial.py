@@ -174,6 +174,7 @@ class Trial:
             raise
         finally:
             self.job.restarts = None
+        self.context.images.add(image)
         manifest = self.job.manifest(image, self.left(20))
         if manifest is None:
             raise Failed(f"image {image} has no manifest")
@@ -253,7 +254,7 @@ class Trial:
             return True
         # Is that rekindle's doing, or the program's own?
         self.say(f"{difference}; a second uninterrupted run")
-        self.end += SECOND_RUN_S
+        self.end = min(self.end + SECOND_RUN_S, self.context.deadline)
         again = self.reference(1)
         try:
             again.until(count, self.left())

@@ -44,7 +44,7 @@ fn a_life_with_a_crash_and_another_supervisor_is_told_in_order() {
     let started: Vec<_> = events
         .iter()
         .filter_map(|event| match &event.what {
-            What::Started { image, pid, took_us } => Some((*image, pid.is_some(), *took_us > 0)),
+            What::Started { image, pid, took_us, .. } => Some((*image, pid.is_some(), *took_us > 0)),
             _ => None,
         })
         .collect();

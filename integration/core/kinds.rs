@@ -134,6 +134,21 @@ fn a_name_that_went_while_another_stays() {
 }
 
 #[test]
+fn folders_that_the_job_removed_since_are_made_again() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = until_after_snapshot(&lab, "removed");
+    for _ in 0..2 {
+        std::fs::write(lab.file("remove"), "").unwrap();
+        run.wait_for("the folders go", || !lab.file("temporary").exists() && !lab.file("stand").exists());
+        std::fs::remove_file(lab.file("remove")).unwrap();
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+        assert!(lab.file("temporary/inner/note").exists() && lab.file("stand").exists());
+    }
+    finish(&lab, run);
+}
+
+#[test]
 fn open_files_are_put_back() {
     let Some(lab) = Lab::new() else { return };
     let mut run = until_after_snapshot(&lab, "files");

@@ -8,6 +8,7 @@
 mod devices;
 #[path = "../support/devices.rs"]
 mod devices_here;
+mod gpus;
 mod landing;
 mod losses;
 mod phases;

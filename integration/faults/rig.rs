@@ -32,6 +32,10 @@ pub(crate) struct Rig {
     dir: tempfile::TempDir,
     command: Vec<String>,
     settings: Vec<(String, String)>,
+    /// What `run` gets besides.
+    flags: Vec<String>,
+    /// The environment, besides.
+    environment: Vec<(String, String)>,
     /// The program that is run with rekindle's arguments, and what comes before them.
     wrapper: Vec<PathBuf>,
     /// One test at a time may hold back the machine; each has an end.
@@ -82,7 +86,8 @@ impl Rig {
         let settings = settings.map(|(key, value)| (key.to_owned(), value.to_owned())).to_vec();
         let deadline = Instant::now() + Duration::from_secs(150);
         let wrapper = vec![env!("CARGO_BIN_EXE_rekindle").into()];
-        let mut rig = Rig { standin, dir, command: Vec::new(), settings, wrapper, deadline };
+        let (flags, environment) = (Vec::new(), Vec::new());
+        let mut rig = Rig { standin, dir, command: Vec::new(), settings, flags, environment, wrapper, deadline };
         rig.job(&[]);
         Some(rig)
     }
@@ -138,6 +143,27 @@ impl Rig {
         self.settings.push((key.to_owned(), value.to_owned()));
     }
 
+    /// Flags of `run` from now on.
+    pub(crate) fn flags(&mut self, flags: &[&str]) {
+        self.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
+    }
+
+    /// A variable of the environment.
+    pub(crate) fn variable(&mut self, name: &str, value: &str) {
+        self.environment.push((name.to_owned(), value.to_owned()));
+    }
+
+    /// Another command about the job; exit code and standard output.
+    pub(crate) fn ask(&self, args: &[&str]) -> (Option<i32>, String) {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+        command.args(args).current_dir(self.dir.path()).stdin(Stdio::null());
+        for (key, value) in &self.settings {
+            command.env(format!("REKINDLE_{key}"), value);
+        }
+        let output = self.standin.install(&mut command).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap())
+    }
+
     /// What is to happen in CRIU's place, or nothing.
     pub(crate) fn criu_fault(&self, shell: &str) {
         let path = self.dir.path().join("criu-fault");
@@ -167,7 +193,9 @@ impl Rig {
         let mut command = Command::new(program);
         command
             .args(first)
-            .args(["run", "--name", "j", "--"])
+            .args(["run", "--name", "j"])
+            .args(&self.flags)
+            .arg("--")
             .args(&self.command)
             .stdin(Stdio::null())
             .stdout(Stdio::null());
@@ -175,6 +203,7 @@ impl Rig {
         for (key, value) in &self.settings {
             command.env(format!("REKINDLE_{key}"), value);
         }
+        command.envs(self.environment.iter().map(|(name, value)| (name, value)));
         let child = self.standin.install(&mut command).spawn().unwrap();
         Supervisor { rig: self, child, mark: usize::try_from(from).unwrap() }
     }

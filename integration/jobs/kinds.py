@@ -15,6 +15,7 @@ import mmap
 import os
 import select
 import signal
+import shutil
 import socket
 import struct
 import sys
@@ -227,6 +228,39 @@ def files():
         need(os.stat(path("large")).st_size == (5 << 20) + 8 * n, "large")
 
     count(check, last)
+
+
+def removed():
+    """A temporary folder that is used, and removed once the file `remove` is there, as multiprocessing does."""
+    folder, stand = path("temporary/inner"), path("stand")
+    for made, mode in [(path("temporary"), 0o711), (folder, 0o700), (stand, 0o750)]:
+        os.mkdir(made)
+        os.chmod(made, mode)
+    os.chdir(stand)
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(folder + "/listener")
+    server.listen()
+    note = open(folder + "/note", "w", buffering=1)
+    is_there = True
+
+    def check(n):
+        nonlocal is_there
+        if is_there and not os.path.exists(path("remove")):
+            need(os.getcwd() == stand and os.stat(path("temporary")).st_mode & 0o777 == 0o711, "another folder")
+            print(n, file=note)
+            client = socket.socket(socket.AF_UNIX)
+            client.connect(folder + "/listener")
+            server.accept()[0].sendall(b"here")
+            need(client.recv(4) == b"here", "the socket")
+        elif is_there:
+            is_there = False
+            note.close()
+            server.close()
+            os.chdir("/")
+            shutil.rmtree(path("temporary"))
+            os.rmdir(stand)
+
+    count(check)
 
 
 def shared():
@@ -508,6 +542,7 @@ KINDS = {
     "ghost": lambda: nameless(False),
     "link-remap": lambda: nameless(True),
     "files": files,
+    "removed": removed,
     "shared": shared,
     "timers": timers,
     "signals": signals,

@@ -36,6 +36,9 @@ def cupy_step(managed):
 
 def numba_step():
     import numpy as np
+
+    # numba-cuda 0.30 asks for it by a name that numpy 2.5 does not have any more.
+    np.row_stack = np.vstack
     from numba import cuda
 
     @cuda.jit

@@ -8,7 +8,7 @@ shift 3
 here=$(dirname -- "${BASH_SOURCE[0]}")
 mkdir -p -- "$out"
 echo "begins with $(nproc) processors"
-# torchrun's own store is at the port, that of the ranks at the next one.
+# The ranks use torchrun's own store, which it tells them to (TORCHELASTIC_USE_AGENT_STORE).
 python3 -m torch.distributed.run --nnodes 1 --nproc_per_node 2 --master_addr 127.0.0.1 --master_port "$port" \
-  "$here/matrix_torch.py" "$mode" --port $((port + 1)) "$@" 2>&1 | tee -a -- "$out/train.log"
+  "$here/matrix_torch.py" "$mode" --port "$port" "$@" 2>&1 | tee -a -- "$out/train.log"
 echo 'ends'

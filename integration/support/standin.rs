@@ -63,6 +63,20 @@ impl Standin {
         Driver::open(self.path().join("libcuda.so.1")).unwrap()
     }
 
+    /// Has NVML there too.
+    #[allow(dead_code, reason = "each test binary uses a part")]
+    pub(crate) fn add_nvml(&self) {
+        fs::copy(library(), self.path().join("libnvidia-ml.so.1")).unwrap();
+    }
+
+    /// The GPUs from now on, one a line; the stand-in's documentation has the words.
+    #[allow(dead_code, reason = "each test binary uses a part")]
+    pub(crate) fn gpus(&self, lines: &str) {
+        // In one step: a job may be looking.
+        fs::write(self.path().join("gpus.new"), lines).unwrap();
+        fs::rename(self.path().join("gpus.new"), self.path().join("gpus")).unwrap();
+    }
+
     /// Asks for a fault; the stand-in's documentation lists them.
     pub(crate) fn fault(&self, name: &str, text: &str) {
         fs::write(self.path().join(name), text).unwrap();

@@ -15,6 +15,7 @@ use crate::config::{
 };
 use crate::launch::identity::{self, Identity};
 use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper};
+use crate::restart::devices::{Pair, Wishes};
 use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
 use crate::snapshot::Launch;
@@ -53,6 +54,8 @@ pub(crate) struct RunArgs {
     /// Start anew, even if there is something to go on from
     #[arg(long)]
     fresh: bool,
+    #[command(flatten)]
+    devices: DeviceMap,
     /// The command and its arguments; without it that of the configuration (job.command)
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     pub(super) command: Vec<OsString>,
@@ -63,6 +66,17 @@ pub(crate) struct RunArgs {
 pub(crate) struct RestoreArgs {
     /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
     image: String,
+    #[command(flatten)]
+    devices: DeviceMap,
+}
+
+/// Where the images that are there when the run begins go.
+#[derive(Debug, clap::Args)]
+struct DeviceMap {
+    /// Bring the job back on other GPUs than it was on: UUIDs or numbers of nvidia-smi, an old one as the image counts
+    /// (`rekindle show`); those not named stay where they can. Without it that is done where a GPU is gone, faulty or full
+    #[arg(long = "device-map", value_name = "OLD=NEW,...", value_delimiter = ',')]
+    pairs: Vec<Pair>,
 }
 
 /// The supervisor lacks rights.
@@ -100,7 +114,7 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
         replica::bring_newest(&ground.config, &folder, &lock)?;
     }
     let start = choose(&folder, command, args.fresh, ground.config.restart.cold_start)?;
-    supervise(ground, folder, lock, start)
+    supervise(ground, folder, lock, start, &args.devices.pairs)
 }
 
 pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exit> {
@@ -127,7 +141,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
         true => (manifest.lineage, None),
         false => (supervisor::new_lineage(), Some(image.id)),
     };
-    supervise(ground, folder, lock, Start { from: From::Image(image.id), lineage, base })
+    supervise(ground, folder, lock, Start { from: From::Image(image.id), lineage, base }, &args.devices.pairs)
 }
 
 /// What is there before the job's folder is touched.
@@ -198,7 +212,7 @@ struct Start {
     base: Option<ImageId>,
 }
 
-fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) -> anyhow::Result<Exit> {
+fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, map: &[Pair]) -> anyhow::Result<Exit> {
     let Ground { config, criu, mut spec, packing, .. } = ground;
     let add = |spec: &mut JobSpec, name: &str, value: &str| spec.environment.insert(name.into(), value.into());
     add(&mut spec, "REKINDLE_JOB", folder.name().as_str());
@@ -220,6 +234,15 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
     let interposer = interposer(&config, &mut spec, &folder, staging.as_ref());
     prepare_nccl(&config, &mut spec, interposer.is_some());
     let Start { from, base, .. } = start;
+    let map = match from {
+        From::Cold if !map.is_empty() => {
+            tracing::warn!("--device-map is not needed: the job begins anew, on the GPUs that it chooses itself");
+            &[]
+        }
+        _ => map,
+    };
+    let newest = folder.copies()?.iter().map(|image| image.id).max();
+    let wishes = Wishes { map: map.to_vec(), until: newest, faults: Vec::new() };
     let beats = beats(&config, &mut spec, &folder)?;
     let word = word(&config, &mut spec, &folder);
     let scheduler = find_scheduler(&config);
@@ -240,6 +263,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start) 
         word,
         from,
         base,
+        wishes,
         scheduler: scheduler.clone(),
         deadline,
     };

@@ -9,6 +9,7 @@ use super::list::{milliseconds, size, whereabouts};
 use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, Misuse, job_args, named_criu};
 use crate::restart::compat::{self, Difference, Here};
+use crate::restart::devices::{self, Moved, Plan, Wishes};
 use crate::store::manifest::Landing;
 use crate::store::{Known, Manifest, Place, State, Tag};
 use crate::supervisor::{Persisting, Published};
@@ -34,6 +35,41 @@ struct Shown<'a> {
     persisting: Option<&'a Persisting>,
     /// In what this machine differs; a fatal difference keeps it from being restored here.
     differences: Vec<Difference>,
+    /// The GPUs that a restore here would use, for a job that used some.
+    devices: Option<Devices>,
+}
+
+/// What a restore here would do about GPUs.
+#[derive(Debug, Serialize)]
+struct Devices {
+    /// stay, move, wait or refuse.
+    plan: &'static str,
+    moved: Vec<Moved>,
+    /// Why it would wait or be refused.
+    why: Option<String>,
+}
+
+impl Devices {
+    fn of(manifest: &Manifest, here: &Here) -> Option<Devices> {
+        let of = |plan, moved, why| Devices { plan, moved, why };
+        (!manifest.tree.cuda.is_empty() && here.driver.is_some()).then(|| {
+            match devices::plan(manifest, &here.devices, &here.wishes) {
+                Plan::Stay { .. } => of("stay", Vec::new(), None),
+                Plan::Move(relocation) => of("move", relocation.moved, None),
+                Plan::Wait(why) => of("wait", Vec::new(), Some(why.to_string())),
+                Plan::Refuse(why) => of("refuse", Vec::new(), Some(why.to_string())),
+            }
+        })
+    }
+
+    /// Lines for people; that there is no place is among the differences.
+    fn lines(&self) -> Vec<String> {
+        match (self.plan, &self.why) {
+            ("stay", _) => vec!["the same GPUs".into()],
+            ("wait", Some(why)) => vec![format!("waits: {why}")],
+            _ => self.moved.iter().map(|m| format!("{} in the place of {}: {}", m.new, m.old, m.why)).collect(),
+        }
+    }
 }
 
 pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
@@ -48,10 +84,11 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
         (Format::Json, Some(manifest)) => {
             let copies = known.copies().map(|copy| Copy { place: copy.place, folder: copy.dir.clone() });
             let (pinned, tags) = (known.tags().is_pinned(), known.tags().iter().cloned().collect());
-            let differences = differences(global, manifest)?;
-            print_json(&Shown { manifest, copies: copies.collect(), pinned, tags, persisting, differences })?;
+            let here = look(global, manifest)?;
+            let (differences, devices) = (compat::compare(manifest, &here), Devices::of(manifest, &here));
+            print_json(&Shown { manifest, copies: copies.collect(), pinned, tags, persisting, differences, devices })?;
         }
-        (_, Some(manifest)) => print_text(&describe(&known, manifest, live.as_ref(), &differences(global, manifest)?))?,
+        (_, Some(manifest)) => print_text(&describe(&known, manifest, live.as_ref(), &look(global, manifest)?))?,
         (_, None) => {
             let State::Damaged { why } = &image.state else { return Ok(Exit::Unsound) };
             print_text(&format!("{}  damaged: {why}", image.id))?;
@@ -62,13 +99,25 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
 }
 
 /// Without a CRIU its version is not compared: `doctor` says that there is none.
-fn differences(global: &Global, manifest: &Manifest) -> anyhow::Result<Vec<Difference>> {
+fn look(global: &Global, manifest: &Manifest) -> anyhow::Result<Here> {
     let config = global.settings(global.overrides())?;
     let criu = Criu::find(named_criu(&config).as_deref()).ok().map(|criu| criu.version);
-    Ok(compat::compare(manifest, &Here::look(manifest, criu)))
+    Ok(Here::look(manifest, criu, &Wishes::default()))
 }
 
-fn describe(known: &Known, m: &Manifest, live: Option<&Published>, differences: &[Difference]) -> String {
+/// What the job used of a GPU; nothing where that is not known.
+fn used(m: &Manifest, uuid: &str) -> String {
+    let by = m.tree.cuda_memory.iter().filter_map(|(pid, gpus)| Some((pid, gpus.get(uuid)?)));
+    let each: Vec<String> = by.map(|(pid, bytes)| format!("{} by process {pid}", size(*bytes))).collect();
+    match each.as_slice() {
+        [] if m.tree.cuda_memory.is_empty() => String::new(),
+        [] => " (not used)".into(),
+        each => format!(" ({})", each.join(", ")),
+    }
+}
+
+fn describe(known: &Known, m: &Manifest, live: Option<&Published>, here: &Here) -> String {
+    let differences = compat::compare(m, here);
     let persisting = live.and_then(|live| live.persisting_image(known.id()));
     let state = match &known.best().state {
         State::Bad { mark, .. } => format!("bad since {}: {}: {}", mark.when, mark.why, mark.detail),
@@ -92,7 +141,7 @@ fn describe(known: &Known, m: &Manifest, live: Option<&Published>, differences: 
     lines.extend(Some(known.tags().to_string()).filter(|said| !said.is_empty()).map(|said| ("tags", said)));
     lines.push((
         "restore",
-        match differences {
+        match differences.as_slice() {
             [] => "can be restored on this machine".into(),
             [first, ..] if first.is_fatal() => "can not be restored on this machine as it is".into(),
             _ => "may not work on this machine".into(),
@@ -115,7 +164,8 @@ fn describe(known: &Known, m: &Manifest, live: Option<&Published>, differences: 
     if let Some(driver) = &m.driver {
         lines.push(("driver", driver.clone()));
     }
-    lines.extend(m.gpus.iter().map(|gpu| ("gpu", format!("{} {}", gpu.name, gpu.uuid))));
+    lines.extend(m.gpus.iter().map(|gpu| ("gpu", format!("{} {}{}", gpu.name, gpu.uuid, used(m, &gpu.uuid)))));
+    lines.extend(Devices::of(m, here).iter().flat_map(Devices::lines).map(|line| ("restore on", line)));
     lines.extend(m.landing.iter().map(|landing| {
         let Landing { pid, path, bytes, .. } = landing;
         ("landing", format!("{} of GPU memory of process {pid} ({})", size(*bytes), path.display()))

@@ -139,6 +139,11 @@ fn gpus(facts: &Facts) -> Check {
         let found = format!("{list}; {} divided into MIG instances, which can not be checkpointed", divided.len());
         return Check::warn(name, found, commands.join(" && "));
     }
+    let parts = gpus.iter().filter(|gpu| gpu.is_virtual).count();
+    if parts > 0 {
+        let found = format!("{list}; {parts} virtual (vGPU), which can not be checkpointed");
+        return Check::warn(name, found, "give this virtual machine whole GPUs (PCI pass-through)");
+    }
     if gpus.iter().any(|gpu| gpu.mig == Mig::Unknown) {
         return Check::warn(
             name,
@@ -174,9 +179,13 @@ pub(super) mod tests {
         Gpu {
             uuid: GpuUuid::from_bytes([7; 16]),
             name: Some("NVIDIA H200".into()),
+            index: Some(0),
+            pci: None,
             memory_total: Some(bytes),
             memory_used: Some(0),
+            memory_free: Some(bytes),
             mig: Mig::Off,
+            is_virtual: false,
         }
     }
 
@@ -240,6 +249,8 @@ pub(super) mod tests {
         let divided = find(&with(vec![Gpu { mig: Mig::On, ..gpu(1) }]), "nvidia.gpus");
         assert_eq!(divided.state, State::Warn);
         assert!(divided.fix.unwrap().contains("nvidia-smi -i GPU-07070707-0707"));
+        let part = find(&with(vec![Gpu { is_virtual: true, ..gpu(1) }]), "nvidia.gpus");
+        assert!(part.state == State::Warn && part.found.contains("1 virtual (vGPU)"), "{part:?}");
         assert_eq!(find(&with(vec![Gpu { mig: Mig::Unknown, ..gpu(1) }]), "nvidia.gpus").state, State::Warn);
         assert_eq!(find(&with(vec![]), "nvidia.gpus").state, State::Warn);
         let mps = find(&Facts { mps: vec![7], ..facts("580.1") }, "nvidia.mps");

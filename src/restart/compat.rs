@@ -79,6 +79,15 @@ pub fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
     all
 }
 
+/// That the driver did not take pairs that name a GPU that can not be used.
+pub(super) fn too_few_gpus(manifest: &Manifest, here: &Here) -> Difference {
+    let (image, here) =
+        (format!("{} GPUs that the job could see", manifest.gpus.len()), here.devices.all.len().to_string());
+    Difference::new(Severity::Fatal, "GPUs", image, here).advise(
+        "to bring the job back on other GPUs the driver wants as many: make more of them visible, or restore it on another machine",
+    )
+}
+
 /// So many differences are named in one message: after an upgrade of the system hundreds of files differ.
 const NAMED: usize = 10;
 

@@ -33,6 +33,15 @@ pub enum Error {
         /// What differs, the worst first.
         differences: Vec<Difference>,
     },
+    /// The GPUs that it needs are in use.
+    #[error("image {id} can not be restored now")]
+    Busy {
+        /// The image.
+        id: crate::store::ImageId,
+        /// What it needs and what is here.
+        #[source]
+        why: super::devices::NoPlace,
+    },
     /// It could not be brought out of the packs of the store, through no fault of its own.
     #[error(transparent)]
     Unpack(crate::store::unpack::Error),
@@ -127,6 +136,8 @@ impl Error {
             Error::Misfit { .. } => Blame::Here,
             // A wrong key stays one.
             Error::Unpack(error) if error.is_not_for_us() => Blame::Here,
+            // Who has them may end.
+            Error::Busy { .. } => Blame::Machine,
             Error::World(_)
             | Error::Store(_)
             | Error::Unpack(_)

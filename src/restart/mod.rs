@@ -7,6 +7,7 @@
 
 pub mod cause;
 pub mod compat;
+pub mod devices;
 mod error;
 mod guard;
 mod landing;
@@ -37,6 +38,7 @@ use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
 use crate::word::server as word;
 use compat::{Difference, Here};
+use devices::{Moved, Plan, Relocation, Wishes};
 
 pub use error::{Blame, Error};
 pub(crate) use guard::given_files;
@@ -65,6 +67,8 @@ pub struct Request<'a> {
     pub lazy: Lazy,
     /// The network that it shall see, where it gets namespaces of its own.
     pub network: Network,
+    /// Which GPUs it shall come back on, where that is not left to us.
+    pub wishes: &'a Wishes,
     /// Where it may ask its supervisor for something.
     pub word: Option<&'a word::Socket>,
     /// How an image that is in packs gets out of them.
@@ -100,6 +104,10 @@ pub struct Restored {
     pub unpacked: Option<Unpacked>,
     /// Files that were put back to their size or content of then.
     pub put_back: Vec<PutBack>,
+    /// The GPUs that it is not on any more, and those in their place.
+    pub moved: Vec<Moved>,
+    /// CUDA_VISIBLE_DEVICES of a process that has moved, which speaks of the GPUs of before.
+    pub visible: Option<String>,
     /// How long each part took, in order.
     pub timings: Vec<(&'static str, Duration)>,
 }
@@ -117,14 +125,19 @@ pub fn restore(
     let mut timings = Vec::new();
     let mut timed = Timer(&mut timings);
 
-    timed.run("compare", || -> Result<_, Error> {
-        fits(request.image, manifest, request.criu, warn)?;
-        Ok(rollback::check(manifest, request.folder, request.identity)?)
+    let relocation = timed.run("compare", || -> Result<_, Error> {
+        let relocation = fits(request, manifest, warn, cancelled)?;
+        rollback::check(manifest, request.folder, request.identity)?;
+        Ok(relocation)
     })?;
     let plain::Plain { image, folder: unpacked } = timed.run("verify", || plain::make(request, cancelled))?;
     let (image, request) = (&image, &Request { image: &image, ..*request });
     let put_back = timed.run("files", || -> Result<_, Error> {
         recreate(image, manifest)?;
+        let made = rollback::make_folders(manifest, request.identity)?;
+        if made > 0 {
+            tracing::info!("{made} folders that the job had removed since were made again");
+        }
         Ok(rollback::put_back(image, manifest, request)?)
     })?;
     // Until the driver has read it back, which is before this function ends.
@@ -175,10 +188,15 @@ pub fn restore(
     let job = Job::restored(world, root, manifest.tree.job);
     // A job that ends from here on was restored, and has ended: whether its image is to blame is what the policy counts
     // early deaths for. One kill at this moment must not cost a good image.
-    match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest))) {
-        Ok(()) => Ok(Restored { job, loader, not_lazy, unpacked, put_back, timings }),
+    let pairs = relocation.as_ref().map_or(&[][..], |relocation| &relocation.pairs);
+    match timed.run("cuda", || watched(&job, request.timeout, cancelled, || bring_back_cuda(&job, manifest, pairs))) {
         Err(Error::NoProcess(_) | Error::Cuda { .. } | Error::Sharing(_)) if job.root.has_ended().unwrap_or(false) => {
-            Ok(Restored { job, loader, not_lazy, unpacked, put_back, timings })
+            Ok(Restored { job, loader, not_lazy, unpacked, put_back, moved: Vec::new(), visible: None, timings })
+        }
+        Ok(()) => {
+            let moved = relocation.map(|relocation| relocation.moved).unwrap_or_default();
+            let visible = if moved.is_empty() { None } else { visible_devices(&job, manifest) };
+            Ok(Restored { job, loader, not_lazy, unpacked, put_back, moved, visible, timings })
         }
         Err(error) => {
             // There is one for a job without CUDA only, for which nothing can fail here but by being called off.
@@ -186,7 +204,15 @@ pub fn restore(
             drop(loader);
             // A CUDA restore that failed has no second try on the same process.
             job.end();
-            Err(error)
+            Err(match (error, &relocation) {
+                (Error::Cuda { source, .. }, Some(relocation))
+                    if relocation.unproven && source.code() == Some(cuda::code::INVALID_VALUE) =>
+                {
+                    let here = Here::look(manifest, Some(request.criu.version), request.wishes);
+                    Error::Misfit { id: request.image.id, differences: vec![compat::too_few_gpus(manifest, &here)] }
+                }
+                (error, _) => error,
+            })
         }
     }
 }
@@ -230,13 +256,39 @@ impl Timer<'_> {
     }
 }
 
-/// Whether it can work on this machine at all.
-fn fits(image: &Image, manifest: &Manifest, criu: &Criu, warn: &dyn Fn(&Difference)) -> Result<(), Error> {
-    let differences = compat::compare(manifest, &Here::look(manifest, Some(criu.version)));
+/// How long the memory of a process that was just killed may take to come free. The driver gives it back before the process
+/// is reaped, so this is for what lags behind.
+const SETTLE: Duration = Duration::from_secs(2);
+
+/// How often a GPU is looked at meanwhile.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Whether it can work on this machine, and on which GPUs.
+fn fits(
+    request: &Request<'_>,
+    manifest: &Manifest,
+    warn: &dyn Fn(&Difference),
+    cancelled: &dyn Fn() -> bool,
+) -> Result<Option<Relocation>, Error> {
+    let id = request.image.id;
+    let mut here = Here::look(manifest, Some(request.criu.version), request.wishes);
+    let differences = compat::compare(manifest, &here);
     differences.iter().filter(|difference| !difference.is_fatal()).for_each(warn);
-    match differences.iter().any(Difference::is_fatal) {
-        true => Err(Error::Misfit { id: image.id, differences }),
-        false => Ok(()),
+    if differences.iter().any(Difference::is_fatal) {
+        return Err(Error::Misfit { id, differences });
+    }
+    let deadline = Instant::now() + SETTLE;
+    loop {
+        let settles = Instant::now() < deadline && !cancelled();
+        match devices::plan(manifest, &here.devices, request.wishes) {
+            Plan::Stay { .. } => return Ok(None),
+            Plan::Move(relocation) if !(settles && relocation.for_room) => return Ok(Some(relocation)),
+            Plan::Wait(why) if !settles => return Err(Error::Busy { id, why }),
+            Plan::Refuse(_) => return Err(Error::Misfit { id, differences: compat::compare(manifest, &here) }),
+            Plan::Move(_) | Plan::Wait(_) => {}
+        }
+        std::thread::sleep(LOOK);
+        here.look_again(manifest);
     }
 }
 
@@ -369,8 +421,16 @@ fn watched(
     })
 }
 
-/// Gives the GPUs back to the processes that had them.
-fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
+/// What a CUDA process of the job was started with in CUDA_VISIBLE_DEVICES.
+fn visible_devices(job: &Job, manifest: &Manifest) -> Option<String> {
+    let is_cuda = |pid: &i32| process::inner_pid(*pid).is_some_and(|inner| manifest.tree.cuda.contains(&inner));
+    let all = process::tree(job.root.pid()).into_iter().filter(is_cuda);
+    all.filter_map(|pid| process::environment(pid, "CUDA_VISIBLE_DEVICES")).find(|value| !value.is_empty())
+}
+
+/// Gives GPUs to the processes that had some, all at once: the driver does it for several in parallel (580, measured).
+/// `pairs` name others, where there are any.
+fn bring_back_cuda(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping]) -> Result<(), Error> {
     if manifest.tree.cuda.is_empty() {
         return Ok(());
     }
@@ -382,15 +442,24 @@ fn bring_back_cuda(job: &Job, manifest: &Manifest) -> Result<(), Error> {
         let error = |source| Error::Cuda { pid: *inner, source };
         processes.push((*inner, cuda::Process::new(outer).map_err(error)?));
     }
-    // They were stopped in the image, and stay so until their GPU is back. CRIU sends them SIGSTOP as it lets them go:
-    // until that has come, they run.
-    for (pid, process) in &processes {
+    let restore = |(pid, process): (i32, &cuda::Process)| {
+        // It was stopped in the image, and stays so until its GPU is back. CRIU sends it SIGSTOP as it lets it go: until that
+        // has come, it runs.
         let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
-        let thread = manifest.tree.cuda_threads.get(pid).copied().unwrap_or(*pid);
+        let thread = manifest.tree.cuda_threads.get(&pid).copied().unwrap_or(pid);
         process
-            .alone(thread, patience(manifest), || process.restore(&[]))
-            .map_err(|source| Error::Cuda { pid: *pid, source })?;
-    }
+            .alone(thread, patience(manifest), || process.restore(pairs))
+            .map_err(|source| Error::Cuda { pid, source })
+    };
+    let restored: Vec<Result<(), Error>> = match processes.as_slice() {
+        [(pid, process)] => vec![restore((*pid, process))],
+        several => std::thread::scope(|scope| {
+            let threads: Vec<_> =
+                several.iter().map(|(pid, process)| scope.spawn(|| restore((*pid, process)))).collect();
+            threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+        }),
+    };
+    restored.into_iter().collect::<Result<(), Error>>()?;
     take_again(manifest, &processes)?;
     for (_, process) in &processes {
         // One that died is seen below.

@@ -15,14 +15,14 @@
 use std::fmt;
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use bytesize::ByteSize;
 
 use super::{Request, moved};
 use crate::launch::identity::Identity;
-use crate::store::manifest::OpenFile;
+use crate::store::manifest::{Folder, OpenFile};
 use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::identity;
 
@@ -114,7 +114,7 @@ fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Error) -> Rollb
 /// Whether every file of the image can be put back. Changes nothing.
 pub(super) fn check(manifest: &Manifest, folder: &JobFolder, user: Option<&Identity>) -> Result<(), RollbackError> {
     let mut theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
-    theirs.try_for_each(|file| with_rights(file, user, || check_one(file)))
+    theirs.try_for_each(|file| with_rights(&file.path, user, || check_one(file)))
 }
 
 fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
@@ -146,15 +146,43 @@ fn can_be_made(file: &OpenFile) -> bool {
 
 /// With the rights of the job's user on the user's files.
 fn with_rights<T: Send>(
-    file: &OpenFile,
+    path: &Path,
     user: Option<&Identity>,
     work: impl FnOnce() -> Result<T, RollbackError> + Send,
 ) -> Result<T, RollbackError> {
     match user {
         Some(user) => identity::with_file_rights(user.uid, user.gid, &user.groups, work)
-            .map_err(failed("switching to the job's user", &file.path))?,
+            .map_err(failed("switching to the job's user", path))?,
         None => work(),
     }
+}
+
+/// Makes the folders that the image needs and that were removed since, and answers how many.
+pub(super) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
+    let mut made = 0;
+    for folder in &manifest.folders {
+        made += usize::from(with_rights(&folder.path, user, || make_folder(folder, user.is_none()))?);
+    }
+    Ok(made)
+}
+
+fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
+    let path = &folder.path;
+    // Whatever is there is somebody's.
+    if std::fs::symlink_metadata(path).is_ok() {
+        return Ok(false);
+    }
+    match std::fs::DirBuilder::new().mode(0o700).create(path) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(false),
+        Err(error) => return Err(failed("mkdir", path)(error)),
+    }
+    if may_give {
+        std::os::unix::fs::lchown(path, Some(folder.uid), Some(folder.gid)).map_err(failed("chown", path))?;
+    }
+    let mode = Permissions::from_mode(folder.mode & 0o7777);
+    std::fs::set_permissions(path, mode).map_err(failed("chmod", path))?;
+    Ok(true)
 }
 
 /// Puts every file of the image back.
@@ -182,7 +210,7 @@ pub(super) fn put_back(
             }
             None => None,
         };
-        done.extend(with_rights(file, request.identity, || put_one_back(file, content.as_deref()))?);
+        done.extend(with_rights(&file.path, request.identity, || put_one_back(file, content.as_deref()))?);
     }
     Ok(done)
 }

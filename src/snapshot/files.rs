@@ -1,6 +1,6 @@
 //! Files as a part of the state: what size they had, and hard links for names that are gone.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -9,7 +9,7 @@ use crate::launch::identity::Identity;
 use crate::launch::output::Files;
 use crate::launch::reaper;
 use crate::store::ImageId;
-use crate::store::manifest::{OpenFile, Recreate, SavedLink};
+use crate::store::manifest::{Folder, OpenFile, Recreate, SavedLink};
 use crate::sys::criu::image;
 use crate::sys::identity;
 use crate::sys::process::{self, path_in};
@@ -42,6 +42,30 @@ pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
         });
     }
     Ok(found)
+}
+
+/// The folders that a restore needs: those in which files are written and sockets are bound, those where processes stand, and
+/// all above them, but for `ours`. A job removes some as it goes on (multiprocessing's temporary ones), and CRIU makes none.
+pub(super) fn folders(criu_dir: &Path, root: i32, ours: &[&Path]) -> Result<Vec<Folder>, image::Error> {
+    let mut wanted: BTreeSet<PathBuf> = BTreeSet::new();
+    let mut add = |path: &Path| wanted.extend(path.ancestors().map(Path::to_path_buf));
+    for file in image::open_files(criu_dir)? {
+        if ours.iter().any(|ours| file.path.starts_with(ours)) {
+            continue;
+        }
+        if std::fs::metadata(path_in(root, &file.path)).is_ok_and(|metadata| metadata.is_dir()) {
+            add(&file.path);
+        } else if file.flags & libc::O_ACCMODE != libc::O_RDONLY {
+            file.path.parent().into_iter().for_each(&mut add);
+        }
+    }
+    image::bound_paths(criu_dir)?.iter().filter_map(|path| path.parent()).for_each(add);
+    let folder = |path: PathBuf| {
+        let metadata = std::fs::metadata(path_in(root, &path)).ok().filter(|metadata| metadata.is_dir())?;
+        Some(Folder { path, mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid() })
+    };
+    // In the order of paths a folder comes after the one that it is in.
+    Ok(wanted.into_iter().filter_map(folder).collect())
 }
 
 /// Bytes of the files that lost their last name and that these processes have open or mapped: CRIU copies each of them

@@ -251,7 +251,6 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
     let target = work.target.as_ref().ok_or(Error::Cancelled)?;
     let ids = criu::image::ids(&target.dir().join(phases::CRIU_DIR))?;
     let cuda = work.gpu.inner_pids();
-    let inventory = (!cuda.is_empty()).then(crate::sys::nvml::GpuInventory::read).unwrap_or_default();
     Ok(Manifest {
         id: target.id(),
         job: subject.folder.name().clone(),
@@ -264,8 +263,8 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         host: crate::telemetry::host::describe(),
         rekindle: env!("CARGO_PKG_VERSION").into(),
         criu: subject.criu.version.to_string(),
-        driver: if cuda.is_empty() { None } else { inventory.driver },
-        gpus: inventory.gpus.iter().map(manifest::Gpu::from).collect(),
+        driver: if cuda.is_empty() { None } else { work.gpus.driver.clone() },
+        gpus: work.gpus.gpus.iter().map(manifest::Gpu::from).collect(),
         tree: manifest::JobTree {
             pid_namespace: match subject.job.world {
                 launch::world::World::Private(_) => PidNamespace::Private,
@@ -277,9 +276,11 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
             ids: ids.all,
             cuda,
             cuda_threads: work.gpu.inner_threads(),
+            cuda_memory: work.cuda_memory(),
         },
         open_files: work.open_files.clone(),
         given_files: work.given_files.clone(),
+        folders: work.folders.clone(),
         saved_links: work.saved_links.clone(),
         recreate: work.recreate.clone(),
         mapped_files: mapped::files(&target.dir().join(phases::CRIU_DIR), work)?,

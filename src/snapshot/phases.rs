@@ -1,6 +1,7 @@
 //! The phases in their order, with their undo, and the work they share.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
@@ -10,8 +11,10 @@ use super::target::Target;
 use super::{Error, Subject, devices, files, gpu, landing, preflight, prepare, tcp};
 use crate::restart::given_files;
 use crate::store::ImageId;
-use crate::store::manifest::{GivenFile, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
+use crate::store::manifest::{Folder, GivenFile, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
+use crate::store::staging::Area;
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
+use crate::sys::nvml::GpuInventory;
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace, repair};
 use crate::telemetry::log::chain;
@@ -57,6 +60,8 @@ pub(super) struct Work<'a> {
     pub(super) expected: Vec<Expected>,
     /// Bytes of the files without a name that CRIU would copy.
     pub(super) nameless: u64,
+    /// The GPUs of this machine, where the job uses CUDA.
+    pub(super) gpus: GpuInventory,
     /// Bytes of device memory of each CUDA process, in the order of the group.
     pub(super) device_memory: Vec<u64>,
     /// What takes CRIU's page files from it, where the image is made in memory.
@@ -74,6 +79,7 @@ pub(super) struct Work<'a> {
     names: BTreeMap<i32, String>,
     pub(super) open_files: Vec<OpenFile>,
     pub(super) given_files: Vec<GivenFile>,
+    pub(super) folders: Vec<Folder>,
     pub(super) saved_links: Vec<SavedLink>,
     pub(super) recreate: Vec<Recreate>,
     pub(super) timings: Vec<Phase>,
@@ -94,6 +100,7 @@ impl<'a> Work<'a> {
             id: None,
             expected: Vec::new(),
             nameless: 0,
+            gpus: GpuInventory::default(),
             device_memory: Vec::new(),
             receivers: None,
             drained: None,
@@ -104,6 +111,7 @@ impl<'a> Work<'a> {
             names: BTreeMap::new(),
             open_files: Vec::new(),
             given_files: Vec::new(),
+            folders: Vec::new(),
             saved_links: Vec::new(),
             recreate: Vec::new(),
             timings: Vec::new(),
@@ -188,8 +196,13 @@ impl<'a> Work<'a> {
 
     fn find(&mut self) -> Result<(), Error> {
         self.gpu = gpu::Group::find(self.root()).map_err(|source| Error::Cuda { phase: "find", source })?;
-        self.device_memory = preflight::device_memory(&self.gpu.outer_pids());
-        preflight::check_nccl(&self.gpu.outer_pids())?;
+        let pids = self.gpu.outer_pids();
+        if !pids.is_empty() {
+            self.gpus = GpuInventory::read();
+            preflight::check_gpus(&self.gpus, &pids)?;
+            self.device_memory = preflight::device_memory(&self.gpus, &pids);
+        }
+        preflight::check_nccl(&pids)?;
         self.gpu.check_sharing()
     }
 
@@ -218,6 +231,11 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
+    /// The GPUs that each CUDA process had memory on before the freeze.
+    pub(super) fn cuda_memory(&self) -> BTreeMap<i32, BTreeMap<String, u64>> {
+        preflight::memory_by_gpu(&self.gpus, &self.gpu.inner_pids(), &self.gpu.outer_pids())
+    }
+
     fn checkpoint(&mut self) -> Result<(), Error> {
         self.gpu.checkpoint()?;
         self.landing = self.armed.taken();
@@ -233,7 +251,14 @@ impl<'a> Work<'a> {
     fn lock(&mut self) -> Result<(), Error> {
         let timeout = self.subject.config.snapshot.lock_timeout;
         let (root, cancelled) = (self.root(), self.cancelled);
-        self.gpu.lock(root, timeout, cancelled)
+        let known = self.gpu.outer_pids();
+        self.gpu.lock(root, timeout, cancelled)?;
+        if self.gpu.outer_pids() != known {
+            // One that began late has its GPUs too.
+            self.gpus = GpuInventory::read();
+            preflight::check_gpus(&self.gpus, &self.gpu.outer_pids())?;
+        }
+        Ok(())
     }
 
     fn dump(&mut self) -> Result<(), Error> {
@@ -285,6 +310,9 @@ impl<'a> Work<'a> {
                 let tree: Vec<i32> = process::tree(root).into_iter().filter(|pid| *pid != root).collect();
                 self.given_files = given_files(&tree, user);
             }
+            let log_dir = subject.folder.log_dir();
+            let ours: Vec<&Path> = subject.staging.map(Area::path).into_iter().chain([log_dir.as_path()]).collect();
+            self.folders = files::folders(&dir, root, &ours).map_err(|e| e.to_string())?;
             self.saved_links = files::save_links(&dir, root, &id).map_err(|e| e.to_string())?;
             files::name_by_saved(&mut self.open_files, &self.saved_links);
             criu::image::adopt_daemons(&dir).map_err(|e| e.to_string())?;

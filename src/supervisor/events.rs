@@ -6,6 +6,7 @@ use super::Owner;
 use super::state::{Finish, State};
 use super::watch::interrupted;
 use crate::launch::Job;
+use crate::restart::devices::Moved;
 use crate::restart::policy::From;
 use crate::snapshot::Taken;
 use crate::store::ImageId;
@@ -33,14 +34,14 @@ impl Owner<'_> {
         self.watch_begin();
     }
 
-    pub(super) fn tell_start(&mut self, job: &Job) {
+    pub(super) fn tell_start(&mut self, job: &Job, moved: Vec<Moved>) {
         self.watch_life(job);
         // Before the machine hears of it.
         let image = match self.machine.state() {
             State::Starting { from, .. } => image_of(*from),
             _ => None,
         };
-        self.tell(What::Started { pid: job.main_pid(), image, took_us: micros(self.since.elapsed()) });
+        self.tell(What::Started { pid: job.main_pid(), image, took_us: micros(self.since.elapsed()), moved });
     }
 
     pub(super) fn tell_snapshot(&mut self, taken: &Taken) {

@@ -40,6 +40,7 @@ use signal_hook::consts as sig;
 
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output};
+use crate::restart::devices::Wishes;
 use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
@@ -88,6 +89,8 @@ pub struct Setup {
     pub from: From,
     /// An image of another lineage that this one began from, and may go back to.
     pub base: Option<ImageId>,
+    /// Which GPUs it shall come back on, where the user said so.
+    pub wishes: Wishes,
     /// Who started us.
     pub scheduler: Scheduler,
     /// When the job must be gone, where the user said so.

@@ -149,7 +149,7 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     if (&manifest.command, &manifest.user) != (&setup.launch.command, &setup.launch.user) {
         return Err(format!("image {id} is of another command or user: `rekindle restore` goes on from it"));
     }
-    let here = Here::look(manifest, Some(setup.criu.version));
+    let here = Here::look(manifest, Some(setup.criu.version), &setup.wishes);
     let fatal: Vec<String> = compat::compare(manifest, &here)
         .iter()
         .filter(|difference| Difference::is_fatal(difference))

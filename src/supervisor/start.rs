@@ -16,6 +16,7 @@ use crate::hooks::{Passed, Refused};
 use crate::launch::world::{FIRST_PID, Network, World};
 use crate::launch::{self, Job, output};
 use crate::restart::compat::{self, Difference, Here};
+use crate::restart::devices::{Moved, Wishes};
 use crate::restart::policy::From;
 use crate::restart::{self, Blame};
 use crate::store::persist::Progress;
@@ -28,8 +29,15 @@ use crate::telemetry::log::chain;
 pub(super) struct StartedJob {
     job: Job,
     notes: Vec<String>,
+    moved: Vec<Moved>,
     loader: Option<Loader>,
     not_lazy: Option<String>,
+}
+
+/// How an image is to be restored.
+struct Manner {
+    lazy: Lazy,
+    wishes: Wishes,
 }
 
 /// What brings the job's memory while it runs.
@@ -63,6 +71,7 @@ impl Owner<'_> {
         self.stop_packing();
         let files_go = Arc::clone(&self.files_go);
         let lazy = if self.lazy_failures < load::FAILURES { self.shared.config.restart.lazy } else { Lazy::Off };
+        let manner = Manner { lazy, wishes: self.wishes() };
         let gate = match from {
             From::Image(image) => {
                 let event = self.tell(What::RestoreBegan { image });
@@ -83,12 +92,17 @@ impl Owner<'_> {
                 From::Image(id) => {
                     // What is packed by now is looked up after this, and nothing else is before the job is back.
                     drop(files_go.lock().unwrap_or_else(PoisonError::into_inner));
-                    restore_job(&setup, &files, id, lazy, &told, &progress, &cancel)
+                    restore_job(&setup, &files, id, &manner, &told, &progress, &cancel)
                 }
             };
             let _ = sender.send(Message::Started(Box::new(result)));
         };
         self.spawn("start", work);
+    }
+
+    /// What is known and wanted of the GPUs.
+    pub(super) fn wishes(&self) -> Wishes {
+        Wishes { faults: self.watch.unfit.clone(), ..self.shared.wishes.clone() }
     }
 
     pub(super) fn started(&mut self, started: StartedJob) {
@@ -104,7 +118,7 @@ impl Owner<'_> {
             self.arrived(from);
             self.word_of_life(image_of(from));
         }
-        self.tell_start(&job);
+        self.tell_start(&job, started.moved);
         for signal in std::mem::take(&mut self.unsent) {
             self.signal(signal);
         }
@@ -206,7 +220,7 @@ impl Owner<'_> {
         let older = older.filter(|_| !matches!(error, restart::Error::Unpack(_)));
         let fits = older.filter(|other| self.is_usable(other)).find_map(|other| {
             let manifest = other.manifest()?;
-            let here = Here::look(manifest, Some(self.shared.criu.version));
+            let here = Here::look(manifest, Some(self.shared.criu.version), &self.wishes());
             (!compat::compare(manifest, &here).iter().any(Difference::is_fatal)).then_some(other.id)
         });
         let other = fits.map_or_else(String::new, |id| {
@@ -265,7 +279,7 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
         Ok(root) => {
             let job = Job::new(world, root);
             job.wait_for_main();
-            Ok(StartedJob { job, notes: Vec::new(), loader: None, not_lazy: None })
+            Ok(StartedJob { job, notes: Vec::new(), moved: Vec::new(), loader: None, not_lazy: None })
         }
         Err(error) => {
             world.end(None);
@@ -278,7 +292,7 @@ fn restore_job(
     setup: &Setup,
     files: &output::Files,
     id: ImageId,
-    lazy: Lazy,
+    manner: &Manner,
     told: &Mutex<BTreeSet<String>>,
     progress: &Progress,
     cancel: &AtomicBool,
@@ -297,8 +311,9 @@ fn restore_job(
         output: files,
         identity: setup.spec.identity.as_ref(),
         timeout: setup.config.restart.restore_timeout,
-        lazy,
+        lazy: manner.lazy,
         network: network(setup),
+        wishes: &manner.wishes,
         word: setup.word.as_ref(),
         unpacking: restart::Unpacking {
             staging: setup.staging.as_ref(),
@@ -319,7 +334,7 @@ fn restore_job(
     let mut not_lazy = None;
     let mut result = restart::restore(&request, &warn, &cancelled);
     if let Err(error) = &result
-        && lazy == Lazy::On
+        && manner.lazy == Lazy::On
         && error.blame() == Blame::Image
     {
         // It counts against the image only where the other way does not work either.
@@ -332,10 +347,17 @@ fn restore_job(
             let mut notes: Vec<String> = restored.put_back.iter().map(ToString::to_string).collect();
             let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();
             notes.push(format!("the job is back from image {id} after {}", shown(took)));
+            let moved = restored.moved;
+            notes.extend(moved.iter().map(|m| format!("what was on {} is on {} now: {}", m.old, m.new, m.why)));
+            notes.extend(restored.visible.map(|value| {
+                format!(
+                    "CUDA_VISIBLE_DEVICES={value} in the job's environment speaks of the GPUs of before: processes that it starts from now on go by that"
+                )
+            }));
             let not_lazy = not_lazy.or_else(|| restored.not_lazy.map(|error| chain(&error)));
             let unpacked = restored.unpacked;
             let loader = restored.loader.map(|daemon| Loader { daemon, image: id, unpacked });
-            Ok(StartedJob { job: restored.job, notes, loader, not_lazy })
+            Ok(StartedJob { job: restored.job, notes, moved, loader, not_lazy })
         }
         Err(error) => Err(StartFailure::Restore(Box::new(image), Box::new(error))),
     }

@@ -83,6 +83,8 @@ pub(super) struct Watch {
     root: Arc<AtomicI32>,
     /// The faults of this life.
     faults: Vec<(Instant, u32)>,
+    /// GPUs on which nothing should be started before somebody has seen to them, by UUID or PCI address, with the fault.
+    pub(super) unfit: Vec<(String, u32)>,
     /// How long the output files were when no life wrote to them last.
     from: [u64; 2],
     /// How often each rule has sent the job back, by its number from 0.
@@ -249,6 +251,7 @@ impl Owner<'_> {
             return;
         }
         self.watch.faults.push((Instant::now(), fault.xid));
+        self.unfit(&fault.gpu, fault.xid);
         self.published.gpu_fault = Some(words.clone());
         let cause = Cause::GpuFault { xid: fault.xid };
         let rule = rules::first(&self.shared.config.rules, &Case { cause: &cause, ended: None, lines: &[] });
@@ -258,6 +261,13 @@ impl Owner<'_> {
                 self.carry(cause, verdict);
             }
             None => self.publish(),
+        }
+    }
+
+    /// Remembers a GPU that should be left after this fault.
+    fn unfit(&mut self, gpu: &str, xid: u32) {
+        if xid::meaning(xid).1.needs_drain() && !self.watch.unfit.iter().any(|(known, _)| known == gpu) {
+            self.watch.unfit.push((gpu.to_owned(), xid));
         }
     }
 
@@ -369,7 +379,8 @@ impl Owner<'_> {
             let testimony = witness.testify();
             facts.memory = testimony.memory;
             let told = self.watch.faults.iter().filter(|(at, _)| at.elapsed() < RECENT).map(|(_, xid)| *xid);
-            facts.xids = told.chain(testimony.faults.into_iter().map(|(_, xid)| xid)).collect();
+            facts.xids = told.chain(testimony.faults.iter().map(|(_, xid)| *xid)).collect();
+            testimony.faults.iter().for_each(|(gpu, xid)| self.unfit(gpu, *xid));
         }
         let cause = judge(ended, &facts);
         if let (Some(since), false) = (self.watch.unsaved_since.take(), cause == Cause::Completed) {

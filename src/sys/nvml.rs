@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
+use nvml_wrapper::enum_wrappers::device::GpuVirtualizationMode;
 use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::{Device, Nvml};
 
@@ -28,12 +29,20 @@ pub struct Gpu {
     pub uuid: GpuUuid,
     /// The product, for example `NVIDIA H200`.
     pub name: Option<String>,
+    /// Its number, as nvidia-smi counts. None without NVML.
+    pub index: Option<u32>,
+    /// Its PCI address, for example `0000:3b:00.0`.
+    pub pci: Option<String>,
     /// Memory in all, bytes.
     pub memory_total: Option<u64>,
     /// Memory in use by anybody, bytes.
     pub memory_used: Option<u64>,
+    /// Memory that can be had, bytes: what is neither in use nor the driver's own.
+    pub memory_free: Option<u64>,
     /// Divided or not.
     pub mig: Mig,
+    /// Whether it is a part of one that the host shares out to virtual machines (vGPU), which can not be checkpointed.
+    pub is_virtual: bool,
 }
 
 /// The GPUs of this machine and who uses them, at the time of the call.
@@ -43,9 +52,9 @@ pub struct GpuInventory {
     pub driver: Option<String>,
     /// The GPUs that can be seen from here.
     pub gpus: Vec<Gpu>,
-    /// Device memory of each compute process over all GPUs, bytes. None without NVML. The pids are those of the host as
+    /// Device memory of each compute process on each GPU, bytes. None without NVML. The pids are those of the host as
     /// the kernel module sees it; in a container they may be missing.
-    pub used_by_pid: Option<BTreeMap<u32, u64>>,
+    pub used_by_pid: Option<BTreeMap<u32, BTreeMap<GpuUuid, u64>>>,
 }
 
 impl GpuInventory {
@@ -66,20 +75,29 @@ impl GpuInventory {
         from_proc(Path::new("/proc/driver/nvidia/gpus"))
     }
 
+    /// Device memory of process `pid` on each GPU, bytes.
+    #[must_use]
+    pub fn used_on(&self, pid: i32) -> Option<&BTreeMap<GpuUuid, u64>> {
+        self.used_by_pid.as_ref()?.get(&u32::try_from(pid).ok()?)
+    }
+
     /// Device memory of process `pid`, bytes.
     #[must_use]
-    pub fn used_by(&self, pid: u32) -> Option<u64> {
-        self.used_by_pid.as_ref()?.get(&pid).copied()
+    pub fn used_by(&self, pid: i32) -> Option<u64> {
+        Some(self.used_on(pid)?.values().sum())
     }
 }
 
 fn from_nvml(nvml: &Nvml) -> GpuInventory {
     let devices: Vec<Device<'_>> =
         (0..nvml.device_count().unwrap_or(0)).filter_map(|index| nvml.device_by_index(index).ok()).collect();
-    let mut used = BTreeMap::new();
-    for process in devices.iter().filter_map(|device| device.running_compute_processes().ok()).flatten() {
-        if let UsedGpuMemory::Used(bytes) = process.used_gpu_memory {
-            *used.entry(process.pid).or_insert(0) += bytes;
+    let mut used: BTreeMap<u32, BTreeMap<GpuUuid, u64>> = BTreeMap::new();
+    for device in &devices {
+        let (Some(uuid), Ok(processes)) = (uuid(device), device.running_compute_processes()) else { continue };
+        for process in processes {
+            if let UsedGpuMemory::Used(bytes) = process.used_gpu_memory {
+                *used.entry(process.pid).or_default().entry(uuid).or_insert(0) += bytes;
+            }
         }
     }
     GpuInventory {
@@ -89,15 +107,24 @@ fn from_nvml(nvml: &Nvml) -> GpuInventory {
     }
 }
 
+fn uuid(device: &Device<'_>) -> Option<GpuUuid> {
+    device.uuid().ok()?.parse().ok()
+}
+
 fn gpu(device: &Device<'_>) -> Option<Gpu> {
     let memory = device.memory_info().ok();
     Some(Gpu {
-        uuid: device.uuid().ok()?.parse().ok()?,
+        uuid: uuid(device)?,
         name: device.name().ok(),
+        index: device.index().ok(),
+        pci: device.pci_info().ok().map(|pci| pci.bus_id),
         memory_total: memory.as_ref().map(|memory| memory.total),
         memory_used: memory.as_ref().map(|memory| memory.used),
+        memory_free: memory.as_ref().map(|memory| memory.free),
         // A GPU that can not be divided answers NotSupported.
         mig: if device.mig_mode().is_ok_and(|mode| mode.current == 1) { Mig::On } else { Mig::Off },
+        // One that is passed through as a whole is none.
+        is_virtual: matches!(device.virtualization_mode(), Ok(GpuVirtualizationMode::Vgpu)),
     })
 }
 
@@ -109,8 +136,10 @@ fn installed() -> Option<String> {
 fn from_proc(gpus: &Path) -> GpuInventory {
     let mut folders: Vec<_> = fs::read_dir(gpus).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     folders.sort();
-    let gpus =
-        folders.iter().filter_map(|folder| parse_information(&fs::read_to_string(folder.join("information")).ok()?));
+    let gpus = folders.iter().filter_map(|folder| {
+        let gpu = parse_information(&fs::read_to_string(folder.join("information")).ok()?)?;
+        Some(Gpu { pci: folder.file_name().map(|name| name.to_string_lossy().into_owned()), ..gpu })
+    });
     GpuInventory { driver: installed(), gpus: gpus.collect(), used_by_pid: None }
 }
 
@@ -122,9 +151,13 @@ fn parse_information(text: &str) -> Option<Gpu> {
     Some(Gpu {
         uuid: field("GPU UUID")?.parse().ok()?,
         name: field("Model").map(str::to_owned),
+        index: None,
+        pci: None,
         memory_total: None,
         memory_used: None,
+        memory_free: None,
         mig: Mig::Unknown,
+        is_virtual: false,
     })
 }
 
@@ -148,6 +181,7 @@ mod tests {
         assert_eq!(inventory.gpus[0].name.as_deref(), Some("NVIDIA H200"));
         assert_eq!(inventory.gpus[0].uuid.to_string(), "GPU-00112233-4455-6677-8899-aabbccddeeff");
         assert_eq!(inventory.gpus[0].mig, Mig::Unknown);
+        assert_eq!(inventory.gpus[0].pci.as_deref(), Some("0000:01:00.0"));
         assert_eq!(inventory.used_by(1), None);
     }
 

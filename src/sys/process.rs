@@ -190,6 +190,15 @@ pub fn private_memory(pid: i32) -> u64 {
     memory.anonymous + memory.shared
 }
 
+/// A variable of the environment that the process was started with; what it changed there itself is not seen.
+#[must_use]
+pub fn environment(pid: i32, name: &str) -> Option<String> {
+    let all = std::fs::read(format!("/proc/{pid}/environ")).ok()?;
+    let value =
+        all.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(name.as_bytes())?.strip_prefix(b"="))?;
+    Some(String::from_utf8_lossy(value).into_owned())
+}
+
 /// The executable, or `None` for a process that has ended.
 #[must_use]
 pub fn executable(pid: i32) -> Option<PathBuf> {

@@ -15,6 +15,7 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use crate::restart::cause::{Cause, Missing};
+use crate::restart::devices::Moved;
 use crate::store::ImageId;
 use crate::store::manifest::{Phase, Reason};
 
@@ -79,6 +80,9 @@ pub enum What {
         image: Option<ImageId>,
         /// From the decision until it ran.
         took_us: u64,
+        /// The GPUs that it is not on any more, and those in their place.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        moved: Vec<Moved>,
     },
     /// The job is about to be frozen.
     SnapshotBegan {

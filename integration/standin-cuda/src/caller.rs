@@ -54,6 +54,17 @@ pub(crate) fn request(pid: i32, op: Op, timeout_ms: u32, pairs: &[Pair]) -> Resu
     result
 }
 
+/// The GPU of process `pid` and what it has there; None for one that is no CUDA process of this machine, which is `folder`.
+pub(crate) fn usage(folder: &Path, pid: i32) -> Option<([u8; 16], u64)> {
+    let inner = inner_pid(pid)?;
+    let maps = fs::read(format!("/proc/{pid}/maps")).ok()?;
+    String::from_utf8_lossy(&maps).contains(&format!("{}/{inner}.ctl", folder.display())).then_some(())?;
+    let control = Mapping::new(&find(pid, inner).ok()??).ok()?;
+    let known = control.magic.load(Ordering::Acquire) == MAGIC && control.pid.load(Ordering::Relaxed) == inner;
+    let gpu = u8::try_from(control.gpu.load(Ordering::Relaxed)).ok()?;
+    known.then(|| ([gpu; 16], control.used.load(Ordering::Relaxed)))
+}
+
 /// The number of the thread that the job knows as `inner`, as it is numbered here.
 pub(crate) fn outer_tid(pid: i32, inner: i32) -> Result<i32, i32> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).map_err(|_| code::OPERATING_SYSTEM)?;

@@ -57,13 +57,17 @@ pub(crate) const MAX_PAIRS: usize = 8;
 pub(crate) const MAGIC: u64 = 0x7374_616e_6469_6e31;
 pub(crate) const SIZE: usize = 4096;
 
-/// The page. All fields but the first two belong to the request under way, whose caller holds the file's lock.
+/// The page. All fields but the first four belong to the request under way, whose caller holds the file's lock.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Control {
     pub(crate) magic: AtomicU64,
     /// The job's own number of itself.
     pub(crate) pid: AtomicI32,
+    /// The first byte of the UUID of its GPU, which are all alike.
+    pub(crate) gpu: AtomicU32,
+    /// Bytes of device memory that it has there.
+    pub(crate) used: AtomicU64,
     pub(crate) op: AtomicI32,
     pub(crate) timeout_ms: AtomicU32,
     pub(crate) pair_count: AtomicU32,

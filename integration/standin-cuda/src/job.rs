@@ -10,7 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use crate::control::{Control, MAGIC, Mapping, Op, Pair, SIZE, code};
-use crate::{fault, gate, memory};
+use crate::{fault, gate, gpus, memory};
 
 /// `CUprocessState`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,19 +21,18 @@ enum State {
     Failed,
 }
 
-/// The two GPUs of this machine.
-const GPUS: [[u8; 16]; 2] = [[0xa0; 16], [0xb0; 16]];
-
 /// What a checkpoint must bring back: it lives in private memory only.
 #[derive(Debug)]
 struct Job {
     state: State,
     gpu: [u8; 16],
+    /// The GPUs that it could see when it was checkpointed, whatever CUDA_VISIBLE_DEVICES says.
+    seen: Vec<[u8; 16]>,
     /// Stands for the descriptors of /dev/nvidia*: CRIU refuses it as it refuses those.
     device: Option<OwnedFd>,
 }
 
-static JOB: Mutex<Job> = Mutex::new(Job { state: State::Running, gpu: GPUS[0], device: None });
+static JOB: Mutex<Job> = Mutex::new(Job { state: State::Running, gpu: [0; 16], seen: Vec::new(), device: None });
 /// The process that started, by its own number: a forked child is no CUDA process, as with the real driver.
 static STARTED: AtomicI32 = AtomicI32::new(0);
 
@@ -65,6 +64,8 @@ pub(crate) fn start() -> Result<(), i32> {
     let folder = fs::canonicalize(folder).map_err(|_| code::NO_DEVICE)?;
     let path = folder.join(format!("{pid}.ctl"));
     let control = create(&path, pid).map_err(|_| code::OPERATING_SYSTEM)?;
+    let first = std::env::var("CUDA_VISIBLE_DEVICES").ok().and_then(|all| all.split(',').next()?.parse().ok());
+    job.gpu = gpus::usable(&folder).get(first.unwrap_or(0)).ok_or(code::NO_DEVICE)?.uuid;
     job.device = Some(open_device()?);
     // Its memory is never freed: the thread outlives everything.
     let thread = thread::Builder::new().name("standin-cuda".to_owned());
@@ -115,6 +116,12 @@ fn serve(control: &Control, folder: &Path, path: &Path) {
     let tid = unsafe { libc::gettid() };
     let mut last = 0;
     loop {
+        {
+            let job = job();
+            let held = matches!(job.state, State::Running | State::Locked);
+            control.gpu.store(job.gpu[0].into(), Ordering::Relaxed);
+            control.used.store(if held { memory::total() } else { 0 }, Ordering::Relaxed);
+        }
         let request = control.request.load(Ordering::Acquire);
         if request != 0 && request != last {
             last = request;
@@ -161,8 +168,8 @@ fn handle(control: &Control, folder: &Path, tid: i32) -> Result<i32, i32> {
         Op::State => return Ok(job().state as i32),
         Op::Tid => return Ok(tid),
         Op::Lock => lock(control.timeout_ms.load(Ordering::Relaxed))?,
-        Op::Checkpoint => checkpoint()?,
-        Op::Restore => restore(&pairs(control)?)?,
+        Op::Checkpoint => checkpoint(folder)?,
+        Op::Restore => restore(&pairs(control)?, folder)?,
         Op::Unlock => {
             job().state = State::Running;
             gate::open();
@@ -180,30 +187,49 @@ fn lock(timeout_ms: u32) -> Result<(), i32> {
     Ok(())
 }
 
-fn checkpoint() -> Result<(), i32> {
+fn checkpoint(folder: &Path) -> Result<(), i32> {
     let mut job = job();
     memory::checkpoint()?;
+    job.seen = gpus::usable(folder).into_iter().map(|gpu| gpu.uuid).collect();
     job.device = None;
     job.state = State::Checkpointed;
     Ok(())
 }
 
-fn restore(pairs: &[Pair]) -> Result<(), i32> {
+/// A failure is the end of the process, as with the driver.
+fn restore(pairs: &[Pair], folder: &Path) -> Result<(), i32> {
     let mut job = job();
-    let mut gpu = job.gpu;
-    if !pairs.is_empty() {
-        gpu = pairs.iter().find(|pair| pair[0] == gpu).ok_or(code::INVALID_VALUE)?[1];
-        if !GPUS.contains(&gpu) {
-            return Err(code::INVALID_VALUE);
-        }
-    }
-    let done = open_device().and_then(|device| {
-        job.device = Some(device);
-        memory::restore()
+    let done = place(&job, pairs, folder).and_then(|gpu| {
+        job.device = Some(open_device()?);
+        memory::restore()?;
+        job.gpu = gpu;
+        Ok(())
     });
     job.state = if done.is_ok() { State::Locked } else { State::Failed };
-    job.gpu = gpu;
     done
+}
+
+/// The GPU to go to. Pairs name each GPU that was seen once, and each new one once (driver 580, measured).
+fn place(job: &Job, pairs: &[Pair], folder: &Path) -> Result<[u8; 16], i32> {
+    let here = gpus::usable(folder);
+    let once = |side: usize| {
+        let mut all: Vec<[u8; 16]> = pairs.iter().map(|pair| pair[side]).collect();
+        all.sort_unstable();
+        all.dedup();
+        all.len() == pairs.len()
+    };
+    let is_here = |uuid: &[u8; 16]| here.iter().any(|gpu| gpu.uuid == *uuid);
+    let all_seen =
+        job.seen.iter().all(|seen| pairs.iter().any(|pair| pair[0] == *seen)) && pairs.len() == job.seen.len();
+    let gpu = match pairs {
+        [] => job.gpu,
+        _ if !(once(0) && once(1) && all_seen && pairs.iter().all(|pair| is_here(&pair[1]))) => {
+            return Err(code::INVALID_VALUE);
+        }
+        pairs => pairs.iter().find(|pair| pair[0] == job.gpu).ok_or(code::INVALID_VALUE)?[1],
+    };
+    let target = here.iter().find(|here| here.uuid == gpu).ok_or(code::NO_DEVICE)?;
+    if target.total - target.taken.min(target.total) < memory::total() { Err(code::OUT_OF_MEMORY) } else { Ok(gpu) }
 }
 
 fn pairs(control: &Control) -> Result<Vec<Pair>, i32> {

@@ -30,6 +30,12 @@
 //!
 //! A failed restore leaves the process FAILED; other failures leave the state as it was.
 //!
+//! # GPUs
+//! Two, a0a0... and b0b0... with 1 GiB each, or those of the file `$STANDIN_CUDA_DIR/gpus`, looked at whenever it matters:
+//! `BYTE MIB TAKEN [lost] [mig] [vgpu] [NAME]` a line: the byte that its UUID consists of, its memory, what somebody else has
+//! of that. A job begins on the first, or on that of CUDA_VISIBLE_DEVICES. Installed as `libnvidia-ml.so.1` too it tells of
+//! them as NVML does, and of the processes on them.
+//!
 //! # Environment
 //! `STANDIN_CUDA_DIR` (the job's folder for control files and faults), `STANDIN_CUDA_VERSION` (what
 //! `cuDriverGetVersion` says, 13000 by default).
@@ -41,8 +47,10 @@ mod caller;
 mod control;
 mod fault;
 mod gate;
+mod gpus;
 mod job;
 mod memory;
+pub mod nvml;
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 

@@ -2,9 +2,21 @@
 
 use std::ffi::c_void;
 use std::ptr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::control::code;
+
+/// 2^20 bytes.
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// Bytes of all allocations, for who must not wait for a copy.
+static TOTAL: AtomicU64 = AtomicU64::new(0);
+
+/// Bytes of device memory.
+pub(crate) fn total() -> u64 {
+    TOTAL.load(Ordering::Relaxed)
+}
 
 /// The driver's granule: allocations are whole ones, and copies go by one.
 const PIECE: usize = 2 << 20;
@@ -60,6 +72,7 @@ pub(crate) fn allocate(bytes: usize) -> Result<usize, i32> {
     let mut memory = memory();
     let address = map(0, length, RW)?;
     memory.device.push((address, length));
+    TOTAL.fetch_add(length as u64, Ordering::Relaxed);
     Ok(address)
 }
 
@@ -68,6 +81,7 @@ pub(crate) fn free(address: usize) -> Result<(), i32> {
     let at = memory.device.iter().position(|&(start, _)| start == address).ok_or(code::INVALID_VALUE)?;
     let (address, length) = memory.device.swap_remove(at);
     unmap(address, length);
+    TOTAL.fetch_sub(length as u64, Ordering::Relaxed);
     Ok(())
 }
 

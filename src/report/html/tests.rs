@@ -19,7 +19,7 @@ fn journal(snapshots: u32) -> Vec<Event> {
     };
     let command = vec!["python".into(), "<script>alert(1)</script>".into(), "a\u{1b}[31m\"'&".into()];
     tell(0, What::Supervised { supervisor: 1, command, interval: "10m".into(), before: None, last_seen: None });
-    tell(2, What::Started { pid: Some(1), image: None, took_us: 1_900_000 });
+    tell(2, What::Started { pid: Some(1), image: None, took_us: 1_900_000, moved: Vec::new() });
     for n in 1..=snapshots {
         let image = ImageId::new(n, at(i64::from(n) * 600));
         tell(595, What::SnapshotBegan { reason: Reason::Interval });
@@ -40,7 +40,7 @@ fn journal(snapshots: u32) -> Vec<Event> {
         if n % 100 == 0 {
             tell(100, What::Ended { exit_code: Some(1), signal: None, cause: None });
             tell(0, What::Restarting { image: Some(image), after_us: 1_000_000 });
-            tell(3, What::Started { pid: Some(1), image: Some(image), took_us: 2_000_000 });
+            tell(3, What::Started { pid: Some(1), image: Some(image), took_us: 2_000_000, moved: Vec::new() });
         }
     }
     events

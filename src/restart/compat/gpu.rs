@@ -1,8 +1,7 @@
 //! The NVIDIA driver and the GPUs, for a job that had a CUDA context.
 
-use std::collections::BTreeMap;
-
 use super::{Difference, Here, Severity};
+use crate::restart::devices::{self, NoPlace, Plan};
 use crate::store::Manifest;
 use crate::store::manifest::Gpu;
 use crate::sys::cuda::DriverVersion;
@@ -38,45 +37,33 @@ fn driver(manifest: &Manifest, here: &Here) -> Option<Difference> {
     }
 }
 
-/// A process comes back on the GPUs that it was on (by UUID) unless the driver is told others in their place, which is not
-/// done yet. The manifest names all that the job could see, not those that it used.
+/// A process comes back on the GPUs that it was on (by UUID), or on others of their type ([`devices`]).
 fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
-    let missing: Vec<&Gpu> = manifest.gpus.iter().filter(|gpu| !here.gpus.iter().any(|g| g.uuid == gpu.uuid)).collect();
-    if missing.is_empty() || here.driver.is_none() {
-        // Without a driver that is what is said.
+    // Without one that is what is said.
+    here.driver.as_ref()?;
+    let what = "GPUs";
+    match devices::plan(manifest, &here.devices, &here.wishes) {
+        Plan::Refuse(NoPlace { image, here, advice }) => {
+            return Some(Difference::new(Severity::Fatal, what, image, here).advise(advice));
+        }
+        Plan::Stay { in_spite_of } if !in_spite_of.is_empty() => {
+            let advice = "there is no other in its place, so it is tried: have somebody see to it";
+            return Some(
+                Difference::new(Severity::Warning, what, "GPUs that were well", in_spite_of.join(", ")).advise(advice),
+            );
+        }
+        Plan::Stay { .. } => {}
+        Plan::Move(_) | Plan::Wait(_) => return None,
+    }
+    // Where it is known which ones it used, those are here.
+    let is_here = |gpu: &&Gpu| here.devices.all.iter().any(|device| device.uuid.to_string() == gpu.uuid);
+    let missing: Vec<&Gpu> = manifest.gpus.iter().filter(|gpu| !is_here(gpu)).collect();
+    if missing.is_empty() || (here.devices.asked && !manifest.tree.cuda_memory.is_empty()) {
         return None;
     }
-    let difference =
-        |severity, image: &[&Gpu]| Difference::new(severity, "GPUs", listed(image), listed(&all(&here.gpus)));
-    if missing.len() < manifest.gpus.len() || here.gpus.is_empty() {
-        let advice = "if the job used one that is not here it does not come back: make those GPUs visible again";
-        return Some(difference(Severity::Warning, &missing).advise(advice));
-    }
-    let (wanted, present) = (by_name(&manifest.gpus), by_name(&here.gpus));
-    let enough = wanted.iter().all(|(name, count)| present.get(name).is_some_and(|here| here >= count));
-    let home = &manifest.host.name;
-    let advice = match enough {
-        true => format!(
-            "they are of the same kind, but a job comes back on the very GPUs that it used: restore it on {home}, or make those GPUs visible"
-        ),
-        false => format!("restore it on {home}, or on a machine with these GPUs"),
-    };
-    Some(difference(Severity::Fatal, &all(&manifest.gpus)).advise(advice))
-}
-
-fn all(gpus: &[Gpu]) -> Vec<&Gpu> {
-    gpus.iter().collect()
-}
-
-fn by_name(gpus: &[Gpu]) -> BTreeMap<&str, usize> {
-    let mut counts = BTreeMap::new();
-    gpus.iter().for_each(|gpu| *counts.entry(gpu.name.as_str()).or_insert(0) += 1);
-    counts
-}
-
-fn listed(gpus: &[&Gpu]) -> String {
-    if gpus.is_empty() {
-        return "none".into();
-    }
-    gpus.iter().map(|gpu| format!("{} {}", gpu.name, gpu.uuid)).collect::<Vec<_>>().join(", ")
+    let listed = |all: Vec<String>| if all.is_empty() { "none".into() } else { all.join(", ") };
+    let image = listed(missing.iter().map(|gpu| format!("{} {}", gpu.name, gpu.uuid)).collect());
+    let here = listed(here.devices.all.iter().map(|device| format!("{} {}", device.name, device.uuid)).collect());
+    let advice = "if the job used one that is not here it does not come back: make those GPUs visible again";
+    Some(Difference::new(Severity::Warning, what, image, here).advise(advice))
 }

@@ -6,8 +6,9 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use crate::restart::devices::{Devices, Wishes};
 use crate::store::Manifest;
-use crate::store::manifest::{Gpu, Host};
+use crate::store::manifest::Host;
 use crate::sys::criu::Version;
 use crate::sys::elf;
 use crate::sys::nvml::GpuInventory;
@@ -22,8 +23,10 @@ pub struct Here {
     pub criu: Option<Version>,
     /// The version of the NVIDIA driver. None without one, and where no job asks for it.
     pub driver: Option<String>,
-    /// The GPUs that can be seen.
-    pub gpus: Vec<Gpu>,
+    /// The GPUs, for a job that used some.
+    pub devices: Devices,
+    /// What is known or wanted of them besides.
+    pub wishes: Wishes,
     /// The files that the image names.
     pub files: BTreeMap<PathBuf, FileHere>,
 }
@@ -51,24 +54,25 @@ pub enum FileHere {
 impl Here {
     /// Looks at all that this image wants to be compared with.
     #[must_use]
-    pub fn look(manifest: &Manifest, criu: Option<Version>) -> Here {
-        let inventory = match manifest.tree.cuda.is_empty() {
-            true => GpuInventory::default(),
-            false => inventory(&manifest.gpus),
-        };
-        let gpus = inventory.gpus.iter().map(Gpu::from).collect();
+    pub fn look(manifest: &Manifest, criu: Option<Version>, wishes: &Wishes) -> Here {
+        let (devices, driver) = look_at_gpus(manifest, wishes);
         let files = manifest.mapped_files.iter();
         let files = files.map(|file| (file.path.clone(), look_at(&file.path, file.build_id.is_some())));
-        Here { host: host::describe(), criu, driver: inventory.driver, gpus, files: files.collect() }
+        Here { host: host::describe(), criu, driver, devices, wishes: wishes.clone(), files: files.collect() }
+    }
+
+    /// Looks at the GPUs again: what is free of them changes.
+    pub fn look_again(&mut self, manifest: &Manifest) {
+        (self.devices, self.driver) = look_at_gpus(manifest, &self.wishes);
     }
 }
 
-/// The kernel module answers at once, and to start NVML takes a while in which the job stands still: NVML is asked only
-/// where the module does not show all that the image wants.
-fn inventory(wanted: &[Gpu]) -> GpuInventory {
-    let quick = GpuInventory::of_kernel_module();
-    let has = |gpu: &Gpu| quick.gpus.iter().any(|here| here.uuid.to_string() == gpu.uuid);
-    if quick.driver.is_some() && wanted.iter().all(has) { quick } else { GpuInventory::read() }
+fn look_at_gpus(manifest: &Manifest, wishes: &Wishes) -> (Devices, Option<String>) {
+    if manifest.tree.cuda.is_empty() {
+        return (Devices::default(), None);
+    }
+    let inventory = GpuInventory::read();
+    (Devices::of(&inventory, &wishes.faults), inventory.driver)
 }
 
 fn look_at(path: &Path, has_build_id: bool) -> FileHere {

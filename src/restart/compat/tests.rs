@@ -1,14 +1,27 @@
 use std::path::PathBuf;
 
 use super::*;
+use crate::restart::devices::{Device, Devices, Health, Wishes};
 use crate::store::manifest::{Gpu, MappedFile};
 use crate::store::sample_manifest;
 use crate::sys::criu::Version;
+use crate::sys::cuda::GpuUuid;
 
 const PROGRAM: &str = "/opt/job/program";
 
-fn gpu(name: &str, uuid: &str) -> Gpu {
-    Gpu { uuid: uuid.into(), name: name.into() }
+const GIB: u64 = 1 << 30;
+
+fn gpu(name: &str, byte: u8) -> Gpu {
+    Gpu { uuid: GpuUuid::from_bytes([byte; 16]).to_string(), name: name.into() }
+}
+
+/// Such GPUs with half of their memory free.
+fn devices<const N: usize>(all: [(&str, u8); N]) -> Devices {
+    let device = |(name, byte): (&str, u8)| {
+        let (uuid, name) = (GpuUuid::from_bytes([byte; 16]), name.to_owned());
+        Device { uuid, name, index: None, free: Some(70 * GIB), total: Some(140 * GIB), health: Health::Fine }
+    };
+    Devices { all: all.map(device).into(), asked: true, too_old: false }
 }
 
 /// An image of a CUDA job with one mapped file, and the machine that it was made on.
@@ -19,7 +32,7 @@ fn image() -> (Manifest, Here) {
     manifest.criu = "4.2.1".into();
     manifest.tree.cuda = vec![2];
     manifest.driver = Some("580.159.04".into());
-    manifest.gpus = vec![gpu("NVIDIA H200", "GPU-a"), gpu("NVIDIA H200", "GPU-b")];
+    manifest.gpus = vec![gpu("NVIDIA H200", 0xa), gpu("NVIDIA H200", 0xb)];
     let build_id = Some("0123abcd".to_string());
     let file = MappedFile { path: PROGRAM.into(), size: 1000, mode: Some(0o100_755), build_id: build_id.clone() };
     manifest.mapped_files = vec![file];
@@ -28,7 +41,8 @@ fn image() -> (Manifest, Here) {
         host: manifest.host.clone(),
         criu: Some(Version(4, 2, 1)),
         driver: manifest.driver.clone(),
-        gpus: manifest.gpus.clone(),
+        devices: devices([("NVIDIA H200", 0xa), ("NVIDIA H200", 0xb)]),
+        wishes: Wishes::default(),
         files: [(PathBuf::from(PROGRAM), now)].into(),
     };
     (manifest, here)
@@ -68,7 +82,7 @@ fn the_machine_of_the_image_and_a_better_one_fit() {
             here.host.kernel = "6.9.1".into();
             here.host.cpu_flags.push("amx_tile".into());
             here.criu = Some(Version(4, 3, 0));
-            here.gpus.insert(0, gpu("NVIDIA H100", "GPU-c"));
+            here.devices = devices([("NVIDIA H100", 0xc), ("NVIDIA H200", 0xa), ("NVIDIA H200", 0xb)]);
         }),
         None
     );
@@ -141,7 +155,7 @@ fn an_older_criu_is_fatal_and_an_older_kernel_is_not() {
 fn the_driver_is_needed_and_another_version_may_not_do() {
     fatal(&["NVIDIA driver: the image has 580.159.04, here is none"], |here| {
         here.driver = None;
-        here.gpus.clear();
+        here.devices = Devices::default();
     });
     fatal(&["here is 550.54.14", "older ones than 570"], |here| here.driver = Some("550.54.14".into()));
     for other in ["570.86.15", "590.10.01"] {
@@ -150,27 +164,34 @@ fn the_driver_is_needed_and_another_version_may_not_do() {
 }
 
 #[test]
-fn the_gpus_are_needed() {
-    fatal(
-        &["NVIDIA H200 GPU-a, NVIDIA H200 GPU-b, here is NVIDIA H100 GPU-x", "on a machine with these GPUs"],
-        |here| {
-            here.gpus = vec![gpu("NVIDIA H100", "GPU-x")];
-        },
-    );
-    fatal(&["on a machine with these GPUs"], |here| here.gpus = vec![gpu("NVIDIA H200", "GPU-x")]);
-    fatal(&["of the same kind", "restore it on node"], |here| {
-        here.gpus = vec![gpu("NVIDIA H200", "GPU-x"), gpu("NVIDIA H200", "GPU-y")];
-    });
+fn the_gpus_are_needed_or_others_of_their_type() {
+    let words = ["NVIDIA H200 GPU-0a0a0a0a", "here is NVIDIA H100 GPU-0c0c0c0c", "restore it on node"];
+    fatal(&words, |here| here.devices = devices([("NVIDIA H100", 0xc)]));
+    fatal(&["restore it on node"], |here| here.devices = devices([("NVIDIA H200", 0xc)]));
+    assert_eq!(only(|here| here.devices = devices([("NVIDIA H200", 0xc), ("NVIDIA H200", 0xd)])), None);
     // The one that is gone may not have been used.
-    warning(&["the image has NVIDIA H200 GPU-b, here is NVIDIA H200 GPU-a"], |here| drop(here.gpus.pop()));
-    warning(&["here is none"], |here| here.gpus.clear());
+    let one = || devices([("NVIDIA H200", 0xa)]);
+    let words = ["the image has NVIDIA H200 GPU-0b0b0b0b", "here is NVIDIA H200 GPU-0a0a0a0a"];
+    warning(&words, |here| here.devices = one());
+    fatal(&["here is none"], |here| here.devices = devices([]));
+    // Without NVML one may be there that is not seen.
+    warning(&["here is none"], |here| here.devices = Devices::default());
+    let (mut manifest, mut here) = image();
+    manifest.tree.cuda_memory = [(2, [(gpu("", 0xa).uuid, 70 * GIB)].into())].into();
+    here.devices = one();
+    assert_eq!(compare(&manifest, &here), [], "it is known that it did not use it");
+    manifest.tree.cuda_memory = [(2, [(gpu("", 0xa).uuid, 71 * GIB)].into())].into();
+    assert_eq!(compare(&manifest, &here), [], "it is busy, which may pass");
+    manifest.tree.cuda_memory = [(2, [(gpu("", 0xa).uuid, 141 * GIB)].into())].into();
+    let all = compare(&manifest, &here);
+    assert!(all.len() == 1 && all[0].is_fatal() && all[0].image.contains("141.0 GiB"), "{all:?}");
 }
 
 #[test]
 fn a_job_without_cuda_needs_no_gpu() {
     let (mut manifest, mut here) = image();
     manifest.tree.cuda.clear();
-    (here.driver, here.gpus) = (None, Vec::new());
+    (here.driver, here.devices) = (None, Devices::default());
     assert_eq!(compare(&manifest, &here), []);
 }
 
@@ -214,10 +235,10 @@ fn facts_are_those_of_this_machine() {
     let file = |path: PathBuf| MappedFile { path, size: 0, mode: None, build_id: Some(String::new()) };
     let gone = folder.path().join("gone");
     manifest.mapped_files = [this.clone(), folder.path().into(), gone.clone()].map(file).into();
-    let here = Here::look(&manifest, None);
+    let here = Here::look(&manifest, None, &Wishes::default());
     let size = std::fs::metadata(&this).unwrap().len();
     assert!(matches!(&here.files[&this], FileHere::File { size: s, .. } if *s == size), "{:?}", here.files);
     assert_eq!(here.files[folder.path()], FileHere::NotAFile);
     assert_eq!(here.files[&gone], FileHere::Missing);
-    assert!(!here.host.kernel.is_empty() && here.gpus.is_empty());
+    assert!(!here.host.kernel.is_empty() && here.devices.all.is_empty());
 }

@@ -50,6 +50,9 @@ pub struct Manifest {
     /// Files that root gave to a job of another user; a restored one may have no other files of that kind.
     #[serde(default)]
     pub given_files: Vec<GivenFile>,
+    /// Folders that must be there at a restore, each after the one that it is in. An image of an earlier version names none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub folders: Vec<Folder>,
     /// Hard links made so that files that had lost their name have one at restore.
     pub saved_links: Vec<SavedLink>,
     /// Files of ours that the job has mapped, and that must be put back before a restore.
@@ -155,6 +158,10 @@ pub struct JobTree {
     /// in the image.
     #[serde(default)]
     pub cuda_threads: BTreeMap<i32, i32>,
+    /// The GPUs that each of them had memory on before the freeze, and how many bytes, by UUID, as NVML says it. Empty
+    /// where it could not tell, and in an image of an earlier version; a process that is not in it had none.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub cuda_memory: BTreeMap<i32, BTreeMap<String, u64>>,
 }
 
 /// In which PID namespace a job lives.
@@ -206,6 +213,20 @@ pub struct GivenFile {
     pub device: u64,
     /// `st_ino`.
     pub inode: u64,
+}
+
+/// A folder in which the job has something, or stands.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Folder {
+    /// Where it is.
+    #[serde(with = "paths")]
+    pub path: PathBuf,
+    /// `st_mode`.
+    pub mode: u32,
+    /// Its owner.
+    pub uid: u32,
+    /// Its group.
+    pub gid: u32,
 }
 
 /// A hard link beside a file of the user that keeps a deleted file alive for the restore.

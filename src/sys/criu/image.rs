@@ -6,7 +6,9 @@ mod checked;
 mod devices;
 mod sockets;
 
+use std::ffi::OsStr;
 use std::io;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use prost::Message;
@@ -233,6 +235,19 @@ pub fn open_files(dir: &Path) -> Result<Vec<OpenFile>, Error> {
         })
     });
     Ok(named.collect())
+}
+
+/// The paths that UNIX sockets of the image are bound to, where they are absolute.
+///
+/// # Errors
+/// When files.img is missing or damaged.
+pub fn bound_paths(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    let path = |entry: &FileEntry| {
+        let name = entry.unix.as_ref()?.name.split(|byte| *byte == 0).next()?;
+        name.starts_with(b"/").then(|| PathBuf::from(OsStr::from_bytes(name)))
+    };
+    Ok(entries.iter().filter_map(path).collect())
 }
 
 fn remaps(dir: &Path) -> Result<Vec<RemapEntry>, Error> {

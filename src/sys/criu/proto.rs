@@ -169,7 +169,7 @@ pub(crate) struct PagemapEntry {
     pub nr_pages: Option<u64>,
 }
 
-/// `file_entry` of files.img; only regular files and sockets of the internet are read.
+/// `file_entry` of files.img; only regular files and sockets are read.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct FileEntry {
     #[prost(uint32, required, tag = "2")]
@@ -178,6 +178,16 @@ pub(crate) struct FileEntry {
     pub reg: Option<RegFileEntry>,
     #[prost(message, optional, tag = "4")]
     pub inet: Option<InetSocketEntry>,
+    #[prost(message, optional, tag = "16")]
+    pub unix: Option<UnixSocketEntry>,
+}
+
+/// `unix_sk_entry`, what is read of it.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct UnixSocketEntry {
+    /// What it is bound to: a path, perhaps with zeros behind it, or zero and a name; or nothing.
+    #[prost(bytes = "vec", required, tag = "11")]
+    pub name: Vec<u8>,
 }
 
 /// `inet_sk_entry`, what is read of it.
