@@ -368,11 +368,14 @@ def devices(mapped, other):
         held = mmap.mmap(block, 8192, mmap.MAP_SHARED, mmap.PROT_READ)
     if other:
         os.open(unknown, os.O_RDONLY)
-    if os.fork() == 0:
-        while os.getppid() != 1:
-            say("child has", os.readlink("/proc/self/fd/%d" % file))
-            time.sleep(0.02)
-        os._exit(0)
+    child = os.fork()
+    while child == 0:
+        say("child has", os.readlink("/proc/self/fd/%d" % file))
+        time.sleep(0.02)
+
+    def last(_):
+        os.kill(child, 9)
+        os.waitpid(child, 0)
 
     def check(_):
         name = os.readlink("/proc/self/fd/%d" % file)
@@ -385,7 +388,7 @@ def devices(mapped, other):
                 need(error.errno == errno.ENOTTY, "a call of it says", error)
         need(not mapped or len(held) == 8192)
 
-    count(check)
+    count(check, last)
 
 
 KINDS = {

@@ -102,7 +102,7 @@ impl Devices {
         for Replaced { pid, descriptors, mappings } in replaced {
             let outer = tree.iter().find(|(inner, _)| *inner == pid).map(|(_, outer)| *outer);
             let outer = outer.ok_or_else(|| format!("process {pid} has NVIDIA devices open and is not to be found"))?;
-            let shown = || format!("{pid} ({})", process::name(outer).unwrap_or_default());
+            let shown = || format!("process {pid} ({})", process::name(outer).unwrap_or_default());
             let facts = Facts {
                 is_cuda: cuda.contains(&outer),
                 is_fork: cuda.iter().any(|cuda| is_fork(outer, *cuda)),
@@ -114,13 +114,13 @@ impl Devices {
                 Verdict::Asks => asking.push(shown()),
                 Verdict::Left => {
                     return Err(format!(
-                        "process {} still has NVIDIA devices open after its CUDA checkpoint: it uses the GPU other than by CUDA too (OpenGL, NVENC), which can not be brought back",
+                        "{} still has NVIDIA devices open after its CUDA checkpoint: it uses the GPU other than by CUDA too (OpenGL, NVENC), which can not be brought back",
                         shown()
                     ));
                 }
                 Verdict::Uses => {
                     return Err(format!(
-                        "process {} has NVIDIA devices open: it just begins to use CUDA, and the next attempt will work, or it uses the GPU other than by CUDA (OpenGL, NVENC), which can not be brought back",
+                        "{} has NVIDIA devices open: it just begins to use CUDA, and the next attempt will work, or it uses the GPU other than by CUDA (OpenGL, NVENC), which can not be brought back",
                         shown()
                     ));
                 }
@@ -128,7 +128,7 @@ impl Devices {
         }
         Ok((!asking.is_empty()).then(|| {
             format!(
-                "NVML is used without CUDA by process {}: in a job that is brought back from this image its calls fail until it initialises NVML anew",
+                "NVML is used without CUDA by {}: in a job that is brought back from this image its calls fail until it initialises NVML anew",
                 asking.join(", ")
             )
         }))

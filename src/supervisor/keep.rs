@@ -126,7 +126,9 @@ impl Owner<'_> {
     pub(super) fn snapshot_done(&mut self, result: Result<Taken, snapshot::Error>) {
         let event = match result {
             Ok(taken) => {
-                taken.notes.iter().for_each(|note| tracing::warn!("{note}"));
+                let news = taken.notes.iter().filter(|note| !self.remarks.contains(note));
+                news.for_each(|note| tracing::warn!("{note}"));
+                self.remarks.clone_from(&taken.notes);
                 let bytes = taken.image.manifest().map_or(0, |m| m.bytes);
                 let freeze = shown(taken.freeze);
                 let size = ByteSize::b(bytes);

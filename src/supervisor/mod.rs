@@ -168,6 +168,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         cancel: Arc::new(AtomicBool::new(false)),
         stops: 0,
         published: publish::Published::new(&shared.launch.lineage),
+        remarks: Vec::new(),
         persist: None,
         files_go: Arc::default(),
         replication: replicate::Replication::default(),
@@ -268,6 +269,8 @@ struct Owner<'a> {
     /// Signals that asked to stop.
     stops: u32,
     published: publish::Published,
+    /// What the last snapshot remarked on, which need not be said of the next one again.
+    remarks: Vec<String>,
     /// The image that is on its way from memory to the store.
     persist: Option<keep::Persist>,
     /// Held while an image of plain files is packed, which ends with their removal.
