@@ -53,6 +53,10 @@ fn a_job_whose_gpu_is_full_comes_back_on_another_and_stays_there() {
     let seen: Vec<&str> = manifest.gpus.iter().map(|gpu| gpu.uuid.as_str()).collect();
     assert_eq!((seen, used(&image)), (vec![A, B], vec![A.to_string()]));
     assert_eq!(manifest.driver.as_deref(), Some("580.159.04"));
+    // What it has itself is no obstacle.
+    rig.standin.gpus(&two(1018, 0));
+    let (_, shown) = rig.ask(&["show", "j"]);
+    assert!(shown.contains("restore on the same GPUs"), "{shown}");
     // With room for it nothing is said to the driver.
     supervisor.kill_job();
     supervisor.said("the job is back from image");

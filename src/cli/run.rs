@@ -249,7 +249,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
         _ => map,
     };
     let newest = folder.copies()?.iter().map(|image| image.id).max();
-    let wishes = Wishes { map: map.to_vec(), until: newest, faults: Vec::new() };
+    let wishes = Wishes { map: map.to_vec(), until: newest, ..Wishes::default() };
     let beats = beats(&config, &mut spec, &folder)?;
     let word = word(&config, &mut spec, &folder);
     let scheduler = find_scheduler(&config);

@@ -14,6 +14,7 @@ use crate::store::manifest::Landing;
 use crate::store::{Known, Manifest, Place, State, Tag};
 use crate::supervisor::{Persisting, Published};
 use crate::sys::criu::Criu;
+use crate::sys::process;
 
 /// A copy of the image.
 #[derive(Debug, Serialize)]
@@ -84,11 +85,13 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
         (Format::Json, Some(manifest)) => {
             let copies = known.copies().map(|copy| Copy { place: copy.place, folder: copy.dir.clone() });
             let (pinned, tags) = (known.tags().is_pinned(), known.tags().iter().cloned().collect());
-            let here = look(global, manifest)?;
+            let here = look(global, manifest, live.as_ref())?;
             let (differences, devices) = (compat::compare(manifest, &here), Devices::of(manifest, &here));
             print_json(&Shown { manifest, copies: copies.collect(), pinned, tags, persisting, differences, devices })?;
         }
-        (_, Some(manifest)) => print_text(&describe(&known, manifest, live.as_ref(), &look(global, manifest)?))?,
+        (_, Some(manifest)) => {
+            print_text(&describe(&known, manifest, live.as_ref(), &look(global, manifest, live.as_ref())?))?
+        }
         (_, None) => {
             let State::Damaged { why } = &image.state else { return Ok(Exit::Unsound) };
             print_text(&format!("{}  damaged: {why}", image.id))?;
@@ -99,10 +102,12 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
 }
 
 /// Without a CRIU its version is not compared: `doctor` says that there is none.
-fn look(global: &Global, manifest: &Manifest) -> anyhow::Result<Here> {
+fn look(global: &Global, manifest: &Manifest, live: Option<&Published>) -> anyhow::Result<Here> {
     let config = global.settings(global.overrides())?;
     let criu = Criu::find(named_criu(&config).as_deref()).ok().map(|criu| criu.version);
-    Ok(Here::look(manifest, criu, &Wishes::default()))
+    // What the job has now it gives back before it is restored.
+    let leaving = live.map(|live| process::tree(live.supervisor.cast_signed())).unwrap_or_default();
+    Ok(Here::look(manifest, criu, &Wishes { leaving, ..Wishes::default() }))
 }
 
 /// What the job used of a GPU; nothing where that is not known.

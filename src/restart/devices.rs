@@ -23,7 +23,7 @@ use crate::store::Manifest;
 use crate::sys::cuda::{DriverVersion, GpuMapping, GpuUuid};
 use crate::sys::nvml::{GpuInventory, Mig};
 use crate::watch::xid;
-use matching::{Ask, place};
+use matching::{Ask, Faults, Room, place};
 pub use wish::{GpuRef, Pair, ParsePairError, Wishes};
 
 /// A GPU of this machine.
@@ -71,10 +71,14 @@ pub struct Devices {
 const FIRST_DRIVER: u32 = 580;
 
 impl Devices {
-    /// What the inventory says, with the faults that are known: by UUID or PCI address.
+    /// What the inventory says, with the faults that are known. What processes have that will be gone counts as free.
     #[must_use]
-    pub fn of(inventory: &GpuInventory, faults: &[(String, u32)]) -> Devices {
-        let asked = inventory.used_by_pid.is_some();
+    pub fn of(inventory: &GpuInventory, wishes: &Wishes) -> Devices {
+        let (asked, faults) = (inventory.used_by_pid.is_some(), &wishes.faults);
+        let coming = |uuid: GpuUuid| -> u64 {
+            let used = wishes.leaving.iter().filter_map(|pid| inventory.used_on(*pid)?.get(&uuid));
+            used.sum()
+        };
         let all = inventory.gpus.iter().map(|gpu| {
             let uuid = gpu.uuid.to_string();
             let is_it =
@@ -86,7 +90,8 @@ impl Devices {
                 None => Health::Fine,
             };
             let name = gpu.name.clone().unwrap_or_default();
-            Device { uuid: gpu.uuid, name, index: gpu.index, free: gpu.memory_free, total: gpu.memory_total, health }
+            let free = gpu.memory_free.map(|free| free.saturating_add(coming(gpu.uuid)));
+            Device { uuid: gpu.uuid, name, index: gpu.index, free, total: gpu.memory_total, health }
         });
         let version = inventory.driver.as_deref().and_then(DriverVersion::parse);
         Devices { all: all.collect(), asked, too_old: version.is_some_and(|version| version.major() < FIRST_DRIVER) }
@@ -218,7 +223,6 @@ pub fn plan(manifest: &Manifest, here: &Devices, wishes: &Wishes) -> Plan {
         return Plan::Stay { in_spite_of: Vec::new() };
     }
     let ask = |faults, room| place(&olds, &here.all, &fixed, Ask { faults, room });
-    use matching::{Faults, Room};
     let found = ask(Faults::Avoid, Room::Now).or_else(|| ask(Faults::Take, Room::Now));
     if let Some(places) = found {
         return relocate(&olds, here, &fixed, &places, no_place);

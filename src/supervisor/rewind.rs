@@ -149,6 +149,7 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     if (&manifest.command, &manifest.user) != (&setup.launch.command, &setup.launch.user) {
         return Err(format!("image {id} is of another command or user: `rekindle restore` goes on from it"));
     }
+    // Only what can never work is looked at, which what is in use now is no part of.
     let here = Here::look(manifest, Some(setup.criu.version), &setup.wishes);
     let fatal: Vec<String> = compat::compare(manifest, &here)
         .iter()

@@ -72,7 +72,7 @@ fn look_at_gpus(manifest: &Manifest, wishes: &Wishes) -> (Devices, Option<String
         return (Devices::default(), None);
     }
     let inventory = GpuInventory::read();
-    (Devices::of(&inventory, &wishes.faults), inventory.driver)
+    (Devices::of(&inventory, wishes), inventory.driver)
 }
 
 fn look_at(path: &Path, has_build_id: bool) -> FileHere {

@@ -168,7 +168,7 @@ fn a_map_is_for_the_images_that_were_there() {
     let mut job = image(&[(H200, 1, 18), (H200, 2, 0)]);
     let all = here(&[device(H200, 1, 140), device(H200, 2, 140)]);
     let until = Some(ImageId::new(4, chrono::DateTime::UNIX_EPOCH));
-    let wishes = Wishes { map: vec!["0=1".parse().unwrap()], until, faults: Vec::new() };
+    let wishes = Wishes { map: vec!["0=1".parse().unwrap()], until, ..Wishes::default() };
     job.id = ImageId::new(4, chrono::DateTime::UNIX_EPOCH);
     assert!(matches!(plan(&job, &all, &wishes), Plan::Move(_)));
     job.id = ImageId::new(5, chrono::DateTime::UNIX_EPOCH);
@@ -205,6 +205,30 @@ fn bad_maps_are_refused_with_the_reason() {
         let error = bad.parse::<Pair>().unwrap_err().to_string();
         assert!(error.contains(words), "{bad}: {error}");
     }
+}
+
+#[test]
+fn what_the_job_itself_has_is_room_for_it() {
+    let gpu = crate::sys::nvml::Gpu {
+        uuid: uuid(1),
+        name: Some(H200.into()),
+        index: Some(0),
+        pci: Some("00000000:3B:00.0".into()),
+        memory_total: Some(140 * GIB),
+        memory_used: Some(130 * GIB),
+        memory_free: Some(10 * GIB),
+        mig: Mig::Off,
+        is_virtual: false,
+    };
+    let used_by_pid = Some([(7, [(uuid(1), 100 * GIB)].into()), (8, [(uuid(1), 30 * GIB)].into())].into());
+    let inventory = GpuInventory { driver: Some("580.159.04".into()), gpus: vec![gpu], used_by_pid };
+    let with = |leaving, faults| {
+        let devices = Devices::of(&inventory, &Wishes { leaving, faults, ..Wishes::default() });
+        assert!(devices.asked && !devices.too_old);
+        (devices.all[0].free, devices.all[0].health)
+    };
+    assert_eq!(with(vec![], vec![]), (Some(10 * GIB), Health::Fine));
+    assert_eq!(with(vec![7, 9], vec![("0000:3b:00".into(), 79)]), (Some(110 * GIB), Health::Faulted(79)));
 }
 
 #[test]

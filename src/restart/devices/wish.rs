@@ -16,6 +16,8 @@ pub struct Wishes {
     pub until: Option<ImageId>,
     /// GPUs, by UUID or PCI address, that had a fault after which nothing should be started there.
     pub faults: Vec<(String, u32)>,
+    /// Processes that will have ended by then: those of the job as it runs now.
+    pub leaving: Vec<i32>,
 }
 
 impl Wishes {
