@@ -313,7 +313,7 @@ def main():
     table, failures = [], []
     work = Path(tempfile.mkdtemp(prefix="rekindle-gpu."))
     try:
-        for test in [counter, watch, sample, torch, packs, jax, forks]:
+        for test in [counter, watch, sample, torch, packs, jax, forks, migrate]:
             if args.only and args.only != test.__name__:
                 continue
             print(f"== {test.__name__}", flush=True)

@@ -28,6 +28,7 @@ use crate::sys::cgroup;
 use crate::sys::criu::Criu;
 use crate::sys::cuda;
 use crate::sys::inherited;
+use crate::sys::nvml::names_instance;
 use crate::sys::spawn::Ended;
 use crate::telemetry;
 use crate::telemetry::log::chain;
@@ -234,6 +235,12 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
     let interposer = interposer(&config, &mut spec, &folder, staging.as_ref());
     prepare_nccl(&config, &mut spec, interposer.is_some());
     let Start { from, base, .. } = start;
+    let visible = spec.environment.get(OsStr::new("CUDA_VISIBLE_DEVICES")).map(|value| value.to_string_lossy());
+    if let Some(visible) = visible.filter(|visible| names_instance(visible)) {
+        tracing::warn!(
+            "CUDA_VISIBLE_DEVICES={visible} names an instance of a divided GPU (MIG), where the CUDA driver can not checkpoint: no snapshot will be taken of what uses it"
+        );
+    }
     let map = match from {
         From::Cold if !map.is_empty() => {
             tracing::warn!("--device-map is not needed: the job begins anew, on the GPUs that it chooses itself");

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use super::Check;
 use crate::sys::cuda::{self, Driver, DriverVersion, Function};
-use crate::sys::nvml::{GpuInventory, Mig};
+use crate::sys::nvml::{GpuInventory, Mig, names_instance};
 use crate::sys::process;
 use crate::telemetry::log::chain;
 
@@ -19,6 +19,8 @@ pub(super) struct Facts {
     pub(super) gpus: GpuInventory,
     /// Pids of NVIDIA's multi-process service.
     pub(super) mps: Vec<i32>,
+    /// CUDA_VISIBLE_DEVICES, which a job inherits.
+    pub(super) visible: Option<String>,
     pub(super) arch: &'static str,
 }
 
@@ -31,6 +33,7 @@ pub(super) fn gather() -> Facts {
         library: library.map(has),
         gpus: GpuInventory::read(),
         mps: mps(),
+        visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
         arch: std::env::consts::ARCH,
     }
 }
@@ -139,6 +142,10 @@ fn gpus(facts: &Facts) -> Check {
         let found = format!("{list}; {} divided into MIG instances, which can not be checkpointed", divided.len());
         return Check::warn(name, found, commands.join(" && "));
     }
+    if let Some(visible) = facts.visible.as_deref().filter(|visible| names_instance(visible)) {
+        let found = format!("{list}; CUDA_VISIBLE_DEVICES={visible} is a MIG instance, which can not be checkpointed");
+        return Check::warn(name, found, "unset CUDA_VISIBLE_DEVICES, or let it name whole GPUs");
+    }
     let parts = gpus.iter().filter(|gpu| gpu.is_virtual).count();
     if parts > 0 {
         let found = format!("{list}; {parts} virtual (vGPU), which can not be checkpointed");
@@ -197,6 +204,7 @@ pub(super) mod tests {
             library: Ok(old),
             gpus: GpuInventory { gpus: vec![gpu(1), gpu(1)], ..GpuInventory::default() },
             mps: Vec::new(),
+            visible: None,
             arch: "x86_64",
         }
     }
@@ -249,6 +257,8 @@ pub(super) mod tests {
         let divided = find(&with(vec![Gpu { mig: Mig::On, ..gpu(1) }]), "nvidia.gpus");
         assert_eq!(divided.state, State::Warn);
         assert!(divided.fix.unwrap().contains("nvidia-smi -i GPU-07070707-0707"));
+        let instance = find(&Facts { visible: Some("0,MIG-1".into()), ..facts("580.1") }, "nvidia.gpus");
+        assert!(instance.state == State::Warn && instance.found.contains("is a MIG instance"), "{instance:?}");
         let part = find(&with(vec![Gpu { is_virtual: true, ..gpu(1) }]), "nvidia.gpus");
         assert!(part.state == State::Warn && part.found.contains("1 virtual (vGPU)"), "{part:?}");
         assert_eq!(find(&with(vec![Gpu { mig: Mig::Unknown, ..gpu(1) }]), "nvidia.gpus").state, State::Warn);

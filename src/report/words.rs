@@ -97,7 +97,10 @@ pub fn event(what: &What) -> (String, String) {
         What::Supervised { supervisor, interval, .. } => {
             format!("a supervisor began, pid {supervisor}, interval {interval}")
         }
-        What::Started { image, took_us, .. } => format!("the job runs from {}, after {}", from(image), time(*took_us)),
+        What::Started { image, took_us, moved, .. } => {
+            let gpus = moved.iter().map(|m| format!(", on {} in the place of {}", m.new, m.old)).collect::<String>();
+            format!("the job runs from {}, after {}{gpus}", from(image), time(*took_us))
+        }
         What::SnapshotTaken { image, freeze_us, bytes, .. } => {
             format!("image {image}, {}, the job stood still for {}", size(*bytes), time(*freeze_us))
         }

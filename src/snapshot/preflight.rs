@@ -7,7 +7,7 @@ use bytesize::ByteSize;
 use super::Subject;
 use crate::launch::interposer;
 use crate::sys::cgroup;
-use crate::sys::nvml::{Gpu, GpuInventory, Mig};
+use crate::sys::nvml::{Gpu, GpuInventory, Mig, names_instance};
 use crate::sys::process;
 
 /// Why a snapshot was not tried.
@@ -106,7 +106,7 @@ pub(super) fn check_gpus(inventory: &GpuInventory, pids: &[i32]) -> Result<(), R
             Refusal::PartOfGpu { pid, name, part, hint }
         };
         let visible = process::environment(*pid, "CUDA_VISIBLE_DEVICES").unwrap_or_default();
-        if visible.split(',').any(|one| one.trim().starts_with("MIG-")) {
+        if names_instance(&visible) {
             return Err(refusal(
                 format!("an instance of a divided GPU (CUDA_VISIBLE_DEVICES={visible})"),
                 String::new(),

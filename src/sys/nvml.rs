@@ -88,6 +88,12 @@ impl GpuInventory {
     }
 }
 
+/// Whether a value of CUDA_VISIBLE_DEVICES names an instance of a divided GPU.
+#[must_use]
+pub fn names_instance(visible: &str) -> bool {
+    visible.split(',').any(|one| one.trim().starts_with("MIG-"))
+}
+
 fn from_nvml(nvml: &Nvml) -> GpuInventory {
     let devices: Vec<Device<'_>> =
         (0..nvml.device_count().unwrap_or(0)).filter_map(|index| nvml.device_by_index(index).ok()).collect();

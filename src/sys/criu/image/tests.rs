@@ -153,8 +153,10 @@ fn files_that_a_restore_compares() {
         RegFileEntry { ext: Some(true), ..reg(8, "file[1:2]", libc::O_RDONLY) },
         reg(9, "/data", libc::O_RDONLY),
     ];
-    let records: Vec<Vec<u8>> =
-        entries.into_iter().map(|reg| FileEntry { id: reg.id, reg: Some(reg), ..FileEntry::default() }.encode_to_vec()).collect();
+    let records: Vec<Vec<u8>> = entries
+        .into_iter()
+        .map(|reg| FileEntry { id: reg.id, reg: Some(reg), inet: None, unix: None }.encode_to_vec())
+        .collect();
     write(&dir.path().join("files.img"), FILES, &records);
     let remap = RemapEntry { orig_id: 6, remap_id: 7, remap_type: Some(0) };
     write(&dir.path().join("remap-fpath.img"), REMAP, &[remap.encode_to_vec()]);
