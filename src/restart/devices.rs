@@ -253,8 +253,7 @@ fn relocate(
     if olds.iter().zip(places).all(stays) {
         let faulted =
             |place: &Option<usize>| Some(&here.all[(*place)?]).filter(|d| matches!(d.health, Health::Faulted(_)));
-        let in_spite_of = places.iter().filter_map(faulted).map(|device| format!("{} {}", device.name, state(device)));
-        return Plan::Stay { in_spite_of: in_spite_of.collect() };
+        return Plan::Stay { in_spite_of: places.iter().filter_map(faulted).map(words).collect() };
     }
     let Some((news, unproven)) = matching::fill(olds, &here.all, places) else {
         let advice = format!(
@@ -302,9 +301,12 @@ fn state(device: &Device) -> String {
     }
 }
 
+fn words(device: &Device) -> String {
+    format!("{} {} that {}", device.name, device.uuid, state(device))
+}
+
 fn described(here: &Devices) -> String {
-    let each: Vec<String> =
-        here.all.iter().map(|device| format!("{} {} that {}", device.name, device.uuid, state(device))).collect();
+    let each: Vec<String> = here.all.iter().map(words).collect();
     if each.is_empty() { "none".into() } else { each.join(", ") }
 }
 

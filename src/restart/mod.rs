@@ -205,9 +205,7 @@ pub fn restore(
             // A CUDA restore that failed has no second try on the same process.
             job.end();
             Err(match (error, &relocation) {
-                (Error::Cuda { source, .. }, Some(relocation))
-                    if relocation.unproven && source.code() == Some(cuda::code::INVALID_VALUE) =>
-                {
+                (Error::Cuda { source, .. }, Some(relocation)) if relocation.unproven && source.names_no_gpu() => {
                     let here = Here::look(manifest, Some(request.criu.version), request.wishes);
                     Error::Misfit { id: request.image.id, differences: vec![compat::too_few_gpus(manifest, &here)] }
                 }
@@ -279,7 +277,10 @@ fn fits(
     }
     let deadline = Instant::now() + SETTLE;
     loop {
-        let settles = Instant::now() < deadline && !cancelled();
+        if cancelled() {
+            return Err(Error::Cancelled);
+        }
+        let settles = Instant::now() < deadline;
         match devices::plan(manifest, &here.devices, request.wishes) {
             Plan::Stay { .. } => return Ok(None),
             Plan::Move(relocation) if !(settles && relocation.for_room) => return Ok(Some(relocation)),

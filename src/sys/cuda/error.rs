@@ -141,6 +141,17 @@ impl Error {
         }
     }
 
+    /// A restore was given GPU pairs that the driver does not take, or that name a GPU that is not there.
+    #[must_use]
+    pub fn names_no_gpu(&self) -> bool {
+        match self {
+            Error::Call { function: Function::Restore, code, .. } => {
+                matches!(*code, code::INVALID_VALUE | code::NO_DEVICE | code::INVALID_DEVICE)
+            }
+            _ => false,
+        }
+    }
+
     /// The driver, a function of it, or the right to use it on this process is missing on this machine.
     #[must_use]
     pub fn is_missing(&self) -> bool {

@@ -48,6 +48,10 @@ pub mod code {
     pub const NOT_INITIALIZED: i32 = 3;
     /// libcuda.so.1 is the toolkit's stub for linking, not a driver.
     pub const STUB_LIBRARY: i32 = 34;
+    /// There is no GPU, or not the one that was named.
+    pub const NO_DEVICE: i32 = 100;
+    /// The GPU that was named is none, or can not be used.
+    pub const INVALID_DEVICE: i32 = 101;
     /// No right to trace the process, or it is gone.
     pub const OPERATING_SYSTEM: i32 = 304;
     /// The process is in the wrong state for this call.
