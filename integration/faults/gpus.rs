@@ -205,6 +205,14 @@ fn a_map_is_for_the_images_that_were_there() {
     assert_eq!(moved(&rig, &mut supervisor), []);
     assert_eq!(used(&supervisor.snapshot()), [B]);
     supervisor.stop();
+    drop(supervisor);
+    rig.instead("restore");
+    let map = format!("{B}={A}");
+    rig.flags(&["--device-map", &map]);
+    let mut supervisor = rig.start();
+    assert!(rig.log().contains(&format!("what was on {B} is on {A} now: asked for")), "{}", rig.log());
+    assert_eq!(used(&supervisor.snapshot()), [A]);
+    supervisor.stop();
     rig.assert_sequence();
 }
 

@@ -32,7 +32,9 @@ pub(crate) struct Rig {
     dir: tempfile::TempDir,
     command: Vec<String>,
     settings: Vec<(String, String)>,
-    /// What `run` gets besides.
+    /// The command of rekindle, where it is not `run`.
+    instead: Option<String>,
+    /// What it gets besides.
     flags: Vec<String>,
     /// The environment, besides.
     environment: Vec<(String, String)>,
@@ -87,7 +89,8 @@ impl Rig {
         let deadline = Instant::now() + Duration::from_secs(150);
         let wrapper = vec![env!("CARGO_BIN_EXE_rekindle").into()];
         let (flags, environment) = (Vec::new(), Vec::new());
-        let mut rig = Rig { standin, dir, command: Vec::new(), settings, flags, environment, wrapper, deadline };
+        let (command, instead) = (Vec::new(), None);
+        let mut rig = Rig { standin, dir, command, settings, instead, flags, environment, wrapper, deadline };
         rig.job(&[]);
         Some(rig)
     }
@@ -143,7 +146,12 @@ impl Rig {
         self.settings.push((key.to_owned(), value.to_owned()));
     }
 
-    /// Flags of `run` from now on.
+    /// From now on `rekindle VERB j` instead of `run`.
+    pub(crate) fn instead(&mut self, verb: &str) {
+        self.instead = Some(verb.to_owned());
+    }
+
+    /// Its flags from now on.
     pub(crate) fn flags(&mut self, flags: &[&str]) {
         self.flags = flags.iter().map(|flag| (*flag).to_owned()).collect();
     }
@@ -191,14 +199,12 @@ impl Rig {
         let from = err.metadata().unwrap().len();
         let (program, first) = self.wrapper.split_first().unwrap();
         let mut command = Command::new(program);
-        command
-            .args(first)
-            .args(["run", "--name", "j"])
-            .args(&self.flags)
-            .arg("--")
-            .args(&self.command)
-            .stdin(Stdio::null())
-            .stdout(Stdio::null());
+        command.args(first);
+        match &self.instead {
+            Some(verb) => command.arg(verb).arg("j").args(&self.flags),
+            None => command.args(["run", "--name", "j"]).args(&self.flags).arg("--").args(&self.command),
+        };
+        command.stdin(Stdio::null()).stdout(Stdio::null());
         command.stderr(err).env_remove("RUST_LOG").current_dir(self.dir.path());
         for (key, value) in &self.settings {
             command.env(format!("REKINDLE_{key}"), value);
