@@ -4,8 +4,8 @@
     fork_job.py --out DIR [--epochs N] [--seconds S]
 
 Two workers of a DataLoader and one more child are forked when CUDA is there already; one process asks NVML only, five times
-a second. DIR gets `metrics.jsonl` and `weights.bin` as those of examples/train_torch.py, and `nvml.txt`: `ok` or `error N`
-for each question, and `anew N` for what nvmlInit says after an error.
+a second. DIR gets `metrics.jsonl` and `weights.bin` as those of examples/train_torch.py, and `nvml.txt`: `holds DEVICES` and
+its mappings of them once, `ok` or `error N` for each question, and `anew N` for what nvmlInit says after an error.
 """
 
 import argparse
@@ -32,6 +32,9 @@ def ask_nvml(path):
             return code, device
 
         code, device = begin()
+        files = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+        mappings = sum("/dev/nvidia" in line for line in open("/proc/self/maps"))
+        print("holds", *(file for file in files if file.startswith("/dev/nvidia")), mappings, "mappings", file=out)
         while os.getppid() != 1:
             code = code or nvml.nvmlDeviceGetUtilizationRates(device, used)
             print(f"error {code}" if code else "ok", file=out)

@@ -93,7 +93,14 @@ mod tests {
     #[test]
     fn it_exports_the_hooks_and_nothing_else_and_can_not_panic() {
         let [defined, needed] = symbols(INTERPOSER.content);
-        assert_eq!(defined, ["mmap", "mmap64", "munmap"]);
+        let (driver, own): (Vec<String>, Vec<String>) = defined.into_iter().partition(|name| name.starts_with("cu"));
+        assert_eq!(own, ["dlsym", "ioctl", "mmap", "mmap64", "munmap"]);
+        // Of the driver: how it hands out its functions, and those that share memory.
+        assert_eq!(driver[..2], ["cuGetProcAddress", "cuGetProcAddress_v2"]);
+        assert!(
+            driver[2..].iter().all(|name| name.starts_with("cuMem") || name.starts_with("cuMulticast")),
+            "{driver:?}"
+        );
         // Weak ones; a copy that the compiler has made a call of would be bound to the job's memcpy.
         assert_eq!(needed, ["__errno_location", "dlvsym", "memmove"]);
         let mark = b"rekindle preload can panic";

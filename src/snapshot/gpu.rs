@@ -145,8 +145,8 @@ impl Group {
             if outcome.is_ok() && (self.is_empty() && attempt == 1 || !self.has_changed(root)) {
                 outcome = self.let_go(timeout);
                 if outcome.is_ok() {
-                    // With none at all nothing is locked: a process that begins with CUDA now is seen by CRIU, which
-                    // refuses it.
+                    // With none at all nothing is locked: a process that begins with CUDA now is seen in the dump,
+                    // which is refused ([`super::devices`]).
                     return Ok(());
                 }
             }
