@@ -29,6 +29,8 @@
 //! - `fail-OP`: `CODE [times=N] [delay=MS] [pid=P]`. Waits, then answers with CODE; with code 0 it only waits. Without
 //!   `times` it stays, with it the file goes away after N times. `pid` is the job's own number of itself.
 //! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
+//! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper of the
+//!   interposer calls it.
 //!
 //! A failed restore leaves the process FAILED; other failures leave the state as it was.
 //!
@@ -185,7 +187,7 @@ pub extern "C" fn standin_busy(milliseconds: c_uint) -> c_int {
 pub unsafe extern "C" fn cuMemCreate(handle: *mut u64, size: usize, _properties: *const c_void, _flags: u64) -> c_int {
     // SAFETY: the caller passes null or room for a handle.
     let Some(handle) = (unsafe { handle.as_mut() }) else { return code::INVALID_VALUE };
-    answer(job::call(|| memory::shared(|shared| shared.create(size)).map(|new| *handle = new)))
+    answer(job::call(|| memory::shared("create", |shared| shared.create(size)).map(|new| *handle = new)))
 }
 
 /// A descriptor for another process.
@@ -198,7 +200,7 @@ pub unsafe extern "C" fn cuMemExportToShareableHandle(
 ) -> c_int {
     // SAFETY: the caller passes null or room for a descriptor.
     let Some(file) = (unsafe { file.as_mut() }).filter(|_| kind == 1) else { return code::INVALID_VALUE };
-    answer(job::call(|| memory::shared(|shared| shared.export(handle)).map(|new| *file = new)))
+    answer(job::call(|| memory::shared("export", |shared| shared.export(handle)).map(|new| *file = new)))
 }
 
 /// Memory of another process, or of this one.
@@ -207,13 +209,13 @@ pub unsafe extern "C" fn cuMemImportFromShareableHandle(handle: *mut u64, file: 
     // SAFETY: the caller passes null or room for a handle.
     let Some(handle) = (unsafe { handle.as_mut() }).filter(|_| kind == 1) else { return code::INVALID_VALUE };
     let Ok(file) = c_int::try_from(file) else { return code::INVALID_VALUE };
-    answer(job::call(|| memory::shared(|shared| shared.import(file)).map(|new| *handle = new)))
+    answer(job::call(|| memory::shared("import", |shared| shared.import(file)).map(|new| *handle = new)))
 }
 
 /// One reference less.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemRelease(handle: u64) -> c_int {
-    answer(job::call(|| memory::shared(|shared| shared.release(handle))))
+    answer(job::call(|| memory::shared("release", |shared| shared.release(handle))))
 }
 
 /// One reference more to what is mapped at this address.
@@ -221,7 +223,7 @@ pub extern "C" fn cuMemRelease(handle: u64) -> c_int {
 pub unsafe extern "C" fn cuMemRetainAllocationHandle(handle: *mut u64, address: usize) -> c_int {
     // SAFETY: the caller passes null or room for a handle.
     let Some(handle) = (unsafe { handle.as_mut() }) else { return code::INVALID_VALUE };
-    answer(job::call(|| memory::shared(|shared| shared.retain(address)).map(|found| *handle = found)))
+    answer(job::call(|| memory::shared("retain", |shared| shared.retain(address)).map(|found| *handle = found)))
 }
 
 /// The first word of the properties is the size, which the driver's have not.
@@ -229,7 +231,7 @@ pub unsafe extern "C" fn cuMemRetainAllocationHandle(handle: *mut u64, address: 
 pub unsafe extern "C" fn cuMemGetAllocationPropertiesFromHandle(properties: *mut usize, handle: u64) -> c_int {
     // SAFETY: the caller passes null or room for a word.
     let Some(properties) = (unsafe { properties.as_mut() }) else { return code::INVALID_VALUE };
-    answer(job::call(|| memory::shared(|shared| shared.size(handle)).map(|size| *properties = size)))
+    answer(job::call(|| memory::shared("properties", |shared| shared.size(handle)).map(|size| *properties = size)))
 }
 
 /// Addresses without memory.
@@ -243,25 +245,25 @@ pub unsafe extern "C" fn cuMemAddressReserve(
 ) -> c_int {
     // SAFETY: the caller passes null or room for an address.
     let Some(address) = (unsafe { address.as_mut() }) else { return code::INVALID_VALUE };
-    answer(job::call(|| memory::shared(|shared| shared.reserve(size)).map(|start| *address = start)))
+    answer(job::call(|| memory::shared("reserve", |shared| shared.reserve(size)).map(|start| *address = start)))
 }
 
 /// Gives addresses back.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemAddressFree(address: usize, size: usize) -> c_int {
-    answer(job::call(|| memory::shared(|shared| shared.unreserve(address, size))))
+    answer(job::call(|| memory::shared("unreserve", |shared| shared.unreserve(address, size))))
 }
 
 /// Puts memory to addresses. It can be used once somebody has access.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemMap(address: usize, size: usize, offset: usize, handle: u64, _flags: u64) -> c_int {
-    answer(job::call(|| memory::shared(|shared| shared.map(address, size, offset, handle))))
+    answer(job::call(|| memory::shared("map", |shared| shared.map(address, size, offset, handle))))
 }
 
 /// Takes memory from addresses: whole mappings, one or more.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemUnmap(address: usize, size: usize) -> c_int {
-    answer(job::call(|| memory::shared(|shared| shared.unmap(address, size))))
+    answer(job::call(|| memory::shared("unmap", |shared| shared.unmap(address, size))))
 }
 
 /// Lets it be used. Who may do so is not looked at.
@@ -270,7 +272,7 @@ pub unsafe extern "C" fn cuMemSetAccess(address: usize, size: usize, access: *co
     if access.is_null() || count == 0 {
         return code::INVALID_VALUE;
     }
-    answer(job::call(|| memory::shared(|shared| shared.set_access(address, size))))
+    answer(job::call(|| memory::shared("access", |shared| shared.set_access(address, size))))
 }
 
 /// Does nothing.
@@ -285,7 +287,7 @@ pub unsafe extern "C" fn cuIpcGetMemHandle(handle: *mut [c_int; 16], address: us
     // SAFETY: the caller passes null or room for 64 bytes.
     let Some(handle) = (unsafe { handle.as_mut() }) else { return code::INVALID_VALUE };
     answer(job::call(|| {
-        memory::shared(|shared| shared.ipc_handle(address)).map(|word| handle[..2].copy_from_slice(&word))
+        memory::shared("ipc", |shared| shared.ipc_handle(address)).map(|word| handle[..2].copy_from_slice(&word))
     }))
 }
 
@@ -295,7 +297,7 @@ pub unsafe extern "C" fn cuIpcOpenMemHandle_v2(address: *mut usize, handle: IpcH
     // SAFETY: the caller passes null or room for an address.
     let Some(address) = (unsafe { address.as_mut() }) else { return code::INVALID_VALUE };
     let word = [handle.0[0], handle.0[1]];
-    answer(job::call(|| memory::shared(|shared| shared.ipc_open(word)).map(|start| *address = start)))
+    answer(job::call(|| memory::shared("ipc", |shared| shared.ipc_open(word)).map(|start| *address = start)))
 }
 
 /// `CUipcMemHandle`.
@@ -306,7 +308,7 @@ pub struct IpcHandle([c_int; 16]);
 /// CUDA IPC: the end of it.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuIpcCloseMemHandle(address: usize) -> c_int {
-    answer(job::call(|| memory::shared(|shared| shared.ipc_close(address))))
+    answer(job::call(|| memory::shared("ipc", |shared| shared.ipc_close(address))))
 }
 
 /// Functions by their names, for the version that is asked for.

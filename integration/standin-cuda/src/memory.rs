@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::control::code;
+use crate::fault;
 use crate::shared::Shared;
 
 /// 2^20 bytes.
@@ -39,8 +40,9 @@ fn memory() -> MutexGuard<'static, Memory> {
     MEMORY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What is shared, for one call.
-pub(crate) fn shared<T>(work: impl FnOnce(&mut Shared) -> Result<T, i32>) -> Result<T, i32> {
+/// What is shared, for the call of this name.
+pub(crate) fn shared<T>(call: &str, work: impl FnOnce(&mut Shared) -> Result<T, i32>) -> Result<T, i32> {
+    fault::inject_keeper(call)?;
     work(&mut memory().shared)
 }
 

@@ -34,6 +34,9 @@ impl Drop for Session<'_> {
         // An image must not have its descriptor: only then may it stand still with the others.
         let deadline = Instant::now() + PATIENCE;
         while self.sharing.table().socket.load(Acquire) != -1 && Instant::now() < deadline {
+            if has_ended(self.sharing.pid()) {
+                return;
+            }
             std::thread::sleep(PAUSE);
         }
     }
@@ -54,7 +57,7 @@ impl<'a> Session<'a> {
         wake(table);
         let deadline = Instant::now() + PATIENCE;
         while table.answered.load(Acquire) != call {
-            if Instant::now() > deadline {
+            if Instant::now() > deadline || has_ended(pid) {
                 return Err(io::Error::other("the interposer's thread does not answer"));
             }
             std::thread::sleep(PAUSE);
@@ -116,6 +119,11 @@ impl<'a> Session<'a> {
     fn busy(&self, source: io::Error) -> Error {
         Error::Busy { pid: self.sharing.inner(), source }
     }
+}
+
+/// Dead, though perhaps not reaped yet.
+fn has_ended(pid: i32) -> bool {
+    process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'))
 }
 
 fn receive(socket: RawFd) -> io::Result<(Reply, Option<OwnedFd>)> {
