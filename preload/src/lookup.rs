@@ -128,7 +128,7 @@ fn of(symbol: *const c_char) -> Option<&'static Entry> {
 }
 
 /// In the place of `found`, which the driver has for `symbol`: ours, where there is one.
-fn instead(symbol: *const c_char, found: *mut c_void) -> *mut c_void {
+pub(crate) fn instead(symbol: *const c_char, found: *mut c_void) -> *mut c_void {
     let Some(entry) = of(symbol) else { return found };
     if !entry.is_ours(found) {
         entry.real.store(found, Ordering::Relaxed);
