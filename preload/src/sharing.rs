@@ -101,7 +101,8 @@ pub(crate) fn obstacle(what: u32) {
 /// One object of another process more or less.
 pub(crate) fn count_foreign(change: i32) {
     if let Some(table) = table_or_new() {
-        table.foreign.fetch_add(change as u32, Ordering::Relaxed);
+        let count = |foreign: u32| Some(foreign.saturating_add_signed(change));
+        let _ = table.foreign.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count);
     }
 }
 

@@ -12,7 +12,7 @@ use nix::sys::time::{TimeVal, TimeValLike};
 use super::Error;
 use super::table::{self, Reply, Request, Sharing};
 use crate::sys::process;
-use crate::sys::ptrace::Alone;
+use crate::sys::ptrace::{self, Alone};
 
 /// How long the keeper may take for one answer. A piece takes the driver 0.1 ms; letting go of 112 of them 7 ms.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -25,7 +25,7 @@ const PAUSE: Duration = Duration::from_micros(100);
 pub(super) struct Session<'a> {
     sharing: &'a Sharing,
     socket: Option<OwnedFd>,
-    _alone: Option<Alone>,
+    _alone: Alone,
 }
 
 impl Drop for Session<'_> {
@@ -47,7 +47,9 @@ impl<'a> Session<'a> {
         let is_it = |tid: &i32| process::inner_pid(*tid) == Some(keeper);
         let thread = process::threads(pid).into_iter().find(is_it);
         let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread there"))?;
-        let alone = crate::sys::ptrace::is_stopped(pid).then(|| Alone::run(thread)).transpose()?;
+        // The thread that the driver works with may still be on its way back to the others.
+        ptrace::stop(pid, PATIENCE)?;
+        let alone = Alone::run(thread)?;
         let call = table.calls.fetch_add(1, SeqCst).wrapping_add(1);
         wake(table);
         let deadline = Instant::now() + PATIENCE;
