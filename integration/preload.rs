@@ -185,6 +185,28 @@ fn the_jobs_own_preload_is_kept() {
 }
 
 #[test]
+fn every_way_to_a_function_of_the_driver_leads_there() {
+    let rig = rig();
+    let libcuda = format!("-Clink-arg={}", rig.standin.path().join("libcuda.so.1").display());
+    compile("linked_to_libcuda.rs", &rig.standin.path().join("linked.so"), &["-Clink-arg=-nostdlib", &libcuda]);
+    passes(&mut rig.command("ways_to_the_driver"));
+}
+
+#[test]
+fn without_a_driver_there_are_none_of_its_functions() {
+    let rig = rig();
+    let script = "import ctypes\n\
+                  program = ctypes.CDLL(None)\n\
+                  program.dlsym.restype = ctypes.c_void_p\n\
+                  names = ['cuMemCreate', 'cuGetProcAddress', 'cuInit']\n\
+                  assert not any(hasattr(program, name) for name in names)\n\
+                  assert not any(program.dlsym(None, name.encode()) for name in names)\n\
+                  assert program.dlsym(None, b'getpid')\n\
+                  print('ok')";
+    passes(rig.install(&mut Command::new("python3")).args(["-c", script]));
+}
+
+#[test]
 fn a_static_binary_runs_without_it() {
     let rig = rig();
     let reaper = reaper::unpack(rig.standin.path()).unwrap();

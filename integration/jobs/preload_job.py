@@ -481,6 +481,40 @@ def old_kernel_refused():
     refused()
 
 
+def ways_to_the_driver():
+    """Every way leads to the driver's function, which here has no resource manager to talk to: 304, or 3 before a context."""
+    libc.dlsym.restype = ctypes.c_void_p
+    libc.dlsym.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    linked = ctypes.CDLL(os.path.join(os.path.dirname(sys.argv[1]), "linked.so"))
+    assert linked.create() == 3
+    context, handle = ctypes.c_void_p(), ctypes.c_uint64()
+    assert cuda.cuCtxCreate_v2(ctypes.byref(context), 0, 0) == 0
+    # A library of its own, which is linked to libcuda and found ours first.
+    assert linked.create() == 304
+    arguments = ctypes.byref(handle), ctypes.c_size_t(2 * MIB), None, ctypes.c_uint64(0)
+    call = ctypes.CFUNCTYPE(ctypes.c_int)
+    # Its name in one library, in all, and the function that the driver hands out, at any version.
+    found = [libc.dlsym(library, b"cuMemCreate") for library in [cuda._handle, None]]
+    for version in [11030, 12000]:
+        address, get = ctypes.c_void_p(), ctypes.c_void_p()
+        name = b"cuGetProcAddress" if version < 12000 else b"cuGetProcAddress_v2"
+        get = call(libc.dlsym(cuda._handle, name))
+        assert get(b"cuMemCreate", ctypes.byref(address), version, ctypes.c_uint64(0), None) == 0
+        found.append(address.value)
+        again = ctypes.c_void_p()
+        assert get(b"cuGetProcAddress", ctypes.byref(again), version, ctypes.c_uint64(0), None) == 0
+        assert is_in("interposer-", again.value)
+        assert call(again.value)(b"cuMemCreate", ctypes.byref(address), version, ctypes.c_uint64(0), None) == 0
+        found.append(address.value)
+    assert all(is_in("interposer-", address) for address in found), found
+    for address in found:
+        assert call(address)(*arguments) == 304
+    # What is not ours is the driver's own, and what nobody has is not there.
+    assert is_in("libcuda.so", libc.dlsym(cuda._handle, b"cuMemAddressReserve"))
+    assert libc.dlsym(cuda._handle, b"cuMemNothing") is None and libc.dlsym(None, b"cuMemNothing") is None
+    assert is_in("libc.so", libc.dlsym(None, b"getpid")) and is_in("libc.so", libc.dlsym(None, b"cuserid"))
+
+
 def no_threads():
     forbid(56)
     arm()

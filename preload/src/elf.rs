@@ -44,7 +44,10 @@ pub(crate) fn function(name: &[u8], is_wanted: impl Fn(&Mapping) -> bool) -> Opt
     maps::scan(|mapping| {
         if mapping.inode != 0 && mapping.prot & PROT_EXEC != 0 && is_wanted(mapping) {
             let mut object = Object::new();
-            found = object.find(mapping, mapping.start).and_then(|()| object.defined(name));
+            // The code begins somewhere in its first page: lld does not align it.
+            let places = [mapping.start, mapping.start | 0xfff];
+            let held = places.into_iter().find_map(|place| object.find(mapping, place));
+            found = held.and_then(|()| object.defined(name));
         }
         found.is_none()
     });
