@@ -238,3 +238,26 @@ fn a_rank_that_dies_at_any_step_takes_the_job_back() {
     rig.assert_sequence();
     rig.assert_store_is_whole();
 }
+
+#[test]
+fn children_and_a_want_of_descriptors_do_no_harm() {
+    let Some(rig) = job(2, &[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    for _ in 0..3 {
+        let answer = supervisor.has_rank(1, "fork");
+        assert_eq!(answer, "1 fork: child ended with 0\n");
+        supervisor.snapshot();
+        supervisor.assert_unharmed(2);
+    }
+    supervisor.has_rank(1, "crowd");
+    let why = supervisor.failing_snapshot();
+    assert!(why.contains("can not be let go just now") && why.contains("the job runs on"), "{why}");
+    supervisor.assert_unharmed(2);
+    supervisor.has_rank(1, "room");
+    supervisor.image();
+    supervisor.assert_unharmed(2);
+    assert_eq!(rig.state().unwrap().restarts, 0);
+    supervisor.stop();
+    rig.assert_sequence();
+}

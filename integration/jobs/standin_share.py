@@ -13,7 +13,7 @@ FILE.done:
   multicast  uses multicast
   hold       holds a lock of the driver's for 6 s, on a thread of its own
   fork       has a child that calls the driver in vain, and executes another program
-  crowd      leaves no descriptor free
+  crowd      leaves one descriptor free
   room       gives them back
 Ends with 3 when memory is not what it was, with 4 when a name is not, with 5 when a call fails, with 6 when a rank ends
 badly.
@@ -182,7 +182,7 @@ class Rank:
             if seen not in (step, step + 1) or self.cuda.read(place + 512 * (1 + parity), 256) != payload(peer, step):
                 print(f"rank {self.number}: {peer} wrote {seen} at step {step}", file=sys.stderr, flush=True)
                 os._exit(3)
-        if step % 8 == self.number % 8:
+        if step % 8 == self.number % 8 and not self.crowd:
             self.names_are_what_they_were()
 
     def names_are_what_they_were(self):
@@ -272,10 +272,11 @@ class Rank:
                 while True:
                     self.crowd.append(os.open("/dev/null", os.O_RDONLY))
             except OSError:
-                pass
+                # What this rank itself opens each round.
+                os.close(self.crowd.pop())
         elif word == "room":
-            for descriptor in self.crowd:
-                os.close(descriptor)
+            while self.crowd:
+                os.close(self.crowd.pop())
         return "done"
 
     def look_for_work(self):

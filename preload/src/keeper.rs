@@ -15,7 +15,8 @@ use crate::{libc, sys};
 /// The process that has one.
 static STARTED: AtomicI32 = AtomicI32::new(0);
 
-/// How long the supervisor may be silent.
+/// How long the supervisor may be silent: at first, when nothing has been let go, and later.
+const FIRST_SECONDS: usize = 5;
 const PATIENCE_SECONDS: usize = 120;
 
 /// How many entries a probe touches.
@@ -47,7 +48,7 @@ unsafe extern "C" fn main(table: *mut c_void) -> *mut c_void {
         }
         match sys::socket_pair() {
             Ok([ours, theirs]) => {
-                let _ = ours.set_receive_timeout(PATIENCE_SECONDS);
+                let _ = ours.set_receive_timeout(FIRST_SECONDS);
                 table.socket.store(theirs.number(), Ordering::Relaxed);
                 table.answered.store(calls, Ordering::Release);
                 serve(table, ours, theirs);
@@ -68,9 +69,13 @@ fn serve(table: &'static Table, ours: sys::File, theirs: sys::File) {
     let mut theirs = Some(theirs);
     while let Ok(Some((Request { what, index }, descriptor))) = ours.receive::<Request>() {
         // The supervisor has its end: when it closes that, this one must not keep the socket open.
-        drop(theirs.take());
+        if let Some(theirs) = theirs.take() {
+            drop(theirs);
+            let _ = ours.set_receive_timeout(PATIENCE_SECONDS);
+        }
         let mut exported = None;
         let (code, count) = match what {
+            table::BEGIN => (SUCCESS, 0),
             table::PROBE => probe(table),
             table::RELEASE => release(table),
             table::EXPORT => export(table, index, &mut exported),

@@ -146,7 +146,9 @@ pub(crate) struct Reply {
     pub(crate) count: u32,
 }
 
-/// [`Request::what`]: uses the driver without changing anything. Comes back if nobody stands in the driver's way.
+/// [`Request::what`]: the first one. The supervisor has its end of the socket, and the keeper need not keep it open.
+pub(crate) const BEGIN: u32 = 0;
+/// Uses the driver without changing anything. Comes back if nobody stands in the driver's way.
 pub(crate) const PROBE: u32 = 1;
 /// Unmaps and releases all imports.
 pub(crate) const RELEASE: u32 = 2;

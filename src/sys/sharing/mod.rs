@@ -255,3 +255,6 @@ fn each(sessions: &[Mutex<Session<'_>>], work: impl Fn(&Session<'_>) -> Result<(
 fn at_once<T: Send>(items: impl Iterator<Item = T>, work: impl Fn(T) -> Result<(), Error> + Sync) -> Result<(), Error> {
     parallel::at_once(items, work).into_iter().collect()
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
 use std::time::{Duration, Instant};
 
-use nix::sys::socket::sockopt::ReceiveTimeout;
+use nix::sys::socket::sockopt::{ReceiveTimeout, SendTimeout};
 use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg, setsockopt};
 use nix::sys::time::{TimeVal, TimeValLike};
 
@@ -65,7 +65,14 @@ impl<'a> Session<'a> {
         let socket = process::fetch_descriptor(&process::open_pidfd(pid)?, table.socket.load(Relaxed))?;
         let seconds = i64::try_from(PATIENCE.as_secs()).unwrap_or(i64::MAX);
         setsockopt(&socket, ReceiveTimeout, &TimeVal::seconds(seconds))?;
-        Ok(Session { sharing, socket: Some(socket), _alone: alone })
+        // Which socket it is, the job says: it may be one that nobody reads from.
+        setsockopt(&socket, SendTimeout, &TimeVal::seconds(seconds))?;
+        let session = Session { sharing, socket: Some(socket), _alone: alone };
+        // From here on the keeper sees when our end is closed; till then it has that open too. What it answers is no matter.
+        let began = session.send(Request { what: table::BEGIN, index: 0 }, None);
+        began.map_err(io::Error::other)?;
+        receive(session.socket())?;
+        Ok(session)
     }
 
     /// Has the keeper do something; `doing` says what the driver was to do.

@@ -12,8 +12,10 @@ use std::sync::atomic::Ordering::{Acquire, Relaxed};
 mod layout;
 
 pub(super) use layout::{
-    EXPORT, HELD, IMPORT, Import, MAP, MULTICAST, PROBE, RELEASE, Reply, Request, Table, Tag, UNTRACKED,
+    BEGIN, EXPORT, HELD, IMPORT, Import, MAP, MULTICAST, PROBE, RELEASE, Reply, Request, Table, Tag, UNTRACKED,
 };
+#[cfg(test)]
+pub(super) use layout::{MOST, NAME};
 
 /// What one process shares.
 #[derive(Debug)]

@@ -1,0 +1,103 @@
+//! What a job can do to its table, which it can write to.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::atomic::AtomicU32;
+
+use super::table::{MULTICAST, UNTRACKED};
+use super::*;
+
+/// A memfd of this process, mapped.
+struct Mapped(File, *mut libc::c_void, usize);
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `mapped`, and borrowed by nobody.
+        unsafe { libc::munmap(self.1, self.2) };
+    }
+}
+
+fn mapped(name: &str, size: usize, seals: i32) -> Mapped {
+    let name = CString::new(name).unwrap();
+    // SAFETY: a string that ends with NUL.
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+    // SAFETY: just made.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(size as u64).unwrap();
+    // SAFETY: a system call on numbers.
+    assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) }, 0);
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+    // SAFETY: a new mapping.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), size, prot, flags, file.as_raw_fd(), 0) };
+    assert_ne!(at, libc::MAP_FAILED);
+    Mapped(file, at, size)
+}
+
+const SEALS: i32 = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW;
+
+/// One test, as a process has one table.
+#[test]
+fn a_table_is_believed_in_nothing() {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("SKIP: needs root, for /proc/PID/map_files");
+        return;
+    }
+    let pid = std::process::id().cast_signed();
+    let name = table::NAME.to_str().unwrap();
+    let size = size_of::<table::Table>();
+    assert!(Sharing::of(pid).unwrap().is_none());
+    for (name, size, seals, why) in [
+        ("rekindle-sharing-999", size, SEALS, "another version of rekindle"),
+        (name, 4096, SEALS, "another size"),
+        (name, size, 0, "not sealed"),
+    ] {
+        let _table = mapped(name, size, seals);
+        let error = Sharing::of(pid).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    }
+
+    let mut file = mapped(name, size, SEALS);
+    assert!(Sharing::of(pid).unwrap().is_none(), "not filled in yet");
+    // Every word the same, and no number that a thread can have.
+    for word in [0x100_0000_u32, 0x7fff_ffff, 0x8000_0000, u32::MAX] {
+        std::io::Seek::rewind(&mut file.0).unwrap();
+        file.0.write_all(&word.to_ne_bytes().repeat(size / 4)).unwrap();
+        let all = [Sharing::of(pid).unwrap().unwrap(), Sharing::of(pid).unwrap().unwrap()];
+        assert!(is_any(&all) && is_let_go(&all));
+        assert!(all.iter().all(|one| one.imports().count() <= table::MOST && one.exports().count() <= table::MOST));
+        assert!(check(&all).is_err() || word & (MULTICAST | UNTRACKED) == 0, "{word:x}");
+        all[0].table().obstacles.store(0, Relaxed);
+        let _ = check(&all);
+        all[0].table().foreign.store(0, Relaxed);
+        let _ = check(&all);
+        // The keeper that it names is no thread of this process.
+        assert!(take_again(&all).is_err() && let_go(&all).is_err());
+    }
+
+    // Counts that are too large, of a table that is right otherwise.
+    std::io::Seek::rewind(&mut file.0).unwrap();
+    file.0.write_all(&vec![0; size]).unwrap();
+    let all = {
+        let first: &AtomicU32 = {
+            // SAFETY: mapped, and aligned to a page.
+            unsafe { &*file.1.cast::<AtomicU32>() }
+        };
+        first.store(7, Relaxed);
+        [Sharing::of(pid).unwrap().unwrap()]
+    };
+    let table = all[0].table();
+    for used in [&table.exports_used, &table.imports_used, &table.mappings_used] {
+        used.store(u32::MAX, Relaxed);
+    }
+    assert!(check(&all).is_ok() && !is_any(&all) && !is_let_go(&all));
+    table.foreign.store(1, Relaxed);
+    assert!(matches!(check(&all), Err(Error::Unmanaged { pid: 7, why: Obstacle::Unseen(1) })));
+    // An import of its own export, and no keeper.
+    table.imports[0].is_live.store(1, Relaxed);
+    assert!(matches!(check(&all), Err(Error::Unmanaged { why: Obstacle::NoExporter, .. })));
+    table.imports[0].pid.store(7, Relaxed);
+    table.exports[0].handle.store(1, Relaxed);
+    assert!(matches!(check(&all), Err(Error::Unmanaged { why: Obstacle::NoKeeper, .. })));
+}
