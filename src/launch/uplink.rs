@@ -41,7 +41,7 @@ const STEADY: Duration = Duration::from_secs(10);
 
 /// The waits before further tries.
 const PAUSE: Duration = Duration::from_secs(1);
-const LONGEST_PAUSE: Duration = Duration::from_mins(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 /// What an uplink needs and is not here.
 #[derive(Debug, thiserror::Error)]
