@@ -13,6 +13,7 @@ mod landing;
 mod losses;
 mod phases;
 mod rig;
+mod sharing;
 mod snapshots;
 #[path = "../support/standin.rs"]
 #[allow(dead_code, reason = "this binary starts its jobs under rekindle")]

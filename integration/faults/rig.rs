@@ -109,6 +109,18 @@ impl Rig {
         self.set_command(&script, &args);
     }
 
+    /// A job of several processes that share memory, with arguments of standin_share.py after the number.
+    pub(crate) fn share(&mut self, ranks: usize, args: &[&str]) {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/standin_share.py");
+        let (ranks, todo) = (ranks.to_string(), self.todo().display().to_string());
+        let args: Vec<&str> = [&*ranks, "--do", &*todo].into_iter().chain(args.iter().copied()).collect();
+        self.set_command(&script, &args);
+    }
+
+    fn todo(&self) -> PathBuf {
+        self.standin.path().join("do")
+    }
+
     /// A job of one process that does not use CUDA, with arguments of plain_job.py.
     pub(crate) fn plain(&mut self, args: &[&str]) {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("integration/jobs/plain_job.py");
@@ -468,6 +480,20 @@ impl Supervisor<'_> {
             };
             !now.is_empty() && now.iter().all(went_on)
         });
+    }
+
+    /// Has a rank of standin_share.py do something; what came of it.
+    pub(crate) fn has_rank(&mut self, rank: u32, word: &str) -> String {
+        let (todo, done) = (self.rig.todo(), self.rig.todo().with_extension("done"));
+        let before = fs::read_to_string(&done).unwrap_or_default();
+        fs::write(todo.with_extension("new"), format!("{rank} {word}")).unwrap();
+        fs::rename(todo.with_extension("new"), todo).unwrap();
+        let mut answer = String::new();
+        self.until(&format!("rank {rank} has done {word}"), |_| {
+            answer = fs::read_to_string(&done).unwrap_or_default();
+            answer.len() > before.len() && answer.ends_with('\n')
+        });
+        answer.split_off(before.len())
     }
 
     /// Waits until so many ranks count: from then on an image has the output of each open, and puts it back.

@@ -38,12 +38,11 @@ pub(crate) struct Object {
     base: usize,
 }
 
-/// The address of a function of this name, which ends with NUL, in any loaded object but the one that holds `not_in`.
-pub(crate) fn function(name: &[u8], not_in: usize) -> Option<usize> {
-    let own = maps::find(not_in)?.inode;
+/// The address of the function of this name, which ends with NUL, in a loaded object with such a mapping.
+pub(crate) fn function(name: &[u8], is_wanted: impl Fn(&Mapping) -> bool) -> Option<usize> {
     let mut found = None;
     maps::scan(|mapping| {
-        if mapping.inode != 0 && mapping.inode != own && mapping.prot & PROT_EXEC != 0 {
+        if mapping.inode != 0 && mapping.prot & PROT_EXEC != 0 && is_wanted(mapping) {
             let mut object = Object::new();
             found = object.find(mapping, mapping.start).and_then(|()| object.defined(name));
         }
@@ -264,6 +263,18 @@ mod tests {
         assert!(values(&this, b"getpid\0").contains(&(getpid as *const () as usize)));
         assert_eq!(values(&this, b"memcp\0"), []);
         assert_eq!(values(&this, b"emcpy\0"), []);
+    }
+
+    #[test]
+    fn a_function_is_found_where_it_is_defined() {
+        let own = maps::find(found_around as *const () as usize).unwrap().inode;
+        let found = |name: &[u8]| function(name, |mapping| mapping.inode != own);
+        assert_eq!(found(b"getpid\0"), Some(getpid as *const () as usize));
+        // Data, and names that are another's beginning or end.
+        assert_eq!([found(b"environ\0"), found(b"getpi\0"), found(b"etpid\0")], [None; 3]);
+        // Here it is a symbol that is wanted, not one that is there.
+        assert_eq!(function(b"getpid\0", |mapping| mapping.inode == own), None);
+        assert_eq!(function(b"getpid\0", |mapping| mapping.is_libcuda), None);
     }
 
     #[test]

@@ -82,9 +82,23 @@ unsafe extern "C" fn dlsym() {
         "jne 3f",
         "cmp byte ptr [rsi + 1], {u}",
         "jne 3f",
-        // With a library. RTLD_NEXT (-1) counts from the caller, whose address must stay.
+        // With RTLD_NEXT (-1) and RTLD_DEFAULT (0) the address of the caller must stay.
         "cmp rdi, -1",
-        "jne {slow}",
+        "je 3f",
+        "test rdi, rdi",
+        "jnz {slow}",
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8",
+        "mov rdi, rsi",
+        "call {is_absent}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "test al, al",
+        "jz 3f",
+        "xor eax, eax",
+        "ret",
         "3:",
         "cmp qword ptr [rip + {next}], 0",
         "je 4f",
@@ -102,6 +116,7 @@ unsafe extern "C" fn dlsym() {
         u = const b'u',
         next = sym libc::NEXT_DLSYM,
         slow = sym lookup::dlsym,
+        is_absent = sym lookup::is_absent,
         find = sym libc::find_dlsym,
     )
 }

@@ -14,8 +14,8 @@ use core::mem::transmute;
 use core::ptr::{null_mut, with_exposed_provenance_mut};
 use core::sync::atomic::{AtomicPtr, Ordering};
 
-use crate::elf;
 use crate::sys::{self, Errno};
+use crate::{elf, maps};
 
 global_asm!(
     ".weak memmove",
@@ -63,8 +63,9 @@ pub(crate) static NEXT_IOCTL: AtomicPtr<c_void> = AtomicPtr::new(raw_ioctl as Io
 /// The dlsym after ours; null until it was looked for.
 pub(crate) static NEXT_DLSYM: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 
-/// Finds what other objects, and then libc, have for our hooks. Where it has versions, the oldest is asked for, which every
-/// glibc for x86-64 has. An object without versions, such as another preloaded one, fits any.
+/// Finds what other objects, and then libc, have for our hooks. Only the libc's own dlsym is looked for by its version, the
+/// oldest, which every glibc for x86-64 has: a look by version passes over objects that have none of their own but use
+/// versions of others (`do_lookup_x`, as dlvsym asks for a hidden one), and so over most that a job preloads.
 pub(crate) fn find_next() {
     // SAFETY: a static of this object, at all times.
     let dlvsym = unsafe { DLVSYM.load(Ordering::Relaxed) };
@@ -73,13 +74,25 @@ pub(crate) fn find_next() {
     }
     // SAFETY: what the loader put there is the dlvsym of the libc.
     let dlvsym: Dlvsym = unsafe { transmute(dlvsym) };
+    // SAFETY: two strings that end with NUL. The call is made from this object, which is what RTLD_NEXT counts from.
+    let dlsym = unsafe { dlvsym(rtld_next(), c"dlsym".as_ptr(), c"GLIBC_2.2.5".as_ptr()) };
+    if dlsym.is_null() {
+        return;
+    }
+    // SAFETY: the libc's function of this name.
+    let dlsym: Dlsym = unsafe { transmute(dlsym) };
     let ours = [(&NEXT_MMAP, c"mmap"), (&NEXT_MUNMAP, c"munmap"), (&NEXT_IOCTL, c"ioctl"), (&NEXT_DLSYM, c"dlsym")];
     for (slot, name) in ours {
-        let next = next_symbol(dlvsym, name, c"GLIBC_2.2.5");
+        // SAFETY: a string that ends with NUL; the call is made from this object.
+        let next = unsafe { dlsym(rtld_next(), name.as_ptr()) };
         if !next.is_null() {
             slot.store(next, Ordering::Relaxed);
         }
     }
+}
+
+fn rtld_next() -> *mut c_void {
+    null_mut::<c_void>().wrapping_byte_sub(1)
 }
 
 /// Finds the dlsym after ours, at the latest when it is called.
@@ -88,7 +101,8 @@ pub(crate) extern "C" fn find_dlsym() {
         find_next();
     }
     if NEXT_DLSYM.load(Ordering::Relaxed).is_null() {
-        let found = elf::function(b"dlsym\0", (crate::prepare as *const ()).addr());
+        let own = maps::find((crate::prepare as *const ()).addr()).map_or(0, |mapping| mapping.inode);
+        let found = elf::function(b"dlsym\0", |mapping| mapping.inode != own);
         // With none at all there is nobody who could have called it; it finds nothing then.
         let found = found.map_or(nothing as Dlsym as *mut c_void, with_exposed_provenance_mut);
         NEXT_DLSYM.store(found, Ordering::Relaxed);
@@ -110,7 +124,7 @@ pub(crate) fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void {
 
 /// What comes after ours of a symbol of this object.
 pub(crate) fn next(symbol: &CStr) -> *mut c_void {
-    dlsym(null_mut::<c_void>().wrapping_byte_sub(1), symbol.as_ptr())
+    dlsym(rtld_next(), symbol.as_ptr())
 }
 
 /// ioctl(2), with errno.
@@ -142,12 +156,6 @@ pub(crate) fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     let mut thread = 0;
     // SAFETY: a live local takes the thread's name; it is never joined, and ends with the process.
     unsafe { create(&raw mut thread, core::ptr::null(), main, argument) == 0 }
-}
-
-fn next_symbol(dlvsym: Dlvsym, name: &CStr, version: &CStr) -> *mut c_void {
-    let rtld_next = null_mut::<c_void>().wrapping_byte_sub(1);
-    // SAFETY: two strings that end with NUL. The call is made from this object, which is what RTLD_NEXT counts from.
-    unsafe { dlvsym(rtld_next, name.as_ptr(), version.as_ptr()) }
 }
 
 /// # Safety

@@ -3,14 +3,14 @@
 //! The CUDA runtime, NCCL and others open libcuda by themselves and ask dlsym(3) for `cuGetProcAddress`, and that for all
 //! else; dlsym with a library looks past what is preloaded. So dlsym is one of our hooks. It acts on names that begin with
 //! `cu` only: any other costs one compare and a jump, which also leaves the address of the caller where libc looks for
-//! it (RTLD_NEXT counts from there).
+//! it: RTLD_NEXT counts from there, and RTLD_DEFAULT has the libraries of whoever asks.
 
 use core::ffi::{CStr, c_char, c_void};
 use core::mem::transmute;
-use core::ptr::null_mut;
+use core::ptr::{null_mut, with_exposed_provenance_mut};
 use core::sync::atomic::{AtomicPtr, Ordering};
 
-use crate::{libc, sharing};
+use crate::{elf, libc, sharing};
 
 /// The functions of the driver that have one of ours before them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,29 +36,47 @@ struct Entry {
     /// What dlsym knows it by, and `cuGetProcAddress`.
     symbol: &'static CStr,
     ours: *const (),
+    /// The same as a symbol of this object, which is what a libcuda finds for itself that does not bind its own.
+    exported: *const (),
     real: AtomicPtr<c_void>,
 }
 
-// SAFETY: `ours` is the address of a function.
+// SAFETY: `ours` and `exported` are addresses of functions.
 unsafe impl Sync for Entry {}
 
-const fn entry(function: Function, symbol: &'static CStr, ours: *const ()) -> Entry {
-    Entry { function, symbol, ours, real: AtomicPtr::new(null_mut()) }
+macro_rules! entry {
+    ($function:path, $symbol:ident, $ours:path) => {{
+        #[cfg(not(test))]
+        let exported = {
+            unsafe extern "C" {
+                #[link_name = concat!("rekindle_", stringify!($symbol))]
+                fn exported();
+            }
+            exported as *const ()
+        };
+        #[cfg(test)]
+        let exported = core::ptr::null();
+        let symbol = match CStr::from_bytes_with_nul(concat!(stringify!($symbol), "\0").as_bytes()) {
+            Ok(symbol) => symbol,
+            Err(_) => c"",
+        };
+        Entry { function: $function, symbol, ours: $ours as *const (), exported, real: AtomicPtr::new(null_mut()) }
+    }};
 }
 
 static FUNCTIONS: [Entry; 12] = [
-    entry(Function::Import, c"cuMemImportFromShareableHandle", sharing::import as *const ()),
-    entry(Function::Export, c"cuMemExportToShareableHandle", sharing::export as *const ()),
-    entry(Function::Create, c"cuMemCreate", sharing::create as *const ()),
-    entry(Function::Map, c"cuMemMap", sharing::map as *const ()),
-    entry(Function::Unmap, c"cuMemUnmap", sharing::unmap as *const ()),
-    entry(Function::Release, c"cuMemRelease", sharing::release as *const ()),
-    entry(Function::Retain, c"cuMemRetainAllocationHandle", sharing::retain as *const ()),
-    entry(Function::SetAccess, c"cuMemSetAccess", sharing::set_access as *const ()),
-    entry(Function::Properties, c"cuMemGetAllocationPropertiesFromHandle", sharing::properties as *const ()),
-    entry(Function::Multicast, c"cuMulticastAddDevice", sharing::multicast as *const ()),
-    entry(Function::GetProcAddress, c"cuGetProcAddress_v2", get_proc_address as *const ()),
-    entry(Function::OldGetProcAddress, c"cuGetProcAddress", old_get_proc_address as *const ()),
+    entry!(Function::Import, cuMemImportFromShareableHandle, sharing::import),
+    entry!(Function::Export, cuMemExportToShareableHandle, sharing::export),
+    entry!(Function::Create, cuMemCreate, sharing::create),
+    entry!(Function::Map, cuMemMap, sharing::map),
+    entry!(Function::Unmap, cuMemUnmap, sharing::unmap),
+    entry!(Function::Release, cuMemRelease, sharing::release),
+    entry!(Function::Retain, cuMemRetainAllocationHandle, sharing::retain),
+    entry!(Function::SetAccess, cuMemSetAccess, sharing::set_access),
+    entry!(Function::Properties, cuMemGetAllocationPropertiesFromHandle, sharing::properties),
+    entry!(Function::Multicast, cuMulticastAddDevice, sharing::multicast),
+    entry!(Function::GetProcAddress, cuGetProcAddress_v2, get_proc_address),
+    entry!(Function::OldGetProcAddress, cuGetProcAddress, old_get_proc_address),
 ];
 
 impl Function {
@@ -73,12 +91,22 @@ impl Function {
         if !known.is_null() {
             return known;
         }
-        // Called by its name, by a program that is linked to libcuda.
-        let next = libc::next(entry.symbol);
-        if next != entry.ours.cast_mut().cast() {
-            entry.real.store(next, Ordering::Relaxed);
+        // Called by its name, by a program that is linked to libcuda. Or by a library that is, and that was opened for
+        // itself (RTLD_LOCAL): then libcuda is no object that RTLD_NEXT comes to.
+        let mut next = libc::next(entry.symbol);
+        if next.is_null() || entry.is_ours(next) {
+            let found = elf::function(entry.symbol.to_bytes_with_nul(), |mapping| mapping.is_libcuda);
+            next = found.map_or(null_mut(), with_exposed_provenance_mut);
         }
-        entry.real.load(Ordering::Relaxed)
+        entry.real.store(next, Ordering::Relaxed);
+        next
+    }
+}
+
+impl Entry {
+    fn is_ours(&self, found: *mut c_void) -> bool {
+        let found = found.cast_const().cast();
+        found == self.ours || found == self.exported
     }
 }
 
@@ -95,24 +123,34 @@ fn is_named(name: *const c_char, symbol: &CStr) -> bool {
     true
 }
 
-/// In the place of `found`, which the driver has for `symbol`: ours, where there is one.
-fn instead(symbol: *const c_char, found: *mut c_void) -> *mut c_void {
-    match FUNCTIONS.iter().find(|entry| is_named(symbol, entry.symbol)) {
-        Some(entry) if found != entry.ours.cast_mut().cast() => {
-            entry.real.store(found, Ordering::Relaxed);
-            entry.ours.cast_mut().cast()
-        }
-        _ => found,
-    }
+fn of(symbol: *const c_char) -> Option<&'static Entry> {
+    FUNCTIONS.iter().find(|entry| is_named(symbol, entry.symbol))
 }
 
-/// dlsym(3) of a name that begins with `cu`.
+/// In the place of `found`, which the driver has for `symbol`: ours, where there is one.
+pub(crate) fn instead(symbol: *const c_char, found: *mut c_void) -> *mut c_void {
+    let Some(entry) = of(symbol) else { return found };
+    if !entry.is_ours(found) {
+        entry.real.store(found, Ordering::Relaxed);
+    } else if entry.function.real().is_null() {
+        // Only this object has it: nothing, without us.
+        return null_mut();
+    }
+    entry.ours.cast_mut().cast()
+}
+
+/// dlsym(3) of a name that begins with `cu`, in one library.
 pub(crate) unsafe extern "C" fn dlsym(library: *mut c_void, name: *const c_char) -> *mut c_void {
     let found = libc::dlsym(library, name);
     if found.is_null() {
         return found;
     }
     instead(name, found)
+}
+
+/// Whether a look in all libraries would find our function of this name, and no driver.
+pub(crate) extern "C" fn is_absent(name: *const c_char) -> bool {
+    of(name).is_some_and(|entry| entry.function.real().is_null())
 }
 
 /// cuGetProcAddress_v2.
@@ -181,7 +219,13 @@ mod symbols {
                 #[unsafe(naked)]
                 #[unsafe(no_mangle)]
                 unsafe extern "C" fn $name() {
-                    naked_asm!("jmp {ours}", ours = sym $ours)
+                    naked_asm!(
+                        concat!(".globl rekindle_", stringify!($name)),
+                        concat!(".hidden rekindle_", stringify!($name)),
+                        concat!("rekindle_", stringify!($name), ":"),
+                        "jmp {ours}",
+                        ours = sym $ours,
+                    )
                 }
             )*
         };

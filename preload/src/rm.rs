@@ -208,7 +208,8 @@ fn take_tag(metadata: usize) -> Option<Tag> {
 }
 
 fn add_client(client: u32) {
-    let free = CLIENTS.iter().find(|slot| slot.compare_exchange(0, client, Ordering::Relaxed, Ordering::Relaxed).is_ok());
+    let free =
+        CLIENTS.iter().find(|slot| slot.compare_exchange(0, client, Ordering::Relaxed, Ordering::Relaxed).is_ok());
     if free.is_none() {
         // The oldest makes room: what is duplicated from it is then taken for another's, and a snapshot refused.
         let at = NEXT_CLIENT.fetch_add(1, Ordering::Relaxed) as usize % CLIENTS.len();
@@ -224,9 +225,8 @@ fn is_client(client: u32) -> bool {
 
 fn add_foreign(client: u32, handle: u32) {
     let object = u64::from(client) << 32 | u64::from(handle);
-    let free = FOREIGN
-        .iter()
-        .position(|slot| slot.compare_exchange(0, object, Ordering::Relaxed, Ordering::Relaxed).is_ok());
+    let free =
+        FOREIGN.iter().position(|slot| slot.compare_exchange(0, object, Ordering::Relaxed, Ordering::Relaxed).is_ok());
     match free {
         Some(at) => {
             FOREIGN_USED.fetch_max(at as u32 + 1, Ordering::Relaxed);

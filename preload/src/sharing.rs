@@ -101,7 +101,8 @@ pub(crate) fn obstacle(what: u32) {
 /// One object of another process more or less.
 pub(crate) fn count_foreign(change: i32) {
     if let Some(table) = table_or_new() {
-        table.foreign.fetch_add(change as u32, Ordering::Relaxed);
+        let count = |foreign: u32| Some(foreign.saturating_add_signed(change));
+        let _ = table.foreign.fetch_update(Ordering::Relaxed, Ordering::Relaxed, count);
     }
 }
 
@@ -310,22 +311,29 @@ pub(crate) unsafe extern "C" fn map(address: u64, size: u64, offset: u64, name: 
     if code == SUCCESS
         && let Some(table) = table()
         && let Some((at, import)) = named(table, name)
-        && let Some(_changing) = wait()
+        && note_mapping(table, at, import, [address, size, offset, flags]).is_none()
     {
-        let free = |(_, mapping): &(usize, &Mapping)| mapping.address.load(Ordering::Relaxed) == 0;
-        if let Some((place, entry)) = table.mappings.iter().enumerate().find(free) {
-            entry.size.store(size, Ordering::Relaxed);
-            entry.offset.store(offset, Ordering::Relaxed);
-            entry.flags.store(flags, Ordering::Relaxed);
-            entry.import.store(at as u32, Ordering::Relaxed);
-            entry.is_gone.store(0, Ordering::Relaxed);
-            entry.accesses.store(0, Ordering::Relaxed);
-            entry.address.store(address, Ordering::Release);
-            import.mappings.fetch_add(1, Ordering::Relaxed);
-            table.mappings_used.fetch_max(place as u32 + 1, Ordering::Relaxed);
-        }
+        // It could not be unmapped.
+        obstacle(table::UNTRACKED);
     }
     code
+}
+
+fn note_mapping(table: &Table, at: usize, import: &Import, numbers: [u64; 4]) -> Option<()> {
+    let _changing = wait()?;
+    let free = |(_, mapping): &(usize, &Mapping)| mapping.address.load(Ordering::Relaxed) == 0;
+    let (place, entry) = table.mappings.iter().enumerate().find(free)?;
+    let [address, size, offset, flags] = numbers;
+    entry.size.store(size, Ordering::Relaxed);
+    entry.offset.store(offset, Ordering::Relaxed);
+    entry.flags.store(flags, Ordering::Relaxed);
+    entry.import.store(at as u32, Ordering::Relaxed);
+    entry.is_gone.store(0, Ordering::Relaxed);
+    entry.accesses.store(0, Ordering::Relaxed);
+    entry.address.store(address, Ordering::Release);
+    import.mappings.fetch_add(1, Ordering::Relaxed);
+    table.mappings_used.fetch_max(place as u32 + 1, Ordering::Relaxed);
+    Some(())
 }
 
 /// cuMemUnmap. Noted before it is done: what is unmapped twice is somebody else's by then.
@@ -456,3 +464,6 @@ pub(crate) unsafe extern "C" fn multicast(name: u64, device: i32) -> i32 {
     // SAFETY: the caller's arguments.
     unsafe { real(handle(name), device) }
 }
+
+#[cfg(test)]
+mod tests;

@@ -15,7 +15,7 @@ use crate::config::{
 };
 use crate::launch::identity::{self, Identity};
 use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper, uplink};
-use crate::restart::devices::{Pair, Wishes};
+use crate::restart::gpus::{Pair, Wishes};
 use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
 use crate::snapshot::Launch;

@@ -9,7 +9,7 @@ use super::list::{milliseconds, size, whereabouts};
 use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, Misuse, job_args, named_criu};
 use crate::restart::compat::{self, Difference, Here};
-use crate::restart::devices::{self, Moved, Plan, Wishes};
+use crate::restart::gpus::{self, Moved, Plan, Wishes};
 use crate::store::manifest::Landing;
 use crate::store::{Known, Manifest, Place, State, Tag};
 use crate::supervisor::{Persisting, Published};
@@ -54,7 +54,7 @@ impl Devices {
     fn of(manifest: &Manifest, here: &Here) -> Option<Devices> {
         let of = |plan, moved, why| Devices { plan, moved, why };
         (!manifest.tree.cuda.is_empty() && here.driver.is_some()).then(|| {
-            match devices::plan(manifest, &here.devices, &here.wishes) {
+            match gpus::plan(manifest, &here.devices, &here.wishes) {
                 Plan::Stay { .. } => of("stay", Vec::new(), None),
                 Plan::Move(relocation) => of("move", relocation.moved, None),
                 Plan::Wait(why) => of("wait", Vec::new(), Some(why.to_string())),

@@ -40,7 +40,7 @@ pub enum Error {
         id: crate::store::ImageId,
         /// What it needs and what is here.
         #[source]
-        why: super::devices::NoPlace,
+        why: super::gpus::NoPlace,
     },
     /// It could not be brought out of the packs of the store, through no fault of its own.
     #[error(transparent)]

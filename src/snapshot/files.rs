@@ -64,8 +64,10 @@ pub(super) fn folders(criu_dir: &Path, root: i32, ours: &[&Path]) -> Result<Vec<
         let metadata = std::fs::metadata(path_in(root, &path)).ok().filter(|metadata| metadata.is_dir())?;
         Some(Folder { path, mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid() })
     };
+    // Those of processes and devices are the kernel's to make, and nobody else can.
+    let is_kernels = |path: &PathBuf| ["/proc", "/sys"].iter().any(|kernels| path.starts_with(kernels));
     // In the order of paths a folder comes after the one that it is in.
-    Ok(wanted.into_iter().filter_map(folder).collect())
+    Ok(wanted.into_iter().filter(|path| !is_kernels(path)).filter_map(folder).collect())
 }
 
 /// Bytes of the files that lost their last name and that these processes have open or mapped: CRIU copies each of them

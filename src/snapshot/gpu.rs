@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use super::Error;
 use crate::sys::cuda::{self, Process, State};
 use crate::sys::sharing::{self, Sharing};
-use crate::sys::{process, ptrace};
+use crate::sys::{parallel, process, ptrace};
 
 /// Where a process stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -299,7 +299,7 @@ impl Group {
 
     /// Does `work` with all at once, and pairs each with its answer, in their order.
     fn at_once<T: Send>(&mut self, work: impl Fn(&Member) -> T + Sync) -> impl Iterator<Item = (&mut Member, T)> {
-        let answers = at_once(&self.members, work);
+        let answers = parallel::at_once(&self.members, work);
         self.members.iter_mut().zip(answers)
     }
 
@@ -394,17 +394,6 @@ fn ask_again(member: &Member) -> Result<State, cuda::Error> {
         answer = ask();
     }
     answer
-}
-
-/// Does `work` with all, each on a thread of its own.
-fn at_once<T: Send>(members: &[Member], work: impl Fn(&Member) -> T + Sync) -> Vec<T> {
-    if let [one] = members {
-        return vec![work(one)];
-    }
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = members.iter().map(|member| scope.spawn(|| work(member))).collect();
-        threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
-    })
 }
 
 /// From 40 to 120 ms after the first attempt, from 160 to 480 ms after the fourth: time for ranks to leave the collective

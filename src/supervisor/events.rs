@@ -6,7 +6,7 @@ use super::Owner;
 use super::state::{Finish, State};
 use super::watch::interrupted;
 use crate::launch::Job;
-use crate::restart::devices::Moved;
+use crate::restart::gpus::Moved;
 use crate::restart::policy::From;
 use crate::snapshot::Taken;
 use crate::store::ImageId;

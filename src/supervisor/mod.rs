@@ -40,7 +40,7 @@ use signal_hook::consts as sig;
 
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output, uplink};
-use crate::restart::devices::Wishes;
+use crate::restart::gpus::Wishes;
 use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};

@@ -16,7 +16,7 @@ use crate::hooks::{Passed, Refused};
 use crate::launch::world::{FIRST_PID, Network, World};
 use crate::launch::{self, Job, output};
 use crate::restart::compat::{self, Difference, Here};
-use crate::restart::devices::{Moved, Wishes};
+use crate::restart::gpus::{Moved, Wishes};
 use crate::restart::policy::From;
 use crate::restart::{self, Blame};
 use crate::store::persist::Progress;

@@ -4,6 +4,18 @@ use std::num::NonZeroUsize;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
+/// Does `work` with all, each on a thread of its own, and answers in their order: for work that waits for others.
+pub fn at_once<T: Send, R: Send>(items: impl IntoIterator<Item = T>, work: impl Fn(T) -> R + Sync) -> Vec<R> {
+    let mut items: Vec<T> = items.into_iter().collect();
+    if items.len() == 1 {
+        return items.pop().map(work).into_iter().collect();
+    }
+    thread::scope(|scope| {
+        let threads: Vec<_> = items.into_iter().map(|item| scope.spawn(|| work(item))).collect();
+        threads.into_iter().map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    })
+}
+
 /// Does `work` for each item, the last first, on at most `threads` threads and as many as there are cores, until one fails.
 /// The answers are in no order.
 ///

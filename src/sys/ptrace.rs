@@ -238,6 +238,22 @@ pub fn is_stopped(pid: i32) -> bool {
     !threads.is_empty() && threads.iter().all(|tid| process::state(*tid) == Some('T'))
 }
 
+/// Whether every thread of the process is stopped. Where some are, the others are on their way, as one is that a tracer has
+/// just let go of: they are waited for, at most for `limit`.
+#[must_use]
+pub fn stands(pid: i32, limit: Duration) -> bool {
+    let deadline = Instant::now() + limit;
+    loop {
+        let states = process::threads(pid).into_iter().filter_map(process::state);
+        let states: Vec<char> = states.filter(|state| !matches!(state, 'Z' | 'X')).collect();
+        let stopped = states.iter().filter(|state| **state == 'T').count();
+        if stopped == 0 || stopped == states.len() || Instant::now() > deadline {
+            return stopped > 0 && stopped == states.len();
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
 fn signal(pid: i32, signal: i32) -> io::Result<()> {
     // SAFETY: a system call on numbers.
     match unsafe { libc::kill(pid, signal) } {
@@ -318,6 +334,27 @@ mod tests {
             assert_eq!(process::tracer(tid), Some(0));
             assert_eq!(blocked(tid), before);
         }
+    }
+
+    #[test]
+    fn a_thread_on_its_way_to_the_others_is_waited_for() {
+        let script = "import threading, time\n\
+                      threading.Thread(target=time.sleep, args=(60,)).start()\n\
+                      while True: pass";
+        let child = Reaped(Command::new("python3").args(["-c", script]).spawn().unwrap());
+        let pid = child.0.id().cast_signed();
+        until(|| process::threads(pid).len() == 2);
+        let limit = Duration::from_secs(5);
+        assert!(!stands(pid, limit), "it runs");
+        assert!(stop(pid, limit).unwrap());
+        for _ in 0..200 {
+            drop(Alone::run(pid).unwrap());
+            assert!(stands(pid, limit));
+        }
+        let alone = Alone::run(pid).unwrap();
+        assert!(!stands(pid, Duration::from_millis(20)), "one runs");
+        drop(alone);
+        go_on(pid).unwrap();
     }
 
     #[test]

@@ -15,7 +15,7 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use crate::restart::cause::{Cause, Missing};
-use crate::restart::devices::Moved;
+use crate::restart::gpus::Moved;
 use crate::store::ImageId;
 use crate::store::manifest::{Phase, Reason};
 

@@ -15,6 +15,7 @@ pub(crate) mod code {
     pub(crate) const NO_DEVICE: i32 = 100;
     pub(crate) const OPERATING_SYSTEM: i32 = 304;
     pub(crate) const ILLEGAL_STATE: i32 = 401;
+    pub(crate) const NOT_FOUND: i32 = 500;
     pub(crate) const NOT_READY: i32 = 600;
     pub(crate) const NOT_SUPPORTED: i32 = 801;
 }

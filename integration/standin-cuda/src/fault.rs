@@ -4,8 +4,6 @@ use std::fs;
 use std::path::Path;
 use std::time::Duration;
 
-use crate::control::Op;
-
 /// What a fault file says.
 #[derive(Debug, Default)]
 struct Fault {
@@ -31,15 +29,15 @@ fn parse(text: &str) -> Option<Fault> {
 
 /// Carries out the faults for `op` of job `pid`. The code to fail with, if any; a file that can not be understood fails
 /// with -1, so that the test notices.
-pub(crate) fn inject(folder: &Path, op: Op, pid: i32) -> Result<(), i32> {
-    if let Some(fault) = read(&folder.join(format!("die-at-{}", op.name())), pid)? {
+pub(crate) fn inject(folder: &Path, op: &str, pid: i32) -> Result<(), i32> {
+    if let Some(fault) = read(&folder.join(format!("die-at-{op}")), pid)? {
         std::thread::sleep(fault.delay);
         // Gone before the death: the next life of the job must not die of it.
-        let _ = fs::remove_file(folder.join(format!("die-at-{}", op.name())));
+        let _ = fs::remove_file(folder.join(format!("die-at-{op}")));
         // SAFETY: a signal to this process only.
         unsafe { libc::kill(pid, libc::SIGKILL) };
     }
-    let path = folder.join(format!("fail-{}", op.name()));
+    let path = folder.join(format!("fail-{op}"));
     let Some(fault) = read(&path, pid)? else { return Ok(()) };
     match fault.times {
         Some(0 | 1) => {
@@ -56,6 +54,16 @@ pub(crate) fn inject(folder: &Path, op: Op, pid: i32) -> Result<(), i32> {
     }
     std::thread::sleep(fault.delay);
     if fault.code == 0 { Ok(()) } else { Err(fault.code) }
+}
+
+/// The same for a call that a keeper of the interposer makes; calls of the job go on.
+pub(crate) fn inject_keeper(call: &str) -> Result<(), i32> {
+    let Some(folder) = std::env::var_os("STANDIN_CUDA_DIR") else { return Ok(()) };
+    if fs::read("/proc/thread-self/comm").is_ok_and(|name| name == b"rekindle-keeper\n") {
+        // SAFETY: no precondition.
+        inject(Path::new(&folder), &format!("keeper-{call}"), unsafe { libc::getpid() })?;
+    }
+    Ok(())
 }
 
 fn read(path: &Path, pid: i32) -> Result<Option<Fault>, i32> {

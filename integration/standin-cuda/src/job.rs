@@ -158,7 +158,7 @@ fn handle(control: &Control, folder: &Path, tid: i32) -> Result<i32, i32> {
     if wanted.is_some_and(|wanted| wanted != job().state) {
         return Err(code::ILLEGAL_STATE);
     }
-    if let Err(code) = fault::inject(folder, op, own_pid()) {
+    if let Err(code) = fault::inject(folder, op.name(), own_pid()) {
         if op == Op::Restore {
             job().state = State::Failed;
         }

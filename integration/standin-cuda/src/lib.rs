@@ -18,6 +18,8 @@
 //! - "Device memory" is memory that only the functions here may touch. A checkpoint takes the shape that the real
 //!   driver's has: one `mmap(NULL, total, RW, PRIVATE|ANONYMOUS|POPULATE)` through libc's symbol, then one `memcpy` of
 //!   libc for each 2 MiB out of a staging buffer, on the driver's thread, while the device side goes away.
+//! - Memory that processes share (`cuMemCreate` and its kin, CUDA IPC) makes the driver's calls of the resource manager
+//!   by the process's first `ioctl`, and has an `ioctl` that answers them: for a job that preloads this object last.
 //! - A lock makes CUDA calls of the job block; it waits for those under way and gives up with `NOT_READY`.
 //! - One folder serves one job: two PID namespaces number their processes alike.
 //!
@@ -27,6 +29,8 @@
 //! - `fail-OP`: `CODE [times=N] [delay=MS] [pid=P]`. Waits, then answers with CODE; with code 0 it only waits. Without
 //!   `times` it stays, with it the file goes away after N times. `pid` is the job's own number of itself.
 //! - `die-at-OP`: `[delay=MS] [pid=P]`. Waits, removes the file and kills itself with SIGKILL.
+//! - OP may also be `keeper-CALL`: `unmap`, `release`, `export`, `import`, `map`, `access` or `retain`, where a keeper of the
+//!   interposer calls it.
 //!
 //! A failed restore leaves the process FAILED; other failures leave the state as it was.
 //!
@@ -51,6 +55,8 @@ mod gpus;
 mod job;
 mod memory;
 pub mod nvml;
+mod rm;
+mod shared;
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
@@ -174,6 +180,194 @@ pub extern "C" fn standin_busy(milliseconds: c_uint) -> c_int {
         std::thread::sleep(std::time::Duration::from_millis(milliseconds.into()));
         Ok(())
     }))
+}
+
+/// Memory that can be shared: whole pieces of 2 MiB.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemCreate(handle: *mut u64, size: usize, _properties: *const c_void, _flags: u64) -> c_int {
+    // SAFETY: the caller passes null or room for a handle.
+    let Some(handle) = (unsafe { handle.as_mut() }) else { return code::INVALID_VALUE };
+    answer(job::call(|| memory::shared("create", |shared| shared.create(size)).map(|new| *handle = new)))
+}
+
+/// A descriptor for another process.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemExportToShareableHandle(
+    file: *mut c_int,
+    handle: u64,
+    kind: c_uint,
+    _flags: u64,
+) -> c_int {
+    // SAFETY: the caller passes null or room for a descriptor.
+    let Some(file) = (unsafe { file.as_mut() }).filter(|_| kind == 1) else { return code::INVALID_VALUE };
+    answer(job::call(|| memory::shared("export", |shared| shared.export(handle)).map(|new| *file = new)))
+}
+
+/// Memory of another process, or of this one.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemImportFromShareableHandle(handle: *mut u64, file: usize, kind: c_uint) -> c_int {
+    // SAFETY: the caller passes null or room for a handle.
+    let Some(handle) = (unsafe { handle.as_mut() }).filter(|_| kind == 1) else { return code::INVALID_VALUE };
+    let Ok(file) = c_int::try_from(file) else { return code::INVALID_VALUE };
+    answer(job::call(|| memory::shared("import", |shared| shared.import(file)).map(|new| *handle = new)))
+}
+
+/// One reference less.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemRelease(handle: u64) -> c_int {
+    answer(job::call(|| memory::shared("release", |shared| shared.release(handle))))
+}
+
+/// One reference more to what is mapped at this address.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemRetainAllocationHandle(handle: *mut u64, address: usize) -> c_int {
+    // SAFETY: the caller passes null or room for a handle.
+    let Some(handle) = (unsafe { handle.as_mut() }) else { return code::INVALID_VALUE };
+    answer(job::call(|| memory::shared("retain", |shared| shared.retain(address)).map(|found| *handle = found)))
+}
+
+/// The first word of the properties is the size, which the driver's have not.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemGetAllocationPropertiesFromHandle(properties: *mut usize, handle: u64) -> c_int {
+    // SAFETY: the caller passes null or room for a word.
+    let Some(properties) = (unsafe { properties.as_mut() }) else { return code::INVALID_VALUE };
+    answer(job::call(|| memory::shared("properties", |shared| shared.size(handle)).map(|size| *properties = size)))
+}
+
+/// Addresses without memory.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemAddressReserve(
+    address: *mut usize,
+    size: usize,
+    _alignment: usize,
+    _wanted: usize,
+    _flags: u64,
+) -> c_int {
+    // SAFETY: the caller passes null or room for an address.
+    let Some(address) = (unsafe { address.as_mut() }) else { return code::INVALID_VALUE };
+    answer(job::call(|| memory::shared("reserve", |shared| shared.reserve(size)).map(|start| *address = start)))
+}
+
+/// Gives addresses back.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemAddressFree(address: usize, size: usize) -> c_int {
+    answer(job::call(|| memory::shared("unreserve", |shared| shared.unreserve(address, size))))
+}
+
+/// Puts memory to addresses. It can be used once somebody has access.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemMap(address: usize, size: usize, offset: usize, handle: u64, _flags: u64) -> c_int {
+    answer(job::call(|| memory::shared("map", |shared| shared.map(address, size, offset, handle))))
+}
+
+/// Takes memory from addresses: whole mappings, one or more.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMemUnmap(address: usize, size: usize) -> c_int {
+    answer(job::call(|| memory::shared("unmap", |shared| shared.unmap(address, size))))
+}
+
+/// Lets it be used. Who may do so is not looked at.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuMemSetAccess(address: usize, size: usize, access: *const [c_int; 3], count: usize) -> c_int {
+    if access.is_null() || count == 0 {
+        return code::INVALID_VALUE;
+    }
+    answer(job::call(|| memory::shared("access", |shared| shared.set_access(address, size))))
+}
+
+/// Does nothing.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuMulticastAddDevice(_handle: u64, _device: c_int) -> c_int {
+    answer(job::call(|| Ok(())))
+}
+
+/// CUDA IPC: the caller's word for the memory at `address`. For memory of `cuMemCreate` only, other than the driver's.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuIpcGetMemHandle(handle: *mut [c_int; 16], address: usize) -> c_int {
+    // SAFETY: the caller passes null or room for 64 bytes.
+    let Some(handle) = (unsafe { handle.as_mut() }) else { return code::INVALID_VALUE };
+    answer(job::call(|| {
+        memory::shared("ipc", |shared| shared.ipc_handle(address)).map(|word| handle[..2].copy_from_slice(&word))
+    }))
+}
+
+/// CUDA IPC: maps the memory of another process.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuIpcOpenMemHandle_v2(address: *mut usize, handle: IpcHandle, _flags: c_uint) -> c_int {
+    // SAFETY: the caller passes null or room for an address.
+    let Some(address) = (unsafe { address.as_mut() }) else { return code::INVALID_VALUE };
+    let word = [handle.0[0], handle.0[1]];
+    answer(job::call(|| memory::shared("ipc", |shared| shared.ipc_open(word)).map(|start| *address = start)))
+}
+
+/// `CUipcMemHandle`.
+#[repr(C)]
+#[derive(Debug)]
+pub struct IpcHandle([c_int; 16]);
+
+/// CUDA IPC: the end of it.
+#[unsafe(no_mangle)]
+pub extern "C" fn cuIpcCloseMemHandle(address: usize) -> c_int {
+    answer(job::call(|| memory::shared("ipc", |shared| shared.ipc_close(address))))
+}
+
+/// Functions by their names, for the version that is asked for.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetProcAddress_v2(
+    name: *const c_char,
+    function: *mut *const c_void,
+    version: c_int,
+    _flags: u64,
+    status: *mut c_int,
+) -> c_int {
+    // SAFETY: the caller passes a string that ends with NUL.
+    let name = unsafe { CStr::from_ptr(name) };
+    let found: *const c_void = match name.to_bytes() {
+        b"cuMemCreate" => cuMemCreate as *const c_void,
+        b"cuMemExportToShareableHandle" => cuMemExportToShareableHandle as *const c_void,
+        b"cuMemImportFromShareableHandle" => cuMemImportFromShareableHandle as *const c_void,
+        b"cuMemRelease" => cuMemRelease as *const c_void,
+        b"cuMemRetainAllocationHandle" => cuMemRetainAllocationHandle as *const c_void,
+        b"cuMemGetAllocationPropertiesFromHandle" => cuMemGetAllocationPropertiesFromHandle as *const c_void,
+        b"cuMemAddressReserve" => cuMemAddressReserve as *const c_void,
+        b"cuMemAddressFree" => cuMemAddressFree as *const c_void,
+        b"cuMemMap" => cuMemMap as *const c_void,
+        b"cuMemUnmap" => cuMemUnmap as *const c_void,
+        b"cuMemSetAccess" => cuMemSetAccess as *const c_void,
+        b"cuMulticastAddDevice" => cuMulticastAddDevice as *const c_void,
+        b"cuGetProcAddress" if version >= 12_000 => cuGetProcAddress_v2 as *const c_void,
+        b"cuGetProcAddress" => cuGetProcAddress as *const c_void,
+        _ => std::ptr::null(),
+    };
+    // SAFETY: the caller passes null or room for the status.
+    if let Some(status) = unsafe { status.as_mut() } {
+        *status = found.is_null().into();
+    }
+    // SAFETY: the caller passes null or room for a pointer.
+    match unsafe { function.as_mut() } {
+        Some(function) => *function = found,
+        None => return code::INVALID_VALUE,
+    }
+    if found.is_null() { code::NOT_FOUND } else { code::SUCCESS }
+}
+
+/// As it was before CUDA 12.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cuGetProcAddress(
+    name: *const c_char,
+    function: *mut *const c_void,
+    version: c_int,
+    flags: u64,
+) -> c_int {
+    // SAFETY: the same contract.
+    unsafe { cuGetProcAddress_v2(name, function, version, flags, std::ptr::null_mut()) }
+}
+
+/// Holds a lock of the driver's for so long, in a way that a lock of the process does not wait for.
+#[unsafe(no_mangle)]
+pub extern "C" fn standin_hold(milliseconds: c_uint) -> c_int {
+    memory::hold(std::time::Duration::from_millis(milliseconds.into()));
+    code::SUCCESS
 }
 
 /// The driver's mapping for device memory, for tests of what stands between it and libc; 0 when it fails.

@@ -1,11 +1,14 @@
 //! "Device memory": pages that the job must not touch itself, and that go to host memory at a checkpoint.
 
 use std::ffi::c_void;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::control::code;
+use crate::fault;
+use crate::shared::Shared;
 
 /// 2^20 bytes.
 pub(crate) const MIB: u64 = 1 << 20;
@@ -19,25 +22,39 @@ pub(crate) fn total() -> u64 {
 }
 
 /// The driver's granule: allocations are whole ones, and copies go by one.
-const PIECE: usize = 2 << 20;
+pub(crate) const PIECE: usize = 2 << 20;
 
 #[derive(Debug)]
 struct Memory {
     /// Address and length of each allocation.
     device: Vec<(usize, usize)>,
+    /// What was made with `cuMemCreate`, or comes from others.
+    shared: Shared,
     /// The region that holds all of it in host memory while checkpointed.
     host: Option<(usize, usize)>,
 }
 
-static MEMORY: Mutex<Memory> = Mutex::new(Memory { device: Vec::new(), host: None });
+static MEMORY: Mutex<Memory> = Mutex::new(Memory { device: Vec::new(), shared: Shared::new(), host: None });
 
 fn memory() -> MutexGuard<'static, Memory> {
     MEMORY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// What is shared, for the call of this name.
+pub(crate) fn shared<T>(call: &str, work: impl FnOnce(&mut Shared) -> Result<T, i32>) -> Result<T, i32> {
+    fault::inject_keeper(call)?;
+    work(&mut memory().shared)
+}
+
+/// A lock of the driver's, held for so long by a thread that no gate holds back.
+pub(crate) fn hold(time: std::time::Duration) {
+    let _held = memory();
+    std::thread::sleep(time);
+}
+
 /// Maps anonymous memory past libc's `mmap`: an interposer must see the one call of the checkpoint only. With an
 /// address it replaces what is there.
-fn map(address: usize, length: usize, prot: i32) -> Result<usize, i32> {
+pub(crate) fn map(address: usize, length: usize, prot: i32) -> Result<usize, i32> {
     let fixed = if address == 0 { 0 } else { libc::MAP_FIXED };
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;
     // SAFETY: a new mapping, or one in place of device memory that nobody borrows from.
@@ -45,7 +62,16 @@ fn map(address: usize, length: usize, prot: i32) -> Result<usize, i32> {
     usize::try_from(mapped).map_err(|_| code::OUT_OF_MEMORY)
 }
 
-fn unmap(address: usize, length: usize) {
+/// Maps a file from `offset`, past libc's `mmap` too.
+pub(crate) fn map_file(address: usize, length: usize, file: &OwnedFd, offset: usize) -> Result<usize, i32> {
+    let fixed = if address == 0 { 0 } else { libc::MAP_FIXED };
+    let (flags, file) = (libc::MAP_SHARED | fixed, file.as_raw_fd());
+    // SAFETY: as above.
+    let mapped = unsafe { libc::syscall(libc::SYS_mmap, address, length, RW, flags, file, offset) };
+    usize::try_from(mapped).map_err(|_| code::OUT_OF_MEMORY)
+}
+
+pub(crate) fn unmap(address: usize, length: usize) {
     // SAFETY: one of our mappings that nobody borrows from.
     unsafe { libc::syscall(libc::SYS_munmap, address, length) };
 }
@@ -90,7 +116,7 @@ fn check(device: usize, bytes: usize) -> Result<MutexGuard<'static, Memory>, i32
     let memory = memory();
     let end = device.checked_add(bytes).ok_or(code::INVALID_VALUE)?;
     let inside = memory.device.iter().any(|&(start, length)| start <= device && end <= start + length);
-    if inside { Ok(memory) } else { Err(code::INVALID_VALUE) }
+    if inside || memory.shared.holds(device, end) { Ok(memory) } else { Err(code::INVALID_VALUE) }
 }
 
 /// # Safety
@@ -169,9 +195,10 @@ pub(crate) unsafe fn copy_both_ways(host: usize, total: usize) -> Option<[u64; 2
 /// Device to host memory. On failure nothing has changed.
 pub(crate) fn checkpoint() -> Result<(), i32> {
     let mut memory = memory();
-    let total: usize = memory.device.iter().map(|&(_, length)| length).sum();
+    let own = memory.shared.open_own()?;
+    let total: usize = memory.device.iter().chain(&own).map(|&(_, length)| length).sum();
     if total == 0 {
-        return Ok(());
+        return memory.shared.close();
     }
     let host = map_host(total).ok_or(code::OUT_OF_MEMORY)?;
     let Ok(staging) = map(0, PIECE, RW) else {
@@ -179,7 +206,7 @@ pub(crate) fn checkpoint() -> Result<(), i32> {
         return Err(code::OUT_OF_MEMORY);
     };
     let mut at = host;
-    for &(start, length) in &memory.device {
+    for &(start, length) in memory.device.iter().chain(&own) {
         for piece in (start..start + length).step_by(PIECE) {
             // SAFETY: a piece of an allocation, and the staging buffer.
             unsafe { dma(staging, piece, PIECE) };
@@ -193,6 +220,8 @@ pub(crate) fn checkpoint() -> Result<(), i32> {
         // The addresses stay taken, as the driver keeps them; a touch is now a fault. It can not fail: it replaces.
         map(start, length, libc::PROT_NONE)?;
     }
+    own.iter().for_each(|&(start, length)| unmap(start, length));
+    memory.shared.close()?;
     memory.host = Some((host, total));
     Ok(())
 }
@@ -200,11 +229,15 @@ pub(crate) fn checkpoint() -> Result<(), i32> {
 /// Host to device memory.
 pub(crate) fn restore() -> Result<(), i32> {
     let mut memory = memory();
+    memory.shared.reopen()?;
     let Some((host, total)) = memory.host else { return Ok(()) };
+    let own = memory.shared.open_own()?;
     let staging = map(0, PIECE, RW)?;
-    let mut at = host;
     for &(start, length) in &memory.device {
         map(start, length, RW)?;
+    }
+    let mut at = host;
+    for &(start, length) in memory.device.iter().chain(&own) {
         for piece in (start..start + length).step_by(PIECE) {
             // SAFETY: the checkpoint filled as many pieces as there are.
             unsafe { copy_host(staging, at, PIECE) };
@@ -214,6 +247,7 @@ pub(crate) fn restore() -> Result<(), i32> {
         }
     }
     unmap(staging, PIECE);
+    own.iter().for_each(|&(start, length)| unmap(start, length));
     release(host, total);
     memory.host = None;
     Ok(())

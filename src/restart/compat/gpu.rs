@@ -1,7 +1,7 @@
 //! The NVIDIA driver and the GPUs, for a job that had a CUDA context.
 
 use super::{Difference, Here, Severity};
-use crate::restart::devices::{self, NoPlace, Plan};
+use crate::restart::gpus::{self, NoPlace, Plan};
 use crate::store::Manifest;
 use crate::store::manifest::Gpu;
 use crate::sys::cuda::DriverVersion;
@@ -42,7 +42,7 @@ fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
     // Without one that is what is said.
     here.driver.as_ref()?;
     let what = "GPUs";
-    match devices::plan(manifest, &here.devices, &here.wishes) {
+    match gpus::plan(manifest, &here.devices, &here.wishes) {
         Plan::Refuse(NoPlace { image, here, advice }) => {
             return Some(Difference::new(Severity::Fatal, what, image, here).advise(advice));
         }

@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use crate::restart::devices::{Devices, Wishes};
+use crate::restart::gpus::{Devices, Wishes};
 use crate::store::Manifest;
 use crate::store::manifest::Host;
 use crate::sys::criu::Version;

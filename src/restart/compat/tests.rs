@@ -1,7 +1,7 @@
 use std::path::PathBuf;
 
 use super::*;
-use crate::restart::devices::{Device, Devices, Health, Wishes};
+use crate::restart::gpus::{Device, Devices, Health, Wishes};
 use crate::store::manifest::{Gpu, MappedFile};
 use crate::store::sample_manifest;
 use crate::sys::criu::Version;

@@ -4,6 +4,7 @@
 
 mod checked;
 mod devices;
+mod rewrite;
 mod sockets;
 
 use std::ffi::OsStr;

@@ -12,6 +12,9 @@ use super::uuid::GpuMapping;
 use crate::sys::process::find_thread;
 use crate::sys::ptrace;
 
+/// How long the threads of a process may take to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// `CUprocessState`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum State {
@@ -169,7 +172,7 @@ impl Process {
     /// # Errors
     /// Those of `work`, and [`Error::Thread`] when the thread can not be let run.
     pub fn alone<T>(&self, thread: i32, patience: Duration, work: impl FnOnce() -> Result<T>) -> Result<T> {
-        if !ptrace::is_stopped(self.pid) {
+        if !ptrace::stands(self.pid, STOP_TIMEOUT) {
             return work();
         }
         let failed = |source| Error::Thread { pid: self.pid, tid: thread, source };

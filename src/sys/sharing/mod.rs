@@ -24,6 +24,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering::Relaxed;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use crate::sys::parallel;
 use session::Session;
 pub use table::Sharing;
 use table::{Import, Tag};
@@ -250,13 +251,7 @@ fn each(sessions: &[Mutex<Session<'_>>], work: impl Fn(&Session<'_>) -> Result<(
     at_once(sessions.iter(), |session| work(&lock(session)))
 }
 
-/// Does `work` with all, each on a thread of its own; the first error in their order, once all are done.
+/// The first error in their order, once all are done.
 fn at_once<T: Send>(items: impl Iterator<Item = T>, work: impl Fn(T) -> Result<(), Error> + Sync) -> Result<(), Error> {
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = items.map(|item| scope.spawn(|| work(item))).collect();
-        let join = |thread: std::thread::ScopedJoinHandle<'_, _>| {
-            thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-        };
-        threads.into_iter().map(join).collect::<Vec<_>>().into_iter().collect()
-    })
+    parallel::at_once(items, work).into_iter().collect()
 }

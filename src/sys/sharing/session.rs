@@ -12,7 +12,7 @@ use nix::sys::time::{TimeVal, TimeValLike};
 use super::Error;
 use super::table::{self, Reply, Request, Sharing};
 use crate::sys::process;
-use crate::sys::ptrace::Alone;
+use crate::sys::ptrace::{self, Alone};
 
 /// How long the keeper may take for one answer. A piece takes the driver 0.1 ms; letting go of 112 of them 7 ms.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -25,7 +25,7 @@ const PAUSE: Duration = Duration::from_micros(100);
 pub(super) struct Session<'a> {
     sharing: &'a Sharing,
     socket: Option<OwnedFd>,
-    _alone: Option<Alone>,
+    _alone: Alone,
 }
 
 impl Drop for Session<'_> {
@@ -34,6 +34,9 @@ impl Drop for Session<'_> {
         // An image must not have its descriptor: only then may it stand still with the others.
         let deadline = Instant::now() + PATIENCE;
         while self.sharing.table().socket.load(Acquire) != -1 && Instant::now() < deadline {
+            if has_ended(self.sharing.pid()) {
+                return;
+            }
             std::thread::sleep(PAUSE);
         }
     }
@@ -47,12 +50,14 @@ impl<'a> Session<'a> {
         let is_it = |tid: &i32| process::inner_pid(*tid) == Some(keeper);
         let thread = process::threads(pid).into_iter().find(is_it);
         let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread there"))?;
-        let alone = crate::sys::ptrace::is_stopped(pid).then(|| Alone::run(thread)).transpose()?;
+        // The thread that the driver works with may still be on its way back to the others.
+        ptrace::stop(pid, PATIENCE)?;
+        let alone = Alone::run(thread)?;
         let call = table.calls.fetch_add(1, SeqCst).wrapping_add(1);
         wake(table);
         let deadline = Instant::now() + PATIENCE;
         while table.answered.load(Acquire) != call {
-            if Instant::now() > deadline {
+            if Instant::now() > deadline || has_ended(pid) {
                 return Err(io::Error::other("the interposer's thread does not answer"));
             }
             std::thread::sleep(PAUSE);
@@ -114,6 +119,11 @@ impl<'a> Session<'a> {
     fn busy(&self, source: io::Error) -> Error {
         Error::Busy { pid: self.sharing.inner(), source }
     }
+}
+
+/// Dead, though perhaps not reaped yet.
+fn has_ended(pid: i32) -> bool {
+    process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'))
 }
 
 fn receive(socket: RawFd) -> io::Result<(Reply, Option<OwnedFd>)> {

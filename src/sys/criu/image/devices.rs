@@ -7,9 +7,9 @@
 use std::path::{Path, PathBuf};
 
 use prost::Message;
-use prost::encoding::{decode_varint, encode_varint};
 
-use super::{COMMON, Error, FILES, MAX_RECORD, Records, damaged};
+use super::rewrite::{rewrite, with_fields};
+use super::{Error, FILES, Records, damaged};
 use crate::sys::criu::proto::{FdinfoEntry, KobjIds, NullFileEntry, PluginFileEntry, VmaEntry};
 
 const FDINFO: u32 = 0x5621_3732;
@@ -91,32 +91,6 @@ fn images(dir: &Path, kind: &str) -> Result<Vec<(String, PathBuf)>, Error> {
     Ok(all)
 }
 
-/// Writes an image file anew in which `change` answered something for a record.
-fn rewrite<M: Message + Default>(
-    path: &Path,
-    magic: u32,
-    mut change: impl FnMut(M, &[u8]) -> Result<Option<Vec<u8>>, Error>,
-) -> Result<(), Error> {
-    let mut records = Records::open(path.into(), magic)?;
-    let mut bytes: Vec<u8> = [COMMON, magic].iter().flat_map(|word| word.to_le_bytes()).collect();
-    let mut changed = false;
-    loop {
-        let at = records.at;
-        let Some(entry) = records.next::<M>()? else { break };
-        let record = records.bytes.get(at + 4..records.at).unwrap_or_default();
-        let new = change(entry, record)?;
-        changed |= new.is_some();
-        let record = new.as_deref().unwrap_or(record);
-        let length = u32::try_from(record.len()).ok().filter(|_| record.len() <= MAX_RECORD);
-        bytes.extend(length.ok_or_else(|| damaged(path, format!("a record at byte {at}")))?.to_le_bytes());
-        bytes.extend(record);
-    }
-    if changed {
-        std::fs::write(path, bytes).map_err(|source| Error::Write { path: path.into(), source })?;
-    }
-    Ok(())
-}
-
 /// Makes /dev/null of the files that a plugin took; answers their ids.
 fn null_files(path: &Path) -> Result<Vec<u32>, Error> {
     let mut ids = Vec::new();
@@ -172,33 +146,14 @@ fn own_memory(path: &Path) -> Result<usize, Error> {
 fn with_own_memory(record: &[u8], mappings: &mut usize) -> Option<Vec<u8>> {
     /// Field 14 with a length.
     const VMA: u64 = 14 << 3 | 2;
-    let mut left = record;
-    let mut changed = Vec::with_capacity(record.len());
-    while !left.is_empty() {
-        let key = decode_varint(&mut left).ok()?;
-        encode_varint(key, &mut changed);
-        let length = match key & 7 {
-            0 => {
-                encode_varint(decode_varint(&mut left).ok()?, &mut changed);
-                continue;
-            }
-            1 => 8,
-            5 => 4,
-            2 => usize::try_from(decode_varint(&mut left).ok()?).ok()?,
-            _ => return None,
-        };
-        let (content, rest) = left.split_at_checked(length)?;
-        left = rest;
-        let vma = if key == VMA { Some(VmaEntry::decode(content).ok()?) } else { None };
-        let own = vma.filter(|vma| vma.status & EXT_PLUGIN != 0).map(|vma| own(vma).encode_to_vec());
-        *mappings += usize::from(own.is_some());
-        let content = own.as_deref().unwrap_or(content);
-        if key & 7 == 2 {
-            encode_varint(u64::try_from(content.len()).ok()?, &mut changed);
+    with_fields(record, |key, content| {
+        if key != VMA {
+            return Some(None);
         }
-        changed.extend_from_slice(content);
-    }
-    Some(changed)
+        let own = Some(VmaEntry::decode(content).ok()?).filter(|vma| vma.status & EXT_PLUGIN != 0).map(own);
+        *mappings += usize::from(own.is_some());
+        Some(own.map(|own| own.encode_to_vec()))
+    })
 }
 
 /// Memory of the same place and protection, which counts only where it is touched.

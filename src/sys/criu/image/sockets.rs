@@ -4,9 +4,8 @@ use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::Path;
 
-use prost::encoding::{decode_varint, encode_varint};
-
-use super::{COMMON, Error, FILES, Records, damaged};
+use super::rewrite::{rewrite, with_fields};
+use super::{Error, FILES, Records, damaged};
 use crate::sys::criu::proto::{FileEntry, InetSocketEntry};
 
 /// `IPPROTO_TCP`.
@@ -76,27 +75,14 @@ pub fn close_connections_outwards(dir: &Path) -> Result<usize, Error> {
         let ends = TcpSocket::of(entry).as_ref().and_then(ends);
         ends.is_some_and(|(local, remote)| !known.contains(&(remote, local)))
     };
-    let mut records = Records::open(path.clone(), FILES)?;
-    let mut bytes: Vec<u8> = [COMMON, FILES].iter().flat_map(|word| word.to_le_bytes()).collect();
     let mut closed = 0;
-    loop {
-        let at = records.at;
-        let Some(entry) = records.next::<FileEntry>()? else { break };
-        let record = records.bytes.get(at + 4..records.at).unwrap_or_default();
-        let record = match leads_out(&entry) {
-            false => record.to_vec(),
-            true => {
-                closed += 1;
-                without_connection(record).ok_or_else(|| damaged(&path, format!("a record at byte {at}")))?
-            }
-        };
-        let length = u32::try_from(record.len()).map_err(|e| damaged(&path, e.to_string()))?;
-        bytes.extend(length.to_le_bytes());
-        bytes.extend(record);
-    }
-    if closed > 0 {
-        std::fs::write(&path, bytes).map_err(|source| Error::Write { path, source })?;
-    }
+    rewrite(&path, FILES, |entry: FileEntry, record| {
+        if !leads_out(&entry) {
+            return Ok(None);
+        }
+        closed += 1;
+        without_connection(record).map(Some).ok_or_else(|| damaged(&path, format!("the record of file {}", entry.id)))
+    })?;
     Ok(closed)
 }
 
@@ -108,37 +94,13 @@ fn ends(socket: &TcpSocket) -> Option<(SocketAddr, SocketAddr)> {
 }
 
 /// A `file_entry` with an `inet_sk_entry` to which is added that it is closed and has no ports: of a field that is there
-/// twice, the last counts. What we do not know of the record stays in it.
+/// twice, the last counts.
 fn without_connection(record: &[u8]) -> Option<Vec<u8>> {
     /// Field 4 with a length.
     const INET: u64 = 4 << 3 | 2;
     /// state = `TCP_CLOSE`, src_port = 0, dst_port = 0: numbers of fields 6, 7 and 8.
     const CLOSED: [u8; 6] = [6 << 3, 7, 7 << 3, 0, 8 << 3, 0];
-    let mut left = record;
-    let mut changed = Vec::with_capacity(record.len() + CLOSED.len() + 2);
-    while !left.is_empty() {
-        let key = decode_varint(&mut left).ok()?;
-        encode_varint(key, &mut changed);
-        let length = match key & 7 {
-            0 => {
-                encode_varint(decode_varint(&mut left).ok()?, &mut changed);
-                continue;
-            }
-            1 => 8,
-            5 => 4,
-            2 => usize::try_from(decode_varint(&mut left).ok()?).ok()?,
-            _ => return None,
-        };
-        let content = left.get(..length)?;
-        left = left.get(length..)?;
-        let added: &[u8] = if key == INET { &CLOSED } else { &[] };
-        if key & 7 == 2 {
-            encode_varint(u64::try_from(length + added.len()).ok()?, &mut changed);
-        }
-        changed.extend_from_slice(content);
-        changed.extend_from_slice(added);
-    }
-    Some(changed)
+    with_fields(record, |key, content| Some((key == INET).then(|| [content, &CLOSED].concat())))
 }
 
 #[cfg(test)]

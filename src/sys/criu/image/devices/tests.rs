@@ -1,4 +1,6 @@
 use super::super::tests::write;
+use prost::encoding::{decode_varint, encode_varint};
+
 use super::*;
 use crate::sys::criu::proto::ExtFileEntry;
 

@@ -1,0 +1,69 @@
+//! Image files written anew with something in them changed. What we do not know of a record stays in it.
+
+use std::path::Path;
+
+use prost::Message;
+use prost::encoding::{decode_varint, encode_varint};
+
+use super::{COMMON, Error, MAX_RECORD, Records, damaged};
+
+/// Writes an image file anew in which `change` answered something for a record.
+pub(super) fn rewrite<M: Message + Default>(
+    path: &Path,
+    magic: u32,
+    mut change: impl FnMut(M, &[u8]) -> Result<Option<Vec<u8>>, Error>,
+) -> Result<(), Error> {
+    let mut records = Records::open(path.into(), magic)?;
+    let mut bytes: Vec<u8> = [COMMON, magic].iter().flat_map(|word| word.to_le_bytes()).collect();
+    let mut changed = false;
+    loop {
+        let at = records.at;
+        let Some(entry) = records.next::<M>()? else { break };
+        let record = records.bytes.get(at + 4..records.at).unwrap_or_default();
+        let new = change(entry, record)?;
+        changed |= new.is_some();
+        let record = new.as_deref().unwrap_or(record);
+        let length = u32::try_from(record.len()).ok().filter(|_| record.len() <= MAX_RECORD);
+        bytes.extend(length.ok_or_else(|| damaged(path, format!("a record at byte {at}")))?.to_le_bytes());
+        bytes.extend(record);
+    }
+    if changed {
+        std::fs::write(path, bytes).map_err(|source| Error::Write { path: path.into(), source })?;
+    }
+    Ok(())
+}
+
+/// A message with other fields: `change` gets the key and the content of each field that has a length, and answers the new
+/// content where it has one. None where the message, or what `change` reads of it, can not be read.
+pub(super) fn with_fields(
+    record: &[u8],
+    mut change: impl FnMut(u64, &[u8]) -> Option<Option<Vec<u8>>>,
+) -> Option<Vec<u8>> {
+    let mut left = record;
+    let mut changed = Vec::with_capacity(record.len());
+    while !left.is_empty() {
+        let key = decode_varint(&mut left).ok()?;
+        encode_varint(key, &mut changed);
+        let length = match key & 7 {
+            0 => {
+                encode_varint(decode_varint(&mut left).ok()?, &mut changed);
+                continue;
+            }
+            1 => 8,
+            5 => 4,
+            2 => usize::try_from(decode_varint(&mut left).ok()?).ok()?,
+            _ => return None,
+        };
+        let (content, rest) = left.split_at_checked(length)?;
+        left = rest;
+        if key & 7 != 2 {
+            changed.extend_from_slice(content);
+            continue;
+        }
+        let new = change(key, content)?;
+        let content = new.as_deref().unwrap_or(content);
+        encode_varint(u64::try_from(content.len()).ok()?, &mut changed);
+        changed.extend_from_slice(content);
+    }
+    Some(changed)
+}
