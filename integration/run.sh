@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -74,6 +74,11 @@ elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh slurm; then
   skip 'tests with Slurm' 'it could not be had, the reason is above'
 fi
 
+if required uplink; then
+  step 'dependencies: slirp4netns' scripts/deps.sh uplink
+elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh uplink; then
+  skip 'tests of the uplink' 'slirp4netns could not be had, the reason is above'
+fi
 if required chromium; then
   step 'dependencies: a browser' scripts/deps.sh browser
 elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh browser; then

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus]: gets what the demo and the tests need on Debian or Ubuntu;
+# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink]: gets what the demo and the tests need on Debian or Ubuntu;
 # without arguments the first three.
 #   build   a C compiler as linker for cargo (and a look whether cargo is there)
 #   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
@@ -10,6 +10,7 @@
 #   k8s     .deps/k8s, a Python environment with the schemas of Kubernetes
 #   browser Chromium, for tests that look at the page of a report
 #   prometheus  .deps/prometheus, a Python environment with parsers of metrics
+#   uplink  slirp4netns, for tests of jobs with a network of their own
 # Installs only what is missing, and says nothing and takes no time when nothing is. Delete .deps to start anew.
 set -euo pipefail
 
@@ -68,6 +69,8 @@ package() { packages binutils dpkg-dev lintian mandoc man-db xz-utils; }
 
 browser() { packages chromium; }
 
+uplink() { packages slirp4netns; }
+
 k8s() { environment k8s requirements-k8s.txt 'the schemas of Kubernetes'; }
 
 prometheus() { environment prometheus requirements-prometheus.txt 'parsers of metrics'; }
@@ -77,8 +80,8 @@ criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 [ $# -gt 0 ] || set -- build python criu
 for what; do
   case $what in
-    build | python | criu | s3 | slurm | package | k8s | browser | prometheus) "$what" ;;
-    -h | --help) sed -n '2,13s/^# //p' "${BASH_SOURCE[0]}" ;;
-    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser or prometheus"; exit 2 ;;
+    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink) "$what" ;;
+    -h | --help) sed -n '2,14s/^# //p' "${BASH_SOURCE[0]}" ;;
+    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus or uplink"; exit 2 ;;
   esac
 done

@@ -121,6 +121,7 @@ Architecture: amd64
 Maintainer: $who
 Depends: $depends
 Recommends: criu (>= 4.0)
+Suggests: slirp4netns
 Section: admin
 Priority: optional
 Installed-Size: $(du -k --apparent-size -s --exclude=DEBIAN "$dir" | cut -f 1)

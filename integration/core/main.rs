@@ -34,6 +34,7 @@ mod page;
 mod repair;
 mod stop;
 mod trees;
+mod uplink;
 mod user;
 mod watch;
 mod word;

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Jobs of many processes that count, check themselves, and end when told to, as those of kinds.py do.
 
-    trees.py KIND FOLDER [PORT | DEVICE...]
+    trees.py KIND FOLDER [[HOST] PORT | DEVICE...]
 """
 
 import ctypes
@@ -276,10 +276,10 @@ def large_ghost(mib):
     count(last=lambda _: need(os.fstat(file.fileno()).st_size == size, "the file has another size"))
 
 
-def connection():
+def connection(address="127.0.0.1"):
     """Two processes with a connection, and a listener that does not reuse its port (SO_REUSEADDR)."""
     server = socket.socket()
-    server.bind(("127.0.0.1", 0))
+    server.bind((address, 0))
     server.listen()
     say("port", server.getsockname()[1])
     if os.fork() == 0:
@@ -338,6 +338,45 @@ def inside_and_outside():
             outside = socket.create_connection(there)
 
     count(check)
+
+
+def uplink():
+    """Two processes in a network of their own, connected over loopback and over the uplink's address, with datagrams at that too;
+    and a server outside, connected anew when that breaks."""
+    own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    own.bind(("10.0.2.100", 0))
+    other = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    other.bind(("10.0.2.100", 0))
+    peers = [connection(address)[1] for address in ("127.0.0.1", "10.0.2.100")]
+    names = open("/etc/resolv.conf")
+    need("nameserver 10.0.2.3\n" in names, "no name server")
+    there = (sys.argv[3], int(sys.argv[4]))
+    outside, lost, found = None, 0, 0
+
+    def check(n):
+        nonlocal outside, lost, found
+        for peer in peers:
+            ask(peer, n)
+        own.sendto(number(n), other.getsockname())
+        need(other.recvfrom(8) == (number(n), own.getsockname()), "a datagram")
+        try:
+            if outside is None:
+                outside = socket.create_connection(there, timeout=3)
+                found += 1
+                say("connections", found)
+            outside.sendall(b"?")
+            need(outside.recv(1) == b"!", "the server answers wrong")
+        except OSError as error:
+            if outside is not None:
+                lost += 1
+                say("lost", lost, error)
+            outside = None
+
+    def last(_):
+        names.seek(0)
+        need("nameserver 10.0.2.3\n" in names, "no name server")
+
+    count(check, last)
 
 
 def waiting_to_be_accepted():
@@ -407,6 +446,7 @@ KINDS = {
     "ghost-1200": lambda: large_ghost(1200),
     "ranks": ranks,
     "inside-and-outside": inside_and_outside,
+    "uplink": uplink,
     "waiting": waiting_to_be_accepted,
 }
 KINDS[sys.argv[1]]()

@@ -73,15 +73,19 @@ extern "C" fn begin(stack: *const usize) -> ! {
         exit(2);
     }
     match args.get(1).to_bytes() {
-        b"init" if argc == 5 => init(args.number(2), args.number(3), args.get(4).to_bytes().contains(&b'l')),
+        b"init" if argc == 5 || argc == 6 => {
+            let loopback = args.get(4).to_bytes().contains(&b'l');
+            init(args.number(2), args.number(3), loopback, (argc == 6).then(|| args.get(5)))
+        }
         b"reap" if argc >= 8 => reap(&args, envp),
         _ => exit(2),
     }
 }
 
-/// `init LAST_PID READY_FD FLAGS`: prepares the namespaces, writes `ok` to the descriptor, then reaps until it is killed.
-/// FLAGS: `l` brings the loopback device of a network namespace of its own up.
-fn init(last_pid: i32, ready: i32, loopback: bool) -> ! {
+/// `init LAST_PID READY_FD FLAGS [NAMES]`: prepares the namespaces, writes `ok` to the descriptor, then reaps until it is killed.
+/// FLAGS: `l` brings the loopback device of a network namespace of its own up. NAMES is a file that is put over /etc/resolv.conf,
+/// where there is one.
+fn init(last_pid: i32, ready: i32, loopback: bool, names: Option<&CStr>) -> ! {
     let mut mask = sys::block_all();
     let prepared = sys::die_with_parent(sys::SIGKILL)
         .map_err(|e| (b'd', e))
@@ -93,7 +97,11 @@ fn init(last_pid: i32, ready: i32, loopback: bool) -> ! {
         })
         // The job's pids begin above this one, so that CRIU, run in this namespace, finds low ones free.
         .and_then(|()| sys::write_number(c"/proc/sys/kernel/ns_last_pid", last_pid).map_err(|e| (b'l', e)))
-        .and_then(|()| if loopback { sys::bring_up_loopback().map_err(|e| (b'n', e)) } else { Ok(()) });
+        .and_then(|()| if loopback { sys::bring_up_loopback().map_err(|e| (b'n', e)) } else { Ok(()) })
+        .and_then(|()| match names.map(|names| sys::mount(names, c"/etc/resolv.conf", c"", sys::MS_BIND)) {
+            None | Some(Ok(()) | Err(sys::ENOENT)) => Ok(()),
+            Some(Err(e)) => Err((b'r', e)),
+        });
     let report: [u8; 2] = match prepared {
         Ok(()) => *b"ok",
         Err((step, errno)) => [step, u8::try_from(errno.0).unwrap_or(u8::MAX)],

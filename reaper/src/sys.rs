@@ -25,6 +25,7 @@ pub(crate) const WNOHANG: usize = 1;
 pub(crate) const MS_NOSUID: usize = 2;
 pub(crate) const MS_NODEV: usize = 4;
 pub(crate) const MS_NOEXEC: usize = 8;
+pub(crate) const MS_BIND: usize = 0x1000;
 pub(crate) const MS_REC: usize = 0x4000;
 pub(crate) const MS_SLAVE: usize = 1 << 19;
 

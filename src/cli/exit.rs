@@ -63,6 +63,7 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
             return Exit::Config;
         }
         if cause.is::<sys::criu::FindError>()
+            || cause.is::<launch::uplink::Missing>()
             || cause.is::<super::run::NoRights>()
             || cause.is::<super::replica::Unknown>()
             || cause.is::<super::replica::NotBrought>()

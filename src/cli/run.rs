@@ -11,10 +11,10 @@ use chrono::{DateTime, Utc};
 
 use super::{Exit, Global, Misuse, job_args, named_criu, replica, start_log};
 use crate::config::{
-    ColdStart, Config, Deadline, EnvironmentMode, Interposer, Limit, Overrides, Requeue, Staging, Stdin,
+    ColdStart, Config, Deadline, EnvironmentMode, Interposer, Limit, Overrides, Requeue, Staging, Stdin, UplinkMode,
 };
 use crate::launch::identity::{self, Identity};
-use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper};
+use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper, uplink};
 use crate::restart::gpus::{Pair, Wishes};
 use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
@@ -150,6 +150,8 @@ struct Ground {
     config: Config,
     criu: Criu,
     spec: JobSpec,
+    /// The program that is the way out of a private network.
+    uplink: Option<PathBuf>,
     packing: Packing,
     store: Store,
 }
@@ -168,6 +170,10 @@ impl Ground {
             return Err(NoRights.into());
         }
         let umask = inherited::own_files_only();
+        let uplink = match config.network.uplink {
+            UplinkMode::Off => None,
+            UplinkMode::User => Some(uplink::find()?),
+        };
         let criu = Criu::find(named_criu(&config).as_deref())?;
         let spec = JobSpec {
             command: command.to_vec(),
@@ -186,7 +192,7 @@ impl Ground {
         };
         let packing = Packing::of(&config.store)?;
         let store = Store::open(&config.store.directory, Access::Write)?;
-        Ok(Ground { config, criu, spec, packing, store })
+        Ok(Ground { config, criu, spec, uplink, packing, store })
     }
 
     /// Becomes the one writer of the job's folder, and removes what crashes have left in it.
@@ -214,7 +220,7 @@ struct Start {
 }
 
 fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, map: &[Pair]) -> anyhow::Result<Exit> {
-    let Ground { config, criu, mut spec, packing, .. } = ground;
+    let Ground { config, criu, mut spec, uplink, packing, .. } = ground;
     let add = |spec: &mut JobSpec, name: &str, value: &str| spec.environment.insert(name.into(), value.into());
     add(&mut spec, "REKINDLE_JOB", folder.name().as_str());
     add(&mut spec, "REKINDLE_RUN_ID", &start.lineage);
@@ -227,6 +233,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
     };
     telemetry::log::is_about(folder.name().as_str());
     let reaper = reaper::unpack(&folder.bin_dir())?;
+    let uplink = uplink.map(|program| uplink::Plan::new(program, folder.bin_dir()));
     match start.from {
         From::Cold => tracing::info!("job {} starts", folder.name()),
         From::Image(id) => tracing::info!("job {} goes on from image {id}", folder.name()),
@@ -263,6 +270,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
         spec,
         launch,
         reaper,
+        uplink,
         interposer,
         staging,
         packing,

@@ -81,6 +81,7 @@ pub(super) const KEYS: &[Key] = &[
     key("job.no-new-privileges", Shape::Flag, "true or false"),
     key("job.allow-io-uring", Shape::Flag, "true or false"),
     key("network.mode", Shape::Text, "\"host\" or \"private\""),
+    key("network.uplink", Shape::Text, "\"off\" or \"user\""),
     key("gpu.nccl", Shape::Text, "\"auto\", \"no-peer\" or \"off\""),
     key("snapshot.interval", Shape::Text, "\"auto\", \"off\" or a duration with a unit, such as \"90s\" or \"10m\""),
     key("snapshot.max-overhead", Shape::Text, "a share of the time with its sign, such as \"1%\" or \"0.5%\""),

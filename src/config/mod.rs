@@ -43,7 +43,7 @@ pub use model::{
     ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,
     Replica, Restart, Snapshot, Staging, Store, Tcp, VERSION,
 };
-pub use network::{Network, NetworkMode};
+pub use network::{Network, NetworkMode, UplinkMode};
 pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
 pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit, Threads};
 pub use tell::{Hooks, LogFormat, Metrics, OnError, WebhookUrl};

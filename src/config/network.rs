@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 pub struct Network {
     /// Whose it is.
     pub mode: NetworkMode,
+    /// The way out of one of its own.
+    pub uplink: UplinkMode,
 }
 
 /// `network.mode`.
@@ -17,6 +19,17 @@ pub enum NetworkMode {
     /// That of the caller.
     #[default]
     Host,
-    /// A network namespace of its own with nothing but a loopback device.
+    /// A network namespace of its own with a loopback device, and an uplink where that is wanted.
     Private,
+}
+
+/// `network.uplink`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum UplinkMode {
+    /// There is none.
+    #[default]
+    Off,
+    /// slirp4netns, a program that makes the job's packets its own connections.
+    User,
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::auto::{MeanTime, Percentage};
 use super::keys;
 use super::model::{Config, LIMITS, PidNamespace, VERSION};
-use super::network::NetworkMode;
+use super::network::{NetworkMode, UplinkMode};
 use super::scheduler::Deadline;
 use super::storage::{Repack, SizeLimit};
 use super::value::{ByteSize, Interval, Rate, Stdin};
@@ -144,6 +144,10 @@ fn job(config: &Config, rules: &mut Rules) {
     let fits = config.network.mode == NetworkMode::Host || job.pid_namespace == PidNamespace::Private;
     rules.that(fits, "network.mode", || {
         "must be \"host\" where job.pid-namespace is: both namespaces belong to one init".to_owned()
+    });
+    let fits = config.network.uplink == UplinkMode::Off || config.network.mode == NetworkMode::Private;
+    rules.that(fits, "network.uplink", || {
+        "must be \"off\" where network.mode is \"host\": the job has the machine's network there".to_owned()
     });
     for (name, value) in job.environment.iter() {
         let key = format!("job.environment.{name}");

@@ -15,6 +15,7 @@ mod cgroup;
 mod criu;
 mod kernel;
 mod memory;
+mod network;
 mod nvidia;
 mod rights;
 mod staging;
@@ -120,6 +121,7 @@ struct Facts {
     trial: trial::Outcome,
     rights: rights::Facts,
     cgroup: cgroup::Facts,
+    network: network::Facts,
     nvidia: nvidia::Facts,
     memory: memory::Facts,
     staging: staging::Facts,
@@ -147,6 +149,7 @@ fn gather(config: &Config, named: Option<PathBuf>) -> Facts {
             trial,
             rights: rights::gather(),
             cgroup: cgroup::gather(),
+            network: network::gather(config),
             nvidia: nvidia.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
             memory: memory::gather(),
             staging: staging::gather(config),
@@ -163,6 +166,7 @@ fn judge(facts: &Facts, config: &Config) -> Report {
     checks.extend(rights::judge(&facts.rights, &facts.trial));
     let reserve = config.snapshot.memory_reserve.bytes();
     checks.push(cgroup::judge(&facts.cgroup, reserve));
+    checks.extend(network::judge(&facts.network));
     checks.extend(nvidia::judge(&facts.nvidia));
     checks.push(memory::judge_huge_pages(&facts.memory, &facts.nvidia.gpus.gpus));
     checks.push(memory::judge_room(&facts.memory, &facts.nvidia.gpus.gpus, facts.cgroup.headroom, reserve));

@@ -11,6 +11,7 @@ pub mod nccl;
 pub mod output;
 pub mod reaper;
 pub mod tail;
+pub mod uplink;
 pub mod world;
 
 use std::collections::BTreeMap;
@@ -213,7 +214,7 @@ pub enum Error {
 /// When the reaper can not be started; that the program itself can not be executed shows as exit code 126 or 127.
 pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) -> Result<Child, Error> {
     let parent = match world {
-        World::Private(_) => 0,
+        World::Private { .. } => 0,
         World::Host => std::process::id().cast_signed(),
     };
     let (uid, gid, groups) = match &spec.identity {

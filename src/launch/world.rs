@@ -4,7 +4,8 @@
 //! child of the supervisor that was born into them, root of every image; the job (pid 1001) is its child. CRIU runs in
 //! the same namespaces as pid 2, started by the supervisor too. The job has an IPC namespace of its own besides, which CRIU
 //! stays out of: it is in the image, and with it what is System V's. Where it is wanted, the job and CRIU are in a network
-//! namespace of init's, with nothing but a loopback device, which is in no image: each restore finds all ports free. So
+//! namespace of init's, with a loopback device and an [uplink] at most, which is in no image: each restore finds all ports
+//! free. So
 //! - neither the PID nor the mount namespace is part of an image: a restore needs no mount that has come or gone since,
 //!   on this machine or another (the other way, with init dumped from outside, was tried: it takes the whole mount table
 //!   into the image and makes it again);
@@ -15,6 +16,7 @@
 //!
 //! In the host's namespaces the reaper watches over the supervisor itself, and pids of an image may be taken.
 
+use std::ffi::OsString;
 use std::io;
 use std::path::Path;
 use std::time::Duration;
@@ -22,6 +24,7 @@ use std::time::Duration;
 use nix::fcntl::OFlag;
 use nix::sched::CloneFlags;
 
+use super::uplink::{self, Uplink};
 use crate::sys::process;
 use crate::sys::spawn::{self, Child, Ended, Spawn};
 
@@ -33,18 +36,25 @@ const SIG_TEARDOWN: i32 = 63;
 
 /// The network that a job in a [`World::Private`] sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Network {
+pub enum Network<'a> {
     /// That of the supervisor.
     Host,
     /// A loopback device of its own.
     Private,
+    /// The same, and a way out.
+    Uplink(&'a uplink::Plan),
 }
 
 /// Where a job lives.
 #[derive(Debug)]
 pub enum World {
-    /// Namespaces of its own, held by their init.
-    Private(Child),
+    /// Namespaces of its own.
+    Private {
+        /// It holds them.
+        init: Child,
+        /// The way out of the network, where there is one.
+        uplink: Option<Uplink>,
+    },
     /// The namespaces of the supervisor.
     Host,
 }
@@ -66,6 +76,9 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
+    /// There is no way out of the network.
+    #[error("can not give the job's network an uplink")]
+    Uplink(#[from] uplink::Error),
     /// The pipe to init failed.
     #[error("can not talk to the job's init")]
     Talk(#[source] io::Error),
@@ -75,35 +88,44 @@ impl World {
     /// Makes new namespaces in which the next pid is above `last_pid`.
     ///
     /// # Errors
-    /// When the kernel does not allow namespaces, or /proc can not be mounted.
-    pub fn private(reaper: &Path, last_pid: i32, network: Network) -> Result<World, Error> {
-        let (network, loopback) = match network {
+    /// When the kernel does not allow namespaces, /proc can not be mounted, or there is no uplink where one is wanted.
+    pub fn private(reaper: &Path, last_pid: i32, network: Network<'_>) -> Result<World, Error> {
+        let (flags, loopback) = match network {
             Network::Host => (CloneFlags::empty(), "-"),
-            Network::Private => (CloneFlags::CLONE_NEWNET, "l"),
+            Network::Private | Network::Uplink(_) => (CloneFlags::CLONE_NEWNET, "l"),
         };
         let (ready, ready_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Talk(e.into()))?;
-        let args = ["init".to_string(), last_pid.to_string(), READY_FD.to_string(), loopback.to_string()];
+        let mut args: Vec<OsString> =
+            ["init".to_string(), last_pid.to_string(), READY_FD.to_string(), loopback.to_string()]
+                .map(Into::into)
+                .into();
+        if let Network::Uplink(plan) = network {
+            args.push(plan.names()?.into());
+        }
         let spawn = Spawn::new(reaper, args)?.environment::<&str, &str>([])?;
-        let world = spawn::World::New(CloneFlags::CLONE_NEWIPC | network);
+        let world = spawn::World::New(CloneFlags::CLONE_NEWIPC | flags);
         let init = spawn.world(world).session().directory(Path::new("/"))?.fd(ready_end, READY_FD).start()?;
         let mut report = [0u8; 2];
         let read = io::Read::read_exact(&mut std::fs::File::from(ready), &mut report);
-        let world = World::Private(init);
         let failed = match (read, report) {
-            (Ok(()), [b'o', b'k']) => return Ok(world),
+            (Ok(()), [b'o', b'k']) => match way_out(network, &init) {
+                Ok(uplink) => return Ok(World::Private { init, uplink }),
+                Err(error) => error.into(),
+            },
             (Ok(()), [step, errno]) => {
                 let step = match step {
                     b'd' => "the parent-death signal",
                     b's' => "setting mount propagation",
                     b'p' => "mounting /proc",
                     b'n' => "bringing up the loopback device",
+                    b'r' => "putting a file over /etc/resolv.conf",
                     _ => "setting the next pid",
                 };
                 Error::Prepare { step, source: io::Error::from_raw_os_error(i32::from(errno)) }
             }
             (Err(source), _) => Error::Talk(source),
         };
-        world.end(None);
+        World::Private { init, uplink: None }.end(None);
         Err(failed)
     }
 
@@ -111,7 +133,7 @@ impl World {
     #[must_use]
     pub fn init(&self) -> Option<&Child> {
         match self {
-            World::Private(init) => Some(init),
+            World::Private { init, .. } => Some(init),
             World::Host => None,
         }
     }
@@ -122,7 +144,7 @@ impl World {
     /// When descriptors run out.
     pub fn entrance(&self) -> io::Result<spawn::World> {
         Ok(match self {
-            World::Private(init) => init.entrance(CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWNET)?,
+            World::Private { init, .. } => init.entrance(CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWNET)?,
             World::Host => spawn::World::Host,
         })
     }
@@ -130,7 +152,7 @@ impl World {
     /// Kills everything in this world, and waits until it is gone. Safe to call while a restore is failing.
     pub fn kill(&self, root: Option<&Child>) {
         match (self, root) {
-            (World::Private(init), _) => drop(init.signal(libc::SIGKILL)),
+            (World::Private { init, .. }, _) => drop(init.signal(libc::SIGKILL)),
             (World::Host, Some(root)) => drop(root.signal(SIG_TEARDOWN)),
             // A restore in the host's namespaces that failed: its dead and half-restored are children we do not know.
             (World::Host, None) => {
@@ -157,7 +179,10 @@ impl World {
             ended = root.wait().ok();
         }
         spawn::reap_strays();
-        if let World::Private(init) = self {
+        if let World::Private { init, uplink } = self {
+            if let Some(uplink) = uplink {
+                uplink.stop();
+            }
             // What a restore that failed has made are children of ours too, and some are still dying: each has to be
             // reaped, or init waits for it, and this for init, for ever.
             while !ends_within(init, Duration::from_millis(10)) {
@@ -167,6 +192,13 @@ impl World {
             let _ = init.wait();
         }
         ended
+    }
+}
+
+fn way_out(network: Network<'_>, init: &Child) -> Result<Option<Uplink>, uplink::Error> {
+    match network {
+        Network::Uplink(plan) => Uplink::start(plan, init.pid()).map(Some),
+        Network::Host | Network::Private => Ok(None),
     }
 }
 

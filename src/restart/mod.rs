@@ -64,7 +64,7 @@ pub struct Request<'a> {
     /// Whether it shall run before its memory is back, where that is possible.
     pub lazy: Lazy,
     /// The network that it shall see, where it gets namespaces of its own.
-    pub network: Network,
+    pub network: Network<'a>,
     /// Which GPUs it shall come back on, where that is not left to us.
     pub wishes: &'a Wishes,
     /// Where it may ask its supervisor for something.
@@ -216,8 +216,8 @@ pub fn restore(
 }
 
 /// Has the job of this world reach its socket. Without it the job runs all the same.
-pub(crate) fn bring_word(word: &word::Socket, network: Network, world: &World) {
-    if let (Network::Private, Some(init)) = (network, world.init())
+pub(crate) fn bring_word(word: &word::Socket, network: Network<'_>, world: &World) {
+    if let (Network::Private | Network::Uplink(_), Some(init)) = (network, world.init())
         && let Err(error) = word.move_to(init.pid())
     {
         tracing::warn!("the job gets no answers at REKINDLE_SOCKET: {error}");

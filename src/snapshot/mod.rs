@@ -267,7 +267,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         gpus: work.gpus.gpus.iter().map(manifest::Gpu::from).collect(),
         tree: manifest::JobTree {
             pid_namespace: match subject.job.world {
-                launch::world::World::Private(_) => PidNamespace::Private,
+                launch::world::World::Private { .. } => PidNamespace::Private,
                 launch::world::World::Host => PidNamespace::Host,
             },
             root: ids.processes.first().copied().unwrap_or_default(),

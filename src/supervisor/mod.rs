@@ -39,7 +39,7 @@ use chrono::{DateTime, Utc};
 use signal_hook::consts as sig;
 
 use crate::config::{Config, OnSuccess};
-use crate::launch::{Job, JobSpec, output};
+use crate::launch::{Job, JobSpec, output, uplink};
 use crate::restart::gpus::Wishes;
 use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
@@ -75,6 +75,8 @@ pub struct Setup {
     pub launch: Launch,
     /// This version's reaper, unpacked.
     pub reaper: PathBuf,
+    /// The way out of the job's network, where it has one of its own and wants one.
+    pub uplink: Option<uplink::Plan>,
     /// This version's interposer, unpacked, where the job is to have it.
     pub interposer: Option<PathBuf>,
     /// Where images land in memory.

@@ -258,10 +258,11 @@ fn mark(mut image: Image, why: BadWhy, detail: &str) -> bool {
     marked.is_ok()
 }
 
-fn network(setup: &Setup) -> Network {
-    match setup.config.network.mode {
-        NetworkMode::Host => Network::Host,
-        NetworkMode::Private => Network::Private,
+fn network(setup: &Setup) -> Network<'_> {
+    match (setup.config.network.mode, &setup.uplink) {
+        (NetworkMode::Host, _) => Network::Host,
+        (NetworkMode::Private, None) => Network::Private,
+        (NetworkMode::Private, Some(plan)) => Network::Uplink(plan),
     }
 }
 

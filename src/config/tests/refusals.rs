@@ -101,6 +101,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
             "must be less than 4GiB, because CRIU takes it as a 32-bit number of bytes",
         ),
         ("network", "mode", "\"none\"", "must be \"host\" or \"private\""),
+        ("network", "uplink", "\"tap\"", "must be \"off\" or \"user\""),
         ("gpu", "nccl", "\"none\"", "must be \"auto\", \"no-peer\" or \"off\""),
         ("snapshot", "tcp", "\"drop\"", "must be \"auto\", \"keep\" or \"close\""),
         ("snapshot", "memory-reserve", "-1", size),
@@ -200,6 +201,7 @@ fn what_just_keeps_a_rule_is_accepted() {
         ("job.limits", "as = \"18446744073709551614\""),
         ("job.limits", "rtprio = 0"),
         ("network", "mode = \"private\""),
+        ("network", "mode = \"private\"\nuplink = \"user\""),
         ("snapshot", "interval = \"off\""),
         ("snapshot", "interval = \"100ms\""),
         ("snapshot", "interval = \"auto\""),
@@ -245,6 +247,13 @@ fn a_network_of_its_own_takes_a_pid_namespace_of_its_own() {
     let told = problems("version = 1\njob.pid-namespace = \"host\"\nnetwork.mode = \"private\"\n");
     let rule = "must be \"host\" where job.pid-namespace is: both namespaces belong to one init";
     assert_eq!(told, [format!("3: network.mode = \"private\": {rule}")]);
+}
+
+#[test]
+fn an_uplink_takes_a_network_of_its_own() {
+    let told = problems("version = 1\nnetwork.uplink = \"user\"\n");
+    let rule = "must be \"off\" where network.mode is \"host\": the job has the machine's network there";
+    assert_eq!(told, [format!("2: network.uplink = \"user\": {rule}")]);
 }
 
 #[test]

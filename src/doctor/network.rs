@@ -1,0 +1,53 @@
+//! What the job's network needs, where the configuration asks for more than the machine's own.
+
+use std::path::PathBuf;
+
+use super::Check;
+use crate::config::{Config, UplinkMode};
+use crate::launch::uplink::{self, Missing};
+
+/// The program of the uplink; none where none is wanted.
+#[derive(Debug)]
+pub(super) struct Facts {
+    pub(super) uplink: Option<Result<PathBuf, Missing>>,
+}
+
+pub(super) fn gather(config: &Config) -> Facts {
+    Facts { uplink: (config.network.uplink == UplinkMode::User).then(uplink::find) }
+}
+
+pub(super) fn judge(facts: &Facts) -> Option<Check> {
+    let name = "network.uplink";
+    let program = uplink::PROGRAM;
+    Some(match facts.uplink.as_ref()? {
+        Ok(path) => Check::ok(name, format!("{program} at {}", path.display())),
+        Err(Missing::Program) => Check::missing(
+            name,
+            format!("network.uplink = \"user\", and no {program} in PATH"),
+            format!("install it (Debian, Ubuntu, Fedora: package {program}), or set network.uplink = \"off\""),
+        ),
+        Err(Missing::Device) => Check::missing(
+            name,
+            format!("network.uplink = \"user\", and {program} finds no /dev/net/tun"),
+            "run modprobe tun, or give it to the container (Docker: --device /dev/net/tun)",
+        ),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::State;
+
+    #[test]
+    fn an_uplink_counts_only_where_it_is_wanted() {
+        assert!(judge(&gather(&Config::default())).is_none());
+        let judged = |uplink| judge(&Facts { uplink: Some(uplink) }).unwrap();
+        assert_eq!(judged(Ok("/usr/bin/slirp4netns".into())).state, State::Ok);
+        for (missing, fix) in [(Missing::Program, "package slirp4netns"), (Missing::Device, "modprobe tun")] {
+            let check = judged(Err(missing));
+            assert_eq!(check.state, State::Missing);
+            assert!(check.fix.unwrap().contains(fix));
+        }
+    }
+}
