@@ -150,6 +150,24 @@ fn forget_if_over(import: &Import) {
     }
 }
 
+/// A call of the program that has to do with what can be let go; over when dropped. CUDA's lock holds such a call up inside
+/// the driver, with a handle that is another one's when it goes on: while there is one, nothing is let go.
+struct UnderWay(Option<&'static Table>);
+
+impl UnderWay {
+    fn begin() -> UnderWay {
+        let table = table();
+        table.inspect(|table| drop(table.under_way.fetch_add(1, Ordering::SeqCst)));
+        UnderWay(table)
+    }
+}
+
+impl Drop for UnderWay {
+    fn drop(&mut self) {
+        self.0.inspect(|table| drop(table.under_way.fetch_sub(1, Ordering::SeqCst)));
+    }
+}
+
 macro_rules! real {
     ($function:ident, fn($($argument:ty),*)) => {{
         let real = Function::$function.real();
@@ -212,6 +230,7 @@ pub(crate) mod driver {
 /// cuMemImportFromShareableHandle.
 pub(crate) unsafe extern "C" fn import(new: *mut u64, shared: usize, kind: u32) -> i32 {
     let real = real!(Import, fn(*mut u64, usize, u32));
+    let _under_way = UnderWay::begin();
     // SAFETY: the caller's arguments.
     create_unnamed(new, || unsafe { real(new, shared, kind) }, |handle, tag| note_import(handle, kind, tag))
 }
@@ -271,6 +290,7 @@ pub(crate) unsafe extern "C" fn create(new: *mut u64, size: usize, properties: u
 /// cuMemExportToShareableHandle.
 pub(crate) unsafe extern "C" fn export(shared: usize, name: u64, kind: u32, flags: u64) -> i32 {
     let real = real!(Export, fn(usize, u64, u32, u64));
+    let _under_way = UnderWay::begin();
     let tag = (kind == DESCRIPTOR).then(|| note_export(name, kind)).flatten();
     let _noted = Noted::begin(tag);
     // SAFETY: the caller's arguments.
@@ -306,6 +326,7 @@ fn note_export(handle: u64, kind: u32) -> Option<Tag> {
 /// cuMemMap.
 pub(crate) unsafe extern "C" fn map(address: u64, size: u64, offset: u64, name: u64, flags: u64) -> i32 {
     let real = real!(Map, fn(u64, u64, u64, u64, u64));
+    let _under_way = UnderWay::begin();
     // SAFETY: the caller's arguments.
     let code = unsafe { real(address, size, offset, handle(name), flags) };
     if code == SUCCESS
@@ -339,6 +360,7 @@ fn note_mapping(table: &Table, at: usize, import: &Import, numbers: [u64; 4]) ->
 /// cuMemUnmap. Noted before it is done: what is unmapped twice is somebody else's by then.
 pub(crate) unsafe extern "C" fn unmap(address: u64, size: u64) -> i32 {
     let real = real!(Unmap, fn(u64, u64));
+    let _under_way = UnderWay::begin();
     if let Some(table) = table()
         && table.mappings_used.load(Ordering::Relaxed) > 0
         && let Some(_changing) = wait()
@@ -362,6 +384,7 @@ fn is_within(mapping: &Mapping, address: u64, size: u64) -> bool {
 /// cuMemRelease.
 pub(crate) unsafe extern "C" fn release(name: u64) -> i32 {
     let real = real!(Release, fn(u64));
+    let _under_way = UnderWay::begin();
     // SAFETY: the caller's argument.
     let code = unsafe { real(handle(name)) };
     if code == SUCCESS
@@ -390,6 +413,7 @@ fn lower(count: &AtomicU32) -> u32 {
 /// cuMemRetainAllocationHandle.
 pub(crate) unsafe extern "C" fn retain(new: *mut u64, address: u64) -> i32 {
     let real = real!(Retain, fn(*mut u64, u64));
+    let _under_way = UnderWay::begin();
     // SAFETY: the caller's arguments.
     let code = unsafe { real(new, address) };
     if code == SUCCESS
@@ -414,6 +438,7 @@ pub(crate) unsafe extern "C" fn retain(new: *mut u64, address: u64) -> i32 {
 /// cuMemSetAccess.
 pub(crate) unsafe extern "C" fn set_access(address: u64, size: u64, access: *const [i32; 3], count: usize) -> i32 {
     let real = real!(SetAccess, fn(u64, u64, *const [i32; 3], usize));
+    let _under_way = UnderWay::begin();
     // SAFETY: the caller's arguments.
     let code = unsafe { real(address, size, access, count) };
     if code == SUCCESS
@@ -453,6 +478,7 @@ fn note_access(mapping: &Mapping, [location_kind, location, flags]: [i32; 3]) {
 /// cuMemGetAllocationPropertiesFromHandle.
 pub(crate) unsafe extern "C" fn properties(properties: usize, name: u64) -> i32 {
     let real = real!(Properties, fn(usize, u64));
+    let _under_way = UnderWay::begin();
     // SAFETY: the caller's arguments.
     unsafe { real(properties, handle(name)) }
 }
@@ -460,6 +486,7 @@ pub(crate) unsafe extern "C" fn properties(properties: usize, name: u64) -> i32 
 /// cuMulticastAddDevice, which every user of multicast calls. What is bound to it can not be taken again.
 pub(crate) unsafe extern "C" fn multicast(name: u64, device: i32) -> i32 {
     let real = real!(Multicast, fn(u64, i32));
+    let _under_way = UnderWay::begin();
     obstacle(table::MULTICAST);
     // SAFETY: the caller's arguments.
     unsafe { real(handle(name), device) }

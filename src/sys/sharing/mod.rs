@@ -133,7 +133,8 @@ fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
     let imports: Vec<&Import> = one.imports().map(|(_, import)| import).collect();
     let foreign = table.foreign.load(Relaxed);
     let known = u32::try_from(imports.len()).unwrap_or(u32::MAX);
-    if foreign > known {
+    // A call under way may be between the driver and the note of it; nothing is let go while there is one.
+    if foreign > known && table.under_way.load(Relaxed) == 0 {
         return Some(Obstacle::Unseen(foreign - known));
     }
     let exporters: BTreeMap<Tag, &Sharing> =
@@ -168,6 +169,10 @@ pub fn is_let_go(all: &[Sharing]) -> bool {
 /// Then some of it may have been let go: [`take_again`].
 pub fn let_go(all: &[Sharing]) -> Result<(), Error> {
     check(all)?;
+    if let Some(one) = all.iter().find(|one| one.table().under_way.load(Relaxed) != 0) {
+        let source = std::io::Error::other("a call that has to do with it is under way");
+        return Err(Error::Busy { pid: one.inner(), source });
+    }
     let sessions = open(all)?;
     // A thread that stopped with a lock of the driver's would keep a keeper from its work. Then nothing has happened yet.
     each(&sessions, |session| session.ask(table::PROBE, "use the memory of others"))?;

@@ -93,6 +93,7 @@ fn a_table_is_believed_in_nothing() {
     }
     assert!(check(&all).is_ok() && !is_any(&all) && !is_let_go(&all));
     table.foreign.store(1, Relaxed);
+    table.under_way.store(0, Relaxed);
     assert!(matches!(check(&all), Err(Error::Unmanaged { pid: 7, why: Obstacle::Unseen(1) })));
     // An import of its own export, and no keeper.
     table.imports[0].is_live.store(1, Relaxed);
