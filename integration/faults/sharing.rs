@@ -90,8 +90,6 @@ fn ranks_that_share_and_let_go_all_the_time_lose_nothing() {
     }
     supervisor.counts();
     assert_eq!(rig.state().unwrap().restarts, 0);
-    supervisor.kill_job();
-    supervisor.said("the job is back from image");
     supervisor.assert_unharmed(3);
     supervisor.stop();
     rig.assert_sequence();
