@@ -157,14 +157,18 @@ struct UnderWay(Option<&'static Table>);
 impl UnderWay {
     fn begin() -> UnderWay {
         let table = table();
-        table.inspect(|table| drop(table.under_way.fetch_add(1, Ordering::SeqCst)));
+        if let Some(table) = table {
+            table.under_way.fetch_add(1, Ordering::SeqCst);
+        }
         UnderWay(table)
     }
 }
 
 impl Drop for UnderWay {
     fn drop(&mut self) {
-        self.0.inspect(|table| drop(table.under_way.fetch_sub(1, Ordering::SeqCst)));
+        if let Some(table) = self.0 {
+            table.under_way.fetch_sub(1, Ordering::SeqCst);
+        }
     }
 }
 
