@@ -127,7 +127,7 @@ fn a_job_whose_gpu_had_a_fault_comes_back_on_another() {
     supervisor.said(&format!("what was on {own} is on {B} now: it had Xid 95"));
     supervisor.counts();
     // Where there is no other it is tried all the same.
-    rig.standin.gpus("ea 1024 0\n");
+    rig.standin.gpus("ea 1024 0\nb0 1024 1023\n");
     supervisor.kill_job();
     supervisor.said("there is no other in its place, so it is tried");
     supervisor.said("the job is back from image");

@@ -6,9 +6,10 @@
 //! no GPUs at all.
 //!
 //! What the driver wants of pairs (580.159.04, measured on two H200): each GPU that the process could see when it was
-//! checkpointed is named once, whatever CUDA_VISIBLE_DEVICES says, and no two go to one. Else the restore fails with
-//! `INVALID_VALUE`, and there is no second try on the same process. So the GPUs that the job did not use are named as well,
-//! and fill up what is left.
+//! checkpointed is named once, whatever CUDA_VISIBLE_DEVICES says, no other is, and no two go to one. Else the restore fails
+//! with `INVALID_VALUE`, and there is no second try on the same process. So the GPUs that the job did not use are named as
+//! well, and fill up what is left. Where one of them is not there any more, the restore fails with `NOT_SUPPORTED` without
+//! pairs, and with pairs that name it as a new one.
 //!
 //! Invariants: pairs name every GPU of the image, and no new one twice; a GPU that the job used goes to none whose free
 //! memory is less, or not known, but by staying where that can not be asked; it stays where it can.
@@ -145,7 +146,7 @@ pub struct Relocation {
     pub moved: Vec<Moved>,
     /// Whether it is only because one of them has too little free memory.
     pub for_room: bool,
-    /// Whether a GPU that is gone, divided or silent stands in for one that the job did not use: there are too few for all.
+    /// Whether a GPU that is divided or silent stands in for one that the job did not use: there are too few for all.
     /// Whether the driver takes that is not known.
     pub unproven: bool,
 }
@@ -253,7 +254,11 @@ fn relocate(
     places: &[Option<usize>],
     no_place: impl Fn(String) -> NoPlace,
 ) -> Plan {
-    let stays = |(old, place): (&Old, &Option<usize>)| place.is_none_or(|at| here.all[at].uuid == old.uuid);
+    let is_here = |old: &Old| here.all.iter().any(|device| device.uuid == old.uuid);
+    let stays = |(old, place): (&Old, &Option<usize>)| match place {
+        Some(at) => here.all[*at].uuid == old.uuid,
+        None => is_here(old),
+    };
     if olds.iter().zip(places).all(stays) {
         let faulted =
             |place: &Option<usize>| Some(&here.all[(*place)?]).filter(|d| matches!(d.health, Health::Faulted(_)));

@@ -179,7 +179,10 @@ fn the_gpus_are_needed_or_others_of_their_type() {
     let (mut manifest, mut here) = image();
     manifest.tree.cuda_memory = [(2, [(gpu("", 0xa).uuid, 70 * GIB)].into())].into();
     here.devices = one();
-    assert_eq!(compare(&manifest, &here), [], "it is known that it did not use it");
+    let all = compare(&manifest, &here);
+    assert!(all.len() == 1 && all[0].is_fatal() && all[0].advice.contains("for each of the 2"), "{all:?}");
+    here.devices = devices([("NVIDIA H200", 0xa), ("NVIDIA H200", 0xd)]);
+    assert_eq!(compare(&manifest, &here), [], "it is known that it did not use the one that is gone");
     manifest.tree.cuda_memory = [(2, [(gpu("", 0xa).uuid, 71 * GIB)].into())].into();
     assert_eq!(compare(&manifest, &here), [], "it is busy, which may pass");
     manifest.tree.cuda_memory = [(2, [(gpu("", 0xa).uuid, 141 * GIB)].into())].into();

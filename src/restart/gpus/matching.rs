@@ -126,7 +126,7 @@ impl Search<'_> {
 }
 
 /// The new GPU of each old one, the unused among them too, and whether one that can not be used had to be named, as it is
-/// gone, divided or silent. None where there are too few.
+/// divided or silent. None where there are too few.
 pub(super) fn fill(olds: &[Old], devices: &[Device], places: &[Option<usize>]) -> Option<(Vec<GpuUuid>, bool)> {
     let mut news: Vec<Option<GpuUuid>> = places.iter().map(|place| place.map(|at| devices[at].uuid)).collect();
     let is_here = |uuid: GpuUuid| devices.iter().any(|device| device.uuid == uuid);
@@ -146,9 +146,7 @@ pub(super) fn fill(olds: &[Old], devices: &[Device], places: &[Option<usize>]) -
         let well = |device: &&Device| matches!(device.health, Health::Fine | Health::Faulted(_));
         let new = alike().find(well).map(|device| device.uuid).or_else(|| {
             unproven = true;
-            let gone = || olds.iter().filter(|old| old.name == olds[at].name && !is_here(old.uuid));
-            let other = alike().next().map(|device| device.uuid);
-            other.or_else(|| gone().map(|old| old.uuid).find(|uuid| !is_taken(uuid)))
+            alike().next().map(|device| device.uuid)
         });
         news[at] = Some(new?);
     }

@@ -60,7 +60,10 @@ fn with_room_where_it_was_nothing_is_asked_of_the_driver() {
     let (first, second) = (device(H200, 1, 18), device(H200, 2, 0));
     assert!(stays(&automatic(&job, &[first.clone(), second.clone()])));
     assert!(stays(&automatic(&job, &[second, device(H200, 3, 140), first.clone()])));
-    assert!(stays(&automatic(&job, &[first])), "the one that it did not use may go");
+    let Plan::Refuse(why) = automatic(&job, std::slice::from_ref(&first)) else { panic!("the driver wants both") };
+    assert!(why.to_string().contains("for each of the 2 that the job could see"), "{why}");
+    let third = device(H200, 3, 140);
+    assert_eq!(moves(automatic(&job, &[first, third])), (vec![(1, 1), (2, 3)], vec![]));
 }
 
 #[test]
@@ -81,8 +84,9 @@ fn one_that_is_gone_busy_faulty_or_silent_is_left_for_another_of_its_type() {
     let third = device(H200, 3, 30);
     assert_eq!(moves(automatic(&job, &[second.clone(), third])), (vec![(1, 2), (2, 3)], vec!["it is not here".into()]));
     // Another type is no place.
-    let plan = automatic(&job, &[device("NVIDIA H100", 3, 80), second]);
-    assert_eq!(moves(plan.clone()).0, swap);
+    assert!(matches!(automatic(&job, &[device("NVIDIA H100", 3, 80), second.clone()]), Plan::Refuse(_)));
+    let silent = Device { health: Health::Silent, ..first };
+    let plan = automatic(&job, &[silent, second]);
     assert!(matches!(plan, Plan::Move(Relocation { unproven: true, for_room: false, .. })));
 }
 
@@ -298,7 +302,8 @@ proptest! {
                 prop_assert!(in_spite_of.is_empty() || !solvable(false));
             }
             Plan::Move(relocation) => {
-                prop_assert!(!(0..needs.len()).all(well), "nothing had to change");
+                let is_here = |at: usize| devices.iter().any(|device| device.uuid == uuid(gpus[at].1));
+                prop_assert!(!(0..needs.len()).all(|at| well(at) && is_here(at)), "nothing had to change");
                 prop_assert_eq!(relocation.pairs.len(), needs.len());
                 let news: HashSet<GpuUuid> = relocation.pairs.iter().map(|pair| pair.new).collect();
                 prop_assert_eq!(news.len(), needs.len());
