@@ -164,7 +164,7 @@ fn without_a_place_for_it_the_run_ends_with_the_reason() {
         ("a0 4 0\nb0 1 0\n", "has 4.0 MiB free"),
         ("b0 1024 0 H100\n", "Stand-in"),
         // The driver has none to name for the one that it did not use.
-        ("b0 1024 0\n", "the image has 2 GPUs that the job could see, here is 1"),
+        ("b0 1024 0\n", "for each of the 2 that the job could see"),
     ] {
         let Some(rig) = rig() else { return };
         let mut supervisor = rig.start();
