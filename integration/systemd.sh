@@ -22,7 +22,7 @@ if [ "${1:-}" = --inside ]; then
       sleep 0.1
     done
   }
-  # shellcheck disable=SC2329 # called by until_
+  # shellcheck disable=SC2317,SC2329 # called by until_
   beyond() { [ "$(counted)" -gt "$1" ]; }
   goes_on() { until_ 'it counts on' beyond $(($(counted) + 2)); }
   # shellcheck disable=SC2053 # a pattern
