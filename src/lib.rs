@@ -14,7 +14,7 @@
 //!
 //! Without room in memory an image is made in the store at once. The job may have our interposer loaded (the crate in
 //! `preload/`, embedded by build.rs and unpacked by [`launch::interposer`]): it has the CUDA driver's copy of device memory
-//! land in the image. CRIU loads a plugin of ours for a dump (the crate in `plugin/`, embedded too), where the machine has
+//! land in the image, and processes let go of GPU memory that they share. CRIU loads a plugin of ours for a dump (the crate in `plugin/`, embedded too), where the machine has
 //! NVIDIA's devices.
 //!
 //! The modules in the order of that flow:
@@ -32,8 +32,8 @@
 //! - [`word`]: the job's own socket, on which it asks for something, or learns that it was brought back.
 //! - [`hooks`]: commands and a webhook that are told what happens.
 //! - [`doctor`]: what `run` needs of the machine: found, judged, each with a fix.
-//! - [`sys`]: the only code with `unsafe` of this crate: spawning into namespaces, CRIU's protocol, libcuda, ptrace, pages of
-//!   files, durable writes.
+//! - [`sys`]: the only code with `unsafe` of this crate: spawning into namespaces, CRIU's protocol, libcuda, GPU memory that is
+//!   shared, ptrace, pages of files, durable writes.
 //! - [`telemetry`]: logs for people, the journal of a job's events, metrics.
 //! - [`report`]: what a job's time went to, from that journal: a page, a document.
 

@@ -350,21 +350,8 @@ fn prepare_nccl(config: &Config, spec: &mut JobSpec, has_interposer: bool) {
     }
     let (added, contrary) = nccl::prepare(config.gpu.nccl, has_interposer, &mut spec.environment);
     // With one GPU there is nothing between GPUs that could cost anything.
-    if !Path::new("/dev/nvidia1").exists() {
-        return;
-    }
-    if !added.is_empty() {
-        let cost = match added.iter().any(|set| set.starts_with("NCCL_P2P_DISABLE")) {
-            true => "GPUs of different processes do not reach each other directly, which is slow where there is NVLink",
-            false => "NCCL does without multicast; GPUs reach each other directly",
-        };
-        tracing::info!("gpu.nccl: {} in the job's environment: {cost}", added.join(" "));
-    }
-    if !contrary.is_empty() {
-        tracing::warn!(
-            "{} is set: a job that uses NCCL on several GPUs can not be snapshotted so; leave it to gpu.nccl",
-            contrary.join(" ")
-        );
+    if Path::new("/dev/nvidia1").exists() {
+        nccl::tell(&added, &contrary);
     }
 }
 

@@ -46,6 +46,23 @@ pub fn prepare(
     (added, contrary)
 }
 
+/// Says what was added and what that costs, and what is in the way.
+pub fn tell(added: &[String], contrary: &[String]) {
+    if !added.is_empty() {
+        let cost = match added.iter().any(|set| set.starts_with("NCCL_P2P_DISABLE")) {
+            true => "GPUs of different processes do not reach each other directly, which is slow where there is NVLink",
+            false => "NCCL does without multicast; GPUs reach each other directly",
+        };
+        tracing::info!("gpu.nccl: {} in the job's environment: {cost}", added.join(" "));
+    }
+    if !contrary.is_empty() {
+        tracing::warn!(
+            "{} is set: a job that uses NCCL on several GPUs can not be snapshotted so; leave it to gpu.nccl",
+            contrary.join(" ")
+        );
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

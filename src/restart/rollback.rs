@@ -12,6 +12,7 @@
 //! Work on the user's files is done with the user's rights: the user owns the folders and could otherwise point us, as
 //! root, at somebody else's file.
 
+use std::ffi::OsString;
 use std::fmt;
 use std::fs::{File, OpenOptions, Permissions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
@@ -24,7 +25,7 @@ use super::{Request, moved};
 use crate::launch::identity::Identity;
 use crate::store::manifest::{Folder, OpenFile};
 use crate::store::{Image, JobFolder, Manifest};
-use crate::sys::identity;
+use crate::sys::{durable, identity};
 
 /// A file that was put back.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -172,17 +173,29 @@ fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
     if std::fs::symlink_metadata(path).is_ok() {
         return Ok(false);
     }
-    match std::fs::DirBuilder::new().mode(0o700).create(path) {
-        Ok(()) => {}
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(false),
-        Err(error) => return Err(failed("mkdir", path)(error)),
-    }
+    let Some(name) = path.file_name() else { return Ok(false) };
+    // Under its own name only when it is as it was: who finds it there asks no more.
+    let mut unfinished = OsString::from(".");
+    unfinished.push(name);
+    unfinished.push(".rekindle");
+    let unfinished = path.with_file_name(unfinished);
+    let _ = std::fs::remove_dir(&unfinished);
+    std::fs::DirBuilder::new().mode(0o700).create(&unfinished).map_err(failed("mkdir", path))?;
     if may_give {
-        std::os::unix::fs::lchown(path, Some(folder.uid), Some(folder.gid)).map_err(failed("chown", path))?;
+        std::os::unix::fs::lchown(&unfinished, Some(folder.uid), Some(folder.gid)).map_err(failed("chown", path))?;
     }
     let mode = Permissions::from_mode(folder.mode & 0o7777);
-    std::fs::set_permissions(path, mode).map_err(failed("chmod", path))?;
-    Ok(true)
+    std::fs::set_permissions(&unfinished, mode).map_err(failed("chmod", path))?;
+    match durable::publish_dir(&unfinished, path) {
+        Ok(()) => Ok(true),
+        Err(error) => {
+            let _ = std::fs::remove_dir(&unfinished);
+            match error.kind() {
+                io::ErrorKind::AlreadyExists => Ok(false),
+                _ => Err(failed("rename", path)(error)),
+            }
+        }
+    }
 }
 
 /// Puts every file of the image back.
