@@ -1,5 +1,5 @@
-//! The interposer: a shared object that the job loads by LD_PRELOAD, so that a GPU snapshot takes a tenth of the time, and so
-//! that processes which share GPU memory can have one at all. The second is in [`sharing`]; this is the first.
+//! The interposer: a shared object that the job loads by LD_PRELOAD, so that a GPU snapshot takes a tenth of the time, and
+//! so that processes which share GPU memory can have one at all. The second is in [`sharing`]; this is the first.
 //!
 //! When the CUDA driver (580, measured) checkpoints a process, a thread of its own inside the process calls libc's `mmap`
 //! once, for all device memory, and then libc's `memcpy` once for each piece of 2 MiB, from a few pinned staging buffers
@@ -10,7 +10,7 @@
 //!          and from then on libcuda's own calls of memcpy     --> this                                   (got)
 //!  memcpy  >= 256 KiB, one side in that mapping                --> split over threads, streamed           (copy)
 //!  munmap  of that mapping                                     --> the end of it, and of memcpy's redirection
-//!  ioctl   of the driver; dlsym of its functions; cuMem*       --> noted, and done                        (rm, lookup, sharing)
+//!  ioctl of the driver, dlsym of its functions, cuMem*         --> noted, and done       (rm, lookup, sharing)
 //!  anything else                                               --> libc
 //! ```
 //!
@@ -31,7 +31,8 @@
 //!   gets its own mapping, and libc's copy.
 //! - There is no link to libc: no symbol version can be missing in an old one (a missing version ends the process, a
 //!   missing weak symbol is null). What is needed of it is in [`libc`].
-//! - A call of ioctl costs one compare, one of dlsym one or two; those of the driver and names that begin with `cu` cost more.
+//! - A call of ioctl costs one compare, one of dlsym one or two; calls of the driver's, and names that begin with `cu`,
+//!   cost more.
 //! - Between snapshots no thread of ours exists, but for one that sleeps in a process that shares GPU memory ([`keeper`]).
 //!   Helpers end by themselves 2 ms after the last copy (a snapshot's copies
 //!   are less than 0.1 ms apart), and a new one costs 30 us. So CRIU dumps none, and nobody has to wake or count them.
