@@ -31,6 +31,7 @@ mod notify;
 mod output;
 mod packed;
 mod page;
+mod passing;
 mod repair;
 mod stop;
 mod trees;

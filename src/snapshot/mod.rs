@@ -23,6 +23,7 @@
 pub(crate) mod devices;
 mod files;
 mod gpu;
+mod in_flight;
 mod landing;
 mod mapped;
 pub mod pages;
@@ -48,6 +49,7 @@ use crate::sys::criu::{self, Criu};
 use crate::sys::cuda;
 use crate::sys::sharing;
 
+pub use in_flight::InFlight;
 pub use preflight::Refusal;
 
 /// Everything a snapshot needs; nothing in it changes while the job runs.
@@ -135,6 +137,9 @@ pub enum Error {
     /// CRIU could not dump the tree.
     #[error("dump: {0}")]
     Dump(#[from] criu::RunError),
+    /// A restore would not bring back the descriptors that are on their way between processes.
+    #[error("dump: {0}")]
+    InFlight(InFlight),
     /// The image CRIU wrote is not whole.
     #[error("dump: the image is not whole: {0}")]
     Image(#[from] criu::image::Error),
@@ -221,8 +226,7 @@ impl Error {
 /// # Errors
 /// When a phase fails. Unless [`Error::job_is_lost`], the job runs on as if nothing had been.
 pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &dyn Fn() -> bool) -> Result<Taken, Error> {
-    let mut work = phases::Work::new(subject, cancelled);
-    work.freeze()?;
+    let mut work = frozen(subject, cancelled)?;
     let freeze = work.frozen();
     // The driver has read its memory back.
     work.armed = landing::Armed::default();
@@ -241,6 +245,23 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &dyn Fn() -> bool)
         Err(error) => {
             work.undo_publish();
             Err(error)
+        }
+    }
+}
+
+/// All that is done while the job stands still; more than once where descriptors were on their way just then.
+fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a dyn Fn() -> bool) -> Result<phases::Work<'a>, Error> {
+    let root = subject.job.root.pid();
+    let mut attempt = 1;
+    loop {
+        let mut work = phases::Work::new(subject, cancelled);
+        match work.freeze() {
+            Err(Error::InFlight(found)) if attempt < in_flight::ATTEMPTS && found.moves(root, attempt, cancelled) => {
+                tracing::info!("the snapshot is tried again: {found}");
+                attempt += 1;
+            }
+            Err(error) => return Err(error),
+            Ok(()) => return Ok(work),
         }
     }
 }

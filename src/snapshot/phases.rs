@@ -8,7 +8,7 @@ use chrono::{DateTime, Utc};
 
 use super::pages::{Drained, Expected, Receivers, expect};
 use super::target::Target;
-use super::{Error, Subject, devices, files, gpu, landing, preflight, prepare, tcp};
+use super::{Error, InFlight, Subject, devices, files, gpu, in_flight, landing, preflight, prepare, tcp};
 use crate::restart::given_files;
 use crate::store::ImageId;
 use crate::store::manifest::{Folder, GivenFile, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
@@ -188,6 +188,7 @@ impl<'a> Work<'a> {
         }
         self.job_pid = self.subject.job.main_pid().and_then(process::inner_pid).ok_or(Error::JobEnded)?;
         preflight::check(&tree, self.subject)?;
+        in_flight::let_pass(&tree, self.cancelled);
         self.expected = expect(&tree);
         self.nameless = files::nameless_bytes(&tree);
         self.tcp = tcp::choose(self.subject.config.snapshot.tcp, &tree);
@@ -287,7 +288,7 @@ impl<'a> Work<'a> {
             plugin: self.devices.as_ref().map(devices::Devices::plugin),
         };
         let (cancelled, root) = (self.cancelled, self.root());
-        let (mut receivers, mut drained) = (self.receivers.take(), None);
+        let (mut receivers, mut drained, mut lost) = (self.receivers.take(), None, None);
         let deadline = Instant::now() + config.dump_timeout;
         // What is recorded here belongs to the very moment of the image: all tasks stand still.
         let mut still = |moment| -> Result<(), String> {
@@ -301,6 +302,10 @@ impl<'a> Work<'a> {
             // CRIU would send it only after it has let go.
             for pid in self.gpu.stopped_pids() {
                 let _ = ptrace::stop_when_let_go(pid);
+            }
+            lost = InFlight::find(&dir, &self.names).map_err(|e| chain(&e))?;
+            if let Some(lost) = &lost {
+                return Err(lost.to_string());
             }
             self.taken = Some(Utc::now());
             self.open_files = files::open_for_writing(&dir, root).map_err(|e| e.to_string())?;
@@ -331,7 +336,7 @@ impl<'a> Work<'a> {
         let log = match criu::dump(&place, options, &mut hooks) {
             Ok(log) => log,
             Err(criu::RunError::Cancelled) => return Err(Error::Cancelled),
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(lost.map_or_else(|| error.into(), Error::InFlight)),
         };
         self.drained = drained;
         self.criu_frozen = criu::image::frozen_time(&scratch).unwrap_or_default();

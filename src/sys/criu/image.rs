@@ -4,6 +4,7 @@
 
 mod checked;
 mod devices;
+mod queues;
 mod rewrite;
 mod sockets;
 
@@ -16,6 +17,7 @@ use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
 pub use devices::{Replaced, without_devices};
+pub use queues::{Stuck, keep_in_flight};
 pub use sockets::{TcpSocket, close_connections_outwards, tcp_sockets};
 
 use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};
@@ -106,6 +108,16 @@ impl Records {
         let message = M::decode(record).map_err(|e| damaged(&self.path, e.to_string()))?;
         self.at += record.len();
         Ok(Some(message))
+    }
+
+    /// Passes over what stands behind a record.
+    fn skip(&mut self, bytes: u32) -> Result<(), Error> {
+        let end = usize::try_from(bytes).ok().and_then(|bytes| self.at.checked_add(bytes));
+        let Some(end) = end.filter(|end| *end <= self.bytes.len()) else {
+            return Err(damaged(&self.path, format!("the data at byte {} is cut", self.at)));
+        };
+        self.at = end;
+        Ok(())
     }
 
     fn all<M: Message + Default>(mut self) -> Result<Vec<M>, Error> {

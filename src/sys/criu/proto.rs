@@ -276,6 +276,52 @@ pub(crate) struct ExtFileEntry {
     pub owner: Vec<u8>,
 }
 
+/// `file_entry`, what is read of it where a file is in the queue of a socket.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct QueuedFileEntry {
+    /// `fd_types`.
+    #[prost(uint32, required, tag = "1")]
+    pub kind: u32,
+    #[prost(uint32, required, tag = "2")]
+    pub id: u32,
+    #[prost(message, optional, tag = "16")]
+    pub unix: Option<ConnectedEntry>,
+}
+
+/// `unix_sk_entry`, what is read of it: inodes.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct ConnectedEntry {
+    #[prost(uint32, required, tag = "2")]
+    pub ino: u32,
+    /// What it is connected to; 0 of one that is not.
+    #[prost(uint32, required, tag = "8")]
+    pub peer: u32,
+}
+
+/// `sk_packet_entry`: what waits in a socket, with the data behind the record.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct PacketEntry {
+    /// The socket that it waits in, as a file.
+    #[prost(uint32, required, tag = "1")]
+    pub id_for: u32,
+    /// Bytes of data.
+    #[prost(uint32, required, tag = "2")]
+    pub length: u32,
+    #[prost(message, repeated, tag = "4")]
+    pub scm: Vec<ScmEntry>,
+}
+
+/// `scm_entry`.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct ScmEntry {
+    /// `SCM_RIGHTS`: CRIU writes no other.
+    #[prost(uint32, required, tag = "1")]
+    pub kind: u32,
+    /// Files.
+    #[prost(uint32, repeated, packed = "false", tag = "2")]
+    pub rights: Vec<u32>,
+}
+
 /// `fdinfo_entry`: a descriptor.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct FdinfoEntry {

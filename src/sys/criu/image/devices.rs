@@ -12,8 +12,8 @@ use super::rewrite::{rewrite, with_fields};
 use super::{Error, FILES, Records, damaged};
 use crate::sys::criu::proto::{FdinfoEntry, KobjIds, NullFileEntry, PluginFileEntry, VmaEntry};
 
-const FDINFO: u32 = 0x5621_3732;
-const IDS: u32 = 0x5443_2030;
+pub(super) const FDINFO: u32 = 0x5621_3732;
+pub(super) const IDS: u32 = 0x5443_2030;
 const MM: u32 = 0x5749_2820;
 
 /// `fd_types` of fdinfo.proto.
