@@ -288,12 +288,16 @@ pub(crate) struct QueuedFileEntry {
     pub unix: Option<ConnectedEntry>,
 }
 
-/// `unix_sk_entry`, what is read of it: inodes.
+/// `unix_sk_entry`, what is read of it.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct ConnectedEntry {
+    /// Its inode.
     #[prost(uint32, required, tag = "2")]
     pub ino: u32,
-    /// What it is connected to; 0 of one that is not.
+    /// `SOCK_STREAM` and others.
+    #[prost(uint32, required, tag = "3")]
+    pub kind: u32,
+    /// The inode of what it is connected to; 0 of one that is not.
     #[prost(uint32, required, tag = "8")]
     pub peer: u32,
 }

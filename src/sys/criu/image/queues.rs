@@ -1,19 +1,20 @@
 //! Descriptors on their way through a UNIX socket (`SCM_RIGHTS`): sent, and not received.
 //!
-//! CRIU writes them into sk-queues.img, each right. But its restore (4.2.1, sk-unix.c) has two faults, both seen and both
-//! without a word, where two sockets are connected with each other (socketpair(2), accept(2)):
+//! CRIU writes them into sk-queues.img. But three things go wrong by way of it (4.2.1), all seen, all without a word:
 //!
-//! - One process makes both ends and fills both queues: the first that has the end which is later in files.img
-//!   (`interconnected_pair`). The numbers of the descriptors were chosen before that, for the first process that has the
-//!   end they are sent from (`unix_note_scm_rights`). Where that is another process, what has this number in the wrong one is
-//!   sent: the receiver gets another file.
-//! - Where a file is not open yet by the time that the ends are, both queues stay empty: packets are lost
-//!   (`post_open_interconnected_master` says that it is done). That is so where another process has to open it, or where
-//!   it waits for another file, as the end of a pipe does.
+//! - Two sockets that are connected with each other (socketpair(2), accept(2)) are made and filled by one process: the first
+//!   that has the end which is later in files.img (`interconnected_pair`). The numbers of the descriptors were chosen before
+//!   that, for the first process that has the end they are sent from (`unix_note_scm_rights`). Where that is another process,
+//!   what has this number in the wrong one is sent: the receiver gets another file.
+//! - Where a file is not open yet by the time that such a pair is, both its queues stay empty: packets are lost
+//!   (`post_open_interconnected_master` says that it is done). That is so where another process has to open the file, or where it
+//!   waits for another one, as the end of a pipe does.
+//! - Of a stream, data is read together with what was sent after it with descriptors (`dump_sk_queue_packet`), and comes back
+//!   as one packet: whoever reads the data by itself throws the descriptors away.
 //!
-//! The first is mended by the order: the sending end goes behind the other. All that is left is for the caller to judge. Other
-//! sockets come back right: datagrams of a sender that is not connected, or only in one direction, and a queue whose other
-//! end is closed.
+//! The first is mended by the order: the sending end goes behind the other. All that is left is for the caller to judge. What is
+//! loose comes back right: datagrams of a sender that is not connected, or only in one direction, and a queue whose other end
+//! is closed.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
@@ -25,6 +26,7 @@ use crate::sys::criu::proto::{ConnectedEntry, FdinfoEntry, KobjIds, PacketEntry,
 
 const QUEUES: u32 = 0x5626_4026;
 const SCM_RIGHTS: u32 = 1;
+const STREAM: u32 = 1;
 
 /// `fd_types` that CRIU opens at its first attempt: REG, EVENTFD, TIMERFD, MEMFD.
 const AT_ONCE: [u32; 4] = [1, 6, 17, 18];
@@ -71,9 +73,18 @@ pub fn keep_in_flight(dir: &Path) -> Result<Vec<Stuck>, Error> {
     Ok(stuck)
 }
 
-/// The files that are in the queue of each socket, where there are any. Both as ids of files.img.
-fn queues(path: &Path) -> Result<BTreeMap<u32, Vec<u32>>, Error> {
-    let mut all: BTreeMap<u32, Vec<u32>> = BTreeMap::new();
+/// What is in the queue of a socket.
+#[derive(Debug, Default)]
+struct Queue {
+    /// The files, as ids of files.img.
+    files: Vec<u32>,
+    /// Bytes of the longest packet that has any.
+    longest: u32,
+}
+
+/// The queues that have descriptors, by their sockets as ids of files.img.
+fn queues(path: &Path) -> Result<BTreeMap<u32, Queue>, Error> {
+    let mut all: BTreeMap<u32, Queue> = BTreeMap::new();
     if !path.exists() {
         return Ok(all);
     }
@@ -84,7 +95,9 @@ fn queues(path: &Path) -> Result<BTreeMap<u32, Vec<u32>>, Error> {
             if scm.kind != SCM_RIGHTS {
                 return Err(damaged(path, format!("a control message of kind {}", scm.kind)));
             }
-            all.entry(packet.id_for).or_default().extend(scm.rights);
+            let queue = all.entry(packet.id_for).or_default();
+            queue.files.extend(scm.rights);
+            queue.longest = queue.longest.max(packet.length);
         }
     }
     Ok(all)
@@ -150,7 +163,7 @@ enum Link {
 
 /// What an image has of queues with descriptors.
 struct Scene {
-    queues: BTreeMap<u32, Vec<u32>>,
+    queues: BTreeMap<u32, Queue>,
     files: Vec<QueuedFileEntry>,
     holders: BTreeMap<u32, BTreeSet<i32>>,
 }
@@ -179,10 +192,15 @@ impl Scene {
     }
 
     fn is_in_flight(&self, id: u32) -> bool {
-        self.queues.values().flatten().any(|file| *file == id)
+        self.queues.values().any(|queue| queue.files.contains(&id))
     }
 
     fn judge(&self, receiver: u32, socket: ConnectedEntry) -> Verdict {
+        let Some(queue) = self.queues.get(&receiver) else { return Verdict::Right };
+        // One byte was sent by itself. Of more, nobody can tell whether the descriptors came with the first.
+        if socket.kind == STREAM && queue.longest > 1 {
+            return Verdict::Wrong;
+        }
         let sender = match self.link(receiver, socket) {
             Link::Loose => return Verdict::Right,
             Link::Unclear => return Verdict::Wrong,
@@ -192,8 +210,7 @@ impl Scene {
         if self.is_in_flight(receiver) || self.is_in_flight(sender) {
             return Verdict::Wrong;
         }
-        let files = self.queues.get(&receiver).into_iter().flatten();
-        if !files.into_iter().all(|file| self.is_opened_at_once_by(from, *file)) {
+        if !queue.files.iter().all(|file| self.is_opened_at_once_by(from, *file)) {
             return Verdict::Wrong;
         }
         if to == from {
@@ -209,7 +226,7 @@ impl Scene {
     fn is_opened_at_once_by(&self, process: i32, id: u32) -> bool {
         let is_of_kind = self.files.iter().any(|file| file.id == id && AT_ONCE.contains(&file.kind));
         // Whoever fills a queue with it is one of those that have it.
-        let mut queues = self.queues.iter().filter(|(_, files)| files.contains(&id));
+        let mut queues = self.queues.iter().filter(|(_, queue)| queue.files.contains(&id));
         let is_only_filler = queues.all(|(receiver, _)| self.filler(*receiver) == Some(process));
         is_of_kind && is_only_filler && self.first(id).is_none_or(|first| first >= process)
     }
@@ -228,7 +245,7 @@ impl Scene {
             inode: socket.ino,
             receiver: self.first(receiver),
             sender: other.and_then(|other| self.first(other.id)),
-            descriptors: self.queues.get(&receiver).map_or(0, Vec::len),
+            descriptors: self.queues.get(&receiver).map_or(0, |queue| queue.files.len()),
         }
     }
 

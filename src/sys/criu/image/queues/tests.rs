@@ -41,8 +41,12 @@ impl Scenery {
     }
 
     /// Its inode is 100 more than its id.
-    fn socket(mut self, id: u32, peer: u32, pids: &[u32]) -> Scenery {
-        let unix = ConnectedEntry { ino: id + 100, peer: if peer == 0 { 0 } else { peer + 100 } };
+    fn socket(self, id: u32, peer: u32, pids: &[u32]) -> Scenery {
+        self.socket_of(STREAM, id, peer, pids)
+    }
+
+    fn socket_of(mut self, kind: u32, id: u32, peer: u32, pids: &[u32]) -> Scenery {
+        let unix = ConnectedEntry { ino: id + 100, kind, peer: if peer == 0 { 0 } else { peer + 100 } };
         let mut record = QueuedFileEntry { kind: UNIX, id, unix: None }.encode_to_vec();
         let mut content = unix.encode_to_vec();
         content.extend(UNKNOWN);
@@ -122,14 +126,14 @@ fn pair(first: u32) -> Scenery {
 
 #[test]
 fn the_sending_end_goes_behind_the_other() {
-    assert_eq!(kept(pair(10).packet(10, b"xy", &[2])), [1, 10, 2, 11]);
-    assert_eq!(kept(pair(11).packet(10, b"xy", &[2])), [1, 10, 2, 11]);
+    assert_eq!(kept(pair(10).packet(10, b"x", &[2])), [1, 10, 2, 11]);
+    assert_eq!(kept(pair(11).packet(10, b"x", &[2])), [1, 10, 2, 11]);
     assert_eq!(kept(pair(10).packet(11, b"", &[2])), [1, 11, 2, 10]);
     assert_eq!(kept(pair(11).packet(11, b"x", &[2, 2])), [1, 11, 2, 10]);
     // Two packets, data of other sockets before and between them.
     let more = pair(11).packet(11, b"data", &[]).packet(10, b"x", &[2]).packet(10, b"", &[]).packet(10, b"y", &[2]);
     assert_eq!(kept(more), [1, 10, 2, 11]);
-    let dir = pair(11).packet(10, b"xy", &[2]).written();
+    let dir = pair(11).packet(10, b"x", &[2]).written();
     keep_in_flight(dir.path()).unwrap();
     let written = std::fs::read(dir.path().join("files.img")).unwrap();
     assert_eq!(written.windows(4).filter(|part| *part == UNKNOWN).count(), 2, "what is not read stays");
@@ -192,6 +196,19 @@ fn ends_on_their_way_or_in_the_way_are_not_judged_right() {
 }
 
 #[test]
+fn descriptors_behind_data_of_a_stream_are_not_judged_right() {
+    let sent = |kind| {
+        let ends = Scenery::new().socket_of(kind, 10, 11, &[1001]).socket_of(kind, 11, 10, &[1001]);
+        ends.file(2, MEMFD, &[]).packet(10, b"more than one", &[])
+    };
+    assert_eq!(kept(sent(STREAM).packet(10, b"x", &[2])), [10, 11, 2]);
+    assert_eq!(stuck(sent(STREAM).packet(10, b"xy", &[2]).packet(10, b"x", &[])), [of(110, 1001, 1001)]);
+    for kind in [2, 5] {
+        assert_eq!(kept(sent(kind).packet(10, b"a datagram", &[2])), [10, 11, 2]);
+    }
+}
+
+#[test]
 fn sockets_that_are_no_pair_wait_by_themselves() {
     let loose = |peer| Scenery::new().socket(10, peer, &[1001]).socket(11, 10, &[1002]).file(2, PIPE, &[1003]);
     // Not connected; closed by the sender or outside of the image; to itself.
@@ -218,7 +235,7 @@ fn processes_with_one_table_are_one() {
 
 #[test]
 fn damage_is_found() {
-    let dir = pair(11).packet(10, b"some data", &[2]).packet(11, b"", &[]).written();
+    let dir = pair(11).packet(10, b"x", &[2]).packet(11, b"", &[]).written();
     let path = dir.path().join("sk-queues.img");
     let whole = std::fs::read(&path).unwrap();
     for length in 0..whole.len() {
