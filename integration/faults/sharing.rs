@@ -84,12 +84,17 @@ fn ranks_that_share_and_let_go_all_the_time_lose_nothing() {
     rig.may_take(std::time::Duration::from_secs(200));
     let mut supervisor = rig.start();
     supervisor.ranks_count(3);
-    for _ in 0..50 {
+    for round in 1..=50 {
         supervisor.snapshot();
         supervisor.assert_running(3);
+        // Descriptors are on their way between ranks at many of these moments.
+        if round % 10 == 0 {
+            supervisor.kill_job();
+            supervisor.said("the job is back from image");
+            supervisor.assert_unharmed(3);
+        }
     }
-    supervisor.counts();
-    assert_eq!(rig.state().unwrap().restarts, 0);
+    assert_eq!(rig.state().unwrap().restarts, 5);
     supervisor.assert_unharmed(3);
     supervisor.stop();
     rig.assert_sequence();
