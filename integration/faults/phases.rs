@@ -239,6 +239,36 @@ fn one_lock_that_is_not_ready_is_tried_again_with_all() {
     rig.assert_sequence();
 }
 
+/// The others are in a collective nearly all the time, and wait there for the one that is late.
+#[test]
+fn ranks_that_wait_for_a_late_one_in_collectives_are_locked_soon() {
+    for (ranks, late) in [(2, "60"), (3, "150"), (2, "0")] {
+        let Some(mut rig) = Rig::new() else { return };
+        rig.ranks(ranks, &["--collective", late]);
+        locked_soon(&rig, ranks);
+    }
+}
+
+/// Six snapshots, and a death.
+pub(crate) fn locked_soon(rig: &Rig, ranks: usize) {
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(ranks);
+    for _ in 0..6 {
+        let image = supervisor.snapshot();
+        let manifest = image.manifest().unwrap();
+        let lock = manifest.phases.iter().find(|phase| phase.phase == "lock").unwrap();
+        // Of the 10 s that an attempt may take.
+        assert!(lock.took_us < 4_000_000, "{lock:?}\n{}", rig.log());
+        supervisor.assert_unharmed(ranks);
+    }
+    assert!(!rig.log().contains("the snapshot failed"), "{}", rig.log());
+    supervisor.kill_job();
+    supervisor.said("the job is back from image");
+    supervisor.assert_unharmed(ranks);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
 #[test]
 fn a_process_that_somebody_else_has_locked_is_left_alone() {
     let Some(rig) = Rig::new() else { return };

@@ -100,6 +100,15 @@ fn ranks_that_share_and_let_go_all_the_time_lose_nothing() {
     rig.assert_sequence();
 }
 
+/// As NCCL's do. All threads wait for the lock of the driver's, which is not to be theirs when they are stopped.
+#[test]
+fn ranks_that_share_and_wait_for_a_late_one_in_collectives_are_locked_soon() {
+    for (ranks, late) in [(2, "60"), (3, "0")] {
+        let Some(rig) = job(ranks, &["--collective", late]) else { return };
+        crate::phases::locked_soon(&rig, ranks);
+    }
+}
+
 #[test]
 fn a_thread_that_stands_with_a_lock_of_the_driver_is_waited_for() {
     let Some(rig) = job(2, &[]) else { return };

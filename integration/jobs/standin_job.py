@@ -112,6 +112,9 @@ def main():
             rounds += 1
             began = time.perf_counter()
             check(cuda.standin_increment(counter), "standin_increment")
+            if "collective" in globals():
+                # Of standin_ranks.py.
+                check(globals()["collective"](cuda), "standin_collective")
             if args.busy_ms:
                 check(cuda.standin_busy(args.busy_ms), "standin_busy")
             check(cuda.cuMemcpyDtoH_v2(ctypes.byref(number), counter, ctypes.c_size_t(8)), "cuMemcpyDtoH")

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """Ranks that share memory of the stand-in libcuda, as NCCL's do over NVLink.
 
-    standin_share.py OUT RANKS [--churn] [--no-peers] [--do FILE]
+    standin_share.py OUT RANKS [--churn] [--no-peers] [--collective MS] [--do FILE]
 
 Rank 0 is this process and writes OUT; rank N is a child of it and writes OUT.N. Each has a piece of memory, which all others
 map. Each step a rank writes its number and what follows from it into the memory of all others, waits until theirs are in
 its own, and compares. With --churn it also takes a new piece from its neighbour in each step, uses it and lets it go, in
-different orders. The line of the file --do, "RANK WORD", has a rank do something else once, and add what came of it to
+different orders. With --collective each step has a collective of all, for which the last rank is late by so many
+milliseconds, while another thread of each rank calls the driver all the time. The line of the file --do, "RANK WORD", has a rank do something else once, and add what came of it to
 FILE.done:
   ipc        maps memory of rank 0 by CUDA IPC, and keeps it; "close" lets it go
   give-up    frees its own memory, which others have mapped, but goes on with theirs
@@ -23,6 +24,7 @@ import argparse
 import array
 import ctypes
 import hashlib
+import mmap
 import os
 import resource
 import socket
@@ -234,6 +236,17 @@ class Rank:
         self.cuda("cuMemRelease", handle)
         self.cuda("cuMemAddressFree", address, PIECE)
 
+    def collective(self, begun):
+        ranks = len(self.channels) + 1
+        if self.number == ranks - 1:
+            time.sleep(self.args.collective / 1000)
+        self.cuda("standin_collective", ctypes.byref(begun), ranks)
+
+    def look_on(self):
+        while True:
+            self.cuda.number(self.memory)
+            time.sleep(0.001)
+
     def do(self, word):
         cuda = self.cuda
         if word == "ipc":
@@ -306,11 +319,14 @@ def main():
     parser.add_argument("ranks", type=int)
     parser.add_argument("--churn", action="store_true")
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--collective", type=int)
     parser.add_argument("--do")
     args = parser.parse_args()
     preload()
 
     pairs = {(a, b): socket.socketpair() for a in range(args.ranks) for b in range(a + 1, args.ranks)}
+    # Shared with the children.
+    begun = ctypes.c_uint64.from_buffer(mmap.mmap(-1, mmap.PAGESIZE))
     number, pids = 0, []
     for rank in range(1, args.ranks):
         pid = os.fork()
@@ -329,12 +345,16 @@ def main():
     if number == 0 and pids:
         threading.Thread(target=wait_for_ranks, args=(pids,), daemon=True).start()
     rank = Rank(number, channels, args)
+    if args.collective is not None:
+        threading.Thread(target=rank.look_on, daemon=True).start()
     out = args.out if number == 0 else f"{args.out}.{number}"
     step = 0
     with open(out, "a", buffering=1) as out:
         while True:
             step += 1
             rank.step(step)
+            if args.collective is not None:
+                rank.collective(begun)
             if args.churn:
                 rank.churn(step)
             if args.do and os.path.exists(args.do):

@@ -41,17 +41,24 @@ pub(crate) struct Object {
 /// The address of the function of this name, which ends with NUL, in a loaded object with such a mapping.
 pub(crate) fn function(name: &[u8], is_wanted: impl Fn(&Mapping) -> bool) -> Option<usize> {
     let mut found = None;
-    maps::scan(|mapping| {
-        if mapping.inode != 0 && mapping.prot & PROT_EXEC != 0 && is_wanted(mapping) {
-            let mut object = Object::new();
-            // The code begins somewhere in its first page: lld does not align it.
-            let places = [mapping.start, mapping.start | 0xfff];
-            let held = places.into_iter().find_map(|place| object.find(mapping, place));
-            found = held.and_then(|()| object.defined(name));
-        }
+    objects(is_wanted, |object| {
+        found = object.defined(name);
         found.is_none()
     });
     found
+}
+
+/// Shows the loaded objects that have such a mapping of their code, as long as `visit` answers that it wants more.
+pub(crate) fn objects(is_wanted: impl Fn(&Mapping) -> bool, mut visit: impl FnMut(&Object) -> bool) {
+    maps::scan(|mapping| {
+        if mapping.inode == 0 || mapping.prot & PROT_EXEC == 0 || !is_wanted(mapping) {
+            return true;
+        }
+        let mut object = Object::new();
+        // The code begins somewhere in its first page: lld does not align it.
+        let places = [mapping.start, mapping.start | 0xfff];
+        places.into_iter().find_map(|place| object.find(mapping, place)).is_none_or(|()| visit(&object))
+    });
 }
 
 /// What the dynamic section says.

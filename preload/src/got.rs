@@ -1,5 +1,5 @@
-//! What libcuda's own calls of `memcpy` go through: the slots of its global offset table. While there is a region they
-//! lead to [`crate::copy`], and nobody else's calls do.
+//! What libcuda's own calls of libc's functions go through: the slots of its global offset table. While there is a region
+//! those of `memcpy` lead to [`crate::copy`], and nobody else's calls do; those of [`crate::api_lock`] are led there for good.
 //!
 //! The old value of a slot is kept as it is: where functions are bound when they are first called, it is the address of
 //! the stub that does so. The tables are usually read-only once they are filled (RELRO), so a page is writable for a
@@ -11,7 +11,7 @@
 use core::ptr::with_exposed_provenance_mut;
 use core::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::elf::{Kind, Object};
+use crate::elf::{self, Kind, Object};
 use crate::landing::PAGE;
 use crate::lock::Lock;
 use crate::maps::{self, Mapping};
@@ -42,21 +42,39 @@ pub(crate) fn redirect(code: &Mapping, caller: usize) {
     if object.find(code, caller).is_none() {
         return;
     }
-    object.slots(b"memcpy\0", |address, kind| {
-        let (Some(part), Some(old)) = (object.part(address, size_of::<usize>()), object.word(address)) else { return };
-        // A pointer that libcuda can change may be another function's by now.
-        let is_fixed = kind == Kind::Slot || part.prot & sys::PROT_WRITE == 0;
-        let free = SLOTS.iter().find(|slot| slot.address.load(Ordering::Relaxed) == 0);
-        if let Some(slot) = free
-            && is_fixed
-            && old != 0
-            && old != ours()
-        {
+    slots(&object, b"memcpy\0", ours(), |part, address, old| {
+        if let Some(slot) = SLOTS.iter().find(|slot| slot.address.load(Ordering::Relaxed) == 0) {
             slot.old.store(old, Ordering::Relaxed);
             slot.address.store(address, Ordering::Relaxed);
             if !store(part, address, ours()) {
                 slot.address.store(0, Ordering::Relaxed);
             }
+        }
+    });
+}
+
+/// Leads libcuda's own calls of `name`, which ends with NUL, to `ours` for good.
+pub(crate) fn redirect_for_good(name: &[u8], ours: usize) {
+    let Some(_changing) = CHANGING.take(sys::pid()) else { return };
+    elf::objects(
+        |mapping| mapping.is_libcuda,
+        |object| {
+            slots(object, name, ours, |part, address, _| {
+                store(part, address, ours);
+            });
+            true
+        },
+    );
+}
+
+/// Calls `visit` with each slot of this name that does not lead to `ours`: its mapping, its address and its value.
+fn slots(object: &Object, name: &[u8], ours: usize, mut visit: impl FnMut(&Mapping, usize, usize)) {
+    object.slots(name, |address, kind| {
+        let (Some(part), Some(old)) = (object.part(address, size_of::<usize>()), object.word(address)) else { return };
+        // A pointer that libcuda can change may be another function's by now.
+        let is_fixed = kind == Kind::Slot || part.prot & sys::PROT_WRITE == 0;
+        if is_fixed && old != 0 && old != ours {
+            visit(part, address, old);
         }
     });
 }

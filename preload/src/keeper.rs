@@ -10,7 +10,7 @@ use core::sync::atomic::{AtomicI32, Ordering};
 
 use crate::sharing::{self, SUCCESS, driver};
 use crate::table::{self, Import, Mapping, Reply, Request, Table, Tag};
-use crate::{libc, sys};
+use crate::{api_lock, libc, sys};
 
 /// The process that has one.
 static STARTED: AtomicI32 = AtomicI32::new(0);
@@ -28,6 +28,7 @@ pub(crate) fn start(table: &'static Table) {
     if STARTED.swap(pid, Ordering::Relaxed) == pid {
         return;
     }
+    api_lock::watch();
     let mask = sys::set_signal_mask(!0);
     if !libc::start_thread(main, core::ptr::from_ref(table).cast_mut().cast()) {
         STARTED.store(0, Ordering::Relaxed);

@@ -11,6 +11,7 @@
 //!  memcpy  >= 256 KiB, one side in that mapping                --> split over threads, streamed           (copy)
 //!  munmap  of that mapping                                     --> the end of it, and of memcpy's redirection
 //!  ioctl of the driver, dlsym of its functions, cuMem*         --> noted, and done       (rm, lookup, sharing)
+//!  pthread_rwlock_rdlock by libcuda, in a process that shares  --> waits beside it while CUDA is locked  (api_lock)
 //!  anything else                                               --> libc
 //! ```
 //!
@@ -54,6 +55,7 @@
 #[cfg(not(all(target_os = "linux", target_arch = "x86_64")))]
 compile_error!("rekindle runs on Linux, x86-64: the CUDA driver offers process checkpoints nowhere else");
 
+mod api_lock;
 mod armed;
 mod copy;
 mod cpu;

@@ -55,7 +55,12 @@ pub(crate) fn table() -> Option<&'static Table> {
     (!table.is_null() && OWNER.load(Ordering::Relaxed) == sys::pid()).then(|| unsafe { &*table })
 }
 
-/// The same; made where there is none yet. Without memory for it this process is as one without the interposer.
+/// Whether the supervisor has locked CUDA, or is about to.
+pub(crate) fn is_locked() -> bool {
+    table().is_some_and(|table| table.is_locked.load(Ordering::Relaxed) != 0)
+}
+
+/// The table, made where there is none yet. Without memory for it this process is as one without the interposer.
 fn table_or_new() -> Option<&'static Table> {
     if let Some(table) = table() {
         return Some(table);

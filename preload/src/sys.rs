@@ -291,6 +291,12 @@ pub(crate) fn cpus() -> usize {
     words.map(|word| unsafe { word.assume_init() }.count_ones() as usize).sum()
 }
 
+/// Sleeps so many nanoseconds, less than a second, or until a signal.
+pub(crate) fn sleep(nanoseconds: u64) {
+    let time = [0, nanoseconds];
+    let _ = call(35, [time.as_ptr().addr(), 0, 0, 0, 0, 0]);
+}
+
 pub(crate) fn yield_now() {
     let _ = call(24, [0; 6]);
 }

@@ -9,7 +9,7 @@ use core::ffi::CStr;
 use core::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
 /// The name of the memfd; in /proc/PID/maps behind `/memfd:`.
-pub(crate) const NAME: &CStr = c"rekindle-sharing-2";
+pub(crate) const NAME: &CStr = c"rekindle-sharing-3";
 
 /// Entries of each kind. NCCL (2.28) takes 112 imports for two ranks; pages that are not used take no memory.
 pub(crate) const MOST: usize = 16384;
@@ -116,6 +116,9 @@ pub(crate) struct Table {
     pub(crate) state: AtomicU32,
     /// Calls of the program under way that name what can be let go: they have the driver's handle for it already.
     pub(crate) under_way: AtomicU32,
+    /// Set by the supervisor from before CUDA's lock until it is over.
+    pub(crate) is_locked: AtomicU32,
+    pub(crate) unused: AtomicU32,
     /// Raised by one, and woken (futex), to have the keeper make a socket.
     pub(crate) calls: AtomicU32,
     /// The supervisor's end of it, once `answered` has the number of the call; -1 where there is none.

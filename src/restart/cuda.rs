@@ -94,6 +94,9 @@ pub(super) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMappi
             _ => process.unlock().map_err(|source| Error::Cuda { pid: *pid, source }),
         }?;
     }
+    // In the image it is.
+    let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
+    sharing::announce(&sharing::of(&pids).map_err(Error::SharingUnread)?, false);
     for (pid, process) in &processes {
         let error = |source| Error::Cuda { pid: *pid, source };
         match process.state() {

@@ -9,6 +9,8 @@
 //! `Lost` too, as it may be locked. A process that ended is `Gone` and stops nobody: whether the job goes on without it
 //! is the job's affair.
 
+mod lock;
+
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::time::{Duration, Instant};
@@ -135,9 +137,9 @@ impl Group {
         sharing::of(&self.outer_pids()).map_err(io)
     }
 
-    /// Locks all at once, within `timeout` for each attempt, and has them let go of what they have of each other. Ranks that
-    /// talk through collectives hold each other up: when one can not be locked, all are unlocked and it is tried again.
-    /// The same when a process began or ceased to use CUDA between the look and the lock.
+    /// Locks all ([`lock::together`]), within `timeout` for each attempt, and has them let go of what they have of each other.
+    /// When one can not be locked, all are unlocked and it is tried again. The same when a process began or ceased to use
+    /// CUDA between the look and the lock.
     pub(super) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
         for attempt in 1..=ATTEMPTS {
@@ -233,14 +235,23 @@ impl Group {
     }
 
     fn lock_once(&mut self, timeout: Duration) -> Result<(), cuda::Error> {
-        let mut first = Ok(());
-        for (member, outcome) in self.at_once(|member| member.process.lock(timeout)) {
-            match outcome {
-                Ok(()) => member.stand = Stand::Locked,
-                Err(error) => first = first.and(Err(error)),
-            }
+        self.announce(true);
+        let members = &self.members;
+        let lock = |at: usize, left| members.get(at).map_or(Ok(()), |member| member.process.lock(left));
+        let unlock = |at: usize| members.get(at).map_or(Ok(()), |member| member.process.unlock());
+        let (locked, result) = lock::together(members.len(), timeout, lock, unlock);
+        for (member, locked) in self.members.iter_mut().zip(locked) {
+            member.stand = if locked { Stand::Locked } else { member.stand };
         }
-        first
+        result
+    }
+
+    /// Tells the processes that share memory that their API is locked, or is not any more ([`sharing::announce`]).
+    fn announce(&self, is_locked: bool) {
+        // One that can not be read is refused elsewhere.
+        if let Ok(all) = self.sharing() {
+            sharing::announce(&all, is_locked);
+        }
     }
 
     /// Whether there is a CUDA process that is not in the group, or one in the group that has ended.
@@ -318,6 +329,7 @@ impl Group {
                 Err(source) => result = result.and(Err(Error::Cuda { phase: "unlock", source })),
             }
         }
+        self.announce(false);
         result
     }
 

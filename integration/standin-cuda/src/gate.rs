@@ -1,19 +1,20 @@
-//! What a lock closes: every CUDA call of the job passes it.
+//! What a lock closes: every CUDA call of the job passes it. As with the driver it is a lock of libc's, which calls take for
+//! reading.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::cell::UnsafeCell;
+use std::ffi::c_int;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-#[derive(Debug)]
-struct Inner {
-    closed: bool,
-    inside: u32,
-}
+struct Gate(UnsafeCell<libc::pthread_rwlock_t>);
 
-static GATE: Mutex<Inner> = Mutex::new(Inner { closed: false, inside: 0 });
-static CHANGED: Condvar = Condvar::new();
+// SAFETY: only the functions of libc touch it, which are made for several threads.
+unsafe impl Sync for Gate {}
 
-fn gate() -> MutexGuard<'static, Inner> {
-    GATE.lock().unwrap_or_else(PoisonError::into_inner)
+static GATE: Gate = Gate(UnsafeCell::new(libc::PTHREAD_RWLOCK_INITIALIZER));
+
+unsafe extern "C" {
+    // Not in the crate.
+    fn pthread_rwlock_timedwrlock(lock: *mut libc::pthread_rwlock_t, until: *const libc::timespec) -> c_int;
 }
 
 /// A CUDA call under way.
@@ -22,42 +23,34 @@ pub(crate) struct Inside(());
 
 /// Waits while the gate is closed.
 pub(crate) fn enter() -> Inside {
-    let mut gate = CHANGED.wait_while(gate(), |gate| gate.closed).unwrap_or_else(PoisonError::into_inner);
-    gate.inside += 1;
+    // SAFETY: initialised, and never destroyed.
+    let code = unsafe { libc::pthread_rwlock_rdlock(GATE.0.get()) };
+    assert_eq!(code, 0, "pthread_rwlock_rdlock");
     Inside(())
 }
 
 impl Drop for Inside {
     fn drop(&mut self) {
-        gate().inside -= 1;
-        CHANGED.notify_all();
+        // SAFETY: this thread has it for reading.
+        unsafe { libc::pthread_rwlock_unlock(GATE.0.get()) };
     }
 }
 
-/// Closes the gate and waits for the calls under way; opens it again where they take longer than `timeout` (None: for
-/// ever). Returns whether it is closed.
+/// Closes the gate and waits for the calls under way; gives up where they take longer than `timeout` (None: for ever).
+/// Returns whether it is closed.
 pub(crate) fn close(timeout: Option<Duration>) -> bool {
-    let deadline = timeout.map(|timeout| Instant::now() + timeout);
-    let mut gate = gate();
-    gate.closed = true;
-    while gate.inside > 0 {
-        let wait = match deadline.map(|deadline| deadline.saturating_duration_since(Instant::now())) {
-            Some(Duration::ZERO) => {
-                gate.closed = false;
-                drop(gate);
-                CHANGED.notify_all();
-                return false;
-            }
-            Some(left) => left,
-            None => Duration::from_secs(3600),
-        };
-        gate = CHANGED.wait_timeout(gate, wait).unwrap_or_else(PoisonError::into_inner).0;
-    }
-    true
+    let timeout = timeout.unwrap_or(Duration::from_secs(1 << 30));
+    let until = (SystemTime::now() + timeout).duration_since(UNIX_EPOCH).unwrap_or_default();
+    let until = libc::timespec {
+        tv_sec: until.as_secs().try_into().unwrap_or(libc::time_t::MAX),
+        tv_nsec: until.subsec_nanos().into(),
+    };
+    // SAFETY: initialised, and never destroyed; a live local.
+    unsafe { pthread_rwlock_timedwrlock(GATE.0.get(), &raw const until) == 0 }
 }
 
-/// Lets calls pass.
+/// Lets calls pass. By the thread that closed it.
 pub(crate) fn open() {
-    gate().closed = false;
-    CHANGED.notify_all();
+    // SAFETY: this thread has it for writing.
+    unsafe { libc::pthread_rwlock_unlock(GATE.0.get()) };
 }

@@ -59,6 +59,7 @@ mod rm;
 mod shared;
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use control::{Op, code};
 
@@ -178,6 +179,22 @@ pub extern "C" fn standin_increment(device: usize) -> c_int {
 pub extern "C" fn standin_busy(milliseconds: c_uint) -> c_int {
     answer(job::call(|| {
         std::thread::sleep(std::time::Duration::from_millis(milliseconds.into()));
+        Ok(())
+    }))
+}
+
+/// A "kernel" of a collective: ends once all ranks have begun theirs, which they count in the memory that they share. A lock
+/// of this rank waits for it, and so for ranks that are locked.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn standin_collective(begun: *const AtomicU64, ranks: u64) -> c_int {
+    // SAFETY: the caller passes null or memory that all ranks have mapped, and keeps it mapped.
+    let Some(begun) = (unsafe { begun.as_ref() }) else { return code::INVALID_VALUE };
+    answer(job::call(|| {
+        let before = begun.fetch_add(1, Ordering::SeqCst);
+        let all = (before / ranks + 1) * ranks;
+        while begun.load(Ordering::SeqCst) < all {
+            std::thread::sleep(std::time::Duration::from_micros(100));
+        }
         Ok(())
     }))
 }

@@ -11,6 +11,9 @@
 //!    unlock; the keepers alone: export, import, map      [`take_again`]   then all threads go on
 //! ```
 //!
+//! CUDA is locked twice, and in between the threads of the job must not get hold of what the lock is made of, though they
+//! wait for it: that is [`announce`]'s part.
+//!
 //! Invariants: nothing is let go before it is known where all of it comes from and that every keeper can work; what was let
 //! go is taken again before a thread of the job runs. The table of a process is memory of the job's: what it says is
 //! compared and counted, and believed in nothing else.
@@ -160,6 +163,15 @@ pub fn is_any(all: &[Sharing]) -> bool {
 #[must_use]
 pub fn is_let_go(all: &[Sharing]) -> bool {
     all.iter().any(|one| one.table().state.load(Relaxed) != table::HELD)
+}
+
+/// Tells the interposer of each that CUDA is about to be locked, or is unlocked.
+///
+/// The driver's lock (580) is a lock of the libc's that calls of the API take for reading. Whoever waits for it as it is
+/// unlocked has it, running or not: a thread that stands still would keep it, and CUDA could not be locked again. Threads
+/// that come while this is announced wait beside it instead.
+pub fn announce(all: &[Sharing], is_locked: bool) {
+    all.iter().for_each(|one| one.table().is_locked.store(is_locked.into(), Relaxed));
 }
 
 /// Has all let go of what they have of others. Their threads stand still, but for the driver's where it needs one, and

@@ -1,0 +1,265 @@
+//! Locks processes that wait for each other.
+//!
+//! The driver's lock lets a process begin no more work, and waits until what it began has left the GPU. A kernel of a
+//! collective stays there until all ranks have begun theirs: where a rank is locked before it did, the others' kernels
+//! would wait for it for ever. Ranks that are always late (one has the slower data, say) are nearly always met so.
+//!
+//! So those that come to rest while others do not are let go again, while the others' locks stay asked for, in two ways by
+//! turns. For a moment only: they begin what they were about to begin, and are asked again before they begin more. Or until
+//! the others rest: late ones catch up, which may take them a while, and are asked again then. A rank that got ahead is
+//! waited for by the same means in its turn, until all rest or the time is over.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long it may be quiet before those that rest are let go for a moment.
+const BRIEF: Duration = Duration::from_millis(25);
+
+/// The turns: as much time for those of a moment as for the long one after them, which waits for twice as long each time. A
+/// rank that does not rest may just have much to do, and letting others go then only gives them more.
+#[derive(Debug)]
+struct Turns {
+    brief_ones: u32,
+    left: u32,
+}
+
+impl Turns {
+    const FIRST: Turns = Turns { brief_ones: 2, left: 2 };
+
+    fn is_brief(&self) -> bool {
+        self.left > 0
+    }
+
+    /// How long it may be quiet before those that rest are let go.
+    fn patience(&self) -> Duration {
+        if self.is_brief() { BRIEF } else { BRIEF * self.brief_ones }
+    }
+
+    fn next(&mut self) {
+        if self.is_brief() {
+            self.left -= 1;
+        } else {
+            self.brief_ones *= 2;
+            self.left = self.brief_ones;
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stand {
+    Free,
+    Asked,
+    Locked,
+}
+
+/// Locks `count` processes within `timeout`; answers which are locked, and the first failure. `lock` gets the time that it
+/// may wait.
+pub(super) fn together<E: Send>(
+    count: usize,
+    timeout: Duration,
+    lock: impl Fn(usize, Duration) -> Result<(), E> + Sync,
+    unlock: impl Fn(usize) -> Result<(), E>,
+) -> (Vec<bool>, Result<(), E>) {
+    let deadline = Instant::now() + timeout;
+    let lock = &lock;
+    let mut stands = vec![Stand::Free; count];
+    let mut result = Ok(());
+    thread::scope(|scope| {
+        let (told, answers) = mpsc::channel();
+        let ask = |stands: &mut [Stand]| {
+            for (at, stand) in stands.iter_mut().enumerate().filter(|(_, stand)| **stand == Stand::Free) {
+                *stand = Stand::Asked;
+                let told = told.clone();
+                scope.spawn(move || {
+                    // The driver takes 0 for ever.
+                    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+                    let _ = told.send((at, lock(at, left)));
+                });
+            }
+        };
+        let mut turns = Turns::FIRST;
+        while result.is_ok() && stands.contains(&Stand::Free) {
+            ask(&mut stands);
+            while stands.contains(&Stand::Asked) {
+                match answers.recv_timeout(turns.patience()) {
+                    Ok((at, outcome)) => {
+                        if let Some(stand) = stands.get_mut(at) {
+                            *stand = if outcome.is_ok() { Stand::Locked } else { Stand::Free };
+                        }
+                        result = std::mem::replace(&mut result, Ok(())).and(outcome);
+                    }
+                    Err(RecvTimeoutError::Timeout) if result.is_ok() && stands.contains(&Stand::Locked) => {
+                        tracing::debug!(?turns, ?stands, "some wait for what is locked");
+                        result = let_go(&mut stands, &unlock);
+                        if result.is_ok() && turns.is_brief() {
+                            thread::sleep(moment());
+                            ask(&mut stands);
+                        }
+                        turns.next();
+                    }
+                    Err(_) => {}
+                }
+            }
+        }
+    });
+    (stands.iter().map(|stand| *stand == Stand::Locked).collect(), result)
+}
+
+/// Unlocks those that rest.
+fn let_go<E>(stands: &mut [Stand], unlock: impl Fn(usize) -> Result<(), E>) -> Result<(), E> {
+    for (at, stand) in stands.iter_mut().enumerate().filter(|(_, stand)| **stand == Stand::Locked) {
+        unlock(at)?;
+        *stand = Stand::Free;
+    }
+    Ok(())
+}
+
+/// From 10 us to 2.5 ms: what passes between two collectives of one rank is not known, and differs from job to job.
+fn moment() -> Duration {
+    // Seeded by the kernel, and another for each hasher.
+    Duration::from_micros(10 << (RandomState::new().hash_one(0) % 9))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Condvar, Mutex};
+
+    use super::*;
+
+    /// A rank: locked, it begins nothing; a collective it began ends once all have begun it.
+    #[derive(Debug, Default, Clone, Copy)]
+    struct Rank {
+        closed: bool,
+        begun: u64,
+        locks: u32,
+    }
+
+    #[derive(Debug)]
+    struct World {
+        ranks: Mutex<Vec<Rank>>,
+        changed: Condvar,
+        over: AtomicBool,
+    }
+
+    impl World {
+        fn new(count: usize) -> World {
+            World {
+                ranks: Mutex::new(vec![Rank::default(); count]),
+                changed: Condvar::new(),
+                over: AtomicBool::new(false),
+            }
+        }
+
+        /// Collective after collective, `late` before each, and what a launch takes.
+        fn work(&self, at: usize, late: Duration) {
+            let done = |ranks: &Vec<Rank>| ranks.iter().map(|rank| rank.begun).min().unwrap();
+            while !self.over.load(Ordering::Relaxed) {
+                thread::sleep(late + Duration::from_micros(200));
+                let mut ranks = self.ranks.lock().unwrap();
+                while !self.over.load(Ordering::Relaxed) && (ranks[at].closed || ranks[at].begun > done(&ranks)) {
+                    ranks = self.changed.wait_timeout(ranks, Duration::from_millis(5)).unwrap().0;
+                }
+                ranks[at].begun += 1;
+                self.changed.notify_all();
+            }
+        }
+
+        fn lock(&self, at: usize, timeout: Duration) -> Result<(), &'static str> {
+            let mut ranks = self.ranks.lock().unwrap();
+            ranks[at].closed = true;
+            ranks[at].locks += 1;
+            let busy = |ranks: &mut Vec<Rank>| ranks[at].begun > ranks.iter().map(|rank| rank.begun).min().unwrap();
+            let (mut ranks, timed) = self.changed.wait_timeout_while(ranks, timeout, busy).unwrap();
+            if timed.timed_out() {
+                ranks[at].closed = false;
+                return Err("not ready");
+            }
+            Ok(())
+        }
+
+        fn unlock(&self, at: usize) -> Result<(), &'static str> {
+            self.ranks.lock().unwrap()[at].closed = false;
+            self.changed.notify_all();
+            Ok(())
+        }
+
+        fn locks(&self) -> Vec<u32> {
+            self.ranks.lock().unwrap().iter().map(|rank| rank.locks).collect()
+        }
+    }
+
+    #[test]
+    fn ranks_that_are_always_late_are_waited_for() {
+        for late in [&[0, 30][..], &[20, 0], &[0, 20, 40, 0], &[0, 0, 0]] {
+            let world = World::new(late.len());
+            thread::scope(|scope| {
+                for (at, late) in late.iter().enumerate() {
+                    let world = &world;
+                    scope.spawn(move || world.work(at, Duration::from_millis(*late)));
+                }
+                for _ in 0..5 {
+                    thread::sleep(Duration::from_millis(70));
+                    let limit = Duration::from_secs(20);
+                    let (locked, result) =
+                        together(late.len(), limit, |at, left| world.lock(at, left), |at| world.unlock(at));
+                    let rest = world.ranks.lock().unwrap().clone();
+                    (0..late.len()).for_each(|at| world.unlock(at).unwrap());
+                    if result.is_err() || locked.contains(&false) || rest.iter().any(|r| r.begun != rest[0].begun) {
+                        world.over.store(true, Ordering::Relaxed);
+                        panic!("{late:?}: {result:?} {locked:?} {rest:?}");
+                    }
+                }
+                world.over.store(true, Ordering::Relaxed);
+            });
+        }
+    }
+
+    #[test]
+    fn one_that_is_just_busy_does_not_have_the_others_asked_for_ever() {
+        let world = World::new(2);
+        // It leaves a kernel behind that nobody ends for 400 ms.
+        world.ranks.lock().unwrap()[0].begun = 1;
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                thread::sleep(Duration::from_millis(400));
+                world.ranks.lock().unwrap()[1].begun = 1;
+                world.changed.notify_all();
+            });
+            let limit = Duration::from_secs(20);
+            let (locked, result) = together(2, limit, |at, left| world.lock(at, left), |at| world.unlock(at));
+            assert_eq!((locked, result), (vec![true, true], Ok(())));
+        });
+        assert_eq!(world.locks()[0], 1, "what is asked for stays asked for");
+        assert!(world.locks()[1] <= 16, "{:?}", world.locks());
+    }
+
+    #[test]
+    fn a_failure_is_told_with_those_that_are_locked() {
+        let lock = |at: usize, _| if at == 1 { Err("gone") } else { Ok(()) };
+        let (locked, result) = together(3, Duration::from_secs(1), lock, |_| Ok(()));
+        assert_eq!((locked, result), (vec![true, false, true], Err("gone")));
+    }
+
+    #[test]
+    fn the_time_is_bounded_where_one_never_rests() {
+        let world = World::new(2);
+        world.ranks.lock().unwrap()[0].begun = 1;
+        let began = Instant::now();
+        let limit = Duration::from_millis(300);
+        let (locked, result) = together(2, limit, |at, left| world.lock(at, left), |at| world.unlock(at));
+        assert_eq!((locked[0], result), (false, Err("not ready")));
+        assert!(began.elapsed() >= limit && began.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    fn a_lock_that_can_not_be_taken_back_is_a_failure() {
+        let world = World::new(2);
+        world.ranks.lock().unwrap()[0].begun = 1;
+        let limit = Duration::from_millis(300);
+        let (locked, result) = together(2, limit, |at, left| world.lock(at, left), |_| Err("stuck"));
+        assert_eq!((locked, result), (vec![false, true], Err("stuck")));
+    }
+}
