@@ -17,8 +17,9 @@ use std::time::{Duration, Instant};
 /// How long it may be quiet before those that rest are let go for a moment.
 const BRIEF: Duration = Duration::from_millis(25);
 
-/// The turns: as much time for those of a moment as for the long one after them, which waits for twice as long each time. A
-/// rank that does not rest may just have much to do, and letting others go then only gives them more.
+/// The turns: as much time for those of a moment as for the long one after them, which waits for twice as long each time,
+/// and for a third of what all took so far. A process that does not rest may just have much to do, and letting others go
+/// then only gives them more: where none waits for another, but each has work for a second, only that has all at rest.
 #[derive(Debug)]
 struct Turns {
     brief_ones: u32,
@@ -33,8 +34,8 @@ impl Turns {
     }
 
     /// How long it may be quiet before those that rest are let go.
-    fn patience(&self) -> Duration {
-        if self.is_brief() { BRIEF } else { BRIEF * self.brief_ones }
+    fn patience(&self, so_far: Duration) -> Duration {
+        if self.is_brief() { BRIEF } else { (BRIEF * self.brief_ones).max(so_far / 3) }
     }
 
     fn next(&mut self) {
@@ -62,28 +63,32 @@ pub(super) fn together<E: Send>(
     lock: impl Fn(usize, Duration) -> Result<(), E> + Sync,
     unlock: impl Fn(usize) -> Result<(), E>,
 ) -> (Vec<bool>, Result<(), E>) {
-    let deadline = Instant::now() + timeout;
-    let lock = &lock;
+    let began = Instant::now();
+    let deadline = began + timeout;
     let mut stands = vec![Stand::Free; count];
     let mut result = Ok(());
+    let (told, answers) = mpsc::channel();
+    let ask_one = &|at| {
+        // The driver takes 0 for ever.
+        let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+        let _ = told.send((at, lock(at, left)));
+    };
     thread::scope(|scope| {
-        let (told, answers) = mpsc::channel();
         let ask = |stands: &mut [Stand]| {
             for (at, stand) in stands.iter_mut().enumerate().filter(|(_, stand)| **stand == Stand::Free) {
                 *stand = Stand::Asked;
-                let told = told.clone();
-                scope.spawn(move || {
-                    // The driver takes 0 for ever.
-                    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-                    let _ = told.send((at, lock(at, left)));
-                });
+                let work = move || ask_one(at);
+                // Where there can be no more threads, the others' answers wait.
+                if thread::Builder::new().spawn_scoped(scope, work).is_err() {
+                    work();
+                }
             }
         };
         let mut turns = Turns::FIRST;
         while result.is_ok() && stands.contains(&Stand::Free) {
             ask(&mut stands);
             while stands.contains(&Stand::Asked) {
-                match answers.recv_timeout(turns.patience()) {
+                match answers.recv_timeout(turns.patience(began.elapsed())) {
                     Ok((at, outcome)) => {
                         if let Some(stand) = stands.get_mut(at) {
                             *stand = if outcome.is_ok() { Stand::Locked } else { Stand::Free };
@@ -234,6 +239,33 @@ mod tests {
         });
         assert_eq!(world.locks()[0], 1, "what is asked for stays asked for");
         assert!(world.locks()[1] <= 16, "{:?}", world.locks());
+    }
+
+    /// Each has 400 ms of work after 400 ms of work, out of step, and begins the next as soon as it may.
+    #[test]
+    fn those_that_wait_for_nobody_are_held_until_all_rest() {
+        const WORK: Duration = Duration::from_millis(400);
+        for phases in [[50, 150], [100, 200]] {
+            let began = Instant::now();
+            let ends: Vec<_> = phases.iter().map(|phase| began + Duration::from_millis(*phase)).collect();
+            let ends = Mutex::new(ends);
+            let lock = |at: usize, left| {
+                let mut all = ends.lock().unwrap();
+                while all[at] < Instant::now() {
+                    all[at] += WORK;
+                }
+                let rest = all[at] - Instant::now();
+                drop(all);
+                thread::sleep(rest.min(left));
+                if rest <= left { Ok(()) } else { Err("not ready") }
+            };
+            let unlock = |at: usize| {
+                ends.lock().unwrap()[at] = Instant::now() + WORK;
+                Ok(())
+            };
+            let (locked, result) = together(phases.len(), 5 * WORK, lock, unlock);
+            assert_eq!((locked, result), (vec![true; phases.len()], Ok(())), "{phases:?}");
+        }
     }
 
     #[test]
