@@ -6,7 +6,8 @@
 //! stopped. One that was in the middle of waiting would get the lock, keep it, and the second time never come.
 //!
 //! So while the supervisor says that CUDA is locked, threads that find the lock taken wait beside it: they look again every
-//! now and then. At any other time they wait as they always did.
+//! now and then. At any other time they wait as they always did, those too that began to wait beside it: whoever only looks
+//! now and then may never find a lock free that others take all the time.
 
 use core::ffi::c_void;
 
@@ -40,12 +41,95 @@ unsafe extern "C" fn read_lock(lock: *mut c_void) -> i32 {
         ETIMEDOUT => {}
         code => return code,
     }
-    loop {
+    while sharing::is_locked() {
         sys::sleep(PAUSE_NS);
         // SAFETY: as above.
         match unsafe { libc::try_read_lock(lock) } {
             EBUSY => {}
             code => return code,
         }
+    }
+    // SAFETY: as above.
+    unsafe { libc::read_lock(lock) }
+}
+
+#[cfg(test)]
+mod tests {
+    use core::cell::UnsafeCell;
+    use core::ffi::{c_int, c_long};
+    use core::sync::atomic::{AtomicU32, Ordering};
+    use core::time::Duration;
+    use std::thread;
+    use std::time::Instant;
+
+    use super::*;
+
+    unsafe extern "C" {
+        fn pthread_rwlock_wrlock(lock: *mut c_void) -> c_int;
+        fn pthread_rwlock_trywrlock(lock: *mut c_void) -> c_int;
+        fn pthread_rwlock_unlock(lock: *mut c_void) -> c_int;
+    }
+
+    /// A pthread_rwlock_t of glibc for x86-64, initialised: its first word has 8 for each reader that has it or waits in it.
+    struct Lock(UnsafeCell<[c_long; 7]>);
+
+    // SAFETY: only the functions of libc change it, which are made for several threads.
+    unsafe impl Sync for Lock {}
+
+    impl Lock {
+        fn at(&self) -> *mut c_void {
+            self.0.get().cast()
+        }
+
+        fn readers(&self) -> u32 {
+            // SAFETY: it lives, and all change it in one piece.
+            unsafe { AtomicU32::from_ptr(self.0.get().cast()) }.load(Ordering::Relaxed) >> 3
+        }
+    }
+
+    fn until(is: impl Fn() -> bool) {
+        let began = Instant::now();
+        while !is() {
+            assert!(began.elapsed() < Duration::from_secs(10));
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn those_that_wait_beside_it_do_not_get_it_handed_over_and_wait_in_it_afterwards() {
+        let (_guard, table) = sharing::tests::begin();
+        let announce = |is_locked: bool| table.is_locked.store(is_locked.into(), Ordering::Relaxed);
+        assert!(libc::find_read_locks());
+        let lock = &Lock(UnsafeCell::new([0; 7]));
+        // SAFETY: of a live lock, here and below, and by threads that have it where they unlock it.
+        let (read, unlock) = (|| unsafe { read_lock(lock.at()) }, || unsafe { pthread_rwlock_unlock(lock.at()) });
+        // SAFETY: as above.
+        let (write, try_write) =
+            (|| unsafe { pthread_rwlock_wrlock(lock.at()) }, || unsafe { pthread_rwlock_trywrlock(lock.at()) });
+
+        assert_eq!([read(), read(), unlock(), unlock()], [0; 4], "free, and for the second time");
+        announce(true);
+        assert_eq!([read(), unlock(), write()], [0; 3]);
+        assert_eq!(read(), 35, "EDEADLK: its own");
+        thread::scope(|scope| {
+            let reader = scope.spawn(|| [read(), unlock()]);
+            thread::sleep(Duration::from_millis(20));
+            assert_eq!(lock.readers(), 0);
+            assert!(!reader.is_finished());
+            announce(false);
+            until(|| lock.readers() == 1);
+            assert_eq!(unlock(), 0);
+            assert_eq!(reader.join().unwrap(), [0, 0]);
+            assert_eq!([try_write(), unlock()], [0, 0]);
+
+            // The same, and it is over while it is announced.
+            announce(true);
+            assert_eq!(write(), 0);
+            let reader = scope.spawn(|| [read(), unlock()]);
+            thread::sleep(Duration::from_millis(20));
+            assert_eq!(unlock(), 0);
+            assert_eq!(reader.join().unwrap(), [0, 0]);
+        });
+        announce(false);
     }
 }

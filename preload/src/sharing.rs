@@ -502,4 +502,4 @@ pub(crate) unsafe extern "C" fn multicast(name: u64, device: i32) -> i32 {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

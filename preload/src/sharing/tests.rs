@@ -62,7 +62,7 @@ unsafe extern "C" fn fake_properties(_: usize, handle: u64) -> i32 {
 }
 
 /// The fake in the driver's place, and an empty table.
-fn begin() -> (MutexGuard<'static, ()>, &'static Table) {
+pub(crate) fn begin() -> (MutexGuard<'static, ()>, &'static Table) {
     let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let functions = [
         (c"cuMemImportFromShareableHandle", make as *const ()),
