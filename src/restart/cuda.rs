@@ -96,7 +96,7 @@ pub(super) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMappi
     }
     // In the image it is.
     let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
-    sharing::announce(&sharing::of(&pids).map_err(Error::SharingUnread)?, false);
+    sharing::announce(&pids, false);
     for (pid, process) in &processes {
         let error = |source| Error::Cuda { pid: *pid, source };
         match process.state() {

@@ -181,6 +181,7 @@ impl Group {
         if !sharing::is_any(&sharing) {
             return Ok(());
         }
+        sharing::check_announced(&sharing)?;
         let began = Instant::now();
         self.stop()?;
         self.unlock_alone()?;
@@ -235,7 +236,7 @@ impl Group {
     }
 
     fn lock_once(&mut self, timeout: Duration) -> Result<(), cuda::Error> {
-        self.announce(true);
+        sharing::announce(&self.outer_pids(), true);
         let members = &self.members;
         let lock = |at: usize, left| members.get(at).map_or(Ok(()), |member| member.process.lock(left));
         let unlock = |at: usize| members.get(at).map_or(Ok(()), |member| member.process.unlock());
@@ -244,14 +245,6 @@ impl Group {
             member.stand = if locked { Stand::Locked } else { member.stand };
         }
         result
-    }
-
-    /// Tells the processes that share memory that their API is locked, or is not any more ([`sharing::announce`]).
-    fn announce(&self, is_locked: bool) {
-        // One that can not be read is refused elsewhere.
-        if let Ok(all) = self.sharing() {
-            sharing::announce(&all, is_locked);
-        }
     }
 
     /// Whether there is a CUDA process that is not in the group, or one in the group that has ended.
@@ -329,7 +322,7 @@ impl Group {
                 Err(source) => result = result.and(Err(Error::Cuda { phase: "unlock", source })),
             }
         }
-        self.announce(false);
+        sharing::announce(&self.outer_pids(), false);
         result
     }
 

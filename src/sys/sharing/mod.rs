@@ -165,13 +165,31 @@ pub fn is_let_go(all: &[Sharing]) -> bool {
     all.iter().any(|one| one.table().state.load(Relaxed) != table::HELD)
 }
 
-/// Tells the interposer of each that CUDA is about to be locked, or is unlocked.
+/// Tells the interposer of each, `pids` as we see them, that CUDA is about to be locked, or is unlocked. One that has ended,
+/// or whose table can not be read, keeps no other from being told.
 ///
 /// The driver's lock (580) is a lock of the libc's that calls of the API take for reading. Whoever waits for it as it is
 /// unlocked has it, running or not: a thread that stands still would keep it, and CUDA could not be locked again. Threads
 /// that come while this is announced wait beside it instead.
-pub fn announce(all: &[Sharing], is_locked: bool) {
-    all.iter().for_each(|one| one.table().is_locked.store(is_locked.into(), Relaxed));
+pub fn announce(pids: &[i32], is_locked: bool) {
+    for one in pids.iter().filter_map(|pid| Sharing::of(*pid).ok().flatten()) {
+        one.table().is_locked.store(is_locked.into(), Relaxed);
+    }
+}
+
+/// Whether all know that CUDA is locked, asked when it is: one that began to share after [`announce`] does not, and its
+/// threads may wait for the lock itself.
+///
+/// # Errors
+/// [`Error::Busy`]
+pub fn check_announced(all: &[Sharing]) -> Result<(), Error> {
+    match all.iter().find(|one| one.table().is_locked.load(Relaxed) == 0) {
+        None => Ok(()),
+        Some(one) => {
+            let source = std::io::Error::other("it has just begun to share");
+            Err(Error::Busy { pid: one.inner(), source })
+        }
+    }
 }
 
 /// Has all let go of what they have of others. Their threads stand still, but for the driver's where it needs one, and
