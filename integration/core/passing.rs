@@ -46,10 +46,12 @@ fn those_in_one_direction_come_back() {
 fn those_that_would_be_exchanged_or_lost_are_refused_until_they_are_received() {
     let both = "1 to process 1001 (python3) from process 1002 (python3), 1 to process 1002 (python3) from process 1001";
     let one = "1 to process 1001 (python3) from process 1002 (python3);";
+    let unknown = "1 to process 1001 (python3);";
     let kinds = [
         ("both", both, "has from-parent\n"),
         ("pipe", one, "has through-a-pipe\n"),
         ("stream", one, "has from-child\n"),
+        ("empty", unknown, "has from-child\n"),
     ];
     for (kind, words, by) in kinds {
         let Some(lab) =

@@ -110,6 +110,35 @@ fn ranks_that_share_and_wait_for_a_late_one_in_collectives_are_locked_soon() {
 }
 
 #[test]
+fn files_that_ranks_sent_each_other_and_do_not_receive_hold_up_snapshots_only() {
+    let Some(rig) = job(2, &[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    supervisor.snapshot();
+    for rank in 0..2 {
+        supervisor.has_rank(rank, "post");
+    }
+    let why = supervisor.failing_snapshot();
+    assert!(why.contains("CRIU would lose or exchange them") && why.contains("the job runs on"), "{why}");
+    supervisor.assert_unharmed(2);
+    for rank in 0..2 {
+        supervisor.has_rank(rank, "take");
+    }
+    supervisor.snapshot();
+    supervisor.assert_unharmed(2);
+    // One direction is no trouble.
+    supervisor.has_rank(1, "post");
+    supervisor.snapshot();
+    supervisor.kill_job();
+    supervisor.said("the job is back from image");
+    supervisor.assert_unharmed(2);
+    supervisor.has_rank(0, "take");
+    supervisor.assert_unharmed(2);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
 fn a_thread_that_stands_with_a_lock_of_the_driver_is_waited_for() {
     let Some(rig) = job(2, &[]) else { return };
     let mut supervisor = rig.start();

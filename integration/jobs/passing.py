@@ -7,6 +7,7 @@
   both    parent and child have sent each other one
   pipe    a child has sent the end of a pipe
   stream  a child has sent data, and a descriptor after that
+  empty   a child has sent a descriptor without data, in a datagram
   later   as both; what is sent is received 0.7 s after FOLDER/dumping is there
 """
 
@@ -39,17 +40,20 @@ def event(number):
     return os.eventfd(number)
 
 
+DATA = b"" if KIND == "empty" else b"m"
+
+
 def send(channel, *descriptors):
     """In one packet; from then on they are only on their way."""
     rights = array.array("i", descriptors)
-    need(channel.sendmsg([b"m"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]) == 1, "not sent")
+    need(channel.sendmsg([DATA], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]) == len(DATA), "not sent")
     for fd in descriptors:
         os.close(fd)
 
 
 def received(channel):
     data, control, _, _ = channel.recvmsg(10, socket.CMSG_SPACE(40))
-    need(data == b"m" and control, "a packet is lost:", data, control)
+    need(data == DATA and control, "a packet is lost:", data, control)
     return array.array("i", control[0][2])
 
 
@@ -86,7 +90,7 @@ def child(channel, to_send, expected):
 
 
 def passing():
-    own, first = socket.socketpair()
+    own, first = socket.socketpair(type=socket.SOCK_SEQPACKET if KIND == "empty" else socket.SOCK_STREAM)
     one, other = socket.socketpair()
 
     def of_the_first():

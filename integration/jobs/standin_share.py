@@ -14,6 +14,7 @@ FILE.done:
   multicast  uses multicast
   hold       holds a lock of the driver's for 6 s, on a thread of its own
   fork       has a child that calls the driver in vain, and executes another program
+  post       sends a file to each other rank; "take" receives those of the others
   crowd      leaves one descriptor free
   room       gives them back
 Ends with 3 when memory is not what it was, with 4 when a name is not, with 5 when a call fails, with 6 when a rank ends
@@ -279,6 +280,17 @@ class Rank:
                     os._exit(7)
                 os.execvp("true", ["true"])
             return f"child ended with {os.waitpid(child, 0)[1]}"
+        elif word == "post":
+            for channel in self.channels.values():
+                file = os.memfd_create("post")
+                os.write(file, b"from %d" % self.number)
+                send(channel, file)
+        elif word == "take":
+            for peer, channel in self.channels.items():
+                file = receive(channel)
+                if os.pread(file, 100, 0) != b"from %d" % peer:
+                    os._exit(7)
+                os.close(file)
         elif word == "crowd":
             resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
             try:

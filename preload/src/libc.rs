@@ -146,20 +146,14 @@ unsafe extern "C" fn raw_ioctl(fd: i32, request: usize, argument: usize) -> i32 
 }
 
 type ReadLock = unsafe extern "C" fn(*mut c_void) -> i32;
-type TimedReadLock = unsafe extern "C" fn(*mut c_void, *const [u64; 2]) -> i32;
 
 /// The libc's functions for a reader of a pthread_rwlock_t; null until [`find_read_locks`].
 static READ_LOCK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 static TRY_READ_LOCK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
-static TIMED_READ_LOCK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 
 /// Answers whether all are there: then those below may be called.
 pub(crate) fn find_read_locks() -> bool {
-    let all = [
-        (&TIMED_READ_LOCK, c"pthread_rwlock_timedrdlock"),
-        (&TRY_READ_LOCK, c"pthread_rwlock_tryrdlock"),
-        (&READ_LOCK, c"pthread_rwlock_rdlock"),
-    ];
+    let all = [(&TRY_READ_LOCK, c"pthread_rwlock_tryrdlock"), (&READ_LOCK, c"pthread_rwlock_rdlock")];
     all.into_iter().all(|(slot, name)| {
         let found = next(name);
         slot.store(found, Ordering::Relaxed);
@@ -187,18 +181,6 @@ pub(crate) unsafe fn try_read_lock(lock: *mut c_void) -> i32 {
     let function: ReadLock = unsafe { transmute(TRY_READ_LOCK.load(Ordering::Relaxed)) };
     // SAFETY: the caller's promise.
     unsafe { function(lock) }
-}
-
-/// pthread_rwlock_timedrdlock(3) with a time that is over.
-///
-/// # Safety
-/// As for [`read_lock`].
-pub(crate) unsafe fn read_lock_at_once(lock: *mut c_void) -> i32 {
-    // SAFETY: the libc's function of this name.
-    let function: TimedReadLock = unsafe { transmute(TIMED_READ_LOCK.load(Ordering::Relaxed)) };
-    let past = [0; 2];
-    // SAFETY: the caller's promise; a live local, of the layout of struct timespec.
-    unsafe { function(lock, &raw const past) }
 }
 
 /// A thread of the libc's. Answers whether there is one.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  preflight   some are on their way? most are for microseconds: wait a little     job runs
-//!  dump        CRIU writes them; what a restore by it would lose or exchange        job stands still
+//!  dump        CRIU writes them; what a restore by it would lose or exchange       job stands still
 //!              fails this attempt, the rest is put into its order in the image
 //!  afterwards  wait until it moves, and take the snapshot anew                      job runs
 //! ```
@@ -14,7 +14,7 @@ use std::hash::{BuildHasher, RandomState};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use crate::sys::criu::image::{self, Stuck, keep_in_flight};
+use crate::sys::criu::image::{self, Queues, Stuck, keep_in_flight};
 use crate::sys::process;
 
 /// So often a snapshot is tried; a CUDA job stands still for a checkpoint and a restore each time.
@@ -48,7 +48,7 @@ impl std::fmt::Display for InFlight {
         for (at, stuck) in self.all.iter().enumerate() {
             let comma = if at == 0 { "" } else { ", " };
             write!(f, "{comma}{} to {}", stuck.descriptors, process(stuck.receiver))?;
-            if stuck.sender != stuck.receiver {
+            if stuck.sender.is_some() && stuck.sender != stuck.receiver {
                 write!(f, " from {}", process(stuck.sender))?;
             }
         }
@@ -57,11 +57,16 @@ impl std::fmt::Display for InFlight {
 }
 
 impl InFlight {
-    /// Looks into the image in `criu_dir`, while all tasks stand still, and puts those right that can be. `names` are those
-    /// of the processes, as they see themselves.
-    pub(super) fn find(criu_dir: &Path, names: &BTreeMap<i32, String>) -> Result<Option<InFlight>, image::Error> {
-        let all = keep_in_flight(criu_dir)?;
-        Ok((!all.is_empty()).then(|| InFlight { all, names: names.clone() }))
+    /// Looks into the image in `criu_dir`, while all tasks of the tree below `root` stand still, and puts those right that
+    /// can be. `names` are those of the processes, as they see themselves.
+    pub(super) fn find(
+        criu_dir: &Path,
+        root: i32,
+        names: &BTreeMap<i32, String>,
+    ) -> Result<Option<InFlight>, image::Error> {
+        let mut queues = keep_in_flight(criu_dir)?;
+        queues.stuck.extend(missing(&waiting(&process::tree(root)), &queues));
+        Ok((!queues.stuck.is_empty()).then(|| InFlight { all: queues.stuck, names: names.clone() }))
     }
 
     /// Waits until any of them was received, and a random moment more: a job that sends in step with our attempts would hold
@@ -72,7 +77,7 @@ impl InFlight {
         let moved = || {
             let now = waiting(&tree);
             // A kernel that does not say how many there are, or a socket that nobody has any more, may have moved.
-            self.all.iter().any(|stuck| now.get(&stuck.inode).copied() != was(stuck))
+            self.all.iter().any(|stuck| now.get(&stuck.inode).map(|waiting| waiting.count) != was(stuck))
         };
         let moved = until(MORE_PATIENCE, || cancelled() || moved());
         if moved {
@@ -102,18 +107,39 @@ fn until(limit: Duration, mut done: impl FnMut() -> bool) -> bool {
     }
 }
 
-/// How many descriptors wait in each socket of the processes, by its inode; only those in which any do.
-fn waiting(tree: &[i32]) -> BTreeMap<u32, u64> {
-    tree.iter().flat_map(|pid| waiting_in(*pid)).collect()
+/// What waits in a socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Waiting {
+    /// How many descriptors.
+    count: u64,
+    /// A process that has the socket.
+    pid: i32,
 }
 
-fn waiting_in(pid: i32) -> Vec<(u32, u64)> {
+/// What CRIU has not written of what waits in sockets.
+fn missing(waiting: &BTreeMap<u32, Waiting>, queues: &Queues) -> Vec<Stuck> {
+    let stuck = |(inode, Waiting { count, pid }): (&u32, &Waiting)| {
+        let written = queues.descriptors.get(inode).copied().unwrap_or(0);
+        let descriptors = usize::try_from(*count).ok().filter(|count| *count > written)?;
+        let is_known = queues.stuck.iter().any(|stuck| stuck.inode == *inode);
+        (!is_known).then(|| Stuck { inode: *inode, receiver: process::inner_pid(*pid), sender: None, descriptors })
+    };
+    waiting.iter().filter_map(stuck).collect()
+}
+
+/// The sockets of the processes in which descriptors wait, by inode.
+fn waiting(tree: &[i32]) -> BTreeMap<u32, Waiting> {
+    tree.iter().rev().flat_map(|pid| waiting_in(*pid)).collect()
+}
+
+fn waiting_in(pid: i32) -> Vec<(u32, Waiting)> {
     let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return Vec::new() };
     let found = descriptors.flatten().filter_map(|fd| {
         let link = std::fs::read_link(fd.path()).ok()?;
         let inode = link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()?;
         let text = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", fd.file_name().to_str()?)).ok()?;
-        Some((inode, scm_fds(&text).filter(|count| *count > 0)?))
+        let count = scm_fds(&text).filter(|count| *count > 0)?;
+        Some((inode, Waiting { count, pid }))
     });
     found.collect()
 }
@@ -138,7 +164,7 @@ mod tests {
         let inode =
             u32::try_from(std::fs::metadata(format!("/proc/self/fd/{}", other.as_raw_fd())).unwrap().ino()).unwrap();
         let me = std::process::id().cast_signed();
-        let count = || waiting(&[me]).get(&inode).copied();
+        let count = || waiting(&[me]).get(&inode).map(|waiting| waiting.count);
         assert_eq!(count(), None);
         let file = std::fs::File::open("/dev/null").unwrap();
         let two = [file.as_raw_fd(); 2];
@@ -165,6 +191,18 @@ mod tests {
         assert!(in_flight.moves(me, 2, &|| false));
         let text = in_flight.to_string();
         assert!(text.contains("exchange them: 2 to process 7 (a) from process 8; a snapshot works once"), "{text}");
+    }
+
+    #[test]
+    fn what_criu_did_not_write_is_missed() {
+        let me = std::process::id().cast_signed();
+        let waiting = [(1, 2), (2, 1), (3, 5), (4, 1)].map(|(inode, count)| (inode, Waiting { count, pid: me }));
+        let known = Stuck { inode: 4, receiver: None, sender: Some(9), descriptors: 1 };
+        let queues = Queues { descriptors: [(1, 2), (3, 4)].into(), stuck: vec![known] };
+        let found = missing(&waiting.into(), &queues);
+        let stuck = |inode, descriptors| Stuck { inode, receiver: Some(me), sender: None, descriptors };
+        assert_eq!(found, [stuck(2, 1), stuck(3, 5)]);
+        assert_eq!(missing(&BTreeMap::new(), &queues), []);
     }
 
     #[test]

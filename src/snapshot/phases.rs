@@ -303,7 +303,7 @@ impl<'a> Work<'a> {
             for pid in self.gpu.stopped_pids() {
                 let _ = ptrace::stop_when_let_go(pid);
             }
-            lost = InFlight::find(&dir, &self.names).map_err(|e| chain(&e))?;
+            lost = InFlight::find(&dir, root, &self.names).map_err(|e| chain(&e))?;
             if let Some(lost) = &lost {
                 return Err(lost.to_string());
             }

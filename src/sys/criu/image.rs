@@ -17,7 +17,7 @@ use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
 pub use devices::{Replaced, without_devices};
-pub use queues::{Stuck, keep_in_flight};
+pub use queues::{Queues, Stuck, keep_in_flight};
 pub use sockets::{TcpSocket, close_connections_outwards, tcp_sockets};
 
 use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};

@@ -1,6 +1,6 @@
 //! Descriptors on their way through a UNIX socket (`SCM_RIGHTS`): sent, and not received.
 //!
-//! CRIU writes them into sk-queues.img. But three things go wrong by way of it (4.2.1), all seen, all without a word:
+//! CRIU writes them into sk-queues.img. But four things go wrong by way of it (4.2.1), all seen, all without a word:
 //!
 //! - Two sockets that are connected with each other (socketpair(2), accept(2)) are made and filled by one process: the first
 //!   that has the end which is later in files.img (`interconnected_pair`). The numbers of the descriptors were chosen before
@@ -11,6 +11,8 @@
 //!   waits for another one, as the end of a pipe does.
 //! - Of a stream, data is read together with what was sent after it with descriptors (`dump_sk_queue_packet`), and comes back
 //!   as one packet: whoever reads the data by itself throws the descriptors away.
+//! - A datagram without data ends the dump of its queue: it is not written, with its descriptors, nor what is behind it. Only
+//!   the kernel can tell how many there were.
 //!
 //! The first is mended by the order: the sending end goes behind the other. All that is left is for the caller to judge. What is
 //! loose comes back right: datagrams of a sender that is not connected, or only in one direction, and a queue whose other end
@@ -38,39 +40,48 @@ pub struct Stuck {
     pub inode: u32,
     /// The first process that has that socket, as it sees itself. None where it is on its way too.
     pub receiver: Option<i32>,
-    /// The first that has the other end.
+    /// The first that has the other end, where it is known.
     pub sender: Option<i32>,
     /// How many.
     pub descriptors: usize,
 }
 
-/// Puts sockets of files.img into the order in which CRIU restores the descriptors that are in their queues. Answers what
-/// no order brings back.
+/// The descriptors in the queues of an image.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Queues {
+    /// How many are in each socket, by its inode.
+    pub descriptors: BTreeMap<u32, usize>,
+    /// What no order brings back.
+    pub stuck: Vec<Stuck>,
+}
+
+/// Puts sockets of files.img into the order in which CRIU restores the descriptors that are in their queues.
 ///
 /// # Errors
 /// When an image file is missing or damaged, or can not be written.
-pub fn keep_in_flight(dir: &Path) -> Result<Vec<Stuck>, Error> {
+pub fn keep_in_flight(dir: &Path) -> Result<Queues, Error> {
     let queues = queues(&dir.join("sk-queues.img"))?;
     if queues.is_empty() {
-        return Ok(Vec::new());
+        return Ok(Queues::default());
     }
     let path = dir.join("files.img");
     let files = Records::open(path.clone(), FILES)?.all()?;
     let scene = Scene { queues, files, holders: holders(dir)? };
-    let (mut stuck, mut behind) = (Vec::new(), Vec::new());
-    for receiver in scene.queues.keys() {
+    let (mut found, mut behind) = (Queues::default(), Vec::new());
+    for (receiver, queue) in &scene.queues {
         let socket = scene.socket(*receiver);
         let socket = socket.ok_or_else(|| damaged(&path, format!("no socket {receiver}, which has a queue")))?;
+        found.descriptors.insert(socket.ino, queue.files.len());
         match scene.judge(*receiver, socket) {
             Verdict::Right => {}
             Verdict::Behind(sender) => behind.push((*receiver, sender)),
-            Verdict::Wrong => stuck.push(scene.stuck(*receiver, socket)),
+            Verdict::Wrong => found.stuck.push(scene.stuck(*receiver, socket)),
         }
     }
-    if stuck.is_empty() {
+    if found.stuck.is_empty() {
         exchange(&path, &behind.into_iter().filter(|pair| scene.is_before(*pair)).collect::<Vec<_>>())?;
     }
-    Ok(stuck)
+    Ok(found)
 }
 
 /// What is in the queue of a socket.

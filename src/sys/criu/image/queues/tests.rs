@@ -96,9 +96,9 @@ fn order(dir: &TempDir) -> Vec<u32> {
 /// Nothing is stuck; the files in their order afterwards.
 fn kept(scenery: Scenery) -> Vec<u32> {
     let dir = scenery.written();
-    assert_eq!(keep_in_flight(dir.path()).unwrap(), []);
+    assert_eq!(keep_in_flight(dir.path()).unwrap().stuck, []);
     let found = order(&dir);
-    assert_eq!(keep_in_flight(dir.path()).unwrap(), []);
+    assert_eq!(keep_in_flight(dir.path()).unwrap().stuck, []);
     assert_eq!(order(&dir), found, "once is enough");
     found
 }
@@ -107,7 +107,7 @@ fn kept(scenery: Scenery) -> Vec<u32> {
 fn stuck(scenery: Scenery) -> Vec<Stuck> {
     let dir = scenery.written();
     let before = std::fs::read(dir.path().join("files.img")).unwrap();
-    let found = keep_in_flight(dir.path()).unwrap();
+    let found = keep_in_flight(dir.path()).unwrap().stuck;
     assert_eq!(std::fs::read(dir.path().join("files.img")).unwrap(), before);
     found
 }
@@ -134,7 +134,7 @@ fn the_sending_end_goes_behind_the_other() {
     let more = pair(11).packet(11, b"data", &[]).packet(10, b"x", &[2]).packet(10, b"", &[]).packet(10, b"y", &[2]);
     assert_eq!(kept(more), [1, 10, 2, 11]);
     let dir = pair(11).packet(10, b"x", &[2]).written();
-    keep_in_flight(dir.path()).unwrap();
+    assert_eq!(keep_in_flight(dir.path()).unwrap().descriptors, BTreeMap::from([(110, 1)]));
     let written = std::fs::read(dir.path().join("files.img")).unwrap();
     assert_eq!(written.windows(4).filter(|part| *part == UNKNOWN).count(), 2, "what is not read stays");
 }
@@ -145,7 +145,7 @@ fn without_descriptors_in_flight_nothing_is_changed() {
     assert_eq!(kept(pair(11).packet(10, b"data", &[])), [1, 11, 2, 10]);
     let dir = pair(11).written();
     std::fs::remove_file(dir.path().join("sk-queues.img")).unwrap();
-    assert_eq!(keep_in_flight(dir.path()).unwrap(), []);
+    assert_eq!(keep_in_flight(dir.path()).unwrap().stuck, []);
 }
 
 #[test]
@@ -226,11 +226,11 @@ fn processes_with_one_table_are_one() {
     let scene = holders(dir.path()).unwrap();
     assert_eq!(scene[&10], BTreeSet::from([1002]));
     // The receiver has the file too, and comes after the sender.
-    assert_eq!(keep_in_flight(dir.path()).unwrap(), []);
+    assert_eq!(keep_in_flight(dir.path()).unwrap().stuck, []);
     assert_eq!(order(&dir), [10, 11, 2]);
     // A dead process has none.
     std::fs::remove_file(dir.path().join("ids-1003.img")).unwrap();
-    assert_eq!(keep_in_flight(dir.path()).unwrap(), []);
+    assert_eq!(keep_in_flight(dir.path()).unwrap().stuck, []);
 }
 
 #[test]
