@@ -19,6 +19,7 @@ use super::Error;
 use crate::sys::cuda::{self, Process, State};
 use crate::sys::sharing::{self, Sharing};
 use crate::sys::{parallel, process, ptrace};
+use lock::Resting;
 
 /// Where a process stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +48,10 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 /// How long the threads of a process may take to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long CUDA may take to be locked where all threads are stopped and the GPUs have nothing to do: some milliseconds, or
+/// one of the threads has a lock of the driver's.
+const AT_REST: Duration = Duration::from_secs(2);
 
 impl Member {
     fn has_ended(&self) -> bool {
@@ -143,7 +148,9 @@ impl Group {
     pub(super) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
         for attempt in 1..=ATTEMPTS {
-            let mut outcome = self.lock_once(timeout).map_err(error);
+            // What none of the two ways can lock the other may.
+            let resting = if attempt % 2 == 1 { Resting::LetGo } else { Resting::Held };
+            let mut outcome = self.lock_once(timeout, resting).map_err(error);
             if outcome.is_ok() && (self.is_empty() && attempt == 1 || !self.has_changed(root)) {
                 outcome = self.let_go(timeout);
                 if outcome.is_ok() {
@@ -186,6 +193,7 @@ impl Group {
         self.stop()?;
         self.unlock_alone()?;
         sharing::let_go(&sharing)?;
+        let timeout = timeout.min(AT_REST);
         for (member, outcome) in self.at_once(|member| member.alone(|process| process.lock(timeout))) {
             outcome.map_err(|source| Error::Cuda { phase: "lock", source })?;
             member.stand = Stand::Locked;
@@ -235,12 +243,12 @@ impl Group {
         taken
     }
 
-    fn lock_once(&mut self, timeout: Duration) -> Result<(), cuda::Error> {
+    fn lock_once(&mut self, timeout: Duration, resting: Resting) -> Result<(), cuda::Error> {
         sharing::announce(&self.outer_pids(), true);
         let members = &self.members;
         let lock = |at: usize, left| members.get(at).map_or(Ok(()), |member| member.process.lock(left));
         let unlock = |at: usize| members.get(at).map_or(Ok(()), |member| member.process.unlock());
-        let (locked, result) = lock::together(members.len(), timeout, lock, unlock);
+        let (locked, result) = lock::together(members.len(), timeout, resting, lock, unlock);
         for (member, locked) in self.members.iter_mut().zip(locked) {
             member.stand = if locked { Stand::Locked } else { member.stand };
         }

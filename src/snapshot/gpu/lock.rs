@@ -55,11 +55,22 @@ enum Stand {
     Locked,
 }
 
+/// What becomes of those that rest while others do not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Resting {
+    /// They are let go again.
+    LetGo,
+    /// They stay locked. For processes that do not wait for each other and have work for seconds: those would only get more
+    /// of it.
+    Held,
+}
+
 /// Locks `count` processes within `timeout`; answers which are locked, and the first failure. `lock` gets the time that it
 /// may wait.
 pub(super) fn together<E: Send>(
     count: usize,
     timeout: Duration,
+    resting: Resting,
     lock: impl Fn(usize, Duration) -> Result<(), E> + Sync,
     unlock: impl Fn(usize) -> Result<(), E>,
 ) -> (Vec<bool>, Result<(), E>) {
@@ -95,7 +106,9 @@ pub(super) fn together<E: Send>(
                         }
                         result = std::mem::replace(&mut result, Ok(())).and(outcome);
                     }
-                    Err(RecvTimeoutError::Timeout) if result.is_ok() && stands.contains(&Stand::Locked) => {
+                    Err(RecvTimeoutError::Timeout)
+                        if resting == Resting::LetGo && result.is_ok() && stands.contains(&Stand::Locked) =>
+                    {
                         tracing::debug!(?turns, ?stands, "some wait for what is locked");
                         result = let_go(&mut stands, &unlock);
                         if result.is_ok() && turns.is_brief() {
@@ -208,8 +221,13 @@ mod tests {
                 for _ in 0..5 {
                     thread::sleep(Duration::from_millis(70));
                     let limit = Duration::from_secs(20);
-                    let (locked, result) =
-                        together(late.len(), limit, |at, left| world.lock(at, left), |at| world.unlock(at));
+                    let (locked, result) = together(
+                        late.len(),
+                        limit,
+                        Resting::LetGo,
+                        |at, left| world.lock(at, left),
+                        |at| world.unlock(at),
+                    );
                     let rest = world.ranks.lock().unwrap().clone();
                     (0..late.len()).for_each(|at| world.unlock(at).unwrap());
                     if result.is_err() || locked.contains(&false) || rest.iter().any(|r| r.begun != rest[0].begun) {
@@ -234,7 +252,8 @@ mod tests {
                 world.changed.notify_all();
             });
             let limit = Duration::from_secs(20);
-            let (locked, result) = together(2, limit, |at, left| world.lock(at, left), |at| world.unlock(at));
+            let (locked, result) =
+                together(2, limit, Resting::LetGo, |at, left| world.lock(at, left), |at| world.unlock(at));
             assert_eq!((locked, result), (vec![true, true], Ok(())));
         });
         assert_eq!(world.locks()[0], 1, "what is asked for stays asked for");
@@ -263,15 +282,26 @@ mod tests {
                 ends.lock().unwrap()[at] = Instant::now() + WORK;
                 Ok(())
             };
-            let (locked, result) = together(phases.len(), 5 * WORK, lock, unlock);
+            let (locked, result) = together(phases.len(), 5 * WORK, Resting::LetGo, lock, unlock);
             assert_eq!((locked, result), (vec![true; phases.len()], Ok(())), "{phases:?}");
         }
     }
 
     #[test]
+    fn those_that_are_held_are_asked_once() {
+        let work = |at: usize, _| {
+            thread::sleep(Duration::from_millis(if at == 0 { 200 } else { 0 }));
+            Ok::<_, &str>(())
+        };
+        let never = |at: usize| panic!("{at} was let go");
+        let (locked, result) = together(2, Duration::from_secs(20), Resting::Held, work, never);
+        assert_eq!((locked, result), (vec![true, true], Ok(())));
+    }
+
+    #[test]
     fn a_failure_is_told_with_those_that_are_locked() {
         let lock = |at: usize, _| if at == 1 { Err("gone") } else { Ok(()) };
-        let (locked, result) = together(3, Duration::from_secs(1), lock, |_| Ok(()));
+        let (locked, result) = together(3, Duration::from_secs(1), Resting::LetGo, lock, |_| Ok(()));
         assert_eq!((locked, result), (vec![true, false, true], Err("gone")));
     }
 
@@ -281,7 +311,8 @@ mod tests {
         world.ranks.lock().unwrap()[0].begun = 1;
         let began = Instant::now();
         let limit = Duration::from_millis(300);
-        let (locked, result) = together(2, limit, |at, left| world.lock(at, left), |at| world.unlock(at));
+        let (locked, result) =
+            together(2, limit, Resting::LetGo, |at, left| world.lock(at, left), |at| world.unlock(at));
         assert_eq!((locked[0], result), (false, Err("not ready")));
         assert!(began.elapsed() >= limit && began.elapsed() < Duration::from_secs(5));
     }
@@ -291,7 +322,7 @@ mod tests {
         let world = World::new(2);
         world.ranks.lock().unwrap()[0].begun = 1;
         let limit = Duration::from_millis(300);
-        let (locked, result) = together(2, limit, |at, left| world.lock(at, left), |_| Err("stuck"));
+        let (locked, result) = together(2, limit, Resting::LetGo, |at, left| world.lock(at, left), |_| Err("stuck"));
         assert_eq!((locked, result), (vec![false, true], Err("stuck")));
     }
 }
