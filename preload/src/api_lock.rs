@@ -52,6 +52,15 @@ unsafe extern "C" fn read_lock(lock: *mut c_void) -> i32 {
     unsafe { libc::read_lock(lock) }
 }
 
+/// Whether the calling thread does, by `__cur_writer` of glibc's `struct __pthread_rwlock_arch_t` (x86-64, since 2.25). Not by
+/// pthread_rwlock_timedrdlock, which is one more that waits until it sees that its time is over.
+fn has_it_for_writing(lock: *mut c_void) -> bool {
+    const CUR_WRITER: usize = 24;
+    // SAFETY: within the lock, which has 56 bytes, and aligned.
+    let writer = unsafe { lock.cast::<AtomicI32>().byte_add(CUR_WRITER).as_ref() };
+    writer.is_some_and(|writer| writer.load(Ordering::Relaxed) == sys::thread())
+}
+
 #[cfg(test)]
 mod tests {
     use core::cell::UnsafeCell;
@@ -131,13 +140,4 @@ mod tests {
         });
         announce(false);
     }
-}
-
-/// Whether the calling thread does, by `__cur_writer` of glibc's `struct __pthread_rwlock_arch_t` (x86-64, since 2.25). Not by
-/// pthread_rwlock_timedrdlock, which is one more that waits until it sees that its time is over.
-fn has_it_for_writing(lock: *mut c_void) -> bool {
-    const CUR_WRITER: usize = 24;
-    // SAFETY: within the lock, which has 56 bytes, and aligned.
-    let writer = unsafe { lock.cast::<AtomicI32>().byte_add(CUR_WRITER).as_ref() };
-    writer.is_some_and(|writer| writer.load(Ordering::Relaxed) == sys::thread())
 }
