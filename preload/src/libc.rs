@@ -52,6 +52,7 @@ type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
 type ThreadMain = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
 type CreateThread = unsafe extern "C" fn(*mut usize, *const c_void, ThreadMain, *mut c_void) -> i32;
 type Dlvsym = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) -> *mut c_void;
+type ReadLock = unsafe extern "C" fn(*mut c_void) -> i32;
 type ErrnoLocation = unsafe extern "C" fn() -> *mut i32;
 
 /// The mmap after ours: the system call, until the constructor has run.
@@ -145,13 +146,11 @@ unsafe extern "C" fn raw_ioctl(fd: i32, request: usize, argument: usize) -> i32 
     }
 }
 
-type ReadLock = unsafe extern "C" fn(*mut c_void) -> i32;
-
 /// The libc's functions for a reader of a pthread_rwlock_t; null until [`find_read_locks`].
 static READ_LOCK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 static TRY_READ_LOCK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 
-/// Answers whether all are there: then those below may be called.
+/// Answers whether both are there: then those below may be called.
 pub(crate) fn find_read_locks() -> bool {
     let all = [(&TRY_READ_LOCK, c"pthread_rwlock_tryrdlock"), (&READ_LOCK, c"pthread_rwlock_rdlock")];
     all.into_iter().all(|(slot, name)| {

@@ -5,7 +5,9 @@
 //! the same namespaces as pid 2, started by the supervisor too. The job has an IPC namespace of its own besides, which CRIU
 //! stays out of: it is in the image, and with it what is System V's. Where it is wanted, the job and CRIU are in a network
 //! namespace of init's, with a loopback device and an [uplink] at most, which is in no image: each restore finds all ports
-//! free. So
+//! free.
+//!
+//! So
 //! - neither the PID nor the mount namespace is part of an image: a restore needs no mount that has come or gone since,
 //!   on this machine or another (the other way, with init dumped from outside, was tried: it takes the whole mount table
 //!   into the image and makes it again);

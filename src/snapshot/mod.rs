@@ -13,6 +13,9 @@
 //!  publish     a manifest in memory, or hash, fsync, rename; the job runs
 //! ```
 //!
+//! All of it is done anew where the image has descriptors on their way between processes that a restore would not bring
+//! back right (`in_flight`): the job runs on, and a moment later they are received.
+//!
 //! Invariants:
 //! - A phase that fails undoes all before it, in reverse order, and the job runs on. Where that is not possible (the
 //!   driver can not restore a process: there is no second try) the error says so ([`Error::job_is_lost`]), and the job

@@ -9,11 +9,9 @@ use std::path::{Path, PathBuf};
 use prost::Message;
 
 use super::rewrite::{rewrite, with_fields};
-use super::{Error, FILES, Records, damaged};
+use super::{Error, FDINFO, FILES, IDS, Records, damaged};
 use crate::sys::criu::proto::{FdinfoEntry, KobjIds, NullFileEntry, PluginFileEntry, VmaEntry};
 
-pub(super) const FDINFO: u32 = 0x5621_3732;
-pub(super) const IDS: u32 = 0x5443_2030;
 const MM: u32 = 0x5749_2820;
 
 /// `fd_types` of fdinfo.proto.

@@ -21,9 +21,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
 
-use super::devices::{FDINFO, IDS};
 use super::rewrite::rewrite;
-use super::{Error, FILES, Records, damaged, ids};
+use super::{Error, FDINFO, FILES, IDS, Records, damaged, ids};
 use crate::sys::criu::proto::{ConnectedEntry, FdinfoEntry, KobjIds, PacketEntry, QueuedFileEntry};
 
 const QUEUES: u32 = 0x5626_4026;
