@@ -1,8 +1,9 @@
 //! Jobs of many kinds, each killed with -9 after a snapshot and compared with what it would have become.
 
 use std::net::UdpSocket;
+use std::time::Duration;
 
-use crate::supervisor::{LIMIT, Lab, Running, assert_counts_up, numbers};
+use crate::supervisor::{LIMIT, Lab, Running, assert_counts_up, numbers, tail};
 
 /// Starts the job, lets it work, takes a snapshot, lets it work on.
 pub(crate) fn until_after_snapshot(lab: &Lab, kind: &str) -> Running {
@@ -20,10 +21,14 @@ pub(crate) fn count_on(lab: &Lab, run: &mut Running, by: usize) {
     run.wait_for("the job counts", || numbers(&lab.output()).len() >= before + by);
 }
 
+/// How long the last checks of a job may take: some look at all of its memory, beside other tests.
+const LAST_CHECKS: Duration = Duration::from_secs(120);
+
 /// Lets the job make its last checks.
 pub(crate) fn finish(lab: &Lab, run: Running) {
     std::fs::write(lab.file("finish"), "").unwrap();
-    let (_, said) = run.ends_with(0);
+    let (code, out, said) = run.finish(LAST_CHECKS);
+    assert_eq!(code, 0, "exit code\n--- output\n{}\n--- messages\n{}", tail(&out), tail(&said));
     let output = lab.output();
     assert!(output.ends_with("done\n"), "{output}");
     assert_eq!(output.matches("done").count(), 1, "it ended twice\n{output}\n{said}");
