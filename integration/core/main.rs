@@ -32,6 +32,7 @@ mod output;
 mod packed;
 mod page;
 mod passing;
+mod paths;
 mod repair;
 mod stop;
 mod trees;

@@ -29,7 +29,8 @@ fn matches(entry: &[u8], device: Device) -> Option<bool> {
     Some(*kind == device.kind && major == device.major && minor.is_none_or(|minor| minor == device.minor))
 }
 
-fn number(digits: &[u8]) -> Option<u32> {
+/// A decimal number, without a sign.
+pub(crate) fn number(digits: &[u8]) -> Option<u32> {
     if digits.is_empty() {
         return None;
     }

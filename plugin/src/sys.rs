@@ -1,38 +1,122 @@
 //! What is asked of the kernel and of the process.
 
-use core::arch::asm;
-use core::mem::MaybeUninit;
+use core::arch::{asm, global_asm};
+use core::ffi::{c_char, c_void};
+use core::mem::{MaybeUninit, transmute};
+use core::slice::from_raw_parts;
+use core::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::accept::Device;
 
+/// Numbers of system calls (x86-64).
+pub(crate) mod number {
+    pub(crate) const FSTAT: isize = 5;
+    pub(crate) const CLOSE: isize = 3;
+    pub(crate) const GETGROUPS: isize = 115;
+    pub(crate) const SETGROUPS: isize = 116;
+    pub(crate) const SETFSUID: isize = 122;
+    pub(crate) const SETFSGID: isize = 123;
+    pub(crate) const CAPGET: isize = 125;
+    pub(crate) const CAPSET: isize = 126;
+    pub(crate) const FSTATFS: isize = 138;
+    pub(crate) const PRCTL: isize = 157;
+    pub(crate) const OPENAT: isize = 257;
+    pub(crate) const UTIMENSAT: isize = 280;
+    pub(crate) const FCHOWNAT: isize = 260;
+    pub(crate) const UNLINKAT: isize = 263;
+    pub(crate) const LINKAT: isize = 265;
+    pub(crate) const NEWFSTATAT: isize = 262;
+    pub(crate) const FCNTL: isize = 72;
+    pub(crate) const FCHDIR: isize = 81;
+    pub(crate) const OPEN_BY_HANDLE_AT: isize = 304;
+    pub(crate) const OPENAT2: isize = 437;
+}
+
+pub(crate) const AT_FDCWD: i32 = -100;
+pub(crate) const EPERM: isize = -1;
+pub(crate) const EACCES: isize = -13;
+
+/// A system call. A negative result is an error's number.
+///
+/// # Safety
+/// The arguments are what the system call wants: memory that they point to lives until it is over.
+pub(crate) unsafe fn call(number: isize, arguments: [usize; 6]) -> isize {
+    let result: isize;
+    let [a, b, c, d, e, f] = arguments;
+    // SAFETY: as the caller promises. rcx and r11 are what the instruction itself overwrites.
+    unsafe {
+        asm!("syscall", inlateout("rax") number => result, in("rdi") a, in("rsi") b, in("rdx") c, in("r10") d,
+            in("r8") e, in("r9") f, lateout("rcx") _, lateout("r11") _, options(nostack));
+    }
+    result
+}
+
+/// A descriptor or another number, as an argument.
+pub(crate) fn argument(value: i32) -> usize {
+    value as isize as usize
+}
+
+/// A system call on numbers.
+pub(crate) fn numbers(number: isize, [a, b, c]: [usize; 3]) -> isize {
+    // SAFETY: callers pass it the numbers of calls that touch no memory.
+    unsafe { call(number, [a, b, c, 0, 0, 0]) }
+}
+
+pub(crate) fn close(fd: i32) {
+    numbers(number::CLOSE, [argument(fd), 0, 0]);
+}
+
 /// `struct stat` of x86-64.
 #[repr(C)]
-struct Stat {
-    /// Device, inode, links.
-    before: [u64; 3],
-    mode: u32,
-    /// User, group, padding.
-    owner: [u32; 3],
+#[derive(Clone, Copy)]
+pub(crate) struct Stat {
+    pub(crate) device: u64,
+    pub(crate) inode: u64,
+    links: u64,
+    pub(crate) mode: u32,
+    pub(crate) uid: u32,
+    /// Group, padding.
+    rest_of_owner: [u32; 2],
     rdev: u64,
     rest: [u64; 12],
 }
 
-/// The device that a descriptor is of, be it open or a mere path (O_PATH); nothing for what is no device.
-pub(crate) fn device(fd: i32) -> Option<Device> {
-    let mut stat = MaybeUninit::<Stat>::uninit();
-    let result: isize;
-    // SAFETY: fstat(2) writes to a struct of its size that lives until the call is over. rcx and r11 are what the
-    // instruction itself overwrites.
-    unsafe {
-        asm!("syscall", inlateout("rax") 5_isize => result, in("rdi") fd as isize, in("rsi") stat.as_mut_ptr(),
-            lateout("rcx") _, lateout("r11") _, options(nostack));
+impl Stat {
+    /// The type of the file: the upper bits of the mode.
+    pub(crate) fn kind(&self) -> u32 {
+        self.mode & 0o170_000
     }
+}
+
+pub(crate) const DIRECTORY: u32 = 0o040_000;
+pub(crate) const REGULAR: u32 = 0o100_000;
+
+pub(crate) fn stat(fd: i32) -> Option<Stat> {
+    let mut stat = MaybeUninit::<Stat>::uninit();
+    // SAFETY: fstat(2) writes to a struct of its size that lives until the call is over.
+    let result = unsafe { call(number::FSTAT, [argument(fd), stat.as_mut_ptr().addr(), 0, 0, 0, 0]) };
     if result != 0 {
         return None;
     }
     // SAFETY: the kernel has filled it in.
-    let stat = unsafe { stat.assume_init() };
-    let kind = match stat.mode & 0o170_000 {
+    Some(unsafe { stat.assume_init() })
+}
+
+/// Whether the descriptor is on a procfs.
+pub(crate) fn is_proc(fd: i32) -> bool {
+    /// `PROC_SUPER_MAGIC`.
+    const PROC: u64 = 0x9fa0;
+    // `struct statfs` has 120 bytes; the type comes first.
+    let mut statfs = [0u64; 16];
+    // SAFETY: fstatfs(2) writes 120 bytes to memory that lives until the call is over.
+    let result = unsafe { call(number::FSTATFS, [argument(fd), statfs.as_mut_ptr().addr(), 0, 0, 0, 0]) };
+    result == 0 && statfs[0] == PROC
+}
+
+/// The device that a descriptor is of, be it open or a mere path (O_PATH); nothing for what is no device.
+pub(crate) fn device(fd: i32) -> Option<Device> {
+    let stat = stat(fd)?;
+    let kind = match stat.kind() {
         0o020_000 => b'c',
         0o060_000 => b'b',
         _ => return None,
@@ -40,6 +124,103 @@ pub(crate) fn device(fd: i32) -> Option<Device> {
     // The kernel's `new_encode_dev`.
     let (major, minor) = (stat.rdev >> 8 & 0xfff, stat.rdev & 0xff | stat.rdev >> 12 & 0xf_ff00);
     Some(Device { kind, major: major as u32, minor: minor as u32 })
+}
+
+global_asm!(
+    ".weak getenv",
+    ".weak __errno_location",
+    ".pushsection .data.rekindle_libc, \"aw\", @progbits",
+    ".balign 8",
+    ".hidden rekindle_getenv",
+    ".globl rekindle_getenv",
+    "rekindle_getenv: .quad getenv",
+    ".hidden rekindle_errno",
+    ".globl rekindle_errno",
+    "rekindle_errno: .quad __errno_location",
+    ".popsection",
+);
+
+// What the compiler calls by name. Hidden: nobody else finds these, and no libc is needed for them. Nothing here unwinds; the
+// personality is named by tables of the core library only.
+#[cfg(not(test))]
+global_asm!(
+    ".pushsection .text.rekindle_memory, \"ax\", @progbits",
+    ".hidden memcpy",
+    ".globl memcpy",
+    "memcpy: mov rax, rdi",
+    "mov rcx, rdx",
+    "rep movsb",
+    "ret",
+    ".hidden memset",
+    ".globl memset",
+    "memset: mov r8, rdi",
+    "mov eax, esi",
+    "mov rcx, rdx",
+    "rep stosb",
+    "mov rax, r8",
+    "ret",
+    ".hidden rust_eh_personality",
+    ".globl rust_eh_personality",
+    "rust_eh_personality: ud2",
+    ".popsection",
+);
+
+unsafe extern "C" {
+    #[link_name = "rekindle_getenv"]
+    static GETENV: AtomicPtr<c_void>;
+    #[link_name = "rekindle_errno"]
+    static ERRNO: AtomicPtr<c_void>;
+}
+
+/// A variable of the environment.
+pub(crate) fn variable(name: &core::ffi::CStr) -> Option<&'static [u8]> {
+    // SAFETY: a static of this object, at all times.
+    let getenv = unsafe { GETENV.load(Ordering::Relaxed) };
+    if getenv.is_null() {
+        return None;
+    }
+    // SAFETY: the loader put the address of getenv(3) there.
+    let getenv: unsafe extern "C" fn(*const c_char) -> *const c_char = unsafe { transmute(getenv) };
+    // SAFETY: a string that ends with NUL. CRIU has one thread, and does not change these variables.
+    let value = unsafe { getenv(name.as_ptr()) };
+    if value.is_null() {
+        return None;
+    }
+    // SAFETY: getenv answers with a string that ends with NUL.
+    let length = unsafe { length(value) };
+    // SAFETY: these bytes stay in the environment.
+    Some(unsafe { from_raw_parts(value.cast(), length) })
+}
+
+/// The length of a string.
+///
+/// # Safety
+/// It ends with NUL.
+pub(crate) unsafe fn length(text: *const c_char) -> usize {
+    let mut length = 0;
+    // SAFETY: up to the NUL this is within the string.
+    while unsafe { text.add(length).read() } != 0 {
+        length += 1;
+    }
+    length
+}
+
+/// As the C library answers: -1 and errno for an error.
+pub(crate) fn answer(result: isize) -> isize {
+    if !(-4095..0).contains(&result) {
+        return result;
+    }
+    // SAFETY: a static of this object, at all times.
+    let location = unsafe { ERRNO.load(Ordering::Relaxed) };
+    if !location.is_null() {
+        // SAFETY: the loader put the address of __errno_location there.
+        let location: unsafe extern "C" fn() -> *mut i32 = unsafe { transmute(location) };
+        // SAFETY: it has no condition.
+        let errno = unsafe { location() };
+        // SAFETY: it answers with the place of this thread's errno.
+        unsafe { errno.write((-result) as i32) };
+    }
+    -1
 }
 
 #[cfg(test)]
@@ -55,5 +236,13 @@ mod tests {
         let other = std::fs::File::open("/proc/self/exe").unwrap();
         assert_eq!(device(other.as_raw_fd()), None);
         assert_eq!(device(-1), None);
+    }
+
+    #[test]
+    fn procfs_is_told_from_other_file_systems() {
+        let open = |path: &str| std::fs::File::open(path).unwrap();
+        assert!(is_proc(open("/proc/self/status").as_raw_fd()));
+        assert!(!is_proc(open("/proc/self/exe").as_raw_fd()), "that is a link to a file elsewhere");
+        assert!(!is_proc(open("/").as_raw_fd()) && !is_proc(-1));
     }
 }

@@ -12,9 +12,9 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 use super::Check;
 use crate::config::PidNamespace;
 use crate::launch::world::{FIRST_PID, Network, World, last_pid_for};
-use crate::launch::{self, IoUring, Job, JobSpec, Privileges, output, reaper};
+use crate::launch::{self, IoUring, Job, JobSpec, Privileges, output, plugin, reaper};
 use crate::snapshot::devices::Devices;
-use crate::sys::criu::{self, Criu, DumpOptions, Hooks, Place, Tcp};
+use crate::sys::criu::{self, Criu, DumpOptions, Hooks, Place, Plugin, RestoreOptions, Tcp};
 use crate::sys::process;
 use crate::telemetry::log::chain;
 
@@ -122,7 +122,7 @@ impl Trial<'_> {
         let world = self.world(last_pid_for(&ids))?;
         let abandon = || world.kill(None);
         let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, abandon: &abandon, died: &|| None };
-        let restored = criu::restore(&self.place(&world), Tcp::Close, criu::Memory::AtOnce, &[], &mut hooks);
+        let restored = criu::restore(&self.place(&world), RestoreOptions::default(), &mut hooks);
         let root = match restored {
             Ok(restored) => restored.root,
             Err(error) => {
@@ -163,8 +163,10 @@ impl Trial<'_> {
         let ids: Vec<i32> = process::tree(job.root.pid()).into_iter().filter_map(process::inner_pid).collect();
         let root = process::inner_pid(job.root.pid()).ok_or_else(|| failure("`sleep` ended at once"))?;
         // As for a snapshot here: a CRIU that can not load the plugin takes none.
-        let devices = Devices::prepare(&self.work).map_err(failed("preparing"))?;
-        let plugin = devices.as_ref().map(Devices::plugin);
+        let devices = Devices::find();
+        let folder = plugin::unpack(&self.work).map_err(failed("preparing"))?;
+        let plugin =
+            devices.as_ref().map(|devices| Plugin { folder: &folder, devices: Some(devices.list()), files: None });
         let options = DumpOptions { root, tcp: Tcp::Close, ghost_limit: 1 << 20, freeze_timeout: LIMIT, plugin };
         let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, abandon: &|| {}, died: &|| None };
         criu::dump(&self.place(&job.world), options, &mut hooks).map_err(refused("dump"))?;

@@ -4,6 +4,7 @@
 //! therefore hold the hash of their content: another version of rekindle unpacks another file and leaves this one alone.
 
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use crate::sys::durable;
@@ -46,17 +47,24 @@ impl Embedded {
 /// When the file can not be read or written.
 pub fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     match std::fs::read(path) {
-        Ok(found) if found == content => return Ok(()),
+        Ok(found) if found == content => return set_mode(path, mode),
         Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
         _ => {}
     }
     durable::write_file(path, content, mode).map_err(io::Error::other)
 }
 
+/// A file of an earlier version may have another.
+fn set_mode(path: &Path, mode: u32) -> io::Result<()> {
+    let permissions = std::fs::metadata(path)?.permissions();
+    if permissions.mode() & 0o7777 == mode {
+        return Ok(());
+    }
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
+}
+
 #[cfg(test)]
 pub(crate) mod tests {
-    use std::os::unix::fs::PermissionsExt;
-
     use super::*;
 
     #[test]
@@ -67,7 +75,11 @@ pub(crate) mod tests {
         std::fs::write(&path, b"cut").unwrap();
         assert_eq!(file.unpack(dir.path()).unwrap(), path);
         assert_eq!(std::fs::read(&path).unwrap(), b"whole");
-        assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o750);
+        let mode = || std::fs::metadata(&path).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode(), 0o750);
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
+        file.unpack(dir.path()).unwrap();
+        assert_eq!(mode(), 0o750);
         let name = path.file_name().unwrap().to_str().unwrap();
         assert!(name.starts_with("thing-") && name.ends_with(".so"), "{name}");
     }

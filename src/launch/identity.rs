@@ -2,6 +2,8 @@
 
 use nix::unistd::{Gid, User};
 
+use crate::sys::criu::FileRights;
+
 /// A user, its group and all its other groups.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Identity {
@@ -15,6 +17,14 @@ pub struct Identity {
     pub home: std::path::PathBuf,
     /// The name, for USER and LOGNAME.
     pub name: String,
+}
+
+impl Identity {
+    /// The rights over files that CRIU gets; none where the job is root, as CRIU is.
+    #[must_use]
+    pub fn file_rights(&self) -> Option<FileRights<'_>> {
+        (self.uid != 0).then_some(FileRights { uid: self.uid, gid: self.gid, groups: &self.groups })
+    }
 }
 
 /// Why there is no such user.

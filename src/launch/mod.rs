@@ -9,6 +9,7 @@ pub mod identity;
 pub mod interposer;
 pub mod nccl;
 pub mod output;
+pub mod plugin;
 pub mod reaper;
 pub mod tail;
 pub mod uplink;

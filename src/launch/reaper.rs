@@ -4,12 +4,17 @@ use std::path::{Path, PathBuf};
 
 use super::embedded::{Embedded, Error};
 
+/// Permission bits of a reaper, of any version.
+pub const MODE: u32 = 0o755;
+
 /// Built by build.rs from `reaper/`.
 const REAPER: Embedded = Embedded {
     name: "reaper",
     suffix: "",
     content: include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-reaper")),
-    mode: 0o700,
+    // CRIU restores a job of another user with that user's rights over files, and the kernel lets a process have only a file
+    // as its executable that it may execute (`prctl_set_mm_exe_file`). The folder keeps others out.
+    mode: MODE,
 };
 
 /// Makes sure that `dir` holds this version's reaper, whole, and returns its path.

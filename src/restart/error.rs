@@ -63,6 +63,9 @@ pub enum Error {
     /// A file of the job could not be put back.
     #[error(transparent)]
     Rollback(#[from] RollbackError),
+    /// What CRIU needs of ours is not in its place.
+    #[error(transparent)]
+    Plugin(#[from] crate::launch::plugin::Error),
     /// The world could not be made.
     #[error(transparent)]
     World(#[from] world::Error),
@@ -138,8 +141,11 @@ impl Error {
             Error::Unpack(error) if error.is_not_for_us() => Blame::Here,
             // Who has them may end.
             Error::Busy { .. } => Blame::Machine,
+            // Another image would fare no better with this CRIU.
+            Error::Criu(criu::RunError::Unrestricted { .. }) => Blame::Here,
             Error::World(_)
             | Error::Store(_)
+            | Error::Plugin(_)
             | Error::Unpack(_)
             | Error::Staging(_)
             | Error::Recreate { .. }

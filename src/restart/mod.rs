@@ -24,19 +24,20 @@ use std::time::{Duration, Instant};
 use crate::config::Lazy;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, Network, World};
-use crate::launch::{Job, embedded, output};
+use crate::launch::{Job, embedded, output, plugin, reaper};
 use crate::store::chunk::Key;
 use crate::store::manifest::PidNamespace;
 use crate::store::persist::Progress;
 use crate::store::staging::Area;
 use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::criu::lazy::{self, Daemon};
-use crate::sys::criu::{self, Criu, Hooks, Memory, Notify, Place};
+use crate::sys::criu::{self, Criu, Hooks, Memory, Notify, Place, Plugin, RestoreOptions};
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
 use crate::word::server as word;
 use compat::{Difference, Here};
 use gpus::{Moved, Plan, Relocation, Wishes};
+use moved::Logs;
 
 pub use error::{Blame, Error};
 pub(crate) use guard::given_files;
@@ -301,7 +302,9 @@ fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
             if let Some(dir) = file.path.parent() {
                 std::fs::create_dir_all(dir)?;
             }
-            embedded::put(&file.path, &content, file.mode)
+            // Images of earlier versions have a reaper that only root may execute.
+            let mode = if reaper::is_named(&file.path) { reaper::MODE } else { file.mode };
+            embedded::put(&file.path, &content, mode)
         };
         put().map_err(|source| Error::Recreate { path: file.path.clone(), source })?;
     }
@@ -371,10 +374,15 @@ fn run_criu(
         Ok(())
     };
     let mut hooks = Hooks { notify: &mut before_it_runs, cancelled, died: &died, abandon: &abandon };
-    rollback::put_links_back(manifest)?;
-    let instead = moved::instead(manifest, request.folder);
-    let restored = criu::restore(&place, manifest.tcp, memory, &instead, &mut hooks);
+    // CRIU works on the files of the job's user with that user's rights. What it does not have, we open for it.
+    let files = request.identity.and_then(Identity::file_rights);
+    let folder = files.map(|_| plugin::unpack(&scratch)).transpose()?;
+    let plugin = folder.as_deref().map(|folder| Plugin { folder, devices: None, files });
+    rollback::put_links_back(manifest, request.identity)?;
+    let instead = moved::instead(manifest, request.folder, if plugin.is_some() { Logs::All } else { Logs::Moved });
+    let options = RestoreOptions { tcp: manifest.tcp, memory, instead: &instead, plugin };
+    let restored = criu::restore(&place, options, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would lie beside the user's files.
-    rollback::drop_links(manifest);
+    rollback::drop_links(manifest, request.identity);
     Ok(restored?.root)
 }

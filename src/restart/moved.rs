@@ -21,11 +21,20 @@ pub(super) fn log_here(path: &Path, manifest: &Manifest, folder: &JobFolder) -> 
     is_log.then(|| here.join(name))
 }
 
+/// Which files of the job's log folder are given to CRIU as descriptors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Logs {
+    /// Those that are elsewhere now.
+    Moved,
+    /// All: they belong to root, and CRIU has the rights of the job's user.
+    All,
+}
+
 /// The files that the job gets for others.
-pub(super) fn instead(manifest: &Manifest, folder: &JobFolder) -> Vec<Instead> {
+pub(super) fn instead(manifest: &Manifest, folder: &JobFolder, which: Logs) -> Vec<Instead> {
     let moved = |then: &PathBuf| {
         let now = log_here(then, manifest, folder)?;
-        (now != *then).then(|| Instead { then: then.clone(), now })
+        (which == Logs::All || now != *then).then(|| Instead { then: then.clone(), now })
     };
     manifest.open_files.iter().filter(|file| file.append).filter_map(|file| moved(&file.path)).collect()
 }
@@ -51,9 +60,12 @@ mod tests {
             ..crate::store::sample_manifest()
         };
         let now = folder.log_dir().join("stdout.log");
-        assert_eq!(instead(&manifest, &folder), [Instead { then: "/old/j/log/stdout.log".into(), now }]);
+        let old = Instead { then: "/old/j/log/stdout.log".into(), now };
+        assert_eq!(instead(&manifest, &folder, Logs::Moved), [old.clone()]);
+        let own = Instead { then: ours.clone(), now: ours.clone() };
+        assert_eq!(instead(&manifest, &folder, Logs::All), [old, own]);
         assert_eq!(log_here(&ours, &manifest, &folder), Some(ours.clone()));
         manifest.recreate.clear();
-        assert_eq!(instead(&manifest, &folder), []);
+        assert_eq!(instead(&manifest, &folder, Logs::Moved), []);
     }
 }

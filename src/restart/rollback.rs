@@ -331,20 +331,21 @@ fn keep_rest(file: &mut File, path: &Path) -> Result<(PathBuf, u64), RollbackErr
 }
 
 /// Gives files that had lost their name the one CRIU wants to open them by.
-pub(super) fn put_links_back(manifest: &Manifest) -> Result<(), RollbackError> {
-    for link in &manifest.saved_links {
-        match std::fs::hard_link(&link.saved, &link.link) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(RollbackError::Gone(link.saved.clone())),
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(failed("link", &link.link)(e)),
-            _ => {}
-        }
-    }
-    Ok(())
+pub(super) fn put_links_back(manifest: &Manifest, user: Option<&Identity>) -> Result<(), RollbackError> {
+    manifest.saved_links.iter().try_for_each(|link| {
+        with_rights(&link.link, user, || match std::fs::hard_link(&link.saved, &link.link) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(RollbackError::Gone(link.saved.clone())),
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(failed("link", &link.link)(e)),
+            _ => Ok(()),
+        })
+    })
 }
 
-pub(super) fn drop_links(manifest: &Manifest) {
+pub(super) fn drop_links(manifest: &Manifest, user: Option<&Identity>) {
     for link in &manifest.saved_links {
-        let _ = std::fs::remove_file(&link.link);
+        let remove = || std::fs::remove_file(&link.link).map_err(failed("remove", &link.link));
+        // CRIU has removed it, or it is not ours to remove.
+        let _ = with_rights(&link.link, user, remove);
     }
 }
 

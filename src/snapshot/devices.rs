@@ -16,16 +16,10 @@
 //! The restored process finds each number taken, its calls there fail, and its addresses are valid.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use super::Error;
-use crate::launch::embedded;
-use crate::sys::criu::Plugin;
 use crate::sys::criu::image::{self, Replaced};
 use crate::sys::process;
-
-/// Built by build.rs from `plugin/`. No image names it, so every version has it at the same path.
-const PLUGIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-plugin.so"));
 
 /// Devices by which a process uses a GPU or asks for its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,37 +49,25 @@ impl std::fmt::Display for Device {
     }
 }
 
-/// NVIDIA's devices, and the plugin that has CRIU accept them.
+/// NVIDIA's devices, which CRIU's plugin has it accept.
 #[derive(Debug)]
 pub(crate) struct Devices {
-    folder: PathBuf,
     all: Vec<Device>,
     list: String,
 }
 
 impl Devices {
-    /// Where this machine has any: puts the plugin into a folder of its own below `scratch`.
-    pub(crate) fn prepare(scratch: &Path) -> Result<Option<Devices>, Error> {
+    /// Those of this machine, where it has any.
+    pub(crate) fn find() -> Option<Devices> {
         let mut all = nvidia(&std::fs::read_to_string("/proc/devices").unwrap_or_default());
         all.extend(stand_ins());
-        if all.is_empty() {
-            return Ok(None);
-        }
-        let folder = scratch.join("plugins");
-        let path = folder.join("rekindle.so");
-        let put = || {
-            std::fs::create_dir_all(&folder)?;
-            embedded::put(&path, PLUGIN, 0o600)
-        };
-        put()
-            .map_err(|source| Error::Io { what: format!("can not put CRIU's plugin at {}", path.display()), source })?;
         let list = all.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
-        Ok(Some(Devices { folder, all, list }))
+        (!all.is_empty()).then_some(Devices { all, list })
     }
 
-    /// For CRIU.
-    pub(crate) fn plugin(&self) -> Plugin<'_> {
-        Plugin { folder: &self.folder, devices: &self.list }
+    /// For CRIU's plugin.
+    pub(crate) fn list(&self) -> &str {
+        &self.list
     }
 
     /// Takes the devices out of the image in `criu_dir`, while all tasks stand still. `root` is the root of the tree and
@@ -219,7 +201,6 @@ fn stand_in(text: &str) -> Option<Device> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::launch::embedded::tests::symbols;
 
     #[test]
     fn the_majors_of_nvidia_are_found_by_name() {
@@ -276,15 +257,5 @@ Block devices:
         sleep.kill().unwrap();
         sleep.wait().unwrap();
         assert_eq!(found, (false, true, false));
-    }
-
-    #[test]
-    fn the_plugin_exports_its_descriptor_and_nothing_else_and_can_not_panic() {
-        let [defined, needed] = symbols(PLUGIN);
-        assert_eq!(defined, ["CR_PLUGIN_DESC"]);
-        // A weak one, without a version.
-        assert_eq!(needed, ["getenv"]);
-        let mark = b"rekindle plugin can panic";
-        assert!(!PLUGIN.windows(mark.len()).any(|window| window == mark));
     }
 }

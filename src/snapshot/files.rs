@@ -152,19 +152,41 @@ pub(super) fn record_sizes_again(files: &mut [OpenFile], root: i32, output: &Fil
 
 /// Keeps a hard link to each file that CRIU gave a name of its own (`link_remap.N`): CRIU removes that name when the
 /// dump is over, and needs it at a restore.
-pub(super) fn save_links(criu_dir: &Path, root: i32, id: &ImageId) -> Result<Vec<SavedLink>, Error> {
+pub(super) fn save_links(
+    criu_dir: &Path,
+    root: i32,
+    id: &ImageId,
+    user: Option<&Identity>,
+) -> Result<Vec<SavedLink>, Error> {
     let mut saved = Vec::new();
     for link in image::link_remaps(criu_dir)? {
         let name = link.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
         let keep = link.with_file_name(format!("{}{id}-{name}", SavedLink::PREFIX));
-        let (from, to) = (path_in(root, &link), path_in(root, &keep));
-        if let Err(source) = std::fs::hard_link(&from, &to) {
-            drop_links(&saved, root);
+        if let Err(source) = in_their_folder(root, [&link, &keep], user, |[from, to]| std::fs::hard_link(from, to)) {
+            drop_links(&saved, root, user);
             return Err(Error::Link { path: keep, source });
         }
         saved.push(SavedLink { link, saved: keep });
     }
     Ok(saved)
+}
+
+/// Works on names in a folder of the job. The user can put a link or another folder in its place at any time: so with the
+/// user's rights, where the job has a user.
+fn in_their_folder<const N: usize>(
+    root: i32,
+    paths: [&Path; N],
+    user: Option<&Identity>,
+    work: impl FnOnce([PathBuf; N]) -> io::Result<()> + Send,
+) -> io::Result<()> {
+    match user {
+        // The way through /proc takes rights over the reaper, which the user has not; the job's mounts are ours.
+        Some(user) => {
+            let paths = paths.map(Path::to_path_buf);
+            identity::with_file_rights(user.uid, user.gid, &user.groups, || work(paths))?
+        }
+        None => work(paths.map(|path| path_in(root, path))),
+    }
 }
 
 /// The names that CRIU gave are gone after the dump; ours stay, and those files are put back by them.
@@ -175,9 +197,9 @@ pub(super) fn name_by_saved(files: &mut [OpenFile], links: &[SavedLink]) {
 }
 
 /// Takes [`save_links`] back.
-pub(super) fn drop_links(links: &[SavedLink], root: i32) {
+pub(super) fn drop_links(links: &[SavedLink], root: i32, user: Option<&Identity>) {
     for link in links {
-        let _ = std::fs::remove_file(path_in(root, &link.saved));
+        let _ = in_their_folder(root, [&link.saved], user, |[saved]| std::fs::remove_file(saved));
     }
 }
 

@@ -137,6 +137,9 @@ pub enum Error {
     /// CUDA processes have memory of each other that they can not let go of.
     #[error("shared GPU memory: {0}")]
     Sharing(#[from] sharing::Error),
+    /// What CRIU needs of ours is not in its place.
+    #[error(transparent)]
+    Plugin(#[from] crate::launch::plugin::Error),
     /// CRIU could not dump the tree.
     #[error("dump: {0}")]
     Dump(#[from] criu::RunError),

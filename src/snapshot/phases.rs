@@ -9,11 +9,13 @@ use chrono::{DateTime, Utc};
 use super::pages::{Drained, Expected, Receivers, expect};
 use super::target::Target;
 use super::{Error, InFlight, Subject, devices, files, gpu, in_flight, landing, preflight, prepare, tcp};
+use crate::launch::identity::Identity;
+use crate::launch::plugin;
 use crate::restart::given_files;
 use crate::store::ImageId;
 use crate::store::manifest::{Folder, GivenFile, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
 use crate::store::staging::Area;
-use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Tcp};
+use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Plugin, Tcp};
 use crate::sys::nvml::GpuInventory;
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace, repair};
@@ -208,7 +210,7 @@ impl<'a> Work<'a> {
     }
 
     fn prepare(&mut self) -> Result<(), Error> {
-        self.devices = devices::Devices::prepare(&self.subject.folder.scratch_dir().map_err(Error::Store)?)?;
+        self.devices = devices::Devices::find();
         let target = prepare::target(self)?;
         let dir = target.dir().join(CRIU_DIR);
         self.id = Some(target.id());
@@ -280,12 +282,19 @@ impl<'a> Work<'a> {
             work: &scratch,
             timeout: config.dump_timeout,
         };
+        let files = subject.launch.identity.as_ref().and_then(Identity::file_rights);
+        let folder = match self.devices.is_some() || files.is_some() {
+            true => Some(plugin::unpack(&scratch)?),
+            false => None,
+        };
+        let devices = self.devices.as_ref().map(devices::Devices::list);
+        let plugin = folder.as_deref().map(|folder| Plugin { folder, devices, files });
         let options = DumpOptions {
             root: process::inner_pid(self.root()).ok_or(Error::JobEnded)?,
             tcp: self.tcp,
             ghost_limit: u32::try_from(config.ghost_limit.bytes()).unwrap_or(u32::MAX),
             freeze_timeout: config.freeze_timeout,
-            plugin: self.devices.as_ref().map(devices::Devices::plugin),
+            plugin,
         };
         let (cancelled, root) = (self.cancelled, self.root());
         let (mut receivers, mut drained, mut lost) = (self.receivers.take(), None, None);
@@ -318,7 +327,8 @@ impl<'a> Work<'a> {
             let log_dir = subject.folder.log_dir();
             let ours: Vec<&Path> = subject.staging.map(Area::path).into_iter().chain([log_dir.as_path()]).collect();
             self.folders = files::folders(&dir, root, &ours).map_err(|e| e.to_string())?;
-            self.saved_links = files::save_links(&dir, root, &id).map_err(|e| e.to_string())?;
+            self.saved_links =
+                files::save_links(&dir, root, &id, subject.launch.identity.as_ref()).map_err(|e| e.to_string())?;
             files::name_by_saved(&mut self.open_files, &self.saved_links);
             criu::image::adopt_daemons(&dir).map_err(|e| e.to_string())?;
             tcp::close_in_image(config.tcp, self.tcp, &dir).map_err(|e| chain(&e))?;
@@ -357,7 +367,7 @@ impl<'a> Work<'a> {
     }
 
     fn undo_dump(&mut self) -> Result<(), String> {
-        files::drop_links(&self.saved_links, self.root());
+        files::drop_links(&self.saved_links, self.root(), self.subject.launch.identity.as_ref());
         self.saved_links.clear();
         // A CRIU that was killed in the middle has left them as they were then.
         let repaired = repair::leave(&process::tree(self.root()));
@@ -370,7 +380,7 @@ impl<'a> Work<'a> {
     /// The draft is gone, or has its lasting name and could not be synced: then it is an image and needs its links.
     pub(super) fn undo_publish(&mut self) {
         if !self.id.is_some_and(|id| self.subject.folder.is_stored(id)) {
-            files::drop_links(&self.saved_links, self.root());
+            files::drop_links(&self.saved_links, self.root(), self.subject.launch.identity.as_ref());
         }
     }
 

@@ -12,6 +12,7 @@ use super::error::{Error, Result};
 use super::id::{ImageId, JobName};
 use super::image::{Image, State};
 use super::known::Known;
+use super::links;
 use super::lock::{self, Writer, WriterLock};
 use super::pack::Packs;
 use super::record::{self, JobRecord};
@@ -197,8 +198,8 @@ impl JobFolder {
     /// still needs them. To be called before the slot is emptied or begun anew.
     pub fn drop_links(&self, slot: &staging::Slot) {
         let image = slot.image().filter(|image| !self.is_stored(image.id));
-        for link in image.as_ref().and_then(Image::manifest).into_iter().flat_map(|manifest| &manifest.saved_links) {
-            let _ = std::fs::remove_file(&link.saved);
+        if let Some(manifest) = image.as_ref().and_then(Image::manifest) {
+            manifest.saved_links.iter().for_each(|link| links::remove(manifest, link));
         }
     }
 

@@ -33,6 +33,7 @@ pub mod gc;
 mod id;
 mod image;
 mod known;
+mod links;
 mod lock;
 pub mod manifest;
 mod mark;

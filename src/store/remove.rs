@@ -19,7 +19,8 @@ use super::files::{self, Kind};
 use super::folder::{JobFolder, list};
 use super::id::ImageId;
 use super::image::{DamageKind, Image, State};
-use super::manifest::{Manifest, SavedLink};
+use super::links;
+use super::manifest::Manifest;
 use super::{DELETED_PREFIX, tags};
 use crate::sys::durable::{self, TEMP_PREFIX};
 use crate::sys::point::{Step, point};
@@ -108,12 +109,8 @@ fn remove_links(manifest: &Manifest, others: &[Image]) {
     }
     let links = others.iter().filter_map(Image::manifest).flat_map(|manifest| &manifest.saved_links);
     let needed: HashSet<&Path> = links.map(|link| link.saved.as_path()).collect();
-    for SavedLink { saved, .. } in &manifest.saved_links {
-        let ours = saved.file_name().and_then(|name| name.to_str()).is_some_and(|n| n.starts_with(SavedLink::PREFIX));
-        if ours && saved.is_absolute() && !needed.contains(saved.as_path()) {
-            let _ = fs::remove_file(saved);
-        }
-    }
+    let unneeded = manifest.saved_links.iter().filter(|link| !needed.contains(link.saved.as_path()));
+    unneeded.for_each(|link| links::remove(manifest, link));
 }
 
 fn temporary_files(dir: &Path) -> Result<Vec<PathBuf>> {

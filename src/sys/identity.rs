@@ -2,6 +2,8 @@
 
 use std::io;
 
+use nix::unistd::{Gid, User, getgrouplist};
+
 /// Runs `work` in a thread whose file access is that of the user: its ids and groups, and none of root's rights to pass
 /// over permissions (the kernel drops those with the file-system user id). Other threads are not touched, as these are
 /// properties of a thread for the kernel; the C library's functions would change all threads.
@@ -16,6 +18,22 @@ pub fn with_file_rights<T: Send>(uid: u32, gid: u32, groups: &[u32], work: impl 
         });
         thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     })
+}
+
+/// The same with the rights of a user of this machine, by name or number.
+///
+/// # Errors
+/// When there is no such user, or the kernel does not let us switch; `work` was not run then.
+pub fn with_file_rights_of<T: Send>(user: &str, work: impl FnOnce() -> T + Send) -> io::Result<T> {
+    let by_name = User::from_name(user)?;
+    let found = match (by_name, user.parse::<u32>()) {
+        (None, Ok(uid)) => User::from_uid(uid.into())?,
+        (found, _) => found,
+    };
+    let found = found.ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, "no such user"))?;
+    let name = std::ffi::CString::new(found.name.as_str())?;
+    let groups: Vec<u32> = getgrouplist(&name, found.gid)?.into_iter().map(Gid::as_raw).collect();
+    with_file_rights(found.uid.as_raw(), found.gid.as_raw(), &groups, work)
 }
 
 fn switch(uid: u32, gid: u32, groups: &[u32]) -> io::Result<()> {
@@ -60,6 +78,20 @@ fn give_up_capabilities() -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_user_is_found_by_name_or_number() {
+        if !crate::test_gate::root() {
+            return;
+        }
+        // SAFETY: these two calls touch no memory.
+        let own = || unsafe { libc::syscall(libc::SYS_setfsuid, u32::MAX) };
+        let nobody = i64::from(User::from_name("nobody").unwrap().unwrap().uid.as_raw());
+        assert_eq!(with_file_rights_of("nobody", own).unwrap(), nobody);
+        assert_eq!(with_file_rights_of(&nobody.to_string(), own).unwrap(), nobody);
+        assert!(with_file_rights_of("no such user", own).is_err());
+        assert_eq!(own(), 0);
+    }
 
     #[test]
     fn root_loses_its_rights_to_others_files_and_only_in_there() {

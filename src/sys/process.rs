@@ -164,6 +164,19 @@ fn ids(pid: i32, field: &str) -> Option<Vec<u32>> {
     status(pid, field)?.split_whitespace().map(|id| id.parse().ok()).collect()
 }
 
+/// The effective capabilities, a bit each.
+#[must_use]
+pub fn effective_capabilities(pid: i32) -> Option<u64> {
+    u64::from_str_radix(&status(pid, "CapEff")?, 16).ok()
+}
+
+/// Whether the process has mapped a file of this name.
+#[must_use]
+pub fn has_mapped(pid: i32, name: &str) -> bool {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    maps.lines().any(|line| line.rsplit('/').next() == Some(name))
+}
+
 /// Memory of a process, bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Memory {

@@ -14,8 +14,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 pub use log::Log;
-pub use rpc::{DumpOptions, Hooks, Instead, Memory, Plugin, Restored, Tcp};
-pub use rpc::{Notify, Place, RunError, dump, find_restored, restore};
+pub use rpc::{
+    DumpOptions, FileRights, Hooks, Instead, Memory, Notify, PLUGIN_NAME, Place, Plugin, RestoreOptions, Restored,
+};
+pub use rpc::{RunError, Tcp, dump, find_restored, restore};
 
 /// The oldest CRIU that reads and writes the images we make (page counts moved in the 4.2 page map).
 pub const MINIMUM: Version = Version(4, 0, 0);

@@ -12,6 +12,7 @@ pub(crate) enum Kind {
     Restore = 2,
     Notify = 6,
     FeatureCheck = 9,
+    Version = 10,
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -22,6 +23,9 @@ pub(crate) struct Request {
     pub options: Option<Options>,
     #[prost(bool, optional, tag = "3")]
     pub notify_success: Option<bool>,
+    /// CRIU takes another request after this one; it does so for few kinds.
+    #[prost(bool, optional, tag = "4")]
+    pub keep_open: Option<bool>,
     #[prost(message, optional, tag = "5")]
     pub features: Option<Features>,
 }
@@ -81,6 +85,9 @@ pub(crate) struct Options {
     /// 3 is SKIP: the tasks are frozen anyway, and the other ways need iptables or nftables.
     #[prost(int32, optional, tag = "64")]
     pub network_lock: Option<i32>,
+    /// Permission bits of files are not compared with the image's.
+    #[prost(bool, optional, tag = "66")]
+    pub skip_file_rwx_check: Option<bool>,
     #[prost(string, optional, tag = "68")]
     pub images_dir: Option<String>,
     #[prost(bool, optional, tag = "71")]

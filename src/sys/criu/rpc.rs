@@ -5,7 +5,7 @@
 //! - A restore that fails takes the half-restored tasks with it (the caller's `abandon` kills their world), before the
 //!   log is waited for, because they hold its pipe.
 
-use std::ffi::{CString, OsStr};
+use std::ffi::{CString, OsStr, OsString};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -20,6 +20,7 @@ use prost::Message;
 use super::log::{Log, Reader};
 use super::proto::{InheritFd, Kind, Options, Request, Response};
 use super::{Criu, image};
+use crate::sys::process;
 use crate::sys::spawn::{self, Child, Ended, Open, Spawn, World};
 
 /// Where a CRIU process runs and what it works on.
@@ -71,7 +72,51 @@ pub struct Plugin<'a> {
     /// A folder with our plugin in it, and no other.
     pub folder: &'a Path,
     /// The devices that it accepts, as `plugin/src/accept.rs` reads them.
-    pub devices: &'a str,
+    pub devices: Option<&'a str>,
+    /// Whose rights over files CRIU gets instead of root's, where it works on the files of a user.
+    pub files: Option<FileRights<'a>>,
+}
+
+/// The file name of our plugin.
+pub const PLUGIN_NAME: &str = "rekindle.so";
+
+/// A user other than root, as the kernel judges access to files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileRights<'a> {
+    /// User id.
+    pub uid: u32,
+    /// Group id.
+    pub gid: u32,
+    /// Supplementary group ids.
+    pub groups: &'a [u32],
+}
+
+impl std::fmt::Display for FileRights<'_> {
+    /// As `plugin/src/rights.rs` reads them.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}:{}:", self.uid, self.gid)?;
+        let groups: Vec<String> = self.groups.iter().map(ToString::to_string).collect();
+        f.write_str(&groups.join(","))
+    }
+}
+
+/// What a restore needs to know.
+#[derive(Debug, Clone, Copy)]
+pub struct RestoreOptions<'a> {
+    /// TCP connections.
+    pub tcp: Tcp,
+    /// When the tree gets its memory.
+    pub memory: Memory,
+    /// Files that it gets for those that it had.
+    pub instead: &'a [Instead],
+    /// Where CRIU works on the files of a user.
+    pub plugin: Option<Plugin<'a>>,
+}
+
+impl Default for RestoreOptions<'_> {
+    fn default() -> Self {
+        RestoreOptions { tcp: Tcp::Close, memory: Memory::AtOnce, instead: &[], plugin: None }
+    }
 }
 
 /// What a dump needs to know.
@@ -174,6 +219,14 @@ pub enum RunError {
         /// What failed.
         what: String,
     },
+    /// It would work on a user's files with root's rights.
+    #[error("{} would restore this job with root's rights over files, not those of its user: {why}. It must be able to load shared objects and plugins: use a CRIU that is linked dynamically, as distributions have it", path.display())]
+    Unrestricted {
+        /// The executable.
+        path: PathBuf,
+        /// What was seen.
+        why: &'static str,
+    },
     /// It was not wanted any more.
     #[error("cancelled")]
     Cancelled,
@@ -270,24 +323,29 @@ pub(super) fn world_of(init: &Child) -> Result<World, spawn::Error> {
 /// The first descriptor of CRIU that is a file of the job; below are its own.
 const FIRST_FILE: i32 = 4;
 
-/// Restores an image; its root becomes a child of this process. The job gets the files of `instead` for those that it had.
+/// Restores an image; its root becomes a child of this process.
 ///
 /// # Errors
 /// When CRIU does not start, refuses, is cancelled or takes too long. Nothing of the tree is left then.
-pub fn restore(
-    place: &Place<'_>,
-    tcp: Tcp,
-    memory: Memory,
-    instead: &[Instead],
-    hooks: &mut Hooks<'_>,
-) -> Result<Restored, RunError> {
+pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
+    let RestoreOptions { tcp, memory, instead, plugin } = options;
     image::check_pages(place.images)?;
     let lazy_pages = (memory == Memory::Lazily).then_some(true);
     let key = |file: &Instead| file.then.to_string_lossy().trim_start_matches('/').to_owned();
     let inherit_fd = (FIRST_FILE..).zip(instead).map(|(fd, file)| InheritFd { key: key(file), fd }).collect();
-    let wanted = Options { rst_sibling: Some(true), lazy_pages, inherit_fd, ..common(place, tcp) };
-    let mut run = Run::start(place, Orphan::CleansUp, instead, None)?;
-    let outcome = run.converse(Kind::Restore, wanted, place.timeout, hooks);
+    let wanted = Options {
+        rst_sibling: Some(true),
+        lazy_pages,
+        inherit_fd,
+        // Ours are compared before; in images of earlier versions the reaper's are others than it needs.
+        skip_file_rwx_check: Some(true),
+        ..common(place, tcp)
+    };
+    let mut run = Run::start(place, Orphan::CleansUp, instead, plugin)?;
+    let restricted = plugin.and_then(|plugin| plugin.files);
+    let outcome = run
+        .check_plugin(restricted, place.timeout, hooks)
+        .and_then(|()| run.converse(Kind::Restore, wanted, place.timeout, hooks));
     if outcome.is_err() {
         (hooks.abandon)();
     }
@@ -313,6 +371,8 @@ pub fn find_restored(pid: i32) -> Option<i32> {
 
 /// What tells our plugin, in CRIU's environment, which devices to accept.
 const DEVICES: &str = "REKINDLE_DEVICES";
+/// And with whose rights over files CRIU works.
+const FILES_AS: &str = "REKINDLE_FILES_AS";
 
 /// How a conversation can end short of an answer.
 enum Stop {
@@ -321,6 +381,7 @@ enum Stop {
     Cancelled,
     TaskDied(i32, Ended),
     Hook(String),
+    Unrestricted(&'static str),
     Failed(&'static str, io::Error),
 }
 
@@ -333,35 +394,43 @@ enum Orphan {
     CleansUp,
 }
 
-struct Run {
+struct Run<'a> {
+    criu: &'a Path,
     child: Child,
     socket: OwnedFd,
     log: Reader,
+    /// With whose rights over files a restore has to work.
+    restricted: Option<FileRights<'a>>,
 }
 
-impl Run {
+impl<'a> Run<'a> {
     fn start(
-        place: &Place<'_>,
+        place: &Place<'a>,
         orphan: Orphan,
         files: &[Instead],
         plugin: Option<Plugin<'_>>,
-    ) -> Result<Run, RunError> {
+    ) -> Result<Run<'a>, RunError> {
         let talk = |what| move |e: nix::Error| RunError::Talk { what, source: e.into() };
         let (socket, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
             .map_err(talk("socketpair"))?;
         let (log, log_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(talk("pipe"))?;
         let log = Reader::start(log).map_err(|source| RunError::Talk { what: "log thread", source })?;
         let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags };
-        let path = std::env::var_os("PATH").unwrap_or_default();
         let work: PathBuf = place.work.into();
         // Without `-L` it loads the plugins of its distribution, of which one checkpoints CUDA processes by itself.
         let plugins = plugin.map_or(place.work, |plugin| plugin.folder);
         let first = [OsStr::new("--no-default-config"), OsStr::new("-W"), work.as_os_str()];
         let args = first.into_iter().chain(["-L".as_ref(), plugins.as_os_str(), "swrk".as_ref(), "3".as_ref()]);
-        let devices = plugin.map(|plugin| (DEVICES, OsStr::new(plugin.devices)));
+        let devices = plugin.and_then(|plugin| Some((DEVICES, OsString::from(plugin.devices?))));
+        let files_as = plugin.and_then(|plugin| {
+            let preload = plugin.folder.join(PLUGIN_NAME).into_os_string();
+            Some([(FILES_AS, OsString::from(plugin.files?.to_string())), ("LD_PRELOAD", preload)])
+        });
+        let path = ("PATH", std::env::var_os("PATH").unwrap_or_default());
+        let variables = [path].into_iter().chain(devices).chain(files_as.into_iter().flatten());
         let child = Spawn::new(&place.criu.path, args)
             // CRIU takes options from its environment too: it gets none.
-            .and_then(|s| s.environment([("PATH", path.as_os_str())].into_iter().chain(devices)))
+            .and_then(|s| s.environment(variables))
             .and_then(|spawn| {
                 let spawn = spawn.open(null(0, libc::O_RDONLY)).open(null(1, libc::O_WRONLY));
                 let mut spawn = spawn.fd(log_end, 2).fd(theirs, 3);
@@ -380,7 +449,45 @@ impl Run {
                 }
             })
             .map_err(RunError::Start)?;
-        Ok(Run { child, socket, log })
+        Ok(Run { criu: &place.criu.path, child, socket, log, restricted: None })
+    }
+
+    /// Before CRIU hears of the image: whether it is one that our plugin is in. From then on each restore has to go on with
+    /// these rights over files.
+    fn check_plugin(
+        &mut self,
+        rights: Option<FileRights<'a>>,
+        timeout: Duration,
+        hooks: &mut Hooks<'_>,
+    ) -> Result<(), Stop> {
+        if rights.is_none() {
+            return Ok(());
+        }
+        self.restricted = rights;
+        // It takes another request only after one of these. Its answer shows that CRIU itself runs, not yet the shell of a
+        // wrapper or the loader.
+        self.send(&Request { kind: Kind::Version.into(), keep_open: Some(true), ..Request::default() })?;
+        self.receive(Instant::now() + timeout, hooks.cancelled, hooks.died)?;
+        match process::has_mapped(self.child.pid(), PLUGIN_NAME) {
+            true => Ok(()),
+            false => Err(Stop::Unrestricted("it did not load the object that LD_PRELOAD names")),
+        }
+    }
+
+    /// Before CRIU makes the first task: it has begun with the image, and so with the rights that our plugin left it.
+    fn check_rights(&self) -> Result<(), Stop> {
+        /// CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER and CAP_FSETID.
+        const OVER_FILES: u64 = 0b1_1111;
+        let Some(rights) = self.restricted else { return Ok(()) };
+        let pid = self.child.pid();
+        let ids = |ids: Option<Vec<u32>>| ids.and_then(|ids| ids.get(3).copied());
+        let is_user =
+            ids(process::user_ids(pid)) == Some(rights.uid) && ids(process::group_ids(pid)) == Some(rights.gid);
+        let has_none = process::effective_capabilities(pid).is_some_and(|all| all & OVER_FILES == 0);
+        match is_user && has_none {
+            true => Ok(()),
+            false => Err(Stop::Unrestricted("it did not take the rights that rekindle's plugin sets")),
+        }
     }
 
     fn converse(
@@ -397,6 +504,9 @@ impl Run {
             let Some(notify) = response.notify.clone().filter(|_| response.kind == i32::from(Kind::Notify)) else {
                 return Ok(response);
             };
+            if notify.script.as_deref() == Some("pre-restore") {
+                self.check_rights()?;
+            }
             let moment = match (notify.script.as_deref(), notify.pid) {
                 (Some("pre-dump"), _) => Some(Notify::PreDump),
                 (Some("post-dump"), _) => Some(Notify::PostDump),
@@ -493,6 +603,7 @@ impl Run {
             Err(Stop::Cancelled) => Err(RunError::Cancelled),
             Err(Stop::TaskDied(pid, ended)) => Err(RunError::TaskDied { pid, ended, log }),
             Err(Stop::Hook(what)) => Err(RunError::Hook { what }),
+            Err(Stop::Unrestricted(why)) => Err(RunError::Unrestricted { path: self.criu.into(), why }),
             Err(Stop::Failed(what, source)) => Err(RunError::Talk { what, source }),
         }
     }

@@ -4,7 +4,7 @@ use std::cell::{Cell, RefCell};
 use std::ffi::CString;
 
 use super::*;
-use crate::sys::criu::{self, Criu, DumpOptions, Hooks, Notify, Place, RunError, Tcp, image};
+use crate::sys::criu::{self, Criu, DumpOptions, Hooks, Notify, Place, RestoreOptions, RunError, Tcp, image};
 use crate::sys::spawn::{Child, Open, Spawn};
 
 /// Rewrites its memory all the time, page by page in order: at each moment the first pages hold a number and all others the
@@ -167,9 +167,8 @@ fn no_page_is_torn_and_the_image_restores() {
             job.child.wait().unwrap();
             let (images, work) = (area.criu(), area.dir.path().to_path_buf());
             let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled: &|| false, died: &|| None, abandon: &|| {} };
-            job.child = criu::restore(&place(&criu, &images, &work), Tcp::Close, criu::Memory::AtOnce, &[], &mut hooks)
-                .unwrap()
-                .root;
+            job.child =
+                criu::restore(&place(&criu, &images, &work), RestoreOptions::default(), &mut hooks).unwrap().root;
             job.goes_on();
         }
     }

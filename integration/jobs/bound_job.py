@@ -1,0 +1,61 @@
+"""A job with things in a folder of its own that CRIU makes anew by their path: what it is asked for, of
+
+    socket     a bound UNIX socket, d/daemon.sock
+    ghost      a file that has lost its name, d/ghost, executable
+    hardlink   a file that has lost one of its names, d/first, and is d/second still
+    fifo       a FIFO, d/fifo
+    log        a file that it appends to, d/log
+    cwd        its working directory is d
+
+    bound_job.py FOLDER WHAT...
+
+It says "ready", then counts in the file FOLDER/alive.
+"""
+
+import os
+import socket
+import sys
+import time
+
+folder, wanted = sys.argv[1], set(sys.argv[2:])
+d = os.path.join(folder, "d")
+os.makedirs(d, exist_ok=True)
+held = []
+if "socket" in wanted:
+    listener = socket.socket(socket.AF_UNIX)
+    path = os.path.join(d, "daemon.sock")
+    if os.path.exists(path):
+        os.unlink(path)
+    listener.bind(path)
+    os.chmod(path, 0o777)
+    listener.listen()
+    held.append(listener)
+if "ghost" in wanted:
+    path = os.path.join(d, "ghost")
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o755)
+    os.write(fd, b"#!/bin/sh\nid\n")
+    os.fchmod(fd, 0o755)
+    os.unlink(path)
+    held.append(fd)
+if "hardlink" in wanted:
+    first, second = os.path.join(d, "first"), os.path.join(d, "second")
+    fd = os.open(first, os.O_RDWR | os.O_CREAT, 0o644)
+    os.write(fd, b"linked twice")
+    if not os.path.exists(second):
+        os.link(first, second)
+    os.unlink(first)
+    held.append(fd)
+if "fifo" in wanted:
+    path = os.path.join(d, "fifo")
+    if not os.path.exists(path):
+        os.mkfifo(path, 0o600)
+    held.append(os.open(path, os.O_RDWR))
+if "log" in wanted:
+    held.append(os.open(os.path.join(d, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+if "cwd" in wanted:
+    os.chdir(d)
+alive = os.open(os.path.join(folder, "alive"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+print("ready", flush=True)
+while True:
+    os.write(alive, b".")
+    time.sleep(0.02)

@@ -1,0 +1,54 @@
+//! The plugin that CRIU loads: its file. What it does is in its own documentation (`plugin/src/lib.rs`).
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::embedded;
+
+/// Built by build.rs from `plugin/`. No image names it, so every version has it at the same path.
+pub(crate) const PLUGIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-plugin.so"));
+
+/// The plugin cannot be put in place.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot put CRIU's plugin at {}", path.display())]
+pub struct Error {
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+/// Puts this version's plugin into a folder of its own below `scratch`, where CRIU finds no other, and answers the folder.
+///
+/// # Errors
+/// When the file cannot be read or written.
+pub fn unpack(scratch: &Path) -> Result<PathBuf, Error> {
+    let folder = scratch.join("plugins");
+    let path = folder.join(crate::sys::criu::PLUGIN_NAME);
+    let put = || {
+        std::fs::create_dir_all(&folder)?;
+        // Its loader may be another user's program only by mistake: nobody else needs it.
+        embedded::put(&path, PLUGIN, 0o600)
+    };
+    put().map_err(|source| Error { path: path.clone(), source })?;
+    Ok(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::launch::embedded::tests::symbols;
+
+    #[test]
+    fn it_exports_what_it_stands_in_for_and_nothing_else_and_cannot_panic() {
+        let [defined, needed] = symbols(PLUGIN);
+        let opens = ["__open64_2", "__open_2", "__openat64_2", "__openat_2"];
+        let calls = ["fchdir", "fchownat", "fstatat", "fstatat64", "linkat", "lutimes"];
+        let more = ["open", "open64", "openat", "openat64", "stat", "stat64", "syscall", "unlink", "unlinkat"];
+        let expected: Vec<&str> = ["CR_PLUGIN_DESC"].into_iter().chain(opens).chain(calls).chain(more).collect();
+        assert_eq!(defined, expected);
+        // Weak ones, without a version.
+        assert_eq!(needed, ["__errno_location", "getenv"]);
+        let mark = b"rekindle plugin can panic";
+        assert!(!PLUGIN.windows(mark.len()).any(|window| window == mark));
+    }
+}
