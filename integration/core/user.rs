@@ -5,6 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
 use crate::launch::{end, look, run_look};
+use crate::kinds::count_on;
 use crate::supervisor::Lab;
 
 #[test]
@@ -98,4 +99,50 @@ fn a_restore_opens_nothing_that_the_user_may_not() {
     assert!(said.contains("user nobody may not open it") && said.contains("secret"), "{said}");
     assert!(lab.good().is_empty(), "{said}");
     lab.assert_all_gone();
+}
+
+/// Jobs of many kinds as another user: CRIU restores them with that user's rights over files.
+fn comes_back_as_nobody(job: &str, kind: &str) {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"").with_limits_of_others(true);
+    // The job's names in /dev/shm are made from it.
+    let theirs = lab.file(&lab.path().file_name().unwrap().to_string_lossy());
+    fs::create_dir(&theirs).unwrap();
+    let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
+    nix::unistd::chown(&theirs, Some(nobody.uid), Some(nobody.gid)).unwrap();
+    let command = lab.python_command(job, &[kind, theirs.to_str().unwrap()]);
+    let mut run = lab.run(&command);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    count_on(&lab, &mut run, 5);
+    lab.kill_9(run);
+    let lab = lab.with_limits_of_others(false);
+    let mut run = lab.run(&command);
+    run.wait_said("the job is back from image");
+    count_on(&lab, &mut run, 5);
+    fs::write(theirs.join("finish"), "").unwrap();
+    let (code, _, said) = run.finish(std::time::Duration::from_secs(120));
+    assert_eq!(code, 0, "{said}");
+    assert!(lab.output().ends_with("done\n"), "{}\n{said}", lab.output());
+}
+
+macro_rules! kinds_of_nobody {
+    ($($name:ident: $job:literal $kind:literal,)*) => {
+        $(#[test] fn $name() { comes_back_as_nobody($job, $kind); })*
+    };
+}
+
+kinds_of_nobody! {
+    threads_of_a_user: "kinds.py" "threads",
+    a_connection_of_a_user: "kinds.py" "tcp-within",
+    a_deleted_file_of_a_user: "kinds.py" "ghost",
+    forks_of_a_user: "kinds.py" "forks",
+    a_file_that_lost_one_of_its_names_of_a_user: "kinds.py" "link-remap",
+    a_terminal_of_a_user: "trees.py" "terminal",
+    locks_fifos_and_watches_of_a_user: "kinds.py" "mixed",
+    shared_memory_of_a_user: "kinds.py" "shared",
+    system_v_of_a_user: "trees.py" "system-v",
+    memory_of_a_user_that_has_no_name: "trees.py" "shared-without-name",
+    semaphores_of_a_user: "trees.py" "named-semaphores",
+    pipes_of_a_user: "kinds.py" "pipes",
 }

@@ -368,8 +368,12 @@ unsafe extern "C" fn lutimes(path: *const c_char, times: *const [[c_long; 2]; 2]
     answer(result) as c_int
 }
 
-/// CRIU opens what inotify watches by its handle, which takes the right to pass every folder. The handle is in the image, and
+/// Two calls that CRIU makes by their number.
+///
+/// It opens what inotify watches by its handle, which takes the right to pass every folder. The handle is in the image, and
 /// what it opens is a mere path.
+///
+/// It asks for the limits of each task, which takes CAP_SYS_RESOURCE or the ids of the task.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn syscall(
     number: c_long,
@@ -385,6 +389,10 @@ unsafe extern "C" fn syscall(
     let call = || unsafe { sys::call(number as isize, arguments) };
     let result = match number as isize {
         number::OPEN_BY_HANDLE_AT if stage() == RESTORE => raised(READ, call),
+        number::PRLIMIT64 if stage() == DUMP => match (call(), rights()) {
+            (result, Some(rights)) if is_refused(result) => rights.be_called(call),
+            (result, _) => result,
+        },
         _ => call(),
     };
     answer(result) as c_long

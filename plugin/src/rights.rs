@@ -90,6 +90,22 @@ impl Rights {
     }
 }
 
+impl Rights {
+    /// Does `work` with these as the real ids: so a process may ask for the limits of another (prlimit(2)), where it lacks
+    /// CAP_SYS_RESOURCE. Root's rights stay, they go by the effective id.
+    pub(crate) fn be_called<T>(&self, work: impl FnOnce() -> T) -> T {
+        const SAME: usize = usize::MAX;
+        let set = |uid: u32, gid: u32| {
+            sys::numbers(number::SETRESGID, [gid as usize, SAME, SAME]);
+            sys::numbers(number::SETRESUID, [uid as usize, SAME, SAME]);
+        };
+        set(self.uid, self.gid);
+        let result = work();
+        set(0, 0);
+        result
+    }
+}
+
 /// Sets the file-system ids, and answers whether they are set.
 fn set_ids(uid: u32, gid: u32) -> bool {
     const SET_PDEATHSIG: usize = 1;

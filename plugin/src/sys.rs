@@ -10,10 +10,12 @@ use crate::accept::Device;
 
 /// Numbers of system calls (x86-64).
 pub(crate) mod number {
-    pub(crate) const FSTAT: isize = 5;
     pub(crate) const CLOSE: isize = 3;
+    pub(crate) const FSTAT: isize = 5;
     pub(crate) const GETGROUPS: isize = 115;
     pub(crate) const SETGROUPS: isize = 116;
+    pub(crate) const SETRESUID: isize = 117;
+    pub(crate) const SETRESGID: isize = 119;
     pub(crate) const SETFSUID: isize = 122;
     pub(crate) const SETFSGID: isize = 123;
     pub(crate) const CAPGET: isize = 125;
@@ -28,6 +30,7 @@ pub(crate) mod number {
     pub(crate) const NEWFSTATAT: isize = 262;
     pub(crate) const FCNTL: isize = 72;
     pub(crate) const FCHDIR: isize = 81;
+    pub(crate) const PRLIMIT64: isize = 302;
     pub(crate) const OPEN_BY_HANDLE_AT: isize = 304;
     pub(crate) const OPENAT2: isize = 437;
 }

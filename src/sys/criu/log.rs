@@ -143,7 +143,7 @@ fn error_text(line: &str) -> Option<String> {
 const HINTS: &[(&str, &str)] = &[
     (
         "Can't get rlimit",
-        "for a job of another user than root (job.user) CRIU needs CAP_SYS_RESOURCE: start rekindle with it, or run the job as root",
+        "a process of the job has become another user (sudo, su), and CRIU reads its limits only with CAP_SYS_RESOURCE: start rekindle with it",
     ),
     (
         "anon_inode:[io_uring",
