@@ -35,6 +35,7 @@ mod passing;
 mod paths;
 mod repair;
 mod stop;
+mod sweep;
 mod trees;
 mod uplink;
 mod user;

@@ -5,13 +5,16 @@
     hardlink   a file that has lost one of its names, d/first, and is d/second still
     fifo       a FIFO, d/fifo
     log        a file that it appends to, d/log
-    cwd        its working directory is d
+    data       a file that it rewrites, d/data
+    mapped     a file that it maps, d/mapped
+    cwd        its working directory is d/deep/further
 
     bound_job.py FOLDER WHAT...
 
 It says "ready", then counts in the file FOLDER/alive.
 """
 
+import mmap
 import os
 import socket
 import sys
@@ -52,8 +55,18 @@ if "fifo" in wanted:
     held.append(os.open(path, os.O_RDWR))
 if "log" in wanted:
     held.append(os.open(os.path.join(d, "log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+if "data" in wanted:
+    fd = os.open(os.path.join(d, "data"), os.O_RDWR | os.O_CREAT, 0o600)
+    os.write(fd, b"rewritten")
+    held.append(fd)
+if "mapped" in wanted:
+    fd = os.open(os.path.join(d, "mapped"), os.O_RDWR | os.O_CREAT, 0o600)
+    os.ftruncate(fd, 8192)
+    held.append(mmap.mmap(fd, 8192))
+    os.close(fd)
 if "cwd" in wanted:
-    os.chdir(d)
+    os.makedirs(os.path.join(d, "deep/further"), exist_ok=True)
+    os.chdir(os.path.join(d, "deep/further"))
 alive = os.open(os.path.join(folder, "alive"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 print("ready", flush=True)
 while True:
