@@ -11,6 +11,7 @@
 //! Nothing is changed: the store is not made, what the trial writes is in a temporary folder that it removes, and a tmpfs is
 //! mounted for a moment only.
 
+mod boundaries;
 mod cgroup;
 mod criu;
 mod kernel;
@@ -116,6 +117,7 @@ impl Report {
 /// All facts, as one moment shows them.
 #[derive(Debug)]
 struct Facts {
+    boundaries: boundaries::Facts,
     kernel: kernel::Facts,
     criu: criu::Facts,
     trial: trial::Outcome,
@@ -144,6 +146,7 @@ fn gather(config: &Config, named: Option<PathBuf>) -> Facts {
         let nvidia = scope.spawn(nvidia::gather);
         let trial = trial::run(criu.found.as_ref().ok(), config.job.pid_namespace, &config.store.directory);
         Facts {
+            boundaries: boundaries::gather(),
             kernel,
             criu,
             trial,
@@ -172,6 +175,7 @@ fn judge(facts: &Facts, config: &Config) -> Report {
     checks.push(memory::judge_room(&facts.memory, &facts.nvidia.gpus.gpus, facts.cgroup.headroom, reserve));
     checks.extend(staging::judge(&facts.staging, config, &facts.memory, &facts.nvidia, facts.cgroup.headroom));
     checks.extend(store::judge(&facts.store, config.store.min_free.bytes()));
+    checks.extend(boundaries::judge(&facts.boundaries, config));
     Report { run_works: checks.iter().all(|check| check.state != State::Missing), checks }
 }
 

@@ -1,0 +1,126 @@
+//! Which boundaries of SECURITY.md this machine and configuration weaken.
+
+use super::Check;
+use crate::config::Config;
+
+#[derive(Debug, Clone)]
+pub(super) struct Facts {
+    /// `fs.protected_hardlinks`; None where the kernel does not tell.
+    protected_hardlinks: Option<bool>,
+    /// `fs.protected_symlinks`.
+    protected_symlinks: Option<bool>,
+    /// Swap that is not encrypted may keep pages of images: whether there is any.
+    swap: bool,
+    /// Core dumps of setuid programs are readable by their user (`fs.suid_dumpable` = 1).
+    readable_dumps: bool,
+}
+
+pub(super) fn gather() -> Facts {
+    let read = |path: &str| std::fs::read_to_string(path).ok();
+    let flag = |name: &str| read(&format!("/proc/sys/fs/{name}")).map(|text| text.trim() != "0");
+    Facts {
+        protected_hardlinks: flag("protected_hardlinks"),
+        protected_symlinks: flag("protected_symlinks"),
+        swap: read("/proc/swaps").is_some_and(|text| text.lines().count() > 1),
+        readable_dumps: read("/proc/sys/fs/suid_dumpable").is_some_and(|text| text.trim() == "1"),
+    }
+}
+
+pub(super) fn judge(facts: &Facts, config: &Config) -> Vec<Check> {
+    vec![user(config), links(facts), dumps(facts), store(config), memory(facts, config)]
+}
+
+fn user(config: &Config) -> Check {
+    let name = "boundaries.user";
+    match &config.job.user {
+        Some(user) => Check::ok(name, format!("the job runs as {user}")),
+        None => Check::not_here(name, "job.user is not set: the job runs as root, and nothing here keeps it from anything"),
+    }
+}
+
+fn links(facts: &Facts) -> Check {
+    let name = "boundaries.links";
+    let off = [("protected_hardlinks", facts.protected_hardlinks), ("protected_symlinks", facts.protected_symlinks)];
+    let off: Vec<&str> = off.into_iter().filter_map(|(name, is_on)| (is_on == Some(false)).then_some(name)).collect();
+    if off.is_empty() {
+        return Check::ok(name, "users cannot link to files of others, nor be followed in folders like /tmp");
+    }
+    let settings: Vec<String> = off.iter().map(|name| format!("fs.{name}=1")).collect();
+    Check::warn(
+        name,
+        format!("fs.{} is off: a job's user can place files of others where the job has its own", off.join(" and fs.")),
+        format!("sudo sysctl {}   # and in /etc/sysctl.d", settings.join(" ")),
+    )
+}
+
+fn dumps(facts: &Facts) -> Check {
+    let name = "boundaries.dumps";
+    if facts.readable_dumps {
+        return Check::warn(
+            name,
+            "fs.suid_dumpable is 1: users may look into processes that have more rights than they",
+            "sudo sysctl fs.suid_dumpable=0   # or 2, and in /etc/sysctl.d",
+        );
+    }
+    Check::ok(name, "users cannot look into processes that have more rights than they")
+}
+
+fn store(config: &Config) -> Check {
+    let name = "boundaries.store";
+    match (&config.store.encryption_key, &config.replica.url) {
+        (Some(_), _) => Check::ok(name, "images are signed and encrypted with store.encryption-key"),
+        (None, Some(url)) => Check::warn(
+            name,
+            format!("no store.encryption-key: who can write {url} is root on each machine that restores from there"),
+            "head -c 32 /dev/urandom > /etc/rekindle/key && chmod 600 /etc/rekindle/key, and set store.encryption-key",
+        ),
+        (None, None) => {
+            Check::not_here(name, "no store.encryption-key: who can write the store is root here, as its owner is")
+        }
+    }
+}
+
+fn memory(facts: &Facts, config: &Config) -> Check {
+    let name = "boundaries.swap";
+    match (facts.swap, &config.store.encryption_key) {
+        (true, Some(_)) => Check::warn(
+            name,
+            "there is swap: images in memory are not encrypted, and parts of them may get to the disk",
+            "encrypt the swap, or switch it off: sudo swapoff -a",
+        ),
+        (true, None) => Check::not_here(name, "there is swap, and images are not encrypted anyway"),
+        (false, _) => Check::ok(name, "no swap: images in memory do not get to a disk"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::State;
+    use super::*;
+
+    fn facts() -> Facts {
+        Facts { protected_hardlinks: Some(true), protected_symlinks: Some(true), swap: false, readable_dumps: false }
+    }
+
+    fn found(facts: &Facts, config: &Config, name: &str) -> Check {
+        judge(facts, config).into_iter().find(|check| check.check == name).unwrap()
+    }
+
+    #[test]
+    fn what_weakens_a_boundary_has_a_fix() {
+        let mut config = Config::default();
+        assert!(judge(&facts(), &config).iter().all(|check| check.state != State::Warn));
+        let weak = Facts { protected_hardlinks: Some(false), swap: true, readable_dumps: true, ..facts() };
+        let links = found(&weak, &config, "boundaries.links");
+        assert_eq!(links.state, State::Warn);
+        assert!(links.fix.unwrap().contains("fs.protected_hardlinks=1"));
+        assert_eq!(found(&weak, &config, "boundaries.dumps").state, State::Warn);
+        assert_eq!(found(&weak, &config, "boundaries.swap").state, State::NotHere);
+        config.replica.url = Some("s3://bucket/jobs".parse().unwrap());
+        let store = found(&weak, &config, "boundaries.store");
+        assert!(store.state == State::Warn && store.found.contains("s3://bucket/jobs"), "{store:?}");
+        config.store.encryption_key = Some("/etc/rekindle/key".into());
+        assert_eq!(found(&weak, &config, "boundaries.store").state, State::Ok);
+        assert_eq!(found(&weak, &config, "boundaries.swap").state, State::Warn);
+    }
+}
