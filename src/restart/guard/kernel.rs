@@ -209,6 +209,10 @@ impl Kernels {
 fn in_proc(parts: &[&str], writes: bool, is_folder: bool, tree: &[i32]) -> Verdict {
     let Some(first) = parts.first() else { return Verdict::IfItOpens };
     if let Ok(number) = first.parse::<i32>() {
+        // Of a process that has ended: nothing is to be read there any more.
+        if parts.last().is_some_and(|name| name.ends_with(" (deleted)")) {
+            return Verdict::Fine;
+        }
         // The kernel gives entries of a process to root until it has executed a program again (proc(5), `dumpable`), so the
         // mode says nothing.
         let process = tree.iter().find(|pid| process::inner_pid(**pid) == Some(number));
@@ -308,6 +312,7 @@ mod tests {
             assert_eq!(judge(name, &[own]), Some(Verdict::Fine), "{name}");
             assert_eq!(judge(name, &[]), Some(Verdict::Refused), "{name}");
         }
+        assert_eq!(judge("maps (deleted)", &[]), Some(Verdict::Fine), "it has ended");
         for name in ["pagemap", "stack", "uid_map", "task/1/maps"] {
             assert_eq!(judge(name, &[own]), Some(Verdict::Refused), "{name}");
         }

@@ -5,6 +5,7 @@
 //! kernel says of each thread while the tree still stands still.
 
 use std::collections::BTreeSet;
+use std::io::ErrorKind;
 
 use super::{Fault, Refused};
 use crate::launch::Privileges;
@@ -55,9 +56,17 @@ impl Rights {
         })
     }
 
-    fn of(pid: i32, thread: i32) -> std::io::Result<Rights> {
-        let status = std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status"))?;
-        Rights::parse(&status).ok_or_else(|| std::io::Error::other("/proc/PID/status is not as expected"))
+    /// None for a thread that has ended: in a job that runs they come and go.
+    fn of(pid: i32, thread: i32) -> Result<Option<Rights>, Refused> {
+        let unread = |source| Refused::Unread { pid, source };
+        let status = match std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")) {
+            Err(error) if error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH) => {
+                return Ok(None);
+            }
+            status => status.map_err(unread)?,
+        };
+        let odd = || unread(std::io::Error::other("/proc/PID/status is not as expected"));
+        Rights::parse(&status).map(Some).ok_or_else(odd)
     }
 }
 
@@ -79,14 +88,14 @@ impl Wanted<'_> {
 /// Checks each thread of these processes.
 pub(super) fn check(tree: &[i32], wanted: &Wanted<'_>) -> Result<(), Refused> {
     let own = std::process::id().cast_signed();
-    let own = Rights::of(own, own).map_err(|source| Refused::Unread { pid: own, source })?;
+    let own = Rights::of(own, own)?.ok_or(Refused::NoProcess)?;
     for pid in tree {
         // One that has ended has no rights, and CRIU gives it none back.
         if process::state(*pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
             continue;
         }
         for thread in process::threads(*pid) {
-            let rights = Rights::of(*pid, thread).map_err(|source| Refused::Unread { pid: *pid, source })?;
+            let Some(rights) = Rights::of(*pid, thread)? else { continue };
             if let Some((what, fault)) = excess(&rights, wanted, &own) {
                 return Err(Refused::Rights { process: shown(*pid), what, fault });
             }
@@ -100,7 +109,7 @@ pub(super) fn of(tree: &[i32], user: Option<&Identity>) -> Result<JobRights, Ref
     let mut all: Option<JobRights> = None;
     for pid in tree.iter().filter(|pid| process::state(**pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))) {
         for thread in process::threads(*pid) {
-            let rights = Rights::of(*pid, thread).map_err(|source| Refused::Unread { pid: *pid, source })?;
+            let Some(rights) = Rights::of(*pid, thread)? else { continue };
             let so_far = all.get_or_insert_with(|| JobRights {
                 uid: user.map_or_else(|| nix::unistd::geteuid().as_raw(), |user| user.uid),
                 groups: rights.more_groups.iter().copied().collect(),
@@ -180,7 +189,7 @@ pub(super) fn check_reaper(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused
     }
     let refuse = |what: String| Err(Refused::Rights { process: shown(root), what, fault: Fault::Image });
     for thread in process::threads(root) {
-        let rights = Rights::of(root, thread).map_err(|source| Refused::Unread { pid: root, source })?;
+        let Some(rights) = Rights::of(root, thread)? else { continue };
         let more = (rights.permitted | rights.effective | rights.inheritable | rights.ambient) & !CAP_KILL;
         if more != 0 {
             return refuse(format!("the capabilities {more:#x}, and the reaper has CAP_KILL only"));

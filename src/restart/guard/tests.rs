@@ -94,12 +94,13 @@ fn files_of_the_kernel_are_not_what_their_mode_says() {
         return;
     }
     // The last is about the shell, which is root's and at the root of the tree.
-    for (path, name) in [("/proc/kallsyms", "kallsyms"), ("/proc/modules", "modules"), ("/proc/$$/maps", "maps")] {
+    for (path, name) in [("/proc/kallsyms", "kallsyms"), ("/proc/$$/maps", "maps")] {
         let tree = Tree::start(&format!("exec 3<{path}"), "sleep");
         let said = refused(&tree, &[]).unwrap_or_else(|| panic!("{path} passed"));
         assert!(said.contains("/proc/") && said.contains(name), "{said}");
     }
-    let harmless = "exec 3</proc/meminfo 4</proc/stat 5</sys/devices/system/cpu/online 6</proc";
+    let harmless =
+        "exec 3</proc/meminfo 4</proc/stat 5</sys/devices/system/cpu/online 6</proc 7</proc/sys/kernel/hostname";
     assert_eq!(refused(&Tree::start(harmless, "sleep"), &[]), None);
 }
 
@@ -129,4 +130,53 @@ fn what_is_the_users_own_or_given_passes() {
     // No more than it was given for.
     assert!(refused(&reads, &given(Some(2))).is_some());
     assert!(refused(&Tree::start(&format!("exec 3<>{shown}/given"), "sleep"), &given(Some(4))).is_some());
+}
+
+#[test]
+fn what_a_restore_would_refuse_is_not_taken() {
+    if !crate::test_gate::root() {
+        return;
+    }
+    let dir = ground();
+    let nobody = lookup("nobody").unwrap();
+    let data = dir.path().join("closed/inner/data");
+    let tree = Tree::start(&format!("exec 3<{}", data.display()), "sleep");
+    foresee(tree.root(), Some(&nobody), Privileges::MayGrow).unwrap();
+    let noted = note(tree.root(), Some(&nobody), Privileges::MayGrow).unwrap();
+    let metadata = std::fs::metadata(&data).unwrap();
+    let given = GivenFile { path: data, device: metadata.dev(), inode: metadata.ino(), access: Some(4) };
+    assert_eq!((noted.given.as_slice(), refused(&tree, &noted.given)), ([given].as_slice(), None));
+    assert_eq!((noted.rights.uid, noted.rights.no_new_privileges), (nobody.uid, false));
+    let mut groups = nobody.groups.clone();
+    groups.sort_unstable();
+    assert_eq!(noted.rights.groups, groups);
+    let kernels = Tree::start("exec 3</proc/kallsyms", "sleep");
+    let setuid = Tree::start("sleep 60 &", "sleep");
+    for (tree, words, privileges) in [
+        (&kernels, "/proc/kallsyms", Privileges::MayGrow),
+        (&setuid, "the user ids 0 0 0 0", Privileges::MayGrow),
+        (&tree, "no-new-privileges", Privileges::Fixed),
+    ] {
+        let foreseen = foresee(tree.root(), Some(&nobody), privileges).unwrap_err().to_string();
+        let noted = note(tree.root(), Some(&nobody), privileges).unwrap_err().to_string();
+        assert!(foreseen.contains(words) && noted.contains(words), "{words}: {foreseen}, {noted}");
+    }
+}
+
+#[test]
+fn only_the_output_itself_is_taken_for_output() {
+    let dir = tempfile::tempdir().unwrap();
+    let held = |name: &str, options: &mut std::fs::OpenOptions| {
+        let path = dir.path().join(name);
+        let file = options.open(&path).unwrap();
+        let own = std::process::id().cast_signed();
+        let found = files::held(&[own]).unwrap().into_iter().find(|held| held.path == path).unwrap();
+        drop(file);
+        found
+    };
+    let append = |name| held(name, std::fs::File::options().append(true).create(true));
+    assert!(is_output(&append("stdout.log"), dir.path()) && is_output(&append("stderr.log"), dir.path()));
+    assert!(!is_output(&append("events.jsonl"), dir.path()));
+    assert!(!is_output(&append("stdout.log"), Path::new("/")));
+    assert!(!is_output(&held("stdout.log", std::fs::File::options().read(true).append(true)), dir.path()));
 }
