@@ -8,6 +8,7 @@ use rekindle::store::persist::Progress;
 use rekindle::store::unpack::unpack;
 use rekindle::store::{BadWhy, Image, Manifest, State};
 
+use crate::kinds::count_on;
 use crate::launch::{end, look, run_look};
 use crate::supervisor::Lab;
 
@@ -93,6 +94,7 @@ fn a_restore_opens_nothing_that_the_user_may_not() {
     let script = lab.script("job", &text);
     let mut run = lab.run([script.as_os_str()]);
     run.wait_printed("ready");
+    run.job_pid(&lab);
     run.snapshot(&lab);
     lab.kill_9(run);
     fs::remove_file(&data).unwrap();
@@ -129,6 +131,7 @@ fn a_restore_reaches_nothing_through_a_closed_folder() {
         let script = lab.script("job", &text);
         let mut run = lab.run([script.as_os_str()]);
         run.wait_printed("ready");
+        run.job_pid(&lab);
         run.snapshot(&lab);
         lab.kill_9(run);
         fs::remove_dir_all(theirs.join("here")).unwrap();
@@ -147,6 +150,7 @@ fn an_image_of_another_user_is_refused_by_name() {
     let script = lab.script("job", "echo ready\nwhile :; do sleep 0.05; done");
     let mut run = lab.run([script.as_os_str()]);
     run.wait_printed("ready");
+    run.job_pid(&lab);
     let number = run.snapshot(&lab);
     lab.kill_9(run);
     let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"");
@@ -221,6 +225,9 @@ fn message(fields: &[(u64, Result<u64, Vec<u8>>)]) -> Vec<u8> {
 
 type Fields = Vec<(u64, Result<u64, Vec<u8>>)>;
 
+/// A change to credentials.
+type Forgery<'a> = (&'a str, &'a dyn Fn(&mut Fields));
+
 /// Changes the credentials (`creds_entry`) in a `core-N.img`.
 fn forge(core: &Path, change: &dyn Fn(&mut Fields)) {
     let bytes = fs::read(core).unwrap();
@@ -275,6 +282,7 @@ fn an_image_with_more_rights_than_a_start_gives_is_refused() {
     let script = lab.script("job", "echo ready\nwhile :; do sleep 0.05; done");
     let mut run = lab.run([script.as_os_str()]);
     run.wait_printed("ready");
+    run.job_pid(&lab);
     run.snapshot(&lab);
     lab.kill_9(run);
     lab.forget_memory();
@@ -289,8 +297,7 @@ fn an_image_with_more_rights_than_a_start_gives_is_refused() {
     };
     let group = |creds: &mut Fields| creds.push((14, Ok(0)));
     let privileges = |creds: &mut Fields| creds.retain(|(number, _)| *number != 18);
-    let forgeries: [(&str, &dyn Fn(&mut Fields)); 3] =
-        [("user", &everybody), ("group", &group), ("no-new-privileges", &privileges)];
+    let forgeries: [Forgery<'_>; 3] = [("user", &everybody), ("group", &group), ("no-new-privileges", &privileges)];
     for (words, change) in forgeries {
         put_forged(&lab, &image, &plain, change);
         let (_, said) = lab.run([script.as_os_str()]).ends_with(125);
@@ -305,4 +312,32 @@ fn an_image_with_more_rights_than_a_start_gives_is_refused() {
     let mut run = lab.run([script.as_os_str()]);
     run.wait_said("the job is back");
     lab.kill_9(run);
+}
+
+/// What is refused must not be what a job has by right. Of the kinds that can be dumped in a user namespace.
+#[test]
+fn what_a_user_has_of_its_own_is_restored() {
+    for (program, kind) in
+        [("kinds.py", "files"), ("kinds.py", "threads"), ("kinds.py", "pipes"), ("trees.py", "terminal")]
+    {
+        let Some(lab) = Lab::new() else { return };
+        let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"");
+        let lab = lab.with_limits_of_others(true);
+        let theirs = lab.file("theirs");
+        fs::create_dir(&theirs).unwrap();
+        let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
+        nix::unistd::chown(&theirs, Some(nobody.uid), Some(nobody.gid)).unwrap();
+        let start = |lab: &Lab| lab.python(program, &[kind, theirs.to_str().unwrap()]);
+        let mut run = start(&lab);
+        count_on(&lab, &mut run, 5);
+        run.snapshot(&lab);
+        count_on(&lab, &mut run, 3);
+        lab.kill_9(run);
+        let lab = lab.with_limits_of_others(false);
+        let mut run = start(&lab);
+        run.wait_said("the job is back");
+        count_on(&lab, &mut run, 3);
+        fs::write(theirs.join("finish"), "").unwrap();
+        run.ends_with(0);
+    }
 }
