@@ -48,7 +48,7 @@ fn give(path: &Path) {
 impl Scene {
     fn new(what: &[&str]) -> Option<Scene> {
         let lab = Lab::new()?.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"");
-        let lab = lab.set("restart.max-restarts", "1").with_limits_of_others(true);
+        let lab = lab.set("restart.max-restarts", "1");
         let (theirs, ours) = (lab.file("theirs"), lab.file("ours"));
         for path in [&theirs, &ours] {
             fs::create_dir(path).unwrap();
@@ -62,7 +62,7 @@ impl Scene {
         run.wait_printed("ready");
         run.snapshot(&lab);
         lab.kill_9(run);
-        Some(Scene { lab: lab.with_limits_of_others(false), theirs, ours, command })
+        Some(Scene { lab: lab, theirs, ours, command })
     }
 
     /// Puts a link to root's folder in the place of the user's.

@@ -2,17 +2,21 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
-use crate::launch::{end, look, run_look};
+use rekindle::store::persist::Progress;
+use rekindle::store::unpack::unpack;
+use rekindle::store::{BadWhy, Image, Manifest, State};
+
 use crate::kinds::count_on;
+use crate::launch::{end, look, run_look};
 use crate::supervisor::Lab;
 
 #[test]
 fn a_user_has_no_rights_over_its_supervisor() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("job.user", "\"nobody\"").set("job.no-new-privileges", "true");
-    let lab = lab.set("restart.cold-start", "\"never\"").with_limits_of_others(true);
+    let lab = lab.set("restart.cold-start", "\"never\"");
     let (mut run, seen) = look(&lab);
     let id = fs::read_to_string("/etc/passwd").unwrap();
     let nobody: Vec<&str> = id.lines().find(|line| line.starts_with("nobody:")).unwrap().split(':').collect();
@@ -33,7 +37,6 @@ fn a_user_has_no_rights_over_its_supervisor() {
     lab.kill_9(run);
 
     // Back from the image, it is the same user with the same rights.
-    let lab = lab.with_limits_of_others(false);
     let mut run = run_look(&lab);
     let pid = run.job_pid(&lab);
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
@@ -71,7 +74,6 @@ fn walk(folder: &Path) -> Vec<std::path::PathBuf> {
 fn a_restore_opens_nothing_that_the_user_may_not() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"");
-    let lab = lab.with_limits_of_others(true);
     let (theirs, secret) = (lab.file("theirs"), lab.file("secret"));
     fs::create_dir(&theirs).unwrap();
     let data = theirs.join("data");
@@ -90,21 +92,226 @@ fn a_restore_opens_nothing_that_the_user_may_not() {
     let script = lab.script("job", &text);
     let mut run = lab.run([script.as_os_str()]);
     run.wait_printed("ready");
+    run.job_pid(&lab);
     run.snapshot(&lab);
     lab.kill_9(run);
     fs::remove_file(&data).unwrap();
     std::os::unix::fs::symlink(&secret, &data).unwrap();
-    let lab = lab.with_limits_of_others(false);
     let (_, said) = lab.run([script.as_os_str()]).ends_with(125);
     assert!(said.contains("user nobody may not open it") && said.contains("secret"), "{said}");
     assert!(lab.good().is_empty(), "{said}");
     lab.assert_all_gone();
 }
 
+/// CRIU follows links on the way to a file. What is on the way must let the user through, whatever the file's own mode is.
+#[test]
+fn a_restore_reaches_nothing_through_a_closed_folder() {
+    for begin in ["cd here", "exec 3<here/data"] {
+        let Some(lab) = Lab::new() else { return };
+        let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"");
+        let (theirs, closed) = (lab.file("theirs"), lab.file("closed"));
+        for folder in [theirs.join("here"), closed.join("here")] {
+            fs::create_dir_all(&folder).unwrap();
+            // Of one size and one mode, which is what CRIU compares.
+            fs::write(folder.join("data"), "16 bytes of data").unwrap();
+            fs::set_permissions(folder.join("data"), fs::Permissions::from_mode(0o644)).unwrap();
+            fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
+        fs::set_permissions(&theirs, fs::Permissions::from_mode(0o755)).unwrap();
+        let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
+        for path in [&theirs, &theirs.join("here"), &theirs.join("here/data")] {
+            nix::unistd::chown(path, Some(nobody.uid), Some(nobody.gid)).unwrap();
+        }
+        let text = format!("cd {}\n{begin}\necho ready\nwhile :; do sleep 0.05; done", theirs.display());
+        let script = lab.script("job", &text);
+        let mut run = lab.run([script.as_os_str()]);
+        run.wait_printed("ready");
+        run.job_pid(&lab);
+        run.snapshot(&lab);
+        lab.kill_9(run);
+        fs::remove_dir_all(theirs.join("here")).unwrap();
+        std::os::unix::fs::symlink(closed.join("here"), theirs.join("here")).unwrap();
+        let (_, said) = lab.run([script.as_os_str()]).ends_with(125);
+        assert!(!said.contains("the job is back"), "{begin}: {said}");
+        lab.assert_all_gone();
+    }
+}
+
+/// An image from before `job.user` was set, or one that somebody added, must not run as root.
+#[test]
+fn an_image_of_another_user_is_refused_by_name() {
+    let Some(lab) = Lab::new() else { return };
+    let script = lab.script("job", "echo ready\nwhile :; do sleep 0.05; done");
+    let mut run = lab.run([script.as_os_str()]);
+    run.wait_printed("ready");
+    run.job_pid(&lab);
+    let number = run.snapshot(&lab);
+    lab.kill_9(run);
+    let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"");
+    let (_, said) = lab.run([script.as_os_str()]).ends_with(78);
+    let refused = |said: &str, user: &str| {
+        assert!(["root", user, "--accept-user root"].iter().all(|words| said.contains(words)), "{said}");
+        assert!(!said.contains("the job is back"), "{said}");
+        assert_eq!(lab.good(), [number], "it is as good as it was: {said}");
+        lab.assert_all_gone();
+    };
+    refused(&said, "nobody");
+    let image = format!("j/{}", lab.images()[0].id);
+    let (_, said) = lab.run_with(&["restore", &image], [""; 0]).ends_with(78);
+    refused(&said, "nobody");
+    let (_, said) = lab.run_with(&["run", "--name", "j", "--accept-user", "daemon", "--"], [&script]).ends_with(78);
+    refused(&said, "daemon");
+    let mut run = lab.run_with(&["run", "--name", "j", "--accept-user", "root", "--"], [&script]);
+    run.wait_said("the job is back");
+    let pid = run.job_pid(&lab);
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    assert!(status.contains("Uid:\t0\t0\t0\t0"), "{status}");
+    lab.kill_9(run);
+}
+
+/// A protobuf message, field by field: its number and a varint or content.
+fn fields(mut bytes: &[u8]) -> Vec<(u64, Result<u64, Vec<u8>>)> {
+    let varint = |bytes: &mut &[u8]| {
+        let length = bytes.iter().position(|byte| byte & 0x80 == 0).unwrap() + 1;
+        let (read, rest) = bytes.split_at(length);
+        *bytes = rest;
+        read.iter().rev().fold(0u64, |value, byte| value << 7 | u64::from(byte & 0x7f))
+    };
+    let mut found = Vec::new();
+    while !bytes.is_empty() {
+        let key = varint(&mut bytes);
+        let value = varint(&mut bytes);
+        let value = match key & 7 {
+            0 => Ok(value),
+            2 => {
+                let (content, rest) = bytes.split_at(usize::try_from(value).unwrap());
+                bytes = rest;
+                Err(content.to_vec())
+            }
+            other => panic!("wire type {other}"),
+        };
+        found.push((key >> 3, value));
+    }
+    found
+}
+
+fn message(fields: &[(u64, Result<u64, Vec<u8>>)]) -> Vec<u8> {
+    fn varint(mut value: u64, bytes: &mut Vec<u8>) {
+        while value >= 0x80 {
+            bytes.push(u8::try_from(value & 0x7f).unwrap() | 0x80);
+            value >>= 7;
+        }
+        bytes.push(u8::try_from(value).unwrap());
+    }
+    let mut bytes = Vec::new();
+    for (number, value) in fields {
+        varint(number << 3 | if value.is_ok() { 0 } else { 2 }, &mut bytes);
+        match value {
+            Ok(value) => varint(*value, &mut bytes),
+            Err(content) => {
+                varint(u64::try_from(content.len()).unwrap(), &mut bytes);
+                bytes.extend(content);
+            }
+        }
+    }
+    bytes
+}
+
+type Fields = Vec<(u64, Result<u64, Vec<u8>>)>;
+
+/// A change to credentials.
+type Forgery<'a> = (&'a str, &'a dyn Fn(&mut Fields));
+
+/// Changes the credentials (`creds_entry`) in a `core-N.img`.
+fn forge(core: &Path, change: &dyn Fn(&mut Fields)) {
+    let bytes = fs::read(core).unwrap();
+    // Two magic numbers and the length of the only record.
+    let mut record = fields(&bytes[12..]);
+    for (number, thread) in &mut record {
+        let (5, Err(content)) = (*number, &mut *thread) else { continue };
+        let mut thread = fields(content);
+        for (number, creds) in &mut thread {
+            let (10, Err(content)) = (*number, &mut *creds) else { continue };
+            let mut creds = fields(content);
+            change(&mut creds);
+            *content = message(&creds);
+        }
+        *content = message(&thread);
+    }
+    let record = message(&record);
+    let length = u32::try_from(record.len()).unwrap().to_le_bytes();
+    fs::write(core, [&bytes[..8], &length, &record].concat()).unwrap();
+}
+
+/// Puts an image of plain files in the place of a packed one, with `change` to its core images and hashes that are right.
+fn put_forged(lab: &Lab, image: &Image, plain: &Path, change: &dyn Fn(&mut Fields)) {
+    let copy = |from: &Path, to: &Path| {
+        let _ = fs::remove_dir_all(to);
+        assert!(std::process::Command::new("cp").arg("-a").args([from, to]).status().unwrap().success());
+    };
+    copy(plain, &image.dir);
+    let manifest = image.manifest().unwrap();
+    let job = |part: &PathBuf| {
+        let number = part.file_stem().unwrap().to_str().unwrap().strip_prefix("core-").unwrap().to_owned();
+        number != manifest.tree.root.to_string()
+    };
+    let cores = fs::read_dir(image.dir.join("criu")).unwrap().map(|entry| entry.unwrap().path());
+    let cores = cores.filter(|path| path.file_name().unwrap().to_str().unwrap().starts_with("core-"));
+    cores.filter(job).for_each(|core| forge(&core, change));
+    let mut forged = Manifest { chunks: None, ..manifest.clone() };
+    for part in &mut forged.parts {
+        let bytes = fs::read(image.dir.join(&part.path)).unwrap();
+        (part.size, part.blake3) = (bytes.len() as u64, Some(blake3::hash(&bytes)));
+    }
+    fs::write(image.dir.join("manifest.json"), forged.to_bytes().unwrap()).unwrap();
+    lab.forget_memory();
+}
+
+/// A restored process has the rights that a start gives it, whatever the image says.
+#[test]
+fn an_image_with_more_rights_than_a_start_gives_is_refused() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("job.user", "\"nobody\"").set("job.no-new-privileges", "true");
+    let lab = lab.set("restart.cold-start", "\"never\"");
+    let script = lab.script("job", "echo ready\nwhile :; do sleep 0.05; done");
+    let mut run = lab.run([script.as_os_str()]);
+    run.wait_printed("ready");
+    run.job_pid(&lab);
+    run.snapshot(&lab);
+    lab.kill_9(run);
+    lab.forget_memory();
+    let image = lab.images().remove(0);
+    let plain = lab.file("plain");
+    fs::create_dir(&plain).unwrap();
+    unpack(&image, &lab.job(), &plain, None, 1, &Progress::default(), &|| false).unwrap();
+
+    let everybody = |creds: &mut Fields| {
+        creds.iter_mut().filter(|(number, _)| (1..=8).contains(number)).for_each(|(_, id)| *id = Ok(0));
+    };
+    let group = |creds: &mut Fields| creds.push((14, Ok(0)));
+    let privileges = |creds: &mut Fields| creds.retain(|(number, _)| *number != 18);
+    let forgeries: [Forgery<'_>; 3] = [("user", &everybody), ("group", &group), ("no-new-privileges", &privileges)];
+    for (words, change) in forgeries {
+        put_forged(&lab, &image, &plain, change);
+        let (_, said) = lab.run([script.as_os_str()]).ends_with(125);
+        assert!(said.contains(words) && !said.contains("the job is back"), "{words}: {said}");
+        let State::Bad { mark, .. } = &lab.images()[0].state else { panic!("{words}: not marked: {said}") };
+        assert_eq!(mark.why, BadWhy::DoesNotRestore, "{words}");
+        lab.assert_all_gone();
+    }
+
+    // As it was, it is restored.
+    put_forged(&lab, &image, &plain, &|_| {});
+    let mut run = lab.run([script.as_os_str()]);
+    run.wait_said("the job is back");
+    lab.kill_9(run);
+}
+
 /// Jobs of many kinds as another user: CRIU restores them with that user's rights over files.
 fn comes_back_as_nobody(job: &str, kind: &str) {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"").with_limits_of_others(true);
+    let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"");
     // The job's names in /dev/shm are made from it.
     let theirs = lab.file(&lab.path().file_name().unwrap().to_string_lossy());
     fs::create_dir(&theirs).unwrap();
@@ -116,7 +323,6 @@ fn comes_back_as_nobody(job: &str, kind: &str) {
     run.snapshot(&lab);
     count_on(&lab, &mut run, 5);
     lab.kill_9(run);
-    let lab = lab.with_limits_of_others(false);
     let mut run = lab.run(&command);
     run.wait_said("the job is back from image");
     count_on(&lab, &mut run, 5);
@@ -133,6 +339,7 @@ macro_rules! kinds_of_nobody {
 }
 
 kinds_of_nobody! {
+    files_of_a_user: "kinds.py" "files",
     threads_of_a_user: "kinds.py" "threads",
     a_connection_of_a_user: "kinds.py" "tcp-within",
     a_deleted_file_of_a_user: "kinds.py" "ghost",

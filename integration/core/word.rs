@@ -124,7 +124,7 @@ fn one_that_waits_for_an_answer_for_ever_is_dumped() {
 #[test]
 fn a_job_of_another_user_has_a_word_too() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"").with_limits_of_others(true);
+    let lab = lab.set("job.user", "\"nobody\"").set("restart.cold-start", "\"never\"");
     let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
     let theirs = lab.file("theirs");
     fs::create_dir(&theirs).unwrap();
@@ -137,7 +137,6 @@ fn a_job_of_another_user_has_a_word_too() {
     run.wait_for("it is answered", || lab.output().contains("snapshot resumed"));
     run.wait_for("it is in the store", || lab.good().len() == 1 && lab.published().unwrap().persisting.is_none());
     lab.kill_9(run);
-    let lab = lab.with_limits_of_others(false);
     let mut run = lab.python("word_job.py", &arguments);
     run.wait_for("it hears of the restore", || restored(&lab) == 1 && lab.output().contains("snapshot restored"));
     count_on(&lab, &mut run, 3);

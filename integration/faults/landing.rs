@@ -175,7 +175,7 @@ fn the_interposer_comes_back_with_the_image() {
 fn another_users_process_lands_in_a_file_that_it_may_open() {
     let Some(mut rig) = rig() else { return };
     rig.set("JOB_USER", "nobody");
-    rig.with_limits_of_others(true);
+    rig.for_another_user();
     let mut supervisor = rig.start();
     supervisor.ask();
     // What is in memory is mounted in that namespace, not seen from here and gone with it.
@@ -186,7 +186,6 @@ fn another_users_process_lands_in_a_file_that_it_may_open() {
     supervisor.kill();
     rig.assert_nothing_left();
     drop(supervisor);
-    rig.with_limits_of_others(false);
     for _ in 0..2 {
         let mut supervisor = rig.run();
         supervisor.said(&format!("the job is back from image {}", image.id));

@@ -137,18 +137,12 @@ impl Rig {
         self.command = first.into_iter().chain(args.iter().map(|arg| (*arg).to_owned())).collect();
     }
 
-    /// For a job of another user, whose folders have to let it pass. Where rekindle would lack CAP_SYS_RESOURCE, which CRIU
-    /// needs to dump tasks of another user, it is started in a user namespace that has it. Only restores do not work there.
-    pub(crate) fn with_limits_of_others(&mut self, wanted: bool) {
+    /// For a job of another user, whose folders have to let it pass.
+    pub(crate) fn for_another_user(&mut self) {
         fs::set_permissions(self.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
         // One below a home directory is not for others.
         if Path::new("/usr/bin/python3").exists() {
             self.command[0] = "/usr/bin/python3".into();
-        }
-        self.wrapper = vec![env!("CARGO_BIN_EXE_rekindle").into()];
-        if wanted && !has_sys_resource() {
-            let script = concat!(env!("CARGO_MANIFEST_DIR"), "/integration/userns.py");
-            self.wrapper.splice(0..0, ["python3".into(), script.into()]);
         }
     }
 
@@ -372,12 +366,6 @@ impl Drop for Rig {
             let _ = writeln!(std::io::stderr(), "---- log of the supervisor\n{}----", self.log());
         }
     }
-}
-
-fn has_sys_resource() -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap();
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim();
-    u64::from_str_radix(effective, 16).unwrap() & (1 << 24) != 0
 }
 
 fn pids() -> impl Iterator<Item = i32> {

@@ -100,12 +100,6 @@ pub(crate) fn kill(pid: i32, signal: Signal) {
     nix::sys::signal::kill(Pid::from_raw(pid), signal).unwrap();
 }
 
-pub(crate) fn has_capability(number: u32) -> bool {
-    let status = fs::read_to_string("/proc/self/status").unwrap();
-    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).unwrap().trim();
-    u64::from_str_radix(effective, 16).unwrap() & (1 << number) != 0
-}
-
 /// Whether the process is there and not a zombie.
 pub(crate) fn alive(pid: i32) -> bool {
     rekindle::sys::process::state(pid).is_some_and(|state| !"ZX".contains(state))
@@ -131,17 +125,6 @@ impl Lab {
         fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
         let config = CONFIG.iter().map(|(key, value)| ((*key).to_string(), (*value).to_string())).collect();
         Some(Lab { folder, config, wrapper: vec![env!("CARGO_BIN_EXE_rekindle").into()] })
-    }
-
-    /// Where rekindle would lack CAP_SYS_RESOURCE, which CRIU needs to dump tasks of another user, it is started in a user
-    /// namespace that has it. Only restores do not work there.
-    pub(crate) fn with_limits_of_others(mut self, wanted: bool) -> Lab {
-        self.wrapper = vec![env!("CARGO_BIN_EXE_rekindle").into()];
-        if false && wanted && !has_capability(24) {
-            let script = concat!(env!("CARGO_MANIFEST_DIR"), "/integration/userns.py");
-            self.wrapper.splice(0..0, [python().unwrap().into(), script.into()]);
-        }
-        self
     }
 
     /// Has everything run within a control group.

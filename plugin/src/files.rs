@@ -91,8 +91,11 @@ fn raw_open(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> isi
 /// # Safety
 /// `path` ends with NUL.
 unsafe fn open_in(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> isize {
-    let result = raw_open(from, path, flags, mode);
-    if !is_refused(result) || stage() != RESTORE {
+    if stage() != RESTORE {
+        return raw_open(from, path, flags, mode);
+    }
+    let result = open_at_once(from, path, flags, mode);
+    if !is_refused(result) {
         return result;
     }
     // SAFETY: as the caller promises.
@@ -106,6 +109,25 @@ unsafe fn open_in(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) 
     };
     // That something is not there, which the user may not see, is CRIU's to know.
     more.unwrap_or(result)
+}
+
+/// A FIFO that the user has put there would have CRIU wait for its other end, and somebody's lease for its holder. Where CRIU
+/// opens a FIFO of the job, it has opened the other end before.
+fn open_at_once(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> isize {
+    if flags & (O_NONBLOCK | O_PATH) != 0 {
+        return raw_open(from, path, flags, mode);
+    }
+    let opened = raw_open(from, path, flags | O_NONBLOCK, mode);
+    wait_again(opened, flags);
+    opened
+}
+
+/// Takes O_NONBLOCK back.
+fn wait_again(opened: isize, flags: c_int) {
+    const F_SETFL: usize = 4;
+    if opened >= 0 {
+        sys::numbers(number::FCNTL, [opened as usize, F_SETFL, argument(flags & !O_NONBLOCK)]);
+    }
 }
 
 fn open_in_proc(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) -> Option<isize> {
@@ -140,9 +162,8 @@ fn open_what_is_there(from: c_int, path: *const c_char, flags: c_int) -> Option<
     };
     sys::close(found);
     let opened = opened?;
-    if opened >= 0 && flags & O_NONBLOCK == 0 {
-        const F_SETFL: usize = 4;
-        sys::numbers(number::FCNTL, [opened as usize, F_SETFL, argument(flags & !O_NOFOLLOW)]);
+    if flags & O_NONBLOCK == 0 {
+        wait_again(opened, flags);
     }
     Some(opened)
 }

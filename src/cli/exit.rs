@@ -53,12 +53,15 @@ impl From<Exit> for ExitCode {
 
 /// What the process exits with for an error.
 pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
-    use crate::{config, control, launch, store, sys};
+    use crate::{config, control, launch, restart, store, sys};
     for cause in error.chain() {
         if let Some(error) = cause.downcast_ref::<super::config::Error>() {
             return error.exit();
         }
-        if cause.is::<config::Error>() || cause.is::<launch::identity::Error>() || cause.is::<store::chunk::KeyError>()
+        if cause.is::<config::Error>()
+            || cause.is::<launch::identity::Error>()
+            || cause.is::<store::chunk::KeyError>()
+            || cause.is::<restart::OtherUser>()
         {
             return Exit::Config;
         }

@@ -15,6 +15,7 @@ use crate::config::{
 };
 use crate::launch::identity::{self, Identity};
 use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper, uplink};
+use crate::restart;
 use crate::restart::gpus::{Pair, Wishes};
 use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
@@ -22,7 +23,7 @@ use crate::snapshot::Launch;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock};
-use crate::supervisor::state::{Finish, Stop};
+use crate::supervisor::state::{Finish, Obstacle, Stop};
 use crate::supervisor::{self, Setup, notify};
 use crate::sys::cgroup;
 use crate::sys::criu::Criu;
@@ -56,6 +57,8 @@ pub(crate) struct RunArgs {
     #[arg(long)]
     fresh: bool,
     #[command(flatten)]
+    accepted: Accepted,
+    #[command(flatten)]
     devices: DeviceMap,
     /// The command and its arguments; without it that of the configuration (job.command)
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
@@ -68,7 +71,27 @@ pub(crate) struct RestoreArgs {
     /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
     image: String,
     #[command(flatten)]
+    accepted: Accepted,
+    #[command(flatten)]
     devices: DeviceMap,
+}
+
+/// What is accepted of the image that the run goes on from.
+#[derive(Debug, clap::Args)]
+struct Accepted {
+    /// Go on from an image of USER, as USER, though job.user says otherwise. For this run; it does not begin the job anew
+    #[arg(long = "accept-user", value_name = "USER")]
+    user: Option<String>,
+}
+
+impl Accepted {
+    /// The job is then this user's until the run is over, and nothing else is begun as that user than an image.
+    fn apply(&self, config: &mut Config) {
+        if let Some(user) = &self.user {
+            config.job.user = Some(user.clone());
+            config.restart.cold_start = ColdStart::Never;
+        }
+    }
 }
 
 /// Where the images that are there when the run begins go.
@@ -95,7 +118,8 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
         deadline: args.deadline.clone(),
         ..global.overrides()
     };
-    let config = global.settings(overrides)?;
+    let mut config = global.settings(overrides)?;
+    args.accepted.apply(&mut config);
     let configured: Vec<OsString> = config.job.command.iter().map(OsString::from).collect();
     let command = if args.command.is_empty() { &configured } else { &args.command };
     if command.is_empty() {
@@ -115,6 +139,21 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
         replica::bring_newest(&ground.config, &folder, &lock)?;
     }
     let start = choose(&folder, command, args.fresh, ground.config.restart.cold_start)?;
+    match (start.from, &args.accepted.user) {
+        (From::Image(id), _) => {
+            let image = folder.copies()?.into_iter().find(|image| image.id == id && image.is_good());
+            if let Some(manifest) = image.as_ref().and_then(Image::manifest) {
+                restart::check_user(manifest, ground.spec.identity.as_ref())?;
+            }
+        }
+        (From::Cold, Some(user)) => {
+            return Err(Misuse(format!(
+                "--accept-user {user} is for an image, and there is none to go on from: leave it out to start the job as job.user says"
+            ))
+            .into());
+        }
+        (From::Cold, None) => {}
+    }
     supervise(ground, folder, lock, start, &args.devices.pairs)
 }
 
@@ -127,7 +166,9 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     let manifest = image.manifest().ok_or_else(known)?.clone();
     let command: Vec<OsString> = manifest.command.iter().map(OsString::from).collect();
     let mut config = config;
-    config.job.user = manifest.user.clone();
+    args.accepted.apply(&mut config);
+    let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
+    restart::check_user(&manifest, user.as_ref())?;
     let ground = Ground::prepare(config, manifest.directory.clone(), &command)?;
     let (folder, lock) = ground.open(folder.name())?;
     let mut image = image;
@@ -419,9 +460,12 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue) -> Exit {
             Exit::Requeue(scheduler.requeue_code())
         }
         Finish::Stopped(Stop::Signal(n)) => signalled(n),
-        Finish::Impossible { why } => {
+        Finish::Impossible { why, obstacle } => {
             tracing::error!("the job can not be started: {why}");
-            Exit::Missing
+            match obstacle {
+                Obstacle::Machine => Exit::Missing,
+                Obstacle::Configuration => Exit::Config,
+            }
         }
         Finish::Failed { why, last } => {
             tracing::error!("given up: {why}");

@@ -34,7 +34,9 @@ fn user(config: &Config) -> Check {
     let name = "boundaries.user";
     match &config.job.user {
         Some(user) => Check::ok(name, format!("the job runs as {user}")),
-        None => Check::not_here(name, "job.user is not set: the job runs as root, and nothing here keeps it from anything"),
+        None => {
+            Check::not_here(name, "job.user is not set: the job runs as root, and nothing here keeps it from anything")
+        }
     }
 }
 

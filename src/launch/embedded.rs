@@ -31,10 +31,15 @@ pub(super) struct Embedded {
 }
 
 impl Embedded {
+    /// The name of a file of this kind with that content.
+    pub(super) fn name_of(&self, content: &[u8]) -> String {
+        let hash = blake3::hash(content).to_hex();
+        format!("{}-{}{}", self.name, hash.get(..16).unwrap_or_default(), self.suffix)
+    }
+
     /// Makes sure that `dir` holds this version's file, whole, and returns its path.
     pub(super) fn unpack(&self, dir: &Path) -> Result<PathBuf, Error> {
-        let hash = blake3::hash(self.content).to_hex();
-        let path = dir.join(format!("{}-{}{}", self.name, hash.get(..16).unwrap_or_default(), self.suffix));
+        let path = dir.join(self.name_of(self.content));
         let result = put(&path, self.content, self.mode);
         result.map_err(|source| Error { name: self.name, path: path.clone(), source })?;
         Ok(path)

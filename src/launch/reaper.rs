@@ -1,8 +1,15 @@
 //! The reaper's executable. It is the root of every job's tree, and so part of every image.
 
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use super::embedded::{Embedded, Error};
+use crate::sys::process;
+
+/// No reaper is larger: they have some 10 KiB.
+const MAX_BYTES: u64 = 1 << 20;
 
 /// Permission bits of a reaper, of any version.
 pub const MODE: u32 = 0o755;
@@ -29,4 +36,20 @@ pub fn unpack(dir: &Path) -> Result<PathBuf, Error> {
 #[must_use]
 pub fn is_named(path: &Path) -> bool {
     path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("reaper-"))
+}
+
+/// Whether the process executes a reaper, of any version: a file of ours, with the hash of its content in its name.
+///
+/// # Errors
+/// When its executable can not be read.
+pub fn is_genuine(pid: i32) -> io::Result<bool> {
+    let Some(path) = process::executable(pid).filter(|path| is_named(path)) else { return Ok(false) };
+    let file = File::open(format!("/proc/{pid}/exe"))?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() || metadata.uid() != nix::unistd::geteuid().as_raw() || metadata.mode() & 0o022 != 0 {
+        return Ok(false);
+    }
+    let mut content = Vec::new();
+    file.take(MAX_BYTES).read_to_end(&mut content)?;
+    Ok(path.file_name().is_some_and(|name| name == REAPER.name_of(&content).as_str()))
 }

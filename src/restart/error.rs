@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use super::Fault;
 use super::compat::{self, Difference};
 use super::rollback::RollbackError;
 use crate::launch::world;
@@ -32,6 +33,18 @@ pub enum Error {
         id: crate::store::ImageId,
         /// What differs, the worst first.
         differences: Vec<Difference>,
+    },
+    /// It is of another user than the job is to run as; nothing was started.
+    #[error(transparent)]
+    OtherUser(#[from] super::OtherUser),
+    /// What was restored is or has what the job may not; it did not run.
+    #[error("image {id} is refused, and nothing of it has run: {why}")]
+    Refused {
+        /// The image.
+        id: crate::store::ImageId,
+        /// What was found.
+        #[source]
+        why: super::Refused,
     },
     /// The GPUs that it needs are in use.
     #[error("image {id} can not be restored now")]
@@ -123,6 +136,8 @@ pub enum Blame {
     /// This machine, which the image does not fit: another try would not do better, and another image would be a loss of
     /// work that nobody asked for.
     Here,
+    /// What is configured, which the image does not fit: as with [`Blame::Here`], it is as good as it was.
+    Configuration,
     /// Nobody: it was called off.
     Nobody,
 }
@@ -137,6 +152,14 @@ impl Error {
             Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
             Error::Misfit { .. } => Blame::Here,
+            Error::OtherUser(_) => Blame::Configuration,
+            Error::Refused { why, .. } => match why.fault() {
+                Fault::Image => Blame::Image,
+                Fault::Configuration => Blame::Configuration,
+                Fault::Ours => Blame::Machine,
+            },
+            // Our own steps in the middle: that the tree is found, that its memory is held back.
+            Error::Criu(criu::RunError::Hook { .. }) => Blame::Machine,
             // A wrong key stays one.
             Error::Unpack(error) if error.is_not_for_us() => Blame::Here,
             // Who has them may end.
@@ -163,10 +186,17 @@ impl Error {
             Error::Criu(criu::RunError::Refused { log }) if log.says_killed() => Blame::Machine,
             // Another program has it, which may go; the job's own dead connections were ended before.
             Error::Criu(criu::RunError::Refused { log }) if log.says_port_taken() => Blame::Machine,
+            Error::Rollback(error) if error.is_the_machines() => Blame::Machine,
             Error::Rollback(RollbackError::Io { .. }) => Blame::Image,
             Error::Rollback(_) => Blame::Files,
             Error::Criu(_) => Blame::Image,
         }
+    }
+
+    /// Whether a step of ours failed while CRIU waited.
+    #[must_use]
+    pub fn is_our_step(&self) -> bool {
+        matches!(self, Error::Criu(criu::RunError::Hook { .. }))
     }
 
     /// CRIU's log, where CRIU was what failed.

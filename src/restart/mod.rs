@@ -18,13 +18,14 @@ pub mod policy;
 mod ports;
 mod rollback;
 pub mod rules;
+mod user;
 
 use std::time::{Duration, Instant};
 
 use crate::config::Lazy;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, Network, World};
-use crate::launch::{Job, embedded, output, plugin, reaper};
+use crate::launch::{Job, Privileges, embedded, output, plugin, reaper};
 use crate::store::chunk::Key;
 use crate::store::manifest::PidNamespace;
 use crate::store::persist::Progress;
@@ -40,10 +41,12 @@ use gpus::{Moved, Plan, Relocation, Wishes};
 use moved::Logs;
 
 pub use error::{Blame, Error};
-pub(crate) use guard::given_files;
+pub use guard::{Fault, Refused};
+pub(crate) use guard::{foresee, note};
 pub use landing::Error as LandingError;
 pub use plain::Unpacked;
 pub use rollback::{PutBack, RollbackError, RolledBack};
+pub use user::{OtherUser, check_user};
 
 /// What a restore needs.
 #[derive(Debug)]
@@ -60,6 +63,8 @@ pub struct Request<'a> {
     pub output: &'a output::Files,
     /// Who the job runs as.
     pub identity: Option<&'a Identity>,
+    /// Whether it is to have the no-new-privileges flag.
+    pub privileges: Privileges,
     /// The bound on CRIU's part.
     pub timeout: Duration,
     /// Whether it shall run before its memory is back, where that is possible.
@@ -125,6 +130,7 @@ pub fn restore(
     let mut timed = Timer(&mut timings);
 
     let relocation = timed.run("compare", || -> Result<_, Error> {
+        check_user(manifest, request.identity)?;
         let relocation = fits(request, manifest, warn, cancelled)?;
         rollback::check(manifest, request.folder, request.identity)?;
         Ok(relocation)
@@ -352,6 +358,9 @@ fn run_criu(
     let abandon = || world.kill(None);
     let died = || died_while_restored(&images);
     let memory = if loader.is_some() { Memory::Lazily } else { Memory::AtOnce };
+    let log_dir = request.folder.log_dir();
+    let wanted = guard::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
+    let mut refused = None;
     let mut before_it_runs = |moment| {
         // Later the daemon may have delivered some already: only then is it told that the tasks are restored
         // (`lazy_pages_finish_restore`).
@@ -362,8 +371,10 @@ fn run_criu(
             return Ok(());
         }
         let root = criu::find_restored(manifest.tree.root).ok_or("the restored tree can not be found")?;
-        if let Some(user) = request.identity {
-            guard::check(root, user, &manifest.given_files, &request.folder.log_dir())?;
+        if let Err(error) = guard::check(root, &wanted) {
+            let why = error.to_string();
+            refused = Some(error);
+            return Err(why);
         }
         // CRIU would send it only after it has let go: until then a thread could look for memory that is not back yet,
         // or take a lock of the driver with it into its sleep.
@@ -384,5 +395,9 @@ fn run_criu(
     let restored = criu::restore(&place, options, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would lie beside the user's files.
     rollback::drop_links(manifest, request.identity);
-    Ok(restored?.root)
+    match (restored, refused) {
+        (Ok(restored), _) => Ok(restored.root),
+        (Err(_), Some(why)) => Err(Error::Refused { id: request.image.id, why }),
+        (Err(error), None) => Err(error.into()),
+    }
 }

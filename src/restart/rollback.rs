@@ -108,6 +108,18 @@ pub enum RollbackError {
     },
 }
 
+impl RollbackError {
+    /// Whether it is neither the image's nor the job's: no room, no rights of ours, a disk that fails.
+    pub(super) fn is_the_machines(&self) -> bool {
+        let RollbackError::Io { verb, source, .. } = self else { return false };
+        let codes = [libc::ENOSPC, libc::EDQUOT, libc::EIO, libc::EROFS, libc::ENOMEM, libc::EMFILE, libc::ENFILE];
+        *verb == SWITCH || source.raw_os_error().is_some_and(|code| codes.contains(&code))
+    }
+}
+
+/// The step that gives a thread the user's rights.
+const SWITCH: &str = "switching to the job's user";
+
 fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Error) -> RollbackError + 'a {
     move |source| RollbackError::Io { path: path.into(), verb, source }
 }
@@ -152,8 +164,9 @@ fn with_rights<T: Send>(
     work: impl FnOnce() -> Result<T, RollbackError> + Send,
 ) -> Result<T, RollbackError> {
     match user {
-        Some(user) => identity::with_file_rights(user.uid, user.gid, &user.groups, work)
-            .map_err(failed("switching to the job's user", path))?,
+        Some(user) => {
+            identity::with_file_rights(user.uid, user.gid, &user.groups, work).map_err(failed(SWITCH, path))?
+        }
         None => work(),
     }
 }

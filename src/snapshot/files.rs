@@ -1,7 +1,7 @@
 //! Files as a part of the state: what size they had, and hard links for names that are gone.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io;
+use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -11,8 +11,8 @@ use crate::launch::reaper;
 use crate::store::ImageId;
 use crate::store::manifest::{Folder, OpenFile, Recreate, SavedLink};
 use crate::sys::criu::image;
-use crate::sys::identity;
 use crate::sys::process::{self, path_in};
+use crate::sys::{durable, identity};
 
 /// The regular files that the frozen job has open for writing, with their sizes of this moment. `root` is the root of
 /// the tree, as we see it: files are looked at through its mount namespace.
@@ -125,10 +125,10 @@ pub(super) fn copy_small(files: &mut [OpenFile], root: i32, draft: &Path, user: 
         let content = match user {
             // The way through /proc takes rights over the reaper, which the user has not; the job's mounts are ours.
             Some(user) => {
-                let read = || std::fs::read(&file.path);
+                let read = || read_small(&file.path);
                 identity::with_file_rights(user.uid, user.gid, &user.groups, read)?
             }
-            None => std::fs::read(path_in(root, &file.path)),
+            None => read_small(&path_in(root, &file.path)),
         };
         let Ok(content) = content else { continue };
         let part = format!("files/open-{n}");
@@ -139,6 +139,16 @@ pub(super) fn copy_small(files: &mut [OpenFile], root: i32, draft: &Path, user: 
         file.part = Some(part);
     }
     Ok(())
+}
+
+/// Whatever is at the path by now, nothing is waited for and no more is read than a small file has.
+fn read_small(path: &Path) -> io::Result<Vec<u8>> {
+    let mut content = Vec::new();
+    durable::open_for_reading(path)?.take(COPY_UP_TO + 1).read_to_end(&mut content)?;
+    if content.len() as u64 > COPY_UP_TO {
+        return Err(io::ErrorKind::FileTooLarge.into());
+    }
+    Ok(content)
 }
 
 /// The job's output may have been rotated since its size was taken.
@@ -238,6 +248,31 @@ pub(super) enum Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// What the file was is known from a look before; the job's user may have put something else there since.
+    #[test]
+    fn a_fifo_in_place_of_a_file_does_not_hang_the_copy() {
+        if !crate::test_gate::root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+        let path = dir.path().join("file");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::from_bits_truncate(0o666)).unwrap();
+        let nobody = crate::launch::identity::lookup("nobody").unwrap();
+        for user in [None, Some(nobody)] {
+            let file = OpenFile { path: path.clone(), size: 3, append: false, position: 0, mode: None, part: None };
+            let (draft, own) = (dir.path().join("draft"), std::process::id().cast_signed());
+            let (sender, done) = std::sync::mpsc::channel();
+            std::thread::spawn(move || {
+                let mut files = [file];
+                copy_small(&mut files, own, &draft, user.as_ref()).unwrap();
+                let _ = sender.send(files[0].part.clone());
+            });
+            let part = done.recv_timeout(std::time::Duration::from_secs(10));
+            assert_eq!(part.expect("it hangs"), None);
+        }
+    }
 
     #[test]
     fn mappings_of_files_without_a_name_are_found() {

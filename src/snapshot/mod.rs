@@ -114,6 +114,9 @@ pub enum Error {
     /// It was not tried; the job never stopped.
     #[error("not tried: {0}")]
     Refused(#[from] Refusal),
+    /// The job is or has what a restore would refuse.
+    #[error("not tried, because an image of it would not be restored: {0}")]
+    Guard(String),
     /// A hook did not let it be tried.
     #[error("not tried: {0}")]
     Hook(#[from] crate::hooks::Refused),
@@ -287,6 +290,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         command: subject.launch.command.clone(),
         directory: subject.launch.directory.clone(),
         user: subject.launch.user.clone(),
+        rights: work.rights.clone(),
         host: crate::telemetry::host::describe(),
         rekindle: env!("CARGO_PKG_VERSION").into(),
         criu: subject.criu.version.to_string(),

@@ -10,10 +10,12 @@ use super::pages::{Drained, Expected, Receivers, expect};
 use super::target::Target;
 use super::{Error, InFlight, Subject, devices, files, gpu, in_flight, landing, preflight, prepare, tcp};
 use crate::launch::identity::Identity;
-use crate::launch::plugin;
-use crate::restart::given_files;
+use crate::launch::{Privileges, plugin};
+use crate::restart;
 use crate::store::ImageId;
-use crate::store::manifest::{Folder, GivenFile, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess};
+use crate::store::manifest::{
+    Folder, GivenFile, JobRights, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess,
+};
 use crate::store::staging::Area;
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Plugin, Tcp};
 use crate::sys::nvml::GpuInventory;
@@ -81,6 +83,7 @@ pub(super) struct Work<'a> {
     names: BTreeMap<i32, String>,
     pub(super) open_files: Vec<OpenFile>,
     pub(super) given_files: Vec<GivenFile>,
+    pub(super) rights: Option<JobRights>,
     pub(super) folders: Vec<Folder>,
     pub(super) saved_links: Vec<SavedLink>,
     pub(super) recreate: Vec<Recreate>,
@@ -113,6 +116,7 @@ impl<'a> Work<'a> {
             names: BTreeMap::new(),
             open_files: Vec::new(),
             given_files: Vec::new(),
+            rights: None,
             folders: Vec::new(),
             saved_links: Vec::new(),
             recreate: Vec::new(),
@@ -190,11 +194,17 @@ impl<'a> Work<'a> {
         }
         self.job_pid = self.subject.job.main_pid().and_then(process::inner_pid).ok_or(Error::JobEnded)?;
         preflight::check(&tree, self.subject)?;
+        restart::foresee(self.root(), self.subject.launch.identity.as_ref(), self.privileges())
+            .map_err(|why| Error::Guard(chain(&why)))?;
         in_flight::let_pass(&tree, self.cancelled);
         self.expected = expect(&tree);
         self.nameless = files::nameless_bytes(&tree);
         self.tcp = tcp::choose(self.subject.config.snapshot.tcp, &tree);
         Ok(())
+    }
+
+    fn privileges(&self) -> Privileges {
+        if self.subject.config.job.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow }
     }
 
     fn find(&mut self) -> Result<(), Error> {
@@ -296,7 +306,7 @@ impl<'a> Work<'a> {
             freeze_timeout: config.freeze_timeout,
             plugin,
         };
-        let (cancelled, root) = (self.cancelled, self.root());
+        let (cancelled, root, privileges) = (self.cancelled, self.root(), self.privileges());
         let (mut receivers, mut drained, mut lost) = (self.receivers.take(), None, None);
         let deadline = Instant::now() + config.dump_timeout;
         // What is recorded here belongs to the very moment of the image: all tasks stand still.
@@ -320,10 +330,9 @@ impl<'a> Work<'a> {
             self.open_files = files::open_for_writing(&dir, root).map_err(|e| e.to_string())?;
             files::copy_small(&mut self.open_files, root, &image_dir, subject.launch.identity.as_ref())
                 .map_err(|e| format!("can not copy the job's open files: {e}"))?;
-            if let Some(user) = &subject.launch.identity {
-                let tree: Vec<i32> = process::tree(root).into_iter().filter(|pid| *pid != root).collect();
-                self.given_files = given_files(&tree, user);
-            }
+            let user = subject.launch.identity.as_ref();
+            let noted = restart::note(root, user, privileges).map_err(|error| chain(&error))?;
+            (self.given_files, self.rights) = (noted.given, Some(noted.rights));
             let log_dir = subject.folder.log_dir();
             let ours: Vec<&Path> = subject.staging.map(Area::path).into_iter().chain([log_dir.as_path()]).collect();
             self.folders = files::folders(&dir, root, &ours).map_err(|e| e.to_string())?;

@@ -16,8 +16,8 @@ use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use fields::{
-    Chunks, Folder, GivenFile, Gpu, Host, JobTree, Landing, Manifest, MappedFile, OpenFile, Part, Phase, PidNamespace,
-    Reason, Recreate, SavedLink, TreeProcess,
+    Chunks, Folder, GivenFile, Gpu, Host, JobRights, JobTree, Landing, Manifest, MappedFile, OpenFile, Part, Phase,
+    PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
 };
 
 use super::id::ImageId;

@@ -83,6 +83,7 @@ pub(crate) fn manifest() -> Manifest {
         command: vec!["python".to_owned(), "train.py".to_owned()],
         directory: "/home/a".into(),
         user: None,
+        rights: None,
         host: Host {
             name: "node".to_owned(),
             boot_id: "b".to_owned(),

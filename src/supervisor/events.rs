@@ -70,7 +70,7 @@ impl Owner<'_> {
         let (outcome, why) = match finish {
             Finish::Completed => ("completed", None),
             Finish::Stopped(_) => ("stopped", None),
-            Finish::Impossible { why } | Finish::Failed { why, .. } => ("failed", Some(why.clone())),
+            Finish::Impossible { why, .. } | Finish::Failed { why, .. } => ("failed", Some(why.clone())),
         };
         self.write_result(finish, exit_code);
         self.tell(What::Finished { outcome: outcome.into(), exit_code, why });

@@ -512,7 +512,7 @@ impl Owner<'_> {
         let (outcome, code) = match finish {
             Finish::Completed => (Outcome::Completed, Some(0)),
             Finish::Stopped(_) => (Outcome::Stopped, None),
-            Finish::Impossible { why } => (Outcome::Failed { why: why.clone() }, None),
+            Finish::Impossible { why, .. } => (Outcome::Failed { why: why.clone() }, None),
             Finish::Failed { why, last } => {
                 let code = last.and_then(|l| if let Ended::Exit(code) = l { Some(code) } else { None });
                 (Outcome::Failed { why: why.clone() }, code)

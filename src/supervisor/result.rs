@@ -80,7 +80,7 @@ impl Owner<'_> {
         let (outcome, why) = match finish {
             Finish::Completed => ("completed", None),
             Finish::Stopped(_) => ("stopped", None),
-            Finish::Impossible { why } | Finish::Failed { why, .. } => ("failed", Some(why.clone())),
+            Finish::Impossible { why, .. } | Finish::Failed { why, .. } => ("failed", Some(why.clone())),
         };
         let images = self.shared.folder.images().unwrap_or_default();
         let launch = &self.shared.launch;

@@ -111,7 +111,7 @@ impl Owner<'_> {
     pub(super) fn did_not_arrive(&mut self, event: Event) -> Event {
         match (&event, self.line.target) {
             (_, None) | (Event::StartFailed { .. }, _) => event,
-            (Event::Impossible { why }, Some(target)) => {
+            (Event::Impossible { why, .. }, Some(target)) => {
                 self.line.target = None;
                 tracing::error!("the job can not go back to image {}: {why}", target.image);
                 match self.good_images() {

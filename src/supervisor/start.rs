@@ -9,7 +9,7 @@ use chrono::Utc;
 
 use super::events::image_of;
 use super::keep::{Moving, shown};
-use super::state::{Event, State};
+use super::state::{Event, Obstacle, State};
 use super::{Message, Owner, Setup, load};
 use crate::config::{Lazy, NetworkMode, PidNamespace};
 use crate::hooks::{Passed, Refused};
@@ -140,8 +140,8 @@ impl Owner<'_> {
     pub(super) fn start_failed(&mut self, failure: StartFailure) {
         self.restoring = None;
         let event = match failure {
-            StartFailure::World(error) => Event::Impossible { why: chain(&error) },
-            StartFailure::Launch(error) => Event::Impossible { why: chain(&error) },
+            StartFailure::World(error) => impossible(chain(&error)),
+            StartFailure::Launch(error) => impossible(chain(&error)),
             StartFailure::Store(error) => Event::StartFailed { why: chain(&error) },
             StartFailure::NotTried(None) => Event::StartFailed { why: "called off".into() },
             StartFailure::NotTried(Some(refused)) => {
@@ -159,14 +159,18 @@ impl Owner<'_> {
         self.keep_criu_log("restore", error.criu_log());
         let bad = match error.blame() {
             Blame::Nobody => return Event::StartFailed { why },
-            Blame::Here => return Event::Impossible { why: self.advise_misfit(&image, error) },
+            Blame::Here => return impossible(self.advise_misfit(&image, error)),
+            Blame::Configuration => {
+                let why = format!("{why}. The image is kept and is as good as it was");
+                return Event::Impossible { why, obstacle: Obstacle::Configuration };
+            }
             Blame::Machine => {
                 tracing::error!("can not restore image {} now: {why}", image.id);
                 return Event::StartFailed { why };
             }
             Blame::Damaged => BadWhy::Damaged,
             Blame::Files if self.life == 0 && !self.can_fall_back(&image) => {
-                return Event::Impossible { why: self.advise_files(&image, &why) };
+                return impossible(self.advise_files(&image, &why));
             }
             Blame::Files => BadWhy::DoesNotRestore,
             Blame::Image => BadWhy::DoesNotRestore,
@@ -248,6 +252,10 @@ impl Owner<'_> {
     }
 }
 
+fn impossible(why: String) -> Event {
+    Event::Impossible { why, obstacle: Obstacle::Machine }
+}
+
 /// Answers whether it is marked now.
 fn mark(mut image: Image, why: BadWhy, detail: &str) -> bool {
     let marked = image.mark_bad(BadMark { why, detail: detail.into(), when: Utc::now() });
@@ -311,6 +319,7 @@ fn restore_job(
         reaper: &setup.reaper,
         output: files,
         identity: setup.spec.identity.as_ref(),
+        privileges: setup.spec.privileges,
         timeout: setup.config.restart.restore_timeout,
         lazy: manner.lazy,
         network: network(setup),
@@ -336,7 +345,7 @@ fn restore_job(
     let mut result = restart::restore(&request, &warn, &cancelled);
     if let Err(error) = &result
         && manner.lazy == Lazy::On
-        && error.blame() == Blame::Image
+        && (error.blame() == Blame::Image || error.is_our_step())
     {
         // It counts against the image only where the other way does not work either.
         not_lazy = Some(chain(error));

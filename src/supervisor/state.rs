@@ -32,7 +32,7 @@ mod states;
 use std::time::{Duration, Instant};
 
 pub use admission::Wish;
-pub use events::{Action, Event, Finish, Harm, Stop, Verdict};
+pub use events::{Action, Event, Finish, Harm, Obstacle, Stop, Verdict};
 pub use states::{Ending, Life, State, Then};
 
 use super::interval::{Choice, Failures, Pace};
@@ -276,7 +276,7 @@ impl<'a> Machine<'a> {
                 let decision = self.history.after_machine_failure(from, &why, &self.config.restart);
                 decided(decision, None, now)
             }
-            (Event::Impossible { why }, _) => finish(Finish::Impossible { why }),
+            (Event::Impossible { why, obstacle }, _) => finish(Finish::Impossible { why, obstacle }),
             // Nothing is to be saved: both are the same.
             (Event::StopBy(stop, _) | Event::StopNow(stop), _) => {
                 (State::Starting { from, then: Some(Then::Stop(stop, now)) }, vec![Action::Cancel])

@@ -1,7 +1,6 @@
 //! What an image is compared with.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -10,8 +9,8 @@ use crate::restart::gpus::{Devices, Wishes};
 use crate::store::Manifest;
 use crate::store::manifest::Host;
 use crate::sys::criu::Version;
-use crate::sys::elf;
 use crate::sys::nvml::GpuInventory;
+use crate::sys::{durable, elf};
 use crate::telemetry::host;
 
 /// The facts of this machine.
@@ -75,6 +74,7 @@ fn look_at_gpus(manifest: &Manifest, wishes: &Wishes) -> (Devices, Option<String
     (Devices::of(&inventory, wishes), inventory.driver)
 }
 
+/// The job's user may exchange the file for something else at any moment: a FIFO must not hang us.
 fn look_at(path: &Path, has_build_id: bool) -> FileHere {
     let metadata = match std::fs::metadata(path) {
         Ok(metadata) => metadata,
@@ -87,9 +87,43 @@ fn look_at(path: &Path, has_build_id: bool) -> FileHere {
         return FileHere::NotAFile;
     }
     let build_id = || {
-        let id = elf::build_id(&File::open(path).ok()?)?;
+        // CRIU follows a link that has come there since.
+        let id = elf::build_id(&durable::open_for_reading(&path.canonicalize().ok()?).ok()?)?;
         Some(id.iter().map(|byte| format!("{byte:02x}")).collect())
     };
     let build_id = if has_build_id { build_id() } else { None };
     FileHere::File { size: metadata.len(), mode: metadata.mode(), build_id }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+
+    use super::*;
+
+    /// The job's user can exchange a file and a FIFO at any moment.
+    #[test]
+    fn a_fifo_put_in_place_of_a_file_does_not_hang_the_look() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, other) = (dir.path().join("lib.so"), dir.path().join("fifo"));
+        std::fs::write(&path, b"\x7fELF\x02\x01").unwrap();
+        nix::unistd::mkfifo(&other, nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
+        let (sender, done) = std::sync::mpsc::channel();
+        let (from, to) = (path.clone(), other);
+        let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let over = std::sync::Arc::clone(&stop);
+        let swapper = std::thread::spawn(move || {
+            while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                renameat2(AT_FDCWD, &from, AT_FDCWD, &to, RenameFlags::RENAME_EXCHANGE).unwrap();
+            }
+        });
+        std::thread::spawn(move || {
+            let files = (0..20_000).filter(|_| matches!(look_at(&path, true), FileHere::File { .. })).count();
+            let _ = sender.send(files);
+        });
+        let files = done.recv_timeout(std::time::Duration::from_secs(30));
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        swapper.join().unwrap();
+        assert!(files.expect("it hangs") > 0);
+    }
 }

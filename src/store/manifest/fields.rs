@@ -33,6 +33,9 @@ pub struct Manifest {
     pub directory: PathBuf,
     /// The user that the job was launched as, where that is not the supervisor's.
     pub user: Option<String>,
+    /// What the job's processes were allowed, all of them. An image of an earlier version does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rights: Option<JobRights>,
     /// The machine that the image was taken on.
     pub host: Host,
     /// The version of rekindle that took it.
@@ -213,6 +216,22 @@ pub struct GivenFile {
     pub device: u64,
     /// `st_ino`.
     pub inode: u64,
+    /// What it was given for: bits of a permission triple. An image of an earlier version does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub access: Option<u32>,
+}
+
+/// What all processes of a job were allowed at the snapshot, as the kernel said.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobRights {
+    /// The user id that the job was launched with.
+    pub uid: u32,
+    /// Supplementary groups that every process was in.
+    pub groups: Vec<u32>,
+    /// Whether every process had the no-new-privileges flag.
+    pub no_new_privileges: bool,
+    /// Whether every process was under a seccomp filter.
+    pub filtered: bool,
 }
 
 /// A folder in which the job has something, or stands.

@@ -27,6 +27,8 @@ pub enum Finish {
     Impossible {
         /// Why, in words.
         why: String,
+        /// What has to change.
+        obstacle: Obstacle,
     },
     /// Given up.
     Failed {
@@ -72,6 +74,8 @@ pub enum Event {
     Impossible {
         /// Why, in words.
         why: String,
+        /// What has to change.
+        obstacle: Obstacle,
     },
     /// The job ended.
     Ended {
@@ -159,4 +163,13 @@ pub enum Action {
     },
     /// The last action.
     Finish(Finish),
+}
+
+/// What has to change before a job can be started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Obstacle {
+    /// The machine, or the command.
+    Machine,
+    /// The configuration.
+    Configuration,
 }
