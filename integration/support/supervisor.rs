@@ -253,6 +253,7 @@ impl Lab {
         command.env("REKINDLE_STORE_DIRECTORY", self.store()).env("REKINDLE_LAB", self.path());
         command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.memory());
         command.env("REKINDLE_CONTROL_DIRECTORY", self.file("control"));
+        command.env("REKINDLE_STORE_SEEN_DIRECTORY", self.file("seen"));
         command.env_remove("REKINDLE_CONFIG");
         command
     }

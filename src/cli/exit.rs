@@ -58,7 +58,13 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
         if let Some(error) = cause.downcast_ref::<super::config::Error>() {
             return error.exit();
         }
-        if cause.is::<config::Error>() || cause.is::<launch::identity::Error>() || cause.is::<store::chunk::KeyError>()
+        if cause.is::<config::Error>()
+            || cause.is::<launch::identity::Error>()
+            || cause.is::<store::chunk::KeyError>()
+            || cause.is::<super::trust::Refused>()
+            || cause.is::<super::trust::WrongKey>()
+            || cause.is::<super::trust::KeyLeftOut>()
+            || cause.is::<super::replica::Refused>()
         {
             return Exit::Config;
         }
@@ -98,6 +104,7 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
                 | E::NotStored(_)
                 | E::TooManyTags(_)
                 | E::NoStore(_) => Exit::Usage,
+                E::UntrustedRecord { .. } => Exit::Config,
                 _ => Exit::Internal,
             };
         }

@@ -34,7 +34,7 @@ pub(super) fn logs(global: &Global, args: &LogsArgs) -> anyhow::Result<Exit> {
     if global.json {
         return Err(Misuse("output of a job is no JSON: leave --json out".into()).into());
     }
-    let folder = global.open_store()?.job(&args.job.parse()?)?;
+    let folder = global.find_supervisor()?.job(&args.job.parse()?)?;
     match copy(&folder, args) {
         // A reader that went away (`| head`).
         Err(error) if error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe) => {}

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context;
 use chrono::{DateTime, Utc};
 
-use super::{Exit, Global, Misuse, job_args, named_criu, replica, start_log};
+use super::{Exit, Global, Misuse, job_args, named_criu, replica, start_log, trust};
 use crate::config::{
     ColdStart, Config, Deadline, EnvironmentMode, Interposer, Limit, Overrides, Requeue, Staging, Stdin, UplinkMode,
 };
@@ -21,7 +21,9 @@ use crate::scheduler::Scheduler;
 use crate::snapshot::Launch;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
-use crate::store::{Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock};
+use crate::store::{
+    Access, BadWhy, Image, ImageId, JobFolder, JobName, JobPath, JobRecord, Outcome, State, Store, Trust, WriterLock,
+};
 use crate::supervisor::state::{Finish, Stop};
 use crate::supervisor::{self, Setup, notify};
 use crate::sys::cgroup;
@@ -109,12 +111,27 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
             None => default_name(command, &directory)?,
         },
     };
+    if !args.fresh {
+        start_log(&config);
+        trust::check(&config, &name)?;
+    }
     let ground = Ground::prepare(config, directory, command)?;
     let (folder, lock) = ground.open(&name)?;
     if !args.fresh {
         replica::bring_newest(&ground.config, &folder, &lock)?;
+        trust::check_here(&folder)?;
     }
     let start = choose(&folder, command, args.fresh, ground.config.restart.cold_start)?;
+    if let Some(seen) = trust::seen(&ground.config, &folder) {
+        let record = folder.record()?.filter(|record| !args.fresh && record.outcome != Outcome::Completed);
+        match &record {
+            // What is left behind on purpose is not missed.
+            None if args.fresh => {
+                seen.runs().unwrap_or_default().iter().for_each(|run| trust::forget(&seen, &run.lineage))
+            }
+            record => trust::look_for_rollback(&seen, &folder, record.as_ref().map(|record| record.lineage.as_str())),
+        }
+    }
     supervise(ground, folder, lock, start, &args.devices.pairs)
 }
 
@@ -122,13 +139,18 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     let config = global.settings(global.overrides())?;
     start_log(&config);
     replica::bring_named(&config, &args.image)?;
-    let (folder, image) = job_args::image(&Store::open(&config.store.directory, Access::Read)?, &args.image)?;
+    let store = Store::open(&config.store.directory, Access::Read)?.with_trust(Trust::of(&config.store)?);
+    let (folder, image) = job_args::image(&store, &args.image)?;
+    trust::refuse(&folder, &image)?;
+    if job_args::means_newest(&folder, &args.image) {
+        trust::check_newest(&folder)?;
+    }
     let known = || Misuse(format!("image {} has no readable manifest: `rekindle verify` says more", image.id));
     let manifest = image.manifest().ok_or_else(known)?.clone();
     let command: Vec<OsString> = manifest.command.iter().map(OsString::from).collect();
     let mut config = config;
     config.job.user = manifest.user.clone();
-    let ground = Ground::prepare(config, manifest.directory.clone(), &command)?;
+    let ground = Ground::prepare(config, manifest.directory.to_path_buf(), &command)?;
     let (folder, lock) = ground.open(folder.name())?;
     let mut image = image;
     if matches!(image.state, State::Bad { .. }) {
@@ -190,8 +212,9 @@ impl Ground {
                 false => IoUring::refused_where_possible(),
             },
         };
-        let packing = Packing::of(&config.store)?;
-        let store = Store::open(&config.store.directory, Access::Write)?;
+        let trust = Trust::of(&config.store)?;
+        let packing = Packing::of(&config.store, &trust);
+        let store = Store::open(&config.store.directory, Access::Write)?.with_trust(trust);
         Ok(Ground { config, criu, spec, uplink, packing, store })
     }
 
@@ -226,7 +249,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
     add(&mut spec, "REKINDLE_RUN_ID", &start.lineage);
     let launch = Launch {
         command: spec.command.iter().map(|part| part.to_string_lossy().into_owned()).collect(),
-        directory: spec.directory.clone(),
+        directory: JobPath::new(spec.directory.as_path())?,
         user: config.job.user.clone(),
         identity: spec.identity.clone(),
         lineage: start.lineage.clone(),
@@ -241,7 +264,8 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
     let staging = staging_area(&config, &folder, &lock);
     let interposer = interposer(&config, &mut spec, &folder, staging.as_ref());
     prepare_nccl(&config, &mut spec, interposer.is_some());
-    let Start { from, base, .. } = start;
+    let Start { from, base, lineage } = start;
+    let seen = trust::seen(&config, &folder);
     let visible = spec.environment.get(OsStr::new("CUDA_VISIBLE_DEVICES")).map(|value| value.to_string_lossy());
     if let Some(visible) = visible.filter(|visible| names_instance(visible)) {
         tracing::warn!(
@@ -282,7 +306,11 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
         scheduler: scheduler.clone(),
         deadline,
     };
-    Ok(exit(supervisor::run(setup)?, &scheduler, requeue))
+    let finish = supervisor::run(setup)?;
+    if let (Finish::Completed, Some(seen)) = (&finish, seen) {
+        trust::forget(&seen, &lineage);
+    }
+    Ok(exit(finish, &scheduler, requeue))
 }
 
 /// The job's place in memory. Without one snapshots take longer, and work.
@@ -498,6 +526,10 @@ fn default_name(command: &[OsString], directory: &Path) -> anyhow::Result<JobNam
 fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
     match configured {
         Some(directory) => match std::fs::metadata(directory) {
+            // An image knows a folder by one name only.
+            Ok(metadata) if metadata.is_dir() && directory.components().any(|it| it == Component::ParentDir) => {
+                Ok(std::fs::canonicalize(directory)?)
+            }
             Ok(metadata) if metadata.is_dir() => Ok(directory.to_path_buf()),
             Ok(_) => Err(Misuse(format!("job.directory = {directory:?}: not a folder")).into()),
             Err(e) => Err(Misuse(format!("job.directory = {directory:?}: {e}")).into()),

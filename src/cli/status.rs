@@ -72,7 +72,7 @@ impl Shown {
 }
 
 pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit> {
-    let store = global.open_store()?;
+    let store = global.find_supervisor()?;
     let job: Option<JobName> = args.job.as_deref().map(str::parse).transpose()?;
     loop {
         let rows = rows(&store, job.as_ref())?;

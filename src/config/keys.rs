@@ -119,6 +119,8 @@ pub(super) const KEYS: &[Key] = &[
         "\"auto\", \"none\", \"lz4\", \"zstd\", or \"zstd:LEVEL\" with a level from -7 to 19",
     ),
     key("store.encryption-key", Shape::Text, "text with an absolute path"),
+    key("store.accept-unsigned", Shape::Flag, "true or false"),
+    key("store.seen-directory", Shape::Text, "text with an absolute path"),
     key("store.persist-rate", Shape::Text, RATE),
     key("store.persist-threads", Shape::Text, "\"auto\" or a whole number from 1 to 64"),
     key("store.sweep-after", Shape::Text, DURATION),

@@ -234,6 +234,10 @@ pub struct Store {
     pub compression: Compression,
     /// Absolute path of the file with the key that the content of images is encrypted with; unset means that it is not.
     pub encryption_key: Option<PathBuf>,
+    /// Whether what has no signature is believed though there is a key: for images from before there was one.
+    pub accept_unsigned: bool,
+    /// Where this machine keeps what it has seen of the images of jobs, to notice when an older state is put in their place.
+    pub seen_directory: PathBuf,
     /// Most that is written each second of an image that was staged in memory.
     pub persist_rate: Rate,
     /// Threads that copy and hash it.
@@ -437,6 +441,8 @@ impl Default for Store {
             min_free: ByteSize::gib(1),
             compression: Compression::default(),
             encryption_key: None,
+            accept_unsigned: false,
+            seen_directory: PathBuf::from("/var/lib/rekindle-seen"),
             persist_rate: Rate::default(),
             persist_threads: Threads::default(),
             // A reader that began before an image went has its content for so long.

@@ -220,6 +220,10 @@ fn store(config: &Config, rules: &mut Rules) {
         });
     }
     rules.path("store.encryption-key", config.store.encryption_key.as_deref());
+    rules.that(!config.store.accept_unsigned || config.store.encryption_key.is_some(), "store.accept-unsigned", || {
+        "must not be set without store.encryption-key, because without a key nothing is signed".to_owned()
+    });
+    rules.path("store.seen-directory", Some(&config.store.seen_directory));
     rules.rate("store.persist-rate", config.store.persist_rate);
     rules.time("store.sweep-after", config.store.sweep_after, Duration::ZERO, "");
     if let Repack::UpTo(size) = config.store.repack {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::embedded::{Embedded, Error};
 
 /// Built by build.rs from `reaper/`.
-const REAPER: Embedded = Embedded {
+pub(super) const REAPER: Embedded = Embedded {
     name: "reaper",
     suffix: "",
     content: include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-reaper")),

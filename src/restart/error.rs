@@ -48,6 +48,14 @@ pub enum Error {
     /// The place in memory that it was brought to failed.
     #[error(transparent)]
     Staging(crate::store::staging::Error),
+    /// The image wants a file put where rekindle puts none; nothing was done.
+    #[error("the image wants a file put at {}, which {why}", path.display())]
+    NotOurs {
+        /// Where.
+        path: PathBuf,
+        /// The rule that it breaks.
+        why: String,
+    },
     /// A file of ours that the job runs could not be put in place.
     #[error("can not put {} back", path.display())]
     Recreate {
@@ -133,7 +141,7 @@ impl Error {
             Error::Criu(criu::RunError::Image(_)) => Blame::Damaged,
             Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
-            Error::Misfit { .. } => Blame::Here,
+            Error::Misfit { .. } | Error::NotOurs { .. } => Blame::Here,
             // A wrong key stays one.
             Error::Unpack(error) if error.is_not_for_us() => Blame::Here,
             // Who has them may end.

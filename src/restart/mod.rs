@@ -13,6 +13,7 @@ pub mod gpus;
 mod guard;
 mod landing;
 mod moved;
+mod own;
 mod plain;
 pub mod policy;
 mod ports;
@@ -124,6 +125,7 @@ pub fn restore(
     let mut timed = Timer(&mut timings);
 
     let relocation = timed.run("compare", || -> Result<_, Error> {
+        own::check(manifest, request)?;
         let relocation = fits(request, manifest, warn, cancelled)?;
         rollback::check(manifest, request.folder, request.identity)?;
         Ok(relocation)
@@ -297,13 +299,13 @@ fn fits(
 fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
     for file in &manifest.recreate {
         let put = || -> std::io::Result<()> {
-            let content = std::fs::read(image.dir.join(&file.part))?;
+            let content = file.part.read(&image.dir)?;
             if let Some(dir) = file.path.parent() {
                 std::fs::create_dir_all(dir)?;
             }
-            embedded::put(&file.path, &content, file.mode)
+            embedded::put_back(&file.path, &content)
         };
-        put().map_err(|source| Error::Recreate { path: file.path.clone(), source })?;
+        put().map_err(|source| Error::Recreate { path: file.path.to_path_buf(), source })?;
     }
     Ok(())
 }

@@ -119,7 +119,7 @@ pub(super) fn check(manifest: &Manifest, folder: &JobFolder, user: Option<&Ident
 }
 
 fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
-    let path = &file.path;
+    let path = &*file.path;
     let metadata = match std::fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -168,7 +168,7 @@ pub(super) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Resu
 }
 
 fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
-    let path = &folder.path;
+    let path = &*folder.path;
     // Whatever is there is somebody's.
     if std::fs::symlink_metadata(path).is_ok() {
         return Ok(false);
@@ -219,7 +219,7 @@ pub(super) fn put_back(
         let content = match &file.part {
             Some(part) => {
                 let path = image.dir.join(part);
-                Some(std::fs::read(&path).map_err(failed("read", &path))?)
+                Some(part.read(&image.dir).map_err(failed("read", &path))?)
             }
             None => None,
         };
@@ -247,7 +247,7 @@ fn options() -> OpenOptions {
 }
 
 fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBack>, RollbackError> {
-    let path = &file.path;
+    let path = &*file.path;
     let open = match (options().open(path), content) {
         (Ok(open), _) => open,
         (Err(error), Some(content)) if error.kind() == io::ErrorKind::NotFound && can_be_made(file) => {
@@ -278,7 +278,7 @@ fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBac
 
 /// A file that is not here.
 fn make(file: &OpenFile, content: &[u8]) -> Result<(), RollbackError> {
-    let path = &file.path;
+    let path = &*file.path;
     let mut made = options().create_new(true).mode(0o600).open(path).map_err(failed("create", path))?;
     made.write_all(content).map_err(failed("write", path))?;
     let mode = Permissions::from_mode(file.mode.unwrap_or_default() & 0o7777);
@@ -334,7 +334,7 @@ fn keep_rest(file: &mut File, path: &Path) -> Result<(PathBuf, u64), RollbackErr
 pub(super) fn put_links_back(manifest: &Manifest) -> Result<(), RollbackError> {
     for link in &manifest.saved_links {
         match std::fs::hard_link(&link.saved, &link.link) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(RollbackError::Gone(link.saved.clone())),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(RollbackError::Gone(link.saved.to_path_buf())),
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(failed("link", &link.link)(e)),
             _ => {}
         }
@@ -394,7 +394,7 @@ mod tests {
     fn a_file_that_is_gone_is_made_from_the_image_with_its_mode() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("progress");
-        let part = Some("files/open-0".to_owned());
+        let part = Some("files/open-0".into());
         let mut wanted = OpenFile { part, mode: Some(0o100_640), ..file(&path, 7, false) };
         check_one(&wanted).unwrap();
         assert_eq!(put_one_back(&wanted, Some(b"epoch 7")).unwrap(), Some(PutBack::Made(path.clone())));

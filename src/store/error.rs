@@ -7,6 +7,7 @@ use thiserror::Error;
 
 use super::id::{ImageId, JobName};
 use super::lock::Holder;
+use super::trust::Untrusted;
 
 /// The result of most calls on the store.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -196,6 +197,14 @@ pub enum Error {
         path: PathBuf,
         /// Where and how.
         source: serde_json::Error,
+    },
+    /// With the key nobody but us could have written it, and it is not ours.
+    #[error("{} {source}", .path.display())]
+    UntrustedRecord {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: Untrusted,
     },
     /// The record of a job was written by a newer rekindle.
     #[error("{} has version {version}, which this rekindle can not read; use the rekindle that wrote it, or a newer one", .path.display())]
