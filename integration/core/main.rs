@@ -16,6 +16,7 @@ mod control;
 mod damage;
 mod deadline;
 mod devices;
+mod environment;
 mod events;
 mod forks;
 mod hooks;
