@@ -304,22 +304,29 @@ fn a_folder_that_others_can_write_is_not_used() {
     let open_to = |mode| std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(mode)).unwrap();
     for mode in [0o777, 0o1777, 0o775] {
         open_to(mode);
-        let why = refused(&lab, &["snapshot", "j"], 125);
+        let why = refused(&lab, &["snapshot", "j"], 69);
         assert!(why.contains("others can write") && why.contains("chmod go-w"), "{mode:o}: {why}");
     }
     open_to(0o755);
     std::os::unix::fs::chown(&folder, Some(65534), None).unwrap();
-    let why = refused(&lab, &["snapshot", "j"], 125);
+    let why = refused(&lab, &["snapshot", "j"], 69);
     assert!(why.contains("belongs to user 65534") && why.contains("chown"), "{why}");
     std::os::unix::fs::chown(&folder, Some(0), None).unwrap();
     assert_eq!(state(&lab), "running");
     finish(&lab, run);
 
     // Nor is one there for a new supervisor.
-    open_to(0o777);
+    let Some(lab) = Lab::new() else { return };
+    let folder = lab.file("control");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777)).unwrap();
     let mut run = start(&lab);
     run.wait_said("there is no control socket in");
-    assert!(run.err().contains("others can write") && run.err().contains("the job has no REKINDLE_SOCKET"), "{}", run.err());
+    assert!(
+        run.err().contains("others can write") && run.err().contains("the job has no REKINDLE_SOCKET"),
+        "{}",
+        run.err()
+    );
     assert!(std::fs::read_dir(&folder).unwrap().flatten().all(|entry| !entry.file_type().unwrap().is_socket()));
     finish(&lab, run);
 }

@@ -25,7 +25,7 @@ fn a_job_gets_none_of_the_credentials_of_the_replica() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("replica.url", "\"s3://bucket/path\"");
     let (out, said) = lab.run_with_environment(&FRESH, ["env"], &secrets()).ends_with(0);
-    assert!(!out.contains("AWS_") && !out.contains("of-the-"), "{out}");
+    assert!(!out.contains("AWS_ACCESS") && !out.contains("of-the-") && !out.contains("AWS_ENDPOINT"), "{out}");
     // It has nothing to do with a replica in S3, and is the job's as everything else is.
     assert!(out.contains("AZURE_STORAGE_ACCOUNT_KEY=of-somebody-else") && out.contains("REKINDLE_LAB="), "{out}");
     assert!(said.contains("AWS_SECRET_ACCESS_KEY") && said.contains("job.pass-environment"), "{said}");

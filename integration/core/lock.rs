@@ -54,9 +54,10 @@ fn content(lab: &Lab) -> BTreeMap<PathBuf, Vec<u8>> {
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(&folder).unwrap().flatten() {
             let (path, name) = (entry.path(), entry.file_name());
-            match entry.file_type().unwrap().is_dir() {
+            let kind = entry.file_type().unwrap();
+            match kind.is_dir() {
                 true => folders.push(path),
-                false if name == "lock" || name.to_str().unwrap().starts_with("std") => {}
+                false if kind.is_symlink() || name == "lock" || name.to_str().unwrap().starts_with("std") => {}
                 false => drop(all.insert(path.clone(), fs::read(&path).unwrap())),
             }
         }

@@ -4,6 +4,7 @@ pub mod config;
 mod control;
 mod cuda;
 mod doctor;
+mod environment;
 pub mod exit;
 mod job_args;
 mod list;

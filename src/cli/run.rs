@@ -1,6 +1,5 @@
 //! `rekindle run` and `rekindle restore`: check what is needed, choose what to begin with, supervise.
 
-use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -9,11 +8,9 @@ use std::time::Duration;
 use anyhow::Context;
 use chrono::{DateTime, Utc};
 
-use super::{Exit, Global, Misuse, job_args, named_criu, replica, start_log};
-use crate::config::{
-    ColdStart, Config, Deadline, EnvironmentMode, Interposer, Limit, Overrides, Requeue, Staging, Stdin, UplinkMode,
-};
-use crate::launch::identity::{self, Identity};
+use super::{Exit, Global, Misuse, environment, job_args, named_criu, replica, start_log};
+use crate::config::{ColdStart, Config, Deadline, Interposer, Limit, Overrides, Requeue, Staging, Stdin, UplinkMode};
+use crate::launch::identity;
 use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper, uplink};
 use crate::restart::gpus::{Pair, Wishes};
 use crate::restart::policy::From;
@@ -23,7 +20,7 @@ use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock};
 use crate::supervisor::state::{Finish, Stop};
-use crate::supervisor::{self, Setup, notify};
+use crate::supervisor::{self, Setup};
 use crate::sys::cgroup;
 use crate::sys::criu::Criu;
 use crate::sys::cuda;
@@ -160,7 +157,9 @@ impl Ground {
     fn prepare(config: Config, directory: PathBuf, command: &[OsString]) -> anyhow::Result<Ground> {
         start_log(&config);
         let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
-        let environment = environment(&config, user.as_ref());
+        let environment = environment::of(&config, user.as_ref(), std::env::vars_os());
+        environment.tell(&config);
+        let environment = environment.variables;
         let path = environment.get(OsStr::new("PATH")).map(OsString::as_os_str);
         let program = command.first().map_or_else(
             || Err(Misuse("there is no command to run".into()).into()),
@@ -184,7 +183,7 @@ impl Ground {
             umask: Some(config.job.umask.map_or(umask, |mask| mask.bits())),
             limits: config.job.limits.iter().map(|(name, limit)| resource(name, limit)).collect::<Result<_, _>>()?,
             stdin: standard_input(&config.job.stdin)?,
-            privileges: if config.job.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow },
+            privileges: if config.job.keeps_its_rights() { Privileges::Fixed } else { Privileges::MayGrow },
             io_uring: match config.job.allow_io_uring {
                 true => IoUring::AsItIs,
                 false => IoUring::refused_where_possible(),
@@ -509,28 +508,6 @@ fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
             .into()
         }),
     }
-}
-
-/// The job's whole environment: the caller's or a clean one, then the configured variables.
-fn environment(config: &Config, user: Option<&Identity>) -> BTreeMap<OsString, OsString> {
-    let mut all: BTreeMap<OsString, OsString> = match config.job.environment_mode {
-        EnvironmentMode::Inherit => {
-            std::env::vars_os().filter(|(name, _)| !notify::VARIABLES.iter().any(|ours| name == ours)).collect()
-        }
-        EnvironmentMode::Clean => {
-            let kept = ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ"];
-            kept.iter().filter_map(|name| Some((OsString::from(name), std::env::var_os(name)?))).collect()
-        }
-    };
-    // It is a secret, and the job may be another user's.
-    all.remove(OsStr::new("REKINDLE_HOOKS_WEBHOOK"));
-    if let Some(user) = user {
-        all.insert("HOME".into(), user.home.clone().into());
-        all.insert("USER".into(), user.name.clone().into());
-        all.insert("LOGNAME".into(), user.name.clone().into());
-    }
-    all.extend(config.job.environment.iter().map(|(name, value)| (name.into(), value.into())));
-    all
 }
 
 /// The file for the job's standard input. A terminal or a pipe can not be brought back.

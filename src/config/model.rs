@@ -80,16 +80,43 @@ pub struct Job {
     pub stdin: Stdin,
     /// Added to the environment that [`Job::environment_mode`] starts from. Values are never shown.
     pub environment: Environment,
-    /// Where the job's environment starts from.
-    pub environment_mode: EnvironmentMode,
+    /// Where the job's environment starts from; unset means [`Job::starts_from`].
+    pub environment_mode: Option<EnvironmentMode>,
+    /// Variables of the caller that the job gets in any case: names, or the beginning of names and a `*`.
+    pub pass_environment: Vec<String>,
     /// Resource limits by their name in [`LIMITS`], soft and hard at once; limits not named stay the caller's.
     pub limits: BTreeMap<String, Limit>,
     /// Whether the job gets a PID namespace of its own.
     pub pid_namespace: PidNamespace,
-    /// Whether the job and all it starts lose setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS).
-    pub no_new_privileges: bool,
+    /// Whether the job and all it starts lose setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS); unset means
+    /// [`Job::keeps_its_rights`].
+    pub no_new_privileges: Option<bool>,
     /// Whether io_uring_setup(2) works in the job.
     pub allow_io_uring: bool,
+}
+
+impl Job {
+    /// The environment of whoever calls is not the business of another user.
+    #[must_use]
+    pub fn starts_from(&self) -> EnvironmentMode {
+        let default = if self.user.is_some() { EnvironmentMode::Clean } else { EnvironmentMode::Inherit };
+        self.environment_mode.unwrap_or(default)
+    }
+
+    /// Whether the job's rights can not grow. A job of another user has no reason to become more than that user.
+    #[must_use]
+    pub fn keeps_its_rights(&self) -> bool {
+        self.no_new_privileges.unwrap_or(self.user.is_some())
+    }
+
+    /// Whether [`Job::pass_environment`] names the variable.
+    #[must_use]
+    pub fn passes(&self, variable: &str) -> bool {
+        self.pass_environment.iter().any(|named| match named.strip_suffix('*') {
+            Some(beginning) => variable.starts_with(beginning),
+            None => variable == named,
+        })
+    }
 }
 
 /// Names accepted in `job.limits`: those of setrlimit(2) in lower case, without `RLIMIT_`.

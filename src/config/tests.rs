@@ -56,6 +56,7 @@ user = "alice"
 umask = "027"
 stdin = "/srv/in"
 environment-mode = "clean"
+pass-environment = ["MASTER_ADDR", "SLURM_*"]
 pid-namespace = "host"
 no-new-privileges = true
 allow-io-uring = true

@@ -238,6 +238,7 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &dyn Fn() -> bool)
         work.complete()?;
         let manifest = describe(work, reason)?;
         let target = work.target.take().ok_or(Error::Cancelled)?;
+        subject.lock.confirm()?;
         target.finish(manifest, subject.config.store.threads())
     });
     match published {

@@ -121,6 +121,16 @@ pub enum Error {
         /// Who has it now.
         holder: Box<Holder>,
     },
+    /// The name of the lock leads to another file than the one that is locked.
+    #[error(
+        "{} was replaced by another file, so job \"{job}\" may have another supervisor; this process must not go on here. Look with `rekindle status`, and run the same command again where there is none", .file.display()
+    )]
+    LockReplaced {
+        /// The job.
+        job: JobName,
+        /// The lock file.
+        file: PathBuf,
+    },
     /// A writer's call with the lock of another job.
     #[error("the lock is not that of job \"{0}\"")]
     WrongLock(JobName),

@@ -260,7 +260,7 @@ impl JobFolder {
     }
 
     pub(super) fn check_lock(&self, lock: &WriterLock) -> Result<()> {
-        if lock.guards(&self.path) { Ok(()) } else { Err(Error::WrongLock(self.name.clone())) }
+        if lock.guards(&self.path) { lock.confirm() } else { Err(Error::WrongLock(self.name.clone())) }
     }
 }
 

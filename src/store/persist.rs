@@ -177,6 +177,7 @@ pub fn persist(
         known: Known::new(&packs, &index),
         stretches: Mutex::new(Some(Stretches::new(&image.dir, &manifest.parts))),
         pace,
+        lock,
     };
     let worth = usize::try_from(manifest.bytes.div_ceil(WORTH_A_THREAD)).unwrap_or(usize::MAX);
     let workers = packing.bounds.threads.min(worth).clamp(1, MAX_WORKERS);
@@ -196,6 +197,7 @@ pub fn persist(
     if cancelled() {
         return Err(Error::Cancelled);
     }
+    folder.check_lock(lock)?;
     Ok(draft.publish_packed(manifest, &bytes, image)?)
 }
 

@@ -38,7 +38,7 @@ mod upload;
 use std::ffi::OsString;
 
 pub use client::Cancelled;
-pub use connect::Patience;
+pub use connect::{Patience, reads_variable};
 pub use error::{Error, Failure, Result};
 pub use retain::Removed;
 pub use upload::Uploaded;

@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "this module is where it is allowed; every block says why it is sound")]
 
 pub mod cgroup;
+pub mod clock;
 pub mod criu;
 pub mod cuda;
 pub mod direct;

@@ -51,6 +51,9 @@ pub struct Spawn {
     limits: Vec<(u32, libc::rlimit)>,
     session: bool,
     signals_blocked: bool,
+    /// User and group.
+    identity: Option<(u32, u32)>,
+    no_new_privileges: bool,
     /// Our pid, where the child shall not outlive us.
     dies_with: Option<i32>,
 }
@@ -131,6 +134,8 @@ impl Spawn {
             limits: Vec::new(),
             session: false,
             signals_blocked: false,
+            identity: None,
+            no_new_privileges: false,
             dies_with: None,
         }
         .inherit_environment())
@@ -212,6 +217,20 @@ impl Spawn {
     #[must_use]
     pub fn signals_blocked(mut self) -> Spawn {
         self.signals_blocked = true;
+        self
+    }
+
+    /// Becomes this user, with this group and no other one. Who was root has no capability afterwards (capabilities(7)).
+    #[must_use]
+    pub fn identity(mut self, user: u32, group: u32) -> Spawn {
+        self.identity = Some((user, group));
+        self
+    }
+
+    /// What it executes can gain no rights.
+    #[must_use]
+    pub fn no_new_privileges(mut self) -> Spawn {
+        self.no_new_privileges = true;
         self
     }
 

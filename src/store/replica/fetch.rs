@@ -233,6 +233,7 @@ impl Replica {
             write(mark::FILE_NAME, &bytes.map_err(|source| Error::Write { path, source })?)?;
         }
         write(manifest::FILE_NAME, &text)?;
+        folder.check_lock(lock)?;
         durable::publish_dir(draft.dir(), &lasting).map_err(|source| Error::Write { path: lasting.clone(), source })?;
         Ok(Image::load(&lasting, image.id))
     }

@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use super::{Open, Spawn, World};
 
 /// The steps of the child, by the number it reports when one fails.
-const STEPS: [&str; 10] = [
+const STEPS: [&str; 12] = [
     "entering the namespaces",
     "starting a session",
     "changing to the working directory",
@@ -21,6 +21,8 @@ const STEPS: [&str; 10] = [
     "resetting signals",
     "execve",
     "setting the parent-death signal",
+    "becoming another user",
+    "setting no-new-privileges",
 ];
 
 /// What the child writes to the report pipe when a step fails: its number, then errno.
@@ -101,14 +103,6 @@ impl<'a> Plan<'a> {
             // SAFETY: the text is NUL-terminated.
             self.check(2, unsafe { libc::chdir(directory.as_ptr()) });
         }
-        if let Some(parent) = spawn.dies_with {
-            // SAFETY: a system call on numbers.
-            self.check(9, unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) });
-            // SAFETY: a system call without arguments. A parent that is gone already sends no signal.
-            if unsafe { libc::getppid() } != parent {
-                self.fail(9);
-            }
-        }
         let top = self.place_descriptors();
         if let Some(mask) = spawn.umask {
             // SAFETY: a system call on a number.
@@ -119,8 +113,36 @@ impl<'a> Plan<'a> {
             self.check(5, unsafe { libc::setrlimit(*resource, limit) });
         }
         self.close_above(top);
+        if let Some((user, group)) = spawn.identity {
+            self.become_user(user, group);
+        }
+        if spawn.no_new_privileges {
+            // SAFETY: a system call on numbers.
+            self.check(11, unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) });
+        }
+        // After that: who becomes another user loses the signal (prctl(2)).
+        if let Some(parent) = spawn.dies_with {
+            // SAFETY: a system call on numbers.
+            self.check(9, unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) });
+            // SAFETY: a system call without arguments. A parent that is gone already sends no signal.
+            if unsafe { libc::getppid() } != parent {
+                self.fail(9);
+            }
+        }
         self.reset_signals();
         self.execute()
+    }
+
+    /// By the kernel's own calls: those of the C library want to tell the other threads of a process (nptl(7)), which this
+    /// copy does not have.
+    fn become_user(&self, user: u32, group: u32) {
+        let check = |result: libc::c_long| self.check(10, if result < 0 { -1 } else { 0 });
+        // SAFETY: no groups are read.
+        check(unsafe { libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>()) });
+        // SAFETY: a system call on numbers.
+        check(unsafe { libc::syscall(libc::SYS_setresgid, group, group, group) });
+        // SAFETY: a system call on numbers.
+        check(unsafe { libc::syscall(libc::SYS_setresuid, user, user, user) });
     }
 
     /// A program that was written a moment ago may be open for writing yet: not by who wrote it, but in a child that
