@@ -200,7 +200,7 @@ pub fn restore(
         }
         Err(error) => {
             // There is one for a job without CUDA only, for which nothing can fail here but by being called off.
-            job.world.kill(Some(&job.root));
+            job.kill();
             drop(loader);
             // A CUDA restore that failed has no second try on the same process.
             job.end();

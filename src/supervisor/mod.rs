@@ -432,8 +432,9 @@ impl Owner<'_> {
             Action::Cancel => self.cancel.store(true, Ordering::Relaxed),
             Action::Terminate => self.signal(sig::SIGTERM),
             Action::Kill => {
-                if let Some(job) = &self.job {
-                    job.world.kill(Some(&job.root));
+                if let Some(job) = self.job.clone() {
+                    // Where GPUs are let go first it takes a while.
+                    self.spawn("kill", move || job.kill());
                 }
             }
             Action::MarkDiesAgain(id) => {
