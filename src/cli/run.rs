@@ -232,7 +232,9 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
     };
     telemetry::log::is_about(folder.name().as_str());
     let reaper = reaper::unpack(&folder.bin_dir())?;
-    let uplink = uplink.map(|program| uplink::Plan::new(program, folder.bin_dir()));
+    let uplink = uplink.map(|program| {
+        uplink::Plan::new(program, folder.bin_dir(), spec.identity.as_ref().map(|identity| identity.uid))
+    });
     match start.from {
         From::Cold => tracing::info!("job {} starts", folder.name()),
         From::Image(id) => tracing::info!("job {} goes on from image {id}", folder.name()),

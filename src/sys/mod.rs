@@ -10,6 +10,7 @@ pub mod durable;
 pub mod elf;
 pub mod identity;
 pub mod inherited;
+pub mod netns;
 pub mod nvml;
 pub mod pages;
 pub mod parallel;

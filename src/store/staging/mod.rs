@@ -225,11 +225,14 @@ fn is_mounted(path: &Path) -> io::Result<bool> {
 }
 
 /// With huge pages for files that are large enough, where the kernel has them.
+/// What a mount table names as mounted there.
+pub const SOURCE: &str = "rekindle";
+
 fn mount_tmpfs(path: &Path, size: u64) -> io::Result<HugePages> {
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
     let plain = format!("mode=0711,size={size}");
     let huge = format!("{plain},huge=within_size");
-    let with = |options: &str| mount(Some("rekindle"), path, Some("tmpfs"), flags, Some(options));
+    let with = |options: &str| mount(Some(SOURCE), path, Some("tmpfs"), flags, Some(options));
     match with(&huge) {
         Ok(()) => Ok(HugePages::Taken),
         Err(_) => Ok(with(&plain).map(|()| HugePages::Absent)?),

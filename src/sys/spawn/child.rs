@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use super::{Open, Spawn, World};
 
 /// The steps of the child, by the number it reports when one fails.
-const STEPS: [&str; 12] = [
+const STEPS: [&str; 13] = [
     "entering the namespaces",
     "starting a session",
     "changing to the working directory",
@@ -23,6 +23,7 @@ const STEPS: [&str; 12] = [
     "setting the parent-death signal",
     "becoming another user",
     "setting no-new-privileges",
+    "making a device for tunnels",
 ];
 
 /// What the child writes to the report pipe when a step fails: its number, then errno.
@@ -95,6 +96,10 @@ impl<'a> Plan<'a> {
             // SAFETY: a system call on an open descriptor.
             self.check(0, unsafe { libc::setns(pidfd.as_raw_fd(), libc::CLONE_NEWNS | also.bits()) });
         }
+        if let Some(network) = &spawn.network {
+            // SAFETY: a system call on an open descriptor.
+            self.check(0, unsafe { libc::setns(network.as_raw_fd(), libc::CLONE_NEWNET) });
+        }
         if spawn.session {
             // SAFETY: no memory is involved.
             self.check(1, unsafe { libc::setsid() });
@@ -113,6 +118,9 @@ impl<'a> Plan<'a> {
             self.check(5, unsafe { libc::setrlimit(*resource, limit) });
         }
         self.close_above(top);
+        if let Some(without) = &spawn.own_tun {
+            self.make_tun(without);
+        }
         if let Some((user, group)) = spawn.identity {
             self.become_user(user, group);
         }
@@ -131,6 +139,34 @@ impl<'a> Plan<'a> {
         }
         self.reset_signals();
         self.execute()
+    }
+
+    /// What is mounted and unmounted from here on stays in a namespace of the child's own; unmounting elsewhere comes here too,
+    /// where the machine's mounts are shared (systemd has them so).
+    fn make_tun(&self, without: &[CString]) {
+        const STEP: u8 = 12;
+        let none = std::ptr::null();
+        // SAFETY: a system call on numbers.
+        self.check(STEP, unsafe { libc::unshare(libc::CLONE_NEWNS) });
+        let flags = libc::MS_REC | libc::MS_SLAVE;
+        // SAFETY: the texts are NUL-terminated, and the others not wanted.
+        self.check(STEP, unsafe { libc::mount(c"none".as_ptr(), c"/".as_ptr(), none, flags, none.cast()) });
+        for mounted in without {
+            // One that is gone by now is no matter.
+            // SAFETY: the text is NUL-terminated.
+            unsafe { libc::umount2(mounted.as_ptr(), libc::MNT_DETACH) };
+        }
+        let (folder, kind, options) = (c"/dev/net".as_ptr(), c"tmpfs".as_ptr(), c"mode=0755,size=4k".as_ptr().cast());
+        let flags = libc::MS_NOSUID | libc::MS_NOEXEC;
+        // SAFETY: the texts are NUL-terminated.
+        self.check(STEP, unsafe { libc::mount(c"tun".as_ptr(), folder, kind, flags, options) });
+        // Numbers of Documentation/admin-guide/devices.txt.
+        let (path, device) = (c"/dev/net/tun".as_ptr(), libc::makedev(10, 200));
+        // SAFETY: the text is NUL-terminated.
+        self.check(STEP, unsafe { libc::mknod(path, libc::S_IFCHR | 0o666, device) });
+        // By name, because of the umask.
+        // SAFETY: the text is NUL-terminated.
+        self.check(STEP, unsafe { libc::chmod(path, 0o666) });
     }
 
     /// By the kernel's own calls: those of the C library want to tell the other threads of a process (nptl(7)), which this
