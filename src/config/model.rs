@@ -106,7 +106,7 @@ impl Job {
     /// Whether the job's rights can not grow. A job of another user has no reason to become more than that user.
     #[must_use]
     pub fn keeps_its_rights(&self) -> bool {
-        self.no_new_privileges.unwrap_or(self.user.is_some())
+        self.no_new_privileges.unwrap_or_else(|| self.user.is_some())
     }
 
     /// Whether [`Job::pass_environment`] names the variable.
