@@ -10,6 +10,7 @@ mod devices_here;
 #[path = "../support/supervisor.rs"]
 mod supervisor;
 
+mod clean;
 mod commands;
 mod compat;
 mod control;

@@ -223,9 +223,10 @@ impl Lab {
         self.images().iter().filter(|image| image.is_good()).map(|image| image.id.sequence()).collect()
     }
 
-    /// What the job wrote to its standard output, as far as it is not rotated away.
+    /// What the job wrote to its standard output, as far as it is not rotated away: that is a hole.
     pub(crate) fn output(&self) -> String {
-        fs::read_to_string(self.store().join("j/log/stdout.log")).unwrap_or_default()
+        let text = fs::read_to_string(self.store().join("j/log/stdout.log")).unwrap_or_default();
+        text.trim_start_matches('\0').to_owned()
     }
 
     /// The same configuration as variables of the environment.

@@ -158,6 +158,8 @@ impl Error {
             // Another program has it, which may go; the job's own dead connections were ended before.
             Error::Criu(criu::RunError::Refused { log }) if log.says_port_taken() => Blame::Machine,
             Error::Rollback(RollbackError::Io { .. }) => Blame::Image,
+            // Somebody can make room.
+            Error::Rollback(RollbackError::NoRoom { .. } | RollbackError::TooMany(_)) => Blame::Machine,
             Error::Rollback(_) => Blame::Files,
             Error::Criu(_) => Blame::Image,
         }

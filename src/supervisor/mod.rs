@@ -150,7 +150,9 @@ enum Message {
 /// When the supervisor itself can not work; how the job fared is in [`Finish`].
 pub fn run(setup: Setup) -> Result<Finish, Error> {
     let shared = Arc::new(setup);
-    let files = output::Files::create(&shared.folder.log_dir())?;
+    let files = output::Files::create(&shared.folder.log_dir(), output::Bounds::of(&shared.config.log))?;
+    let _rotation =
+        output::Rotation::start(&files).map_err(|source| Error::Io { what: "rotating the output", source })?;
     let follower =
         output::Follower::start(&files).map_err(|source| Error::Io { what: "following the output", source })?;
     let (sender, messages) = mpsc::channel();

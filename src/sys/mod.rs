@@ -19,4 +19,5 @@ pub mod repair;
 pub mod rights;
 pub mod sharing;
 pub mod sock_diag;
+pub mod sparse;
 pub mod spawn;
