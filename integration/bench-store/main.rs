@@ -158,9 +158,9 @@ fn image(folder: &Path, number: u32) -> anyhow::Result<Image> {
         "open_files": [], "saved_links": [], "recreate": [], "tcp": "close", "phases": [], "freeze_us": 0,
         "bytes": bytes, "parts": parts,
     }))?;
-    fs::write(folder.join("manifest.json"), manifest.to_bytes()?)?;
+    fs::write(folder.join("manifest.json"), manifest.to_bytes(&Default::default())?)?;
     let state = State::Good(Box::new(manifest));
-    Ok(Image { id: id(number), dir: folder.to_owned(), state, place: Place::Staged })
+    Ok(Image { id: id(number), dir: folder.to_owned(), state, place: Place::Staged, trust: Default::default() })
 }
 
 fn persist(

@@ -27,7 +27,7 @@ fn again(lab: &Lab) -> Running {
 fn rewrite(image: &Image, change: impl FnOnce(&mut Manifest)) {
     let mut manifest = image.manifest().unwrap().clone();
     change(&mut manifest);
-    fs::write(image.dir.join("manifest.json"), manifest.to_bytes().unwrap()).unwrap();
+    fs::write(image.dir.join("manifest.json"), manifest.to_bytes(&Default::default()).unwrap()).unwrap();
 }
 
 /// Refused with these words, by `run` and by `restore`; nothing was done, and `show` says the same.

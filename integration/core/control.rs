@@ -1,6 +1,6 @@
 //! The control socket and the commands that use it: real supervisors, real snapshots.
 
-use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt};
 use std::process::Output;
 use std::time::{Duration, Instant};
 
@@ -292,4 +292,41 @@ fn logs_follow_through_rotation_and_restarts() {
     let last = lab.rekindle(&["logs", "-n", "1", "j"]);
     assert_eq!(last.stdout, b"done\n");
     assert!(lab.rekindle(&["logs", "--stderr", "j"]).stdout.is_empty());
+}
+
+/// Whoever can write to the folder can put a socket of his own there, which root's commands would talk to.
+#[test]
+fn a_folder_that_others_can_write_is_not_used() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab);
+    count_on(&lab, &mut run, 1);
+    let folder = lab.file("control");
+    let open_to = |mode| std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(mode)).unwrap();
+    for mode in [0o777, 0o1777, 0o775] {
+        open_to(mode);
+        let why = refused(&lab, &["snapshot", "j"], 69);
+        assert!(why.contains("others can write") && why.contains("chmod go-w"), "{mode:o}: {why}");
+    }
+    open_to(0o755);
+    std::os::unix::fs::chown(&folder, Some(65534), None).unwrap();
+    let why = refused(&lab, &["snapshot", "j"], 69);
+    assert!(why.contains("belongs to user 65534") && why.contains("chown"), "{why}");
+    std::os::unix::fs::chown(&folder, Some(0), None).unwrap();
+    assert_eq!(state(&lab), "running");
+    finish(&lab, run);
+
+    // Nor is one there for a new supervisor.
+    let Some(lab) = Lab::new() else { return };
+    let folder = lab.file("control");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777)).unwrap();
+    let mut run = start(&lab);
+    run.wait_said("there is no control socket in");
+    assert!(
+        run.err().contains("others can write") && run.err().contains("the job has no REKINDLE_SOCKET"),
+        "{}",
+        run.err()
+    );
+    assert!(std::fs::read_dir(&folder).unwrap().flatten().all(|entry| !entry.file_type().unwrap().is_socket()));
+    finish(&lab, run);
 }

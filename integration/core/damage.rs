@@ -399,7 +399,7 @@ fn a_page_file_cut_short_is_refused_at_once() {
 fn rewrite(image: &Image, change: impl FnOnce(&mut Manifest)) {
     let mut manifest = image.manifest().unwrap().clone();
     change(&mut manifest);
-    fs::write(image.dir.join("manifest.json"), manifest.to_bytes().unwrap()).unwrap();
+    fs::write(image.dir.join("manifest.json"), manifest.to_bytes(&Default::default()).unwrap()).unwrap();
 }
 
 #[test]

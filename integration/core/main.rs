@@ -10,12 +10,14 @@ mod devices_here;
 #[path = "../support/supervisor.rs"]
 mod supervisor;
 
+mod clean;
 mod commands;
 mod compat;
 mod control;
 mod damage;
 mod deadline;
 mod devices;
+mod environment;
 mod events;
 mod forks;
 mod hooks;

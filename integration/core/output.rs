@@ -1,10 +1,11 @@
 //! The job's output: to the terminal while it runs, in files that are rotated, and not a line lost.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 
 use nix::sys::signal::Signal;
 
-use crate::supervisor::{Lab, assert_counts_up, numbers};
+use crate::supervisor::{Lab, assert_counts_up, numbers, python, wait_for};
 
 #[test]
 fn both_streams_are_followed_apart_and_to_the_end() {
@@ -35,7 +36,9 @@ fn rotation_loses_no_line() {
         .filter_map(|entry| {
             let name = entry.file_name().to_str()?.strip_prefix("stdout.log")?.to_string();
             let number = if name.is_empty() { 0 } else { name.strip_prefix('.')?.parse().ok()? };
-            Some((number, fs::read_to_string(entry.path()).unwrap()))
+            let text = fs::read_to_string(entry.path()).unwrap();
+            // What was rotated away while the job ran is a hole.
+            Some((number, text.trim_start_matches('\0').to_owned()))
         })
         .collect();
     parts.sort_by_key(|(number, _)| std::cmp::Reverse(*number));
@@ -78,4 +81,91 @@ fn nobody_reads_the_output() {
     assert!(ended, "it hangs on a closed pipe");
     assert_eq!(child.wait().unwrap().code(), Some(0));
     assert_eq!(lab.output().lines().count(), 100_000);
+}
+
+/// Bytes on the disk of the job's log folder.
+fn log_blocks(lab: &Lab) -> u64 {
+    let entries = fs::read_dir(lab.store().join("j/log")).unwrap().flatten();
+    entries.filter_map(|entry| entry.metadata().ok()).map(|meta| meta.blocks() * 512).sum()
+}
+
+/// A job that makes its output long without writing it costs neither disk nor time, nor a terminal full of zeros.
+#[test]
+fn a_hole_in_the_output_costs_nothing() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("log.max-size", "\"256KiB\"").set("log.keep", "2")) else { return };
+    let script = "import os, sys, time
+def n(number): os.write(1, b'n %d\\n' % number)
+n(1)
+go = sys.argv[1]
+for life in range(4):
+    while not os.path.exists(go + str(life)): time.sleep(0.01)
+    if not os.path.exists(go + 'died' + str(life)):
+        open(go + 'died' + str(life), 'w').close()
+        os.write(1, b'x' * 700000)
+        os.ftruncate(1, os.fstat(1).st_size + (1 << 28))
+        os.write(1, b'last words %d\\n' % life)
+        time.sleep(0.3)
+        os._exit(9)
+n(2)
+time.sleep(1000)";
+    let go = lab.file("go");
+    let mut run = lab.run([python().unwrap().to_str().unwrap(), "-Sc", script, go.to_str().unwrap()]);
+    run.wait_printed("n 1\n");
+    run.snapshot(&lab);
+    for life in 0..4 {
+        fs::write(lab.file(&format!("go{life}")), "").unwrap();
+        run.wait_printed(&format!("last words {life}\n"));
+    }
+    run.wait_printed("n 2\n");
+    let printed = run.out();
+    assert!(printed.len() < 4 << 20, "{} bytes were printed", printed.len());
+    assert!(log_blocks(&lab) < 2 << 20, "{} bytes are in the log folder", log_blocks(&lab));
+    let names = fs::read_dir(lab.store().join("j/log")).unwrap().flatten().map(|entry| entry.file_name());
+    let names: Vec<String> = names.map(|name| name.into_string().unwrap()).collect();
+    assert_eq!(names.iter().filter(|name| name.contains(".rolled-back.")).count(), 2, "{names:?}");
+    assert!(!names.iter().any(|name| name.starts_with(".tmp-")), "{names:?}");
+    let kept = fs::read(lab.store().join("j/log/stdout.log.rolled-back.4")).unwrap();
+    assert!(kept.ends_with(b"last words 3\n"), "{:?}", String::from_utf8_lossy(&kept[kept.len().saturating_sub(99)..]));
+    assert!(run.err().contains("not kept"), "{}", run.err());
+    lab.kill_9(run);
+    assert!(lab.output().ends_with("n 2\n"));
+}
+
+/// Rotation does not wait for a snapshot, and loses nothing though the job writes on.
+#[test]
+fn output_is_bounded_between_snapshots() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("log.max-size", "\"64KiB\"")) else { return };
+    // 5 MB.
+    let text = "i=0; while [ $i -lt 400000 ]; do i=$((i + 1)); echo n $i; done; sleep 1000";
+    let bounded = lab.set("log.keep", "3");
+    let mut run = bounded.run(["sh", "-c", text]);
+    run.wait_printed("n 400000\n");
+    wait_for("little is left on the disk", || log_blocks(&bounded) < 512 << 10);
+    bounded.kill_9(run);
+
+    let Some(lab) = Lab::new().map(|lab| lab.set("log.max-size", "\"64KiB\"").set("log.keep", "1000")) else { return };
+    let text = "i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); echo n $i; [ $((i % 1000)) -ne 0 ] || sleep 0.02; done
+        while [ ! -e go ]; do sleep 0.01; done; [ -e died ] || { touch died; kill -9 $$; }
+        echo n 100001; sleep 1000";
+    let mut run = lab.run(["sh", "-c", text]);
+    run.wait_printed("n 20000\n");
+    let mut following = lab.run_with(&["logs", "-f", "j"], [""; 0]);
+    following.wait_printed("n 20000\n");
+    run.wait_printed("n 60000\n");
+    run.snapshot(&lab);
+    run.wait_printed("n 100000\n");
+    wait_for("it is rotated", || log_blocks(&lab) < 1200 << 10);
+    following.wait_printed("n 100000\n");
+    assert_counts_up(&following.out());
+    drop(following);
+    let all = || String::from_utf8(lab.rekindle(&["logs", "j"]).stdout).unwrap();
+    assert_counts_up(&all());
+    assert_eq!(numbers(&all()).len(), 100_000);
+    // Back to the snapshot: also what was rotated since is output that did not happen.
+    fs::write(lab.file("go"), "").unwrap();
+    run.wait_printed("n 100001\n");
+    assert_counts_up(&all());
+    assert_eq!(numbers(&all()).len(), 100_001);
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
 }

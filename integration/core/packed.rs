@@ -182,12 +182,12 @@ fn encrypted_with_the_right_key_and_with_no_other() {
     // Another key, none, and a file that is not there: each is told, and nothing is wrong with the image.
     key_file(&lab, "other", 9);
     let lab = lab.set_file("store.encryption-key", "other");
-    let (_, said) = again(&lab).ends_with(69);
-    assert!(said.contains("encrypted with another key") && said.contains("store.encryption-key"), "{said}");
-    assert!(said.contains("is as good as it was") && !said.contains("damaged"), "{said}");
+    let (_, said) = again(&lab).ends_with(78);
+    assert!(said.contains("is not the one") && said.contains("store.encryption-key"), "{said}");
+    assert!(said.contains(lab.file("other").to_str().unwrap()) && !said.contains("damaged"), "{said}");
     let lab = lab.without("store.encryption-key");
-    let (_, said) = again(&lab).ends_with(69);
-    assert!(said.contains("this pack is encrypted") && said.contains("store.encryption-key"), "{said}");
+    let (_, said) = again(&lab).ends_with(78);
+    assert!(said.contains("was run with an encryption key") && said.contains("store.encryption-key"), "{said}");
     let lab = lab.set_file("store.encryption-key", "nowhere");
     let (_, said) = again(&lab).ends_with(78);
     assert!(said.contains("can not read the key file") && said.contains("nowhere"), "{said}");
@@ -202,6 +202,10 @@ fn a_key_that_came_later() {
     let Some(lab) = stored() else { return };
     key_file(&lab, "key", 7);
     let lab = lab.set_file("store.encryption-key", "key");
+    let (_, said) = again(&lab).ends_with(78);
+    assert!(said.contains("store.accept-unsigned = true") && said.contains("image 000001"), "{said}");
+    assert_eq!(lab.good(), [1], "it is not marked");
+    let lab = lab.set("store.accept-unsigned", "true");
     let mut run = again(&lab);
     run.wait_said("the job is back from image 000001");
     let second = run.snapshot(&lab);

@@ -62,7 +62,7 @@ impl Scene {
         run.wait_printed("ready");
         run.snapshot(&lab);
         lab.kill_9(run);
-        Some(Scene { lab: lab, theirs, ours, command })
+        Some(Scene { lab, theirs, ours, command })
     }
 
     /// Puts a link to root's folder in the place of the user's.

@@ -131,6 +131,10 @@ fn an_encrypted_store_wants_its_key() {
         let (code, said, _) = text(&lab.rekindle(args));
         assert!(code == Some(1) && said.contains("another key"), "{args:?}: {said}");
     }
-    assert_eq!(text(&lab.rekindle(&["verify"])).0, Some(0), "the structure is not encrypted");
+    // The structure is not encrypted, but signed.
+    let (code, said, _) = text(&lab.rekindle(&["verify"]));
+    assert!(code == Some(1) && said.contains("was signed with another key"), "{said}");
+    let lab = lab.without("store.encryption-key");
+    assert_eq!(text(&lab.rekindle(&["verify"])).0, Some(0), "without a key nothing is asked");
     assert_eq!(lab.good(), [1], "no image is marked for want of a key");
 }

@@ -135,7 +135,8 @@ fn whatever_the_user_changes_nothing_of_roots_does() {
             let why = said().lines().find_map(|line| Some(line.split_once(" ERROR ")?.1.to_owned()));
             let why = why.unwrap_or_else(|| panic!("it does not say why: {}", shown()));
             assert!(!why.contains("gave no reason"), "{}", shown());
-            *reasons.entry(why.split_once(": ").map_or(why.clone(), |(_, why)| why.to_owned())).or_default() += 1;
+            *reasons.entry(why.split_once(": ").map_or_else(|| why.clone(), |(_, why)| why.to_owned())).or_default() +=
+                1;
         }
         run.kill_9();
         lab.assert_all_gone();

@@ -84,7 +84,7 @@ fn an_io_uring_is_not_there_before_and_after_a_restore() {
 #[test]
 fn a_user_has_no_io_uring_and_keeps_setuid_programs() {
     let Some(lab) = Lab::new() else { return };
-    let lab = lab.set("job.user", "\"nobody\"");
+    let lab = lab.set("job.user", "\"nobody\"").set("job.no-new-privileges", "false");
     let (mut run, seen) = look(&lab);
     let pid = run.job_pid(&lab);
     assert_eq!((status(pid, "Seccomp"), &seen["no-new-privileges"]), ("2".into(), &"0".into()));

@@ -63,14 +63,37 @@ fn start_with(lab: &Lab, port: u16) -> Running {
     lab.python("trees.py", &["uplink", folder, &address().to_string(), &port.to_string()])
 }
 
-/// The job's uplink, of which there is one.
-fn uplink(lab: &Lab) -> i32 {
+/// The job's uplink, of which there is one: a child of the supervisor.
+fn uplink(run: &Running) -> i32 {
     let mut found = Vec::new();
     wait_for("there is one uplink", || {
-        found = lab.processes().into_iter().filter(|(_, line)| line.contains("slirp4netns")).collect();
+        let children = rekindle::sys::process::children(run.pid()).into_iter();
+        found = children.filter(|pid| alive(*pid) && has_name(*pid, "slirp4netns")).collect();
         found.len() == 1
     });
-    found[0].0
+    found[0]
+}
+
+fn has_name(pid: i32, name: &str) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == name)
+}
+
+/// It talks to whatever the job sends: it must be nobody, with no right over anything, and know nothing of ours.
+fn assert_harmless(pid: i32, user: &str) {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap().trim().to_owned();
+    assert_eq!(field("Uid:"), [user; 4].join("\t"));
+    assert_eq!(field("Gid:"), [user; 4].join("\t"));
+    assert_eq!(field("Groups:"), "");
+    for set in ["CapInh:", "CapPrm:", "CapEff:", "CapAmb:"] {
+        assert_eq!(field(set), "0000000000000000", "{set}");
+    }
+    assert_eq!((field("NoNewPrivs:"), field("Seccomp:")), ("1".into(), "2".into()));
+    assert_eq!(fs::read(format!("/proc/{pid}/environ")).unwrap(), b"");
+    for name in ["net", "user", "pid"] {
+        let of = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{name}")).unwrap();
+        assert_eq!(of(&pid.to_string()), of("self"), "{name}");
+    }
 }
 
 /// Waits until the job has made so many connections to the outside.
@@ -86,29 +109,49 @@ fn a_way_out_before_and_after_each_restore() {
     let (mut run, port) = start(&lab);
     connected(&lab, &mut run, 1);
     for crashes in 1..=3 {
-        let before = uplink(&lab);
+        let before = uplink(&run);
+        assert_harmless(before, "65534");
         let pid = run.job_pid(&lab);
         run.snapshot(&lab);
         count_on(&lab, &mut run, 5);
         assert_eq!(lab.output().matches("lost").count(), crashes - 1, "the running job lost one: {}", lab.output());
-        assert_eq!(uplink(&lab), before);
+        assert_eq!(uplink(&run), before);
         run.crash(&lab);
         // The old connection is seen closed, and there is a new one.
         connected(&lab, &mut run, crashes + 1);
         assert!(lab.output().contains(&format!("lost {crashes} ")), "{}", lab.output());
-        assert!(!alive(before) && !alive(pid) && uplink(&lab) != before);
+        assert!(!alive(before) && !alive(pid) && uplink(&run) != before);
     }
     // Its supervisor takes all with it, and the next one goes on from the image.
-    let last = uplink(&lab);
+    let last = uplink(&run);
     lab.kill_9(run);
     wait_for("the uplink is gone", || !alive(last));
     let mut run = start_with(&lab, port);
     run.wait_said("the job is back from image");
     connected(&lab, &mut run, 4);
-    let last = uplink(&lab);
+    let last = uplink(&run);
     finish(&lab, run);
     assert!(!alive(last));
     lab.assert_all_gone();
+}
+
+#[test]
+fn the_uplink_of_nobody_is_another_user() {
+    let Some(lab) = lab() else { return };
+    let lab = lab.set("job.user", "\"nobody\"");
+    let theirs = lab.file("theirs");
+    fs::create_dir(&theirs).unwrap();
+    std::os::unix::fs::chown(&theirs, Some(65534), Some(65534)).unwrap();
+    let folder = theirs.to_str().unwrap().to_owned();
+    let port = server(address()).to_string();
+    let mut run = lab.python("trees.py", &["uplink", &folder, &address().to_string(), &port]);
+    connected(&lab, &mut run, 1);
+    assert_harmless(uplink(&run), "65533");
+    // It owns the job's network, and who owns it has all rights there: the job has none.
+    let status = fs::read_to_string(format!("/proc/{}/status", run.job_pid(&lab))).unwrap();
+    assert!(status.contains("Uid:\t65534") && status.contains("CapEff:\t0000000000000000"), "{status}");
+    fs::write(theirs.join("finish"), "").unwrap();
+    run.ends_with(0);
 }
 
 #[test]
@@ -118,11 +161,11 @@ fn an_uplink_that_dies_is_started_again_and_the_job_lives() {
     connected(&lab, &mut run, 1);
     let pid = run.job_pid(&lab);
     for deaths in 1..=2 {
-        let before = uplink(&lab);
+        let before = uplink(&run);
         kill(before, Signal::SIGKILL);
         run.wait_said_times("the job's uplink is there again", deaths);
         connected(&lab, &mut run, deaths + 1);
-        assert_ne!(uplink(&lab), before);
+        assert_ne!(uplink(&run), before);
     }
     assert_eq!(run.job_pid(&lab), pid);
     finish(&lab, run);

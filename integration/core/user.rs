@@ -264,7 +264,7 @@ fn put_forged(lab: &Lab, image: &Image, plain: &Path, change: &dyn Fn(&mut Field
         let bytes = fs::read(image.dir.join(&part.path)).unwrap();
         (part.size, part.blake3) = (bytes.len() as u64, Some(blake3::hash(&bytes)));
     }
-    fs::write(image.dir.join("manifest.json"), forged.to_bytes().unwrap()).unwrap();
+    fs::write(image.dir.join("manifest.json"), forged.to_bytes(&Default::default()).unwrap()).unwrap();
     lab.forget_memory();
 }
 

@@ -175,6 +175,7 @@ fn the_interposer_comes_back_with_the_image() {
 fn another_users_process_lands_in_a_file_that_it_may_open() {
     let Some(mut rig) = rig() else { return };
     rig.set("JOB_USER", "nobody");
+    rig.set("JOB_PASS_ENVIRONMENT", "LD_* STANDIN_*");
     rig.for_another_user();
     let mut supervisor = rig.start();
     supervisor.ask();

@@ -141,3 +141,30 @@ fn the_supervisor_is_killed_and_stopped_during_a_restart() {
     supervisor.stop();
     rig.assert_sequence();
 }
+
+/// Driver 595 takes the host down with a restored process that is killed while it has its GPU (cuda-checkpoint#53).
+#[test]
+fn where_the_driver_needs_it_a_process_lets_its_gpu_go_before_a_kill() {
+    for (version, parks) in [("595.71.05", true), ("580.159.04", false)] {
+        let Some(mut rig) = Rig::new() else { return };
+        rig.variable("REKINDLE_TEST_DRIVER", version);
+        let fault = rig.standin.path().join("fail-checkpoint");
+        for life in ["from the beginning", "from an image"] {
+            let mut supervisor = rig.start();
+            // One for the last snapshot of the stop, and one before the kill.
+            rig.standin.fault("fail-checkpoint", "0 times=2");
+            supervisor.signal(Signal::SIGTERM);
+            assert_eq!(supervisor.wait(), Some(143), "{version} {life}");
+            assert_eq!(!fault.exists(), parks, "{version} {life}");
+            rig.clear("fail-checkpoint");
+            rig.assert_nothing_left();
+        }
+        // It is no reason not to end it.
+        let mut supervisor = rig.start();
+        rig.standin.fault("fail-state", "999");
+        supervisor.signal(Signal::SIGTERM);
+        supervisor.signal(Signal::SIGTERM);
+        assert_eq!(supervisor.wait(), Some(143), "{version}");
+        rig.assert_nothing_left();
+    }
+}

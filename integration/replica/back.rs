@@ -2,6 +2,7 @@
 
 use std::fs;
 
+use rekindle::store::chunk::PlainPacks;
 use rekindle::store::persist::Progress;
 use rekindle::store::replica::{Error, Replica};
 use rekindle::store::{BadMark, BadWhy};
@@ -70,6 +71,23 @@ fn encrypted_chunks_stay_encrypted_and_need_the_key() {
         assert!(matches!(error, Error::Key { .. }), "{error}");
         assert_eq!((wrong.packs(), wrong.folder.images().unwrap().len()), (0, 0));
     }
+}
+
+#[test]
+fn plain_packs_are_refused_where_there_is_a_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let replica = folder_replica(dir.path());
+    let here = Machine::new();
+    let image = here.image(1, &chunks(0..3));
+    here.upload(&replica, &image).unwrap();
+    let mut other = Machine::new().with_key("a");
+    let error = other.fetch(&replica, id(1)).unwrap_err();
+    assert!(matches!(error, Error::Key { .. }) && error.to_string().contains("store.accept-unsigned"), "{error}");
+    assert_eq!((other.packs(), other.folder.images().unwrap().len()), (0, 0));
+    other.key = other.key.map(|key| key.with_plain_packs(PlainPacks::Accepted));
+    let (image, _) = other.fetch(&replica, id(1)).unwrap();
+    other.key = None;
+    assert_eq!(other.content(&image), chunks(0..3));
 }
 
 #[test]

@@ -67,13 +67,13 @@ impl Machine {
         let text = map.to_bytes();
         let mut manifest = manifest(number);
         manifest.bytes = 5000 + chunks.iter().map(|raw| raw.len() as u64).sum::<u64>();
-        manifest.parts = vec![Part { path: "criu/pages-1.img".into(), size: manifest.bytes, blake3: None }];
+        manifest.parts = vec![Part { path: "criu/pages-1.img".parse().unwrap(), size: manifest.bytes, blake3: None }];
         manifest.chunks = Some(Chunks { blake3: blake3::hash(&text), extents: map.extents(), stored: 0 });
         let dir = self.folder.images_dir().join(manifest.id.to_string());
         fs::create_dir(&dir).unwrap();
         fs::write(dir.join("chunks"), text).unwrap();
-        fs::write(dir.join("manifest.json"), manifest.to_bytes().unwrap()).unwrap();
-        let image = Image::load(&dir, manifest.id);
+        fs::write(dir.join("manifest.json"), manifest.to_bytes(&Default::default()).unwrap()).unwrap();
+        let image = Image::load(&dir, manifest.id, self.folder.trust());
         assert!(image.is_good(), "{:?}", image.state);
         image
     }

@@ -7,6 +7,7 @@ mod supervisor;
 
 mod back;
 mod elsewhere;
+mod forged;
 mod ground;
 mod network;
 mod proxy;

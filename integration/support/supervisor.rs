@@ -206,9 +206,10 @@ impl Lab {
         self.images().iter().filter(|image| image.is_good()).map(|image| image.id.sequence()).collect()
     }
 
-    /// What the job wrote to its standard output, as far as it is not rotated away.
+    /// What the job wrote to its standard output, as far as it is not rotated away: that is a hole.
     pub(crate) fn output(&self) -> String {
-        fs::read_to_string(self.store().join("j/log/stdout.log")).unwrap_or_default()
+        let text = fs::read_to_string(self.store().join("j/log/stdout.log")).unwrap_or_default();
+        text.trim_start_matches('\0').to_owned()
     }
 
     /// The same configuration as variables of the environment.
@@ -236,6 +237,7 @@ impl Lab {
         command.env("REKINDLE_STORE_DIRECTORY", self.store()).env("REKINDLE_LAB", self.path());
         command.env("REKINDLE_SNAPSHOT_STAGING_DIRECTORY", self.memory());
         command.env("REKINDLE_CONTROL_DIRECTORY", self.file("control"));
+        command.env("REKINDLE_STORE_SEEN_DIRECTORY", self.file("seen"));
         command.env_remove("REKINDLE_CONFIG");
         command
     }

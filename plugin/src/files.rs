@@ -22,7 +22,7 @@ use core::slice::from_raw_parts;
 use core::sync::atomic::{AtomicU8, Ordering};
 
 use crate::rights::{READ, Rights, WRITE, raised};
-use crate::sys::{self, AT_FDCWD, EACCES, EPERM, answer, argument, number};
+use crate::sys::{self, AT_FDCWD, EACCES, ENOSYS, EPERM, answer, argument, number};
 use crate::trusted;
 
 /// What CRIU is doing.
@@ -137,7 +137,11 @@ fn open_in_proc(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) ->
     let how: [u64; 3] = [u64::from(flags.cast_unsigned()), u64::from(mode) * u64::from(flags & O_CREAT != 0), WITHIN];
     let arguments = [argument(from), path.addr(), how.as_ptr().addr(), size_of_val(&how), 0, 0];
     // SAFETY: a path that the caller gave, which ends with NUL, and a struct of the size that is told.
-    let entry = raised(WRITE, || unsafe { sys::call(number::OPENAT2, arguments) });
+    let mut entry = raised(WRITE, || unsafe { sys::call(number::OPENAT2, arguments) });
+    if entry == ENOSYS {
+        // Before Linux 5.6. CRIU's entries of this kind have no link on the way but its own /proc/self.
+        entry = raised(WRITE, || raw_open(from, path, flags | O_NOFOLLOW, mode));
+    }
     if entry >= 0 {
         return Some(entry);
     }
@@ -350,13 +354,7 @@ unsafe extern "C" fn unlinkat(from: c_int, path: *const c_char, flags: c_int) ->
 }
 
 #[unsafe(no_mangle)]
-unsafe extern "C" fn linkat(
-    from: c_int,
-    old: *const c_char,
-    to: c_int,
-    new: *const c_char,
-    flags: c_int,
-) -> c_int {
+unsafe extern "C" fn linkat(from: c_int, old: *const c_char, to: c_int, new: *const c_char, flags: c_int) -> c_int {
     // SAFETY: as linkat(2) asks of its callers.
     answer(unsafe { link_in(from, old, to, new, flags) }) as c_int
 }
@@ -396,15 +394,7 @@ unsafe extern "C" fn lutimes(path: *const c_char, times: *const [[c_long; 2]; 2]
 ///
 /// It asks for the limits of each task, which takes CAP_SYS_RESOURCE or the ids of the task.
 #[unsafe(no_mangle)]
-unsafe extern "C" fn syscall(
-    number: c_long,
-    a: usize,
-    b: usize,
-    c: usize,
-    d: usize,
-    e: usize,
-    f: usize,
-) -> c_long {
+unsafe extern "C" fn syscall(number: c_long, a: usize, b: usize, c: usize, d: usize, e: usize, f: usize) -> c_long {
     let arguments = [a, b, c, d, e, f];
     // SAFETY: as the system call asks of its callers.
     let call = || unsafe { sys::call(number as isize, arguments) };

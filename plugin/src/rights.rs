@@ -160,7 +160,9 @@ mod tests {
         let rights = |text| Rights::parse(text);
         assert_eq!(rights(b"1000:100:4,24"), Some(Rights { uid: 1000, gid: 100, groups: b"4,24" }));
         assert!(rights(b"1000:100:").is_some());
-        for text in [&b""[..], b"1000", b"1000:100", b"0:0:", b"0:100:4", b"a:1:", b"1:b:", b"1:1:x", b"1:1:4,,x", b"-1:1:"] {
+        for text in
+            [&b""[..], b"1000", b"1000:100", b"0:0:", b"0:100:4", b"a:1:", b"1:b:", b"1:1:x", b"1:1:4,,x", b"-1:1:"]
+        {
             assert_eq!(rights(text), None, "{text:?}");
         }
     }

@@ -38,6 +38,7 @@ pub(crate) mod number {
 pub(crate) const AT_FDCWD: i32 = -100;
 pub(crate) const EPERM: isize = -1;
 pub(crate) const EACCES: isize = -13;
+pub(crate) const ENOSYS: isize = -38;
 
 /// A system call. A negative result is an error's number.
 ///

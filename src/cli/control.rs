@@ -57,7 +57,7 @@ pub(super) fn rewind(global: &Global, args: &RewindArgs) -> anyhow::Result<Exit>
 }
 
 fn ask(global: &Global, job: &str, request: &Request, doing: &str) -> anyhow::Result<Exit> {
-    let folder = global.open_store()?.job(&job.parse()?)?;
+    let folder = global.find_supervisor()?.job(&job.parse()?)?;
     let path = socket(&folder)?;
     let answer = progress::waited(doing, || client::ask(&path, request, None))?;
     match global.format() {

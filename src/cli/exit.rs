@@ -62,6 +62,10 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
             || cause.is::<launch::identity::Error>()
             || cause.is::<store::chunk::KeyError>()
             || cause.is::<restart::OtherUser>()
+            || cause.is::<super::trust::Refused>()
+            || cause.is::<super::trust::WrongKey>()
+            || cause.is::<super::trust::KeyLeftOut>()
+            || cause.is::<super::replica::Refused>()
         {
             return Exit::Config;
         }
@@ -101,6 +105,7 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
                 | E::NotStored(_)
                 | E::TooManyTags(_)
                 | E::NoStore(_) => Exit::Usage,
+                E::UntrustedRecord { .. } => Exit::Config,
                 _ => Exit::Internal,
             };
         }

@@ -34,6 +34,11 @@ pub(super) fn image(store: &Store, text: &str) -> anyhow::Result<(JobFolder, Ima
     }
 }
 
+/// Whether the text means the newest good image of that job, and no other.
+pub(super) fn means_newest(folder: &JobFolder, text: &str) -> bool {
+    text == folder.name().as_str() || text.strip_prefix(folder.name().as_str()) == Some("/latest")
+}
+
 /// The folder of a job of that name, if there is one.
 pub(super) fn job(store: &Store, text: &str) -> anyhow::Result<Option<JobFolder>> {
     let known = store.jobs()?;

@@ -7,7 +7,7 @@ use super::output::{Format, print_table};
 use super::{Exit, Global, Misuse};
 use crate::store::manifest::Reason;
 use crate::store::replica::{Patience, Replica};
-use crate::store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag};
+use crate::store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag, Trust};
 use crate::supervisor::interval::Choice;
 use crate::supervisor::{Persisting, Published};
 
@@ -204,8 +204,9 @@ fn images_with_replica(global: &Global, job: &JobName) -> anyhow::Result<()> {
     let config = global.settings(global.overrides())?;
     let url =
         config.replica.url.as_ref().ok_or_else(|| Misuse("there is no replica: replica.url is not set".into()))?;
-    let there = Replica::open(url, job, Patience::Little)?.images(&|| false)?;
-    let here = match Store::open(&config.store.directory, Access::Read) {
+    let trust = Trust::of(&config.store)?;
+    let there = Replica::open(url, job, Patience::Little)?.with_trust(&trust).images(&|| false)?;
+    let here = match Store::open(&config.store.directory, Access::Read).map(|store| store.with_trust(trust)) {
         Ok(store) => store.jobs()?.contains(job).then(|| store.job(job)).transpose()?,
         Err(Error::NoStore(_)) => None,
         Err(error) => return Err(error.into()),

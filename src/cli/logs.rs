@@ -1,15 +1,21 @@
 //! `rekindle logs`: a job's output, as it is in the store.
+//!
+//! Colours and progress bars are a part of it, so it is printed as it is. Only where it would reach the terminal of somebody
+//! else than the job's user, who did not choose to run it, it is shown as text ([`clean`]).
 
-use std::io::{self, stdout};
+use std::io::{self, IsTerminal, Write, stdout};
 use std::os::fd::AsFd;
 use std::time::Duration;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+use nix::unistd::Uid;
 
 use super::{Exit, Global, Misuse};
+use crate::launch::identity;
 use crate::launch::tail::Tail;
 use crate::store::{JobFolder, Outcome, Writer};
+use crate::telemetry::clean;
 
 /// Whose output, and which.
 #[derive(Debug, clap::Args)]
@@ -22,6 +28,9 @@ pub(crate) struct LogsArgs {
     /// Standard error instead of standard output
     #[arg(long)]
     stderr: bool,
+    /// Print the output of another user's job as it is, also on a terminal, which obeys what it says
+    #[arg(long)]
+    raw: bool,
     /// The last lines only
     #[arg(long, short = 'n', value_name = "N")]
     lines: Option<usize>,
@@ -34,8 +43,8 @@ pub(super) fn logs(global: &Global, args: &LogsArgs) -> anyhow::Result<Exit> {
     if global.json {
         return Err(Misuse("output of a job is no JSON: leave --json out".into()).into());
     }
-    let folder = global.open_store()?.job(&args.job.parse()?)?;
-    match copy(&folder, args) {
+    let folder = global.find_supervisor()?.job(&args.job.parse()?)?;
+    match copy(global, &folder, args) {
         // A reader that went away (`| head`).
         Err(error) if error.downcast_ref::<io::Error>().is_some_and(|e| e.kind() == io::ErrorKind::BrokenPipe) => {}
         other => other?,
@@ -43,9 +52,10 @@ pub(super) fn logs(global: &Global, args: &LogsArgs) -> anyhow::Result<Exit> {
     Ok(Exit::Success)
 }
 
-fn copy(folder: &JobFolder, args: &LogsArgs) -> anyhow::Result<()> {
+fn copy(global: &Global, folder: &JobFolder, args: &LogsArgs) -> anyhow::Result<()> {
     let name = if args.stderr { "stderr.log" } else { "stdout.log" };
-    let mut out = stdout().lock();
+    let is_foreign = !args.raw && stdout().is_terminal() && is_anothers(global, folder)?;
+    let mut out = Out { to: stdout().lock(), is_foreign, rest: Vec::new() };
     let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
     let events = AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_CREATE | AddWatchFlags::IN_MOVED_TO;
     watch.add_watch(&folder.log_dir(), events)?;
@@ -67,10 +77,68 @@ fn copy(folder: &JobFolder, args: &LogsArgs) -> anyhow::Result<()> {
     }
 }
 
+/// Whether the job is known to run as another user than the one who reads.
+fn is_anothers(global: &Global, folder: &JobFolder) -> anyhow::Result<bool> {
+    let configured = global.settings(global.overrides())?.job.user;
+    let known = folder.known()?;
+    let recorded = known.iter().find_map(|known| known.best().manifest()).and_then(|manifest| manifest.user.clone());
+    let is_other = |user: &String| identity::lookup(user).map_or(true, |user| user.uid != Uid::current().as_raw());
+    Ok(configured.iter().chain(&recorded).any(is_other))
+}
+
+/// Where the output goes.
+struct Out<W> {
+    to: W,
+    is_foreign: bool,
+    /// The beginning of a character.
+    rest: Vec<u8>,
+}
+
+impl<W: Write> Write for Out<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if !self.is_foreign {
+            return self.to.write(bytes);
+        }
+        self.rest.extend_from_slice(bytes);
+        let whole = match std::str::from_utf8(&self.rest) {
+            Err(error) if error.error_len().is_none() => error.valid_up_to(),
+            // What is no text is replaced below.
+            _ => self.rest.len(),
+        };
+        let text: Vec<u8> = self.rest.drain(..whole).collect();
+        self.to.write_all(clean::lines(&String::from_utf8_lossy(&text)).as_bytes())?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.to.flush()
+    }
+}
+
 /// One that was interrupted goes on, some time.
 fn is_over(folder: &JobFolder) -> anyhow::Result<bool> {
     if folder.writer()? != Writer::Nobody {
         return Ok(false);
     }
     Ok(folder.record()?.is_none_or(|record| record.outcome != Outcome::Running))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn printed(is_foreign: bool, parts: &[&[u8]]) -> Vec<u8> {
+        let mut out = Out { to: Vec::new(), is_foreign, rest: Vec::new() };
+        parts.iter().for_each(|part| out.write_all(part).unwrap());
+        out.to
+    }
+
+    #[test]
+    fn output_of_others_is_shown_as_text() {
+        let parts: [&[u8]; 4] =
+            [b"loss \x1b]0;pwned\x07\n50 %\r", "\u{9b}".as_bytes(), &"é".as_bytes()[..1], b"\xa9\xff\n"];
+        assert_eq!(printed(false, &parts), parts.concat());
+        let text = "loss \\x1b]0;pwned\\x07\n50 %\\x0d\\u{9b}é\u{fffd}\n";
+        assert_eq!(String::from_utf8(printed(true, &parts)).unwrap(), text);
+    }
 }

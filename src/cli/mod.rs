@@ -4,6 +4,7 @@ pub mod config;
 mod control;
 mod cuda;
 mod doctor;
+mod environment;
 pub mod exit;
 mod job_args;
 mod list;
@@ -21,6 +22,7 @@ mod status;
 mod stop;
 mod tag;
 mod top;
+mod trust;
 mod verify;
 
 use std::ffi::OsString;
@@ -30,7 +32,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser};
 
 use crate::config::{self as settings, Overrides};
-use crate::store::{Access, Store};
+use crate::store::{Access, Store, Trust};
 use crate::telemetry;
 pub use exit::Exit;
 use output::Format;
@@ -73,8 +75,14 @@ impl Global {
         settings::load(self.config.as_deref(), settings::environment(), &more)
     }
 
-    /// The store, to look at.
+    /// The store, to look at its images.
     fn open_store(&self) -> anyhow::Result<Store> {
+        let config = self.settings(self.overrides())?.store;
+        Ok(Store::open(&config.directory, Access::Read)?.with_trust(Trust::of(&config)?))
+    }
+
+    /// The store, to find a supervisor and what it says: that needs no key, and must work where the key can not be used.
+    fn find_supervisor(&self) -> anyhow::Result<Store> {
         Ok(Store::open(&self.settings(self.overrides())?.store.directory, Access::Read)?)
     }
 }

@@ -1,9 +1,12 @@
-//! Tables for people, JSON for programs.
+//! Tables for people, JSON for programs. What a job may have chosen reaches no terminal as it is ([`clean`]): all that
+//! commands print goes through here.
 
 use std::io::{self, IsTerminal, Write};
 
 use comfy_table::{Table, TableStyle};
 use serde::Serialize;
+
+use crate::telemetry::clean;
 
 /// How a command prints its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +34,7 @@ pub(crate) fn print_table<J: Serialize>(
         table.set_content_arrangement(comfy_table::ContentArrangement::Disabled);
     }
     for row in rows {
-        table.add_row(row);
+        table.add_row(row.iter().map(|cell| clean::line(cell)));
     }
     // comfy-table pads the last column as well.
     print_text(&table.to_string().lines().map(str::trim_end).collect::<Vec<_>>().join("\n"))
@@ -39,18 +42,20 @@ pub(crate) fn print_table<J: Serialize>(
 
 /// Prints one pretty JSON document.
 pub(crate) fn print_json<J: Serialize>(json: &J) -> io::Result<()> {
-    print_text(&serde_json::to_string_pretty(json)?)
+    print_text(&clean::json(&serde_json::to_string_pretty(json)?))
 }
 
 /// Says what went wrong. Nobody may be listening any more (a closed terminal, a full disk): `eprintln` would panic then,
 /// and the exit code would not be the documented one.
 pub(crate) fn complain(text: &str) {
+    // A path may have line breaks, and what follows one is no message of ours.
+    let text = clean::lines(text).replace('\n', "\n  ");
     let _ = writeln!(io::stderr().lock(), "rekindle: {text}");
 }
 
 /// Prints text and a line end. A reader that went away (`| head`) is not an error.
 pub(crate) fn print_text(text: &str) -> io::Result<()> {
-    match writeln!(io::stdout().lock(), "{text}") {
+    match writeln!(io::stdout().lock(), "{}", clean::lines(text)) {
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         other => other,
     }

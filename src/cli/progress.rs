@@ -8,6 +8,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::store::persist::Progress;
+use crate::telemetry::clean;
 
 /// How often it is drawn.
 const TICK: Duration = Duration::from_millis(100);
@@ -55,9 +56,9 @@ pub(crate) fn told<R>(what: &str, work: impl FnOnce(&dyn Fn(String)) -> R) -> R 
     let spinner = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
     let style = ProgressStyle::with_template("{msg} {elapsed}").unwrap_or_else(|_| ProgressStyle::default_spinner());
     spinner.set_style(style);
-    spinner.set_message(what.to_owned());
+    spinner.set_message(clean::line(what).into_owned());
     spinner.enable_steady_tick(TICK);
-    let result = work(&|message| spinner.set_message(message));
+    let result = work(&|message| spinner.set_message(clean::line(&message).into_owned()));
     spinner.finish_and_clear();
     result
 }
@@ -66,7 +67,7 @@ fn bar(what: &str) -> ProgressBar {
     let template = if std::env::var_os("NO_COLOR").is_none_or(|set| set.is_empty()) { COLOURED } else { PLAIN };
     let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
     let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
-    bar.with_style(style.progress_chars("=> ")).with_message(what.to_owned())
+    bar.with_style(style.progress_chars("=> ")).with_message(clean::line(what).into_owned())
 }
 
 #[cfg(test)]

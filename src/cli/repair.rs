@@ -4,9 +4,8 @@ use serde::Serialize;
 
 use super::output::{Format, print_json, print_table};
 use super::{Exit, Global, Misuse, job_args, progress};
-use crate::store::chunk::Key;
 use crate::store::repair::{self, Loss, Mode, Repaired};
-use crate::store::{Error as StoreError, JobFolder, JobName};
+use crate::store::{Error as StoreError, JobFolder, JobName, Trust};
 
 /// What to repair.
 #[derive(Debug, clap::Args)]
@@ -31,7 +30,8 @@ struct Row {
 pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit> {
     let store = global.open_store()?;
     let config = global.settings(global.overrides())?.store;
-    let key = config.encryption_key.as_deref().map(Key::read).transpose()?;
+    let trust = Trust::of(&config)?;
+    let key = trust.key();
     let folders: Vec<JobFolder> = match &args.job {
         Some(job) => {
             let folder = job_args::job(&store, job)?;
@@ -49,7 +49,7 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
         let mode = lock.as_ref().map_or(Mode::DryRun, Mode::Repair);
         let what = format!("reading packs of {}", folder.name());
         let repaired =
-            progress::shown(&what, |progress| repair::repair(folder, mode, key.as_ref(), config.threads(), progress))?;
+            progress::shown(&what, |progress| repair::repair(folder, mode, key, config.threads(), progress))?;
         let whole = repaired.is_whole();
         rows.push(Row { job: folder.name().clone(), whole, dry_run: args.dry_run, repaired });
     }

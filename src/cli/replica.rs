@@ -14,7 +14,8 @@ use crate::store::chunk::Key;
 use crate::store::persist::Progress;
 use crate::store::replica::{Error, Patience, RemoteImage, Replica};
 use crate::store::{
-    Access, Image, ImageId, JobFolder, JobName, JobRecord, LATEST, Manifest, Outcome, Store, WriterLock,
+    self, Access, Image, ImageId, JobFolder, JobName, JobRecord, LATEST, Manifest, Outcome, State, Store, Trust,
+    WriterLock,
 };
 use crate::supervisor::notify::Notify;
 use crate::telemetry::log::chain;
@@ -39,6 +40,31 @@ pub(crate) struct Unknown {
 )]
 pub(crate) struct NotBrought(#[source] Error);
 
+/// What the replica has is not believed, or can not be opened: that is for the configuration to say.
+#[derive(Debug, thiserror::Error)]
+#[error("nothing is brought from the replica, and nothing was written; `rekindle run --fresh` starts the job anew")]
+pub(crate) struct Refused(#[source] Error);
+
+/// The error of a command that can not do without the replica.
+fn refused(error: Error) -> anyhow::Error {
+    match error {
+        error @ (Error::Untrusted { .. } | Error::Key { .. }) => Refused(error).into(),
+        error => error.into(),
+    }
+}
+
+/// Refuses before anything is written here: for a job that this machine does not know, the newest image there must be one
+/// that is believed. What is wrong with the replica itself is told by who fetches from it.
+pub(super) fn check_newest(config: &Config, job: &JobName, trust: &Trust) -> anyhow::Result<()> {
+    let (Some(url), Some(_)) = (&config.replica.url, trust.key()) else { return Ok(()) };
+    let Ok(replica) = Replica::open(url, job, Patience::Little) else { return Ok(()) };
+    let replica = replica.with_trust(trust);
+    match replica.newest(&|| false).and_then(|newest| newest.map_or(Ok(()), |image| replica.check_trusted(&image))) {
+        Err(error @ Error::Untrusted { .. }) => Err(refused(error)),
+        _ => Ok(()),
+    }
+}
+
 /// Brings the newest good image of the job here, where it is newer than all that are here, and takes over what is known
 /// of its run. Does nothing without `replica.url`, or for a job that is completed.
 pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLock) -> anyhow::Result<()> {
@@ -48,11 +74,10 @@ pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLoc
         return Ok(());
     }
     let newest = folder.copies()?.into_iter().find(Image::is_good).map(|image| image.id);
-    let key = config.store.encryption_key.as_deref().map(Key::read).transpose()?;
     let min_free = config.store.min_free.bytes();
     let brought = Replica::open(url, folder.name(), Patience::Little)
-        .map(|replica| replica.with_min_free(min_free))
-        .and_then(|replica| look(&replica, folder, lock, key.as_ref(), record.as_ref(), newest));
+        .map(|replica| replica.with_min_free(min_free).with_trust(folder.trust()))
+        .and_then(|replica| look(&replica, folder, lock, folder.trust().key(), record.as_ref(), newest));
     match (brought, newest) {
         (Ok(None), _) => Ok(()),
         (Ok(Some((image, new))), _) => {
@@ -63,6 +88,7 @@ pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLoc
             Ok(())
         }
         (Err(error @ Error::NoRoom { .. }), _) => Err(NotBrought(error).into()),
+        (Err(error @ (Error::Untrusted { .. } | Error::Key { .. })), None) => Err(refused(error)),
         (Err(error), Some(newest)) => {
             let why = chain(&error);
             tracing::warn!(
@@ -81,8 +107,12 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     let (job, wanted) = text.split_once('/').unwrap_or((text, LATEST));
     // An id alone is looked for in the store only.
     let Ok(name) = job.parse::<JobName>() else { return Ok(()) };
-    let store = Store::open(&config.store.directory, Access::Write)?;
-    let here = store.jobs()?.contains(&name).then(|| store.job(&name)).transpose()?;
+    let trust = Trust::of(&config.store)?;
+    let here = Store::open(&config.store.directory, Access::Read).map(|store| store.with_trust(trust.clone()));
+    let here = match here.and_then(|store| store.jobs()?.contains(&name).then(|| store.job(&name)).transpose()) {
+        Err(store::Error::NoStore(_)) => None,
+        here => here?,
+    };
     let found = here.as_ref().and_then(|folder| folder.find(wanted).ok()).map(|image| image.id);
     if found.is_some() && wanted != LATEST {
         return Ok(());
@@ -95,7 +125,7 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
         }
         None => Err(Unknown { why: chain(error) }.into()),
     };
-    let replica = Replica::open(url, &name, Patience::Little);
+    let replica = Replica::open(url, &name, Patience::Little).map(|replica| replica.with_trust(&trust));
     let images = replica.and_then(|replica| Ok((replica.images(&|| false)?, replica)));
     let (images, replica) = match images {
         Ok(found) => found,
@@ -106,20 +136,28 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
         number if number.parse() == Ok(image.id.sequence()) => true,
         text => !text.is_empty() && image.id.to_string().starts_with(text),
     };
+    if wanted == LATEST
+        && let Some(newest) = images.first().filter(|newest| found.is_none_or(|found| newest.id > found))
+    {
+        replica.check_trusted(newest).map_err(refused)?;
+    }
     let mut matching = images.iter().filter(is_wanted);
     let (image, more) = (matching.next(), matching.next());
     if wanted != LATEST && more.is_some() {
         return Err(Misuse(format!("{wanted:?} could be several images of the replica: name it in full")).into());
     }
+    if let Some(image) = image {
+        replica.check_trusted(image).map_err(refused)?;
+    }
     // What is not there either is told of by who looks in the store.
     let Some((image, manifest)) = image.and_then(|image| Some((image, image.manifest()?))) else { return Ok(()) };
+    let store = Store::open(&config.store.directory, Access::Write)?.with_trust(trust);
     let folder = store.create_job(&name)?;
     let lock = folder.lock()?;
-    let key = config.store.encryption_key.as_deref().map(Key::read).transpose()?;
     let replica = replica.with_min_free(config.store.min_free.bytes());
-    fetch(&replica, &folder, &lock, key.as_ref(), image.id).map_err(|error| match error {
+    fetch(&replica, &folder, &lock, folder.trust().key(), image.id).map_err(|error| match error {
         Error::NoRoom { .. } => NotBrought(error).into(),
-        error => anyhow::Error::from(error),
+        error => refused(error),
     })?;
     if folder.record()?.is_none() {
         folder.write_record(&lock, &record_of(manifest))?;
@@ -147,8 +185,12 @@ fn look(
     }
     let newer = |image: &RemoteImage| newest.is_none_or(|newest| image.id > newest);
     let mut last = None;
-    for image in replica.images(&never)?.into_iter().take_while(newer).filter(RemoteImage::is_good) {
-        let Some(manifest) = image.manifest() else { continue };
+    for image in replica.images(&never)?.into_iter().take_while(newer) {
+        replica.check_trusted(&image)?;
+        if let State::Damaged { why } = &image.state {
+            tracing::error!("image {} of the replica is passed over: {why}", image.id);
+        }
+        let Some(manifest) = image.manifest().filter(|_| image.is_good()) else { continue };
         // A run that was begun anew here after it was taken left it behind on purpose.
         let left_behind = |record: &JobRecord| record.lineage != manifest.lineage && record.created > manifest.taken;
         if record.is_some_and(left_behind) {

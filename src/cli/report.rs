@@ -26,7 +26,7 @@ pub(crate) struct ReportArgs {
 }
 
 pub(super) fn report(global: &Global, args: &ReportArgs) -> anyhow::Result<Exit> {
-    let folder = global.open_store()?.job(&args.job.parse()?)?;
+    let folder = global.find_supervisor()?.job(&args.job.parse()?)?;
     let report = report::of(&folder, args.since)?;
     match (global.format(), args.out.as_deref()) {
         (Format::Json, None) => print_json(&report)?,

@@ -1,19 +1,16 @@
 //! `rekindle run` and `rekindle restore`: check what is needed, choose what to begin with, supervise.
 
-use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::Context;
 use chrono::{DateTime, Utc};
 
-use super::{Exit, Global, Misuse, job_args, named_criu, replica, start_log};
-use crate::config::{
-    ColdStart, Config, Deadline, EnvironmentMode, Interposer, Limit, Overrides, Requeue, Staging, Stdin, UplinkMode,
-};
-use crate::launch::identity::{self, Identity};
+use super::{Exit, Global, Misuse, environment, job_args, named_criu, replica, start_log, trust};
+use crate::config::{ColdStart, Config, Deadline, Interposer, Limit, Overrides, Requeue, Staging, Stdin, UplinkMode};
+use crate::launch::identity;
 use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper, uplink};
 use crate::restart;
 use crate::restart::gpus::{Pair, Wishes};
@@ -22,9 +19,11 @@ use crate::scheduler::Scheduler;
 use crate::snapshot::Launch;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
-use crate::store::{Access, BadWhy, Image, ImageId, JobFolder, JobName, JobRecord, Outcome, State, Store, WriterLock};
+use crate::store::{
+    Access, BadWhy, Image, ImageId, JobFolder, JobName, JobPath, JobRecord, Outcome, State, Store, Trust, WriterLock,
+};
 use crate::supervisor::state::{Finish, Obstacle, Stop};
-use crate::supervisor::{self, Setup, notify};
+use crate::supervisor::{self, Setup};
 use crate::sys::cgroup;
 use crate::sys::criu::Criu;
 use crate::sys::cuda;
@@ -90,6 +89,8 @@ impl Accepted {
         if let Some(user) = &self.user {
             config.job.user = Some(user.clone());
             config.restart.cold_start = ColdStart::Never;
+            // Who names the user of an image by hand takes it as it was taken.
+            config.job.no_new_privileges.get_or_insert(false);
         }
     }
 }
@@ -133,10 +134,15 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
             None => default_name(command, &directory)?,
         },
     };
+    if !args.fresh {
+        start_log(&config);
+        trust::check(&config, &name)?;
+    }
     let ground = Ground::prepare(config, directory, command)?;
     let (folder, lock) = ground.open(&name)?;
     if !args.fresh {
         replica::bring_newest(&ground.config, &folder, &lock)?;
+        trust::check_here(&folder)?;
     }
     let start = choose(&folder, command, args.fresh, ground.config.restart.cold_start)?;
     match (start.from, &args.accepted.user) {
@@ -154,6 +160,16 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
         }
         (From::Cold, None) => {}
     }
+    if let Some(seen) = trust::seen(&ground.config, &folder) {
+        let record = folder.record()?.filter(|record| !args.fresh && record.outcome != Outcome::Completed);
+        match &record {
+            // What is left behind on purpose is not missed.
+            None if args.fresh => {
+                seen.runs().unwrap_or_default().iter().for_each(|run| trust::forget(&seen, &run.lineage))
+            }
+            record => trust::look_for_rollback(&seen, &folder, record.as_ref().map(|record| record.lineage.as_str())),
+        }
+    }
     supervise(ground, folder, lock, start, &args.devices.pairs)
 }
 
@@ -161,7 +177,12 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     let config = global.settings(global.overrides())?;
     start_log(&config);
     replica::bring_named(&config, &args.image)?;
-    let (folder, image) = job_args::image(&Store::open(&config.store.directory, Access::Read)?, &args.image)?;
+    let store = Store::open(&config.store.directory, Access::Read)?.with_trust(Trust::of(&config.store)?);
+    let (folder, image) = job_args::image(&store, &args.image)?;
+    trust::refuse(&folder, &image)?;
+    if job_args::means_newest(&folder, &args.image) {
+        trust::check_newest(&folder)?;
+    }
     let known = || Misuse(format!("image {} has no readable manifest: `rekindle verify` says more", image.id));
     let manifest = image.manifest().ok_or_else(known)?.clone();
     let command: Vec<OsString> = manifest.command.iter().map(OsString::from).collect();
@@ -169,7 +190,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     args.accepted.apply(&mut config);
     let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
     restart::check_user(&manifest, user.as_ref())?;
-    let ground = Ground::prepare(config, manifest.directory.clone(), &command)?;
+    let ground = Ground::prepare(config, manifest.directory.to_path_buf(), &command)?;
     let (folder, lock) = ground.open(folder.name())?;
     let mut image = image;
     if matches!(image.state, State::Bad { .. }) {
@@ -201,7 +222,9 @@ impl Ground {
     fn prepare(config: Config, directory: PathBuf, command: &[OsString]) -> anyhow::Result<Ground> {
         start_log(&config);
         let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
-        let environment = environment(&config, user.as_ref());
+        let environment = environment::of(&config, user.as_ref(), std::env::vars_os());
+        environment.tell(&config);
+        let environment = environment.variables;
         let path = environment.get(OsStr::new("PATH")).map(OsString::as_os_str);
         let program = command.first().map_or_else(
             || Err(Misuse("there is no command to run".into()).into()),
@@ -225,14 +248,15 @@ impl Ground {
             umask: Some(config.job.umask.map_or(umask, |mask| mask.bits())),
             limits: config.job.limits.iter().map(|(name, limit)| resource(name, limit)).collect::<Result<_, _>>()?,
             stdin: standard_input(&config.job.stdin)?,
-            privileges: if config.job.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow },
+            privileges: if config.job.keeps_its_rights() { Privileges::Fixed } else { Privileges::MayGrow },
             io_uring: match config.job.allow_io_uring {
                 true => IoUring::AsItIs,
                 false => IoUring::refused_where_possible(),
             },
         };
-        let packing = Packing::of(&config.store)?;
-        let store = Store::open(&config.store.directory, Access::Write)?;
+        let trust = Trust::of(&config.store)?;
+        let packing = Packing::of(&config.store, &trust);
+        let store = Store::open(&config.store.directory, Access::Write)?.with_trust(trust);
         Ok(Ground { config, criu, spec, uplink, packing, store })
     }
 
@@ -267,14 +291,16 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
     add(&mut spec, "REKINDLE_RUN_ID", &start.lineage);
     let launch = Launch {
         command: spec.command.iter().map(|part| part.to_string_lossy().into_owned()).collect(),
-        directory: spec.directory.clone(),
+        directory: JobPath::new(spec.directory.as_path())?,
         user: config.job.user.clone(),
         identity: spec.identity.clone(),
         lineage: start.lineage.clone(),
     };
     telemetry::log::is_about(folder.name().as_str());
     let reaper = reaper::unpack(&folder.bin_dir())?;
-    let uplink = uplink.map(|program| uplink::Plan::new(program, folder.bin_dir()));
+    let uplink = uplink.map(|program| {
+        uplink::Plan::new(program, folder.bin_dir(), spec.identity.as_ref().map(|identity| identity.uid))
+    });
     match start.from {
         From::Cold => tracing::info!("job {} starts", folder.name()),
         From::Image(id) => tracing::info!("job {} goes on from image {id}", folder.name()),
@@ -282,7 +308,8 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
     let staging = staging_area(&config, &folder, &lock);
     let interposer = interposer(&config, &mut spec, &folder, staging.as_ref());
     prepare_nccl(&config, &mut spec, interposer.is_some());
-    let Start { from, base, .. } = start;
+    let Start { from, base, lineage } = start;
+    let seen = trust::seen(&config, &folder);
     let visible = spec.environment.get(OsStr::new("CUDA_VISIBLE_DEVICES")).map(|value| value.to_string_lossy());
     if let Some(visible) = visible.filter(|visible| names_instance(visible)) {
         tracing::warn!(
@@ -323,7 +350,11 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
         scheduler: scheduler.clone(),
         deadline,
     };
-    Ok(exit(supervisor::run(setup)?, &scheduler, requeue))
+    let finish = supervisor::run(setup)?;
+    if let (Finish::Completed, Some(seen)) = (&finish, seen) {
+        trust::forget(&seen, &lineage);
+    }
+    Ok(exit(finish, &scheduler, requeue))
 }
 
 /// The job's place in memory. Without one snapshots take longer, and work.
@@ -542,6 +573,10 @@ fn default_name(command: &[OsString], directory: &Path) -> anyhow::Result<JobNam
 fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
     match configured {
         Some(directory) => match std::fs::metadata(directory) {
+            // An image knows a folder by one name only.
+            Ok(metadata) if metadata.is_dir() && directory.components().any(|it| it == Component::ParentDir) => {
+                Ok(std::fs::canonicalize(directory)?)
+            }
             Ok(metadata) if metadata.is_dir() => Ok(directory.to_path_buf()),
             Ok(_) => Err(Misuse(format!("job.directory = {directory:?}: not a folder")).into()),
             Err(e) => Err(Misuse(format!("job.directory = {directory:?}: {e}")).into()),
@@ -553,28 +588,6 @@ fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
             .into()
         }),
     }
-}
-
-/// The job's whole environment: the caller's or a clean one, then the configured variables.
-fn environment(config: &Config, user: Option<&Identity>) -> BTreeMap<OsString, OsString> {
-    let mut all: BTreeMap<OsString, OsString> = match config.job.environment_mode {
-        EnvironmentMode::Inherit => {
-            std::env::vars_os().filter(|(name, _)| !notify::VARIABLES.iter().any(|ours| name == ours)).collect()
-        }
-        EnvironmentMode::Clean => {
-            let kept = ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ"];
-            kept.iter().filter_map(|name| Some((OsString::from(name), std::env::var_os(name)?))).collect()
-        }
-    };
-    // It is a secret, and the job may be another user's.
-    all.remove(OsStr::new("REKINDLE_HOOKS_WEBHOOK"));
-    if let Some(user) = user {
-        all.insert("HOME".into(), user.home.clone().into());
-        all.insert("USER".into(), user.name.clone().into());
-        all.insert("LOGNAME".into(), user.name.clone().into());
-    }
-    all.extend(config.job.environment.iter().map(|(name, value)| (name.into(), value.into())));
-    all
 }
 
 /// The file for the job's standard input. A terminal or a pipe can not be brought back.

@@ -15,6 +15,7 @@ use crate::store::{Known, Manifest, Place, State, Tag};
 use crate::supervisor::{Persisting, Published};
 use crate::sys::criu::Criu;
 use crate::sys::process;
+use crate::telemetry::clean;
 
 /// A copy of the image.
 #[derive(Debug, Serialize)]
@@ -180,6 +181,7 @@ fn describe(known: &Known, m: &Manifest, live: Option<&Published>, here: &Here) 
         ("process", format!("{} {}{cuda}", p.pid, p.name))
     }));
     lines.extend(m.open_files.iter().map(|f| ("open file", format!("{} ({} bytes)", f.path.display(), f.size))));
-    let text: Vec<String> = lines.iter().map(|(key, value)| format!("{key:<10} {value}")).collect();
+    // A line break in a name would begin a line that looks like one of ours.
+    let text: Vec<String> = lines.iter().map(|(key, value)| format!("{key:<10} {}", clean::line(value))).collect();
     text.join("\n")
 }

@@ -13,6 +13,7 @@ use crate::control::client;
 use crate::control::protocol::{Answer, Request};
 use crate::store::{JobFolder, JobName, JobRecord, Outcome, Store};
 use crate::supervisor::Published;
+use crate::telemetry::clean;
 
 /// Whose status, and how often.
 #[derive(Debug, clap::Args)]
@@ -72,7 +73,7 @@ impl Shown {
 }
 
 pub(super) fn status(global: &Global, args: &StatusArgs) -> anyhow::Result<Exit> {
-    let store = global.open_store()?;
+    let store = global.find_supervisor()?;
     let job: Option<JobName> = args.job.as_deref().map(str::parse).transpose()?;
     loop {
         let rows = rows(&store, job.as_ref())?;
@@ -167,7 +168,7 @@ fn print(rows: &[Row], one: bool, format: Format) -> anyhow::Result<()> {
     }
     if format == Format::Text {
         for row in rows {
-            notes(row).into_iter().try_for_each(|note| print_text(&format!("{}: {note}", row.job)))?;
+            notes(row).into_iter().try_for_each(|note| print_text(&format!("{}: {}", row.job, clean::line(&note))))?;
         }
     }
     Ok(())

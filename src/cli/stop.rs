@@ -43,7 +43,7 @@ struct Stopped<'a> {
 }
 
 pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
-    let folder = global.open_store()?.job(&args.job.parse()?)?;
+    let folder = global.find_supervisor()?.job(&args.job.parse()?)?;
     let path = control::socket(&folder)?;
     let request = Request::Stop(protocol::Stop { now: args.now });
     match client::ask(&path, &request, Some(Instant::now() + PATIENCE)) {

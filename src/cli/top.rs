@@ -33,7 +33,7 @@ pub(super) fn top(global: &Global) -> anyhow::Result<Exit> {
         let why = "`rekindle top` needs a terminal: use `rekindle status --watch`, or `status --json`";
         return Err(Misuse(why.into()).into());
     }
-    let store = global.open_store()?;
+    let store = global.find_supervisor()?;
     let title = store.path().display().to_string();
     let caught = Arc::new(AtomicUsize::new(0));
     for signal in [SIGHUP, SIGINT, SIGTERM] {

@@ -9,7 +9,7 @@ use super::output::{Format, complain, print_json, print_table};
 use super::{Exit, Global, Misuse, job_args, progress};
 use crate::config;
 use crate::store::chunk::Key;
-use crate::store::{Form, Image, JobFolder, JobName, PacksReport, Place, Report, Share, Store, check_packs};
+use crate::store::{Form, Image, JobFolder, JobName, PacksReport, Place, Report, Share, Store, Trust, check_packs};
 
 /// What to check, and how much of it to read.
 #[derive(Debug, clap::Args)]
@@ -97,7 +97,7 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
 /// The key that packs may be encrypted with. It is not wanted where nothing is read.
 fn key(config: &config::Store, share: Share) -> anyhow::Result<Option<Key>> {
     match &config.encryption_key {
-        Some(path) if share != Share::NONE => Ok(Some(Key::read(path)?)),
+        Some(_) if share != Share::NONE => Ok(Trust::of(config)?.key().cloned()),
         _ => Ok(None),
     }
 }

@@ -76,6 +76,7 @@ pub(super) const KEYS: &[Key] = &[
     key("job.stdin", Shape::Text, "\"null\", \"inherit\" or an absolute path"),
     key("job.environment", Shape::Map, "text in quotes for each variable"),
     key("job.environment-mode", Shape::Text, "\"inherit\" or \"clean\""),
+    key("job.pass-environment", Shape::Words, "a list of names in quotes, such as [\"MASTER_ADDR\", \"SLURM_*\"]"),
     key("job.limits", Shape::Map, "\"unlimited\", a whole number or a size such as \"64MiB\" for each limit"),
     key("job.pid-namespace", Shape::Text, "\"private\" or \"host\""),
     key("job.no-new-privileges", Shape::Flag, "true or false"),
@@ -119,6 +120,8 @@ pub(super) const KEYS: &[Key] = &[
         "\"auto\", \"none\", \"lz4\", \"zstd\", or \"zstd:LEVEL\" with a level from -7 to 19",
     ),
     key("store.encryption-key", Shape::Text, "text with an absolute path"),
+    key("store.accept-unsigned", Shape::Flag, "true or false"),
+    key("store.seen-directory", Shape::Text, "text with an absolute path"),
     key("store.persist-rate", Shape::Text, RATE),
     key("store.persist-threads", Shape::Text, "\"auto\" or a whole number from 1 to 64"),
     key("store.sweep-after", Shape::Text, DURATION),
@@ -191,6 +194,11 @@ impl Key {
             "replica.url" => ReplicaUrl::may_be_secret(value),
             _ => false,
         }
+    }
+
+    /// Whether a value of it may hold a secret that is not the job's: a webhook's address, or an argument of a hook.
+    pub(super) fn may_hold_ours(&self) -> bool {
+        self.path.starts_with("hooks.")
     }
 
     /// The environment variable that sets it, `REKINDLE_STORE_KEEP_LAST`. `version` belongs to a file and has none.

@@ -182,6 +182,13 @@ pub fn environment() -> impl Iterator<Item = (String, String)> {
         .filter(|(name, _)| name.starts_with("REKINDLE_"))
 }
 
+/// Whether a variable is a part of the configuration that may hold a secret of ours, such as an address or a token for hooks.
+#[must_use]
+pub fn may_hold_secret(variable: &str) -> bool {
+    let named = |key: &keys::Key| key.variable().is_some_and(|name| name == variable);
+    keys::KEYS.iter().any(|key| key.may_hold_ours() && named(key))
+}
+
 /// Reads, merges and validates the configuration.
 ///
 /// Without `file`, [`DEFAULT_FILE`] is read where it exists, and the defaults hold where it does not. `env` is

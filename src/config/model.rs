@@ -80,16 +80,43 @@ pub struct Job {
     pub stdin: Stdin,
     /// Added to the environment that [`Job::environment_mode`] starts from. Values are never shown.
     pub environment: Environment,
-    /// Where the job's environment starts from.
-    pub environment_mode: EnvironmentMode,
+    /// Where the job's environment starts from; unset means [`Job::starts_from`].
+    pub environment_mode: Option<EnvironmentMode>,
+    /// Variables of the caller that the job gets in any case: names, or the beginning of names and a `*`.
+    pub pass_environment: Vec<String>,
     /// Resource limits by their name in [`LIMITS`], soft and hard at once; limits not named stay the caller's.
     pub limits: BTreeMap<String, Limit>,
     /// Whether the job gets a PID namespace of its own.
     pub pid_namespace: PidNamespace,
-    /// Whether the job and all it starts lose setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS).
-    pub no_new_privileges: bool,
+    /// Whether the job and all it starts lose setuid programs and file capabilities (prctl PR_SET_NO_NEW_PRIVS); unset means
+    /// [`Job::keeps_its_rights`].
+    pub no_new_privileges: Option<bool>,
     /// Whether io_uring_setup(2) works in the job.
     pub allow_io_uring: bool,
+}
+
+impl Job {
+    /// The environment of whoever calls is not the business of another user.
+    #[must_use]
+    pub fn starts_from(&self) -> EnvironmentMode {
+        let default = if self.user.is_some() { EnvironmentMode::Clean } else { EnvironmentMode::Inherit };
+        self.environment_mode.unwrap_or(default)
+    }
+
+    /// Whether the job's rights can not grow. A job of another user has no reason to become more than that user.
+    #[must_use]
+    pub fn keeps_its_rights(&self) -> bool {
+        self.no_new_privileges.unwrap_or_else(|| self.user.is_some())
+    }
+
+    /// Whether [`Job::pass_environment`] names the variable.
+    #[must_use]
+    pub fn passes(&self, variable: &str) -> bool {
+        self.pass_environment.iter().any(|named| match named.strip_suffix('*') {
+            Some(beginning) => variable.starts_with(beginning),
+            None => variable == named,
+        })
+    }
 }
 
 /// Names accepted in `job.limits`: those of setrlimit(2) in lower case, without `RLIMIT_`.
@@ -234,6 +261,10 @@ pub struct Store {
     pub compression: Compression,
     /// Absolute path of the file with the key that the content of images is encrypted with; unset means that it is not.
     pub encryption_key: Option<PathBuf>,
+    /// Whether what has no signature is believed though there is a key: for images from before there was one.
+    pub accept_unsigned: bool,
+    /// Where this machine keeps what it has seen of the images of jobs, to notice when an older state is put in their place.
+    pub seen_directory: PathBuf,
     /// Most that is written each second of an image that was staged in memory.
     pub persist_rate: Rate,
     /// Threads that copy and hash it.
@@ -437,6 +468,8 @@ impl Default for Store {
             min_free: ByteSize::gib(1),
             compression: Compression::default(),
             encryption_key: None,
+            accept_unsigned: false,
+            seen_directory: PathBuf::from("/var/lib/rekindle-seen"),
             persist_rate: Rate::default(),
             persist_threads: Threads::default(),
             // A reader that began before an image went has its content for so long.

@@ -157,6 +157,13 @@ fn job(config: &Config, rules: &mut Rules) {
         rules.that(!value.contains('\0'), &key, || "must not contain a zero byte".to_owned());
         rules.that(!OURS.contains(&name), &key, || "must not be set, because rekindle sets it for the job".to_owned());
     }
+    let is_variable = |name: &String| {
+        let beginning = name.strip_suffix('*').unwrap_or(name);
+        !beginning.is_empty() && !beginning.contains(['=', '*', '\0'])
+    };
+    rules.that(job.pass_environment.iter().all(is_variable), "job.pass-environment", || {
+        "must be names of variables without =, or the beginning of names and a * at the end".to_owned()
+    });
     for name in job.limits.keys() {
         rules.that(LIMITS.contains(&name.as_str()), &format!("job.limits.{name}"), || {
             let nearest = keys::nearest_word(name, LIMITS.iter().copied());
@@ -220,6 +227,10 @@ fn store(config: &Config, rules: &mut Rules) {
         });
     }
     rules.path("store.encryption-key", config.store.encryption_key.as_deref());
+    rules.that(!config.store.accept_unsigned || config.store.encryption_key.is_some(), "store.accept-unsigned", || {
+        "must not be set without store.encryption-key, because without a key nothing is signed".to_owned()
+    });
+    rules.path("store.seen-directory", Some(&config.store.seen_directory));
     rules.rate("store.persist-rate", config.store.persist_rate);
     rules.time("store.sweep-after", config.store.sweep_after, Duration::ZERO, "");
     if let Repack::UpTo(size) = config.store.repack {

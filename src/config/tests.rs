@@ -56,6 +56,7 @@ user = "alice"
 umask = "027"
 stdin = "/srv/in"
 environment-mode = "clean"
+pass-environment = ["MASTER_ADDR", "SLURM_*"]
 pid-namespace = "host"
 no-new-privileges = true
 allow-io-uring = true
@@ -93,6 +94,8 @@ max-total-size = "500GB"
 min-free = 4096
 compression = "zstd:-3"
 encryption-key = "/etc/key"
+accept-unsigned = true
+seen-directory = "/srv/seen"
 persist-rate = "500MB"
 persist-threads = 64
 sweep-after = "0s"
@@ -185,6 +188,7 @@ fn every_key_can_be_set() {
     assert_eq!(config.store.compression, Compression::Zstd(-3));
     assert_eq!(config.store.persist_threads, Threads::Count(64));
     assert_eq!(config.store.encryption_key.as_deref(), Some(Path::new("/etc/key")));
+    assert_eq!((config.store.accept_unsigned, config.store.seen_directory.as_path()), (true, Path::new("/srv/seen")));
     assert_eq!((config.store.sweep_after, config.store.repack), (Duration::ZERO, Repack::Off));
     assert_eq!(config.replica.url.as_ref().map(ReplicaUrl::bucket), Some("bucket"));
     assert_eq!(config.replica.rate, Rate::PerSecond(ByteSize::mib(1)));

@@ -9,7 +9,7 @@
 //! socket back to the name that the other end was bound to, and it must answer before the job is there.
 //!
 //! A path for a socket has at most 107 bytes (sun_path, unix(7)), and a folder may have more: the folder is opened and the
-//! socket named below `/proc/self/fd/N`.
+//! socket named below `/proc/self/fd/N`. A folder that others can write, or that is below one, is not used (`trust`).
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io;
@@ -20,6 +20,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+
+use super::trust;
 
 /// How the name of a socket ends.
 const SUFFIX: &str = ".sock";
@@ -126,9 +128,13 @@ impl Drop for Letterbox {
 /// Makes the folder where it is missing, and removes what dead supervisors have left there; alone, until the file is closed.
 fn enter(directory: &Path) -> io::Result<(OwnedFd, File)> {
     let missing: Vec<&Path> = directory.ancestors().take_while(|folder| !folder.exists()).collect();
+    if let Some(above) = missing.last().and_then(|topmost| topmost.parent()) {
+        trust::check_above(above)?;
+    }
     DirBuilder::new().recursive(true).mode(0o755).create(directory)?;
     // The job's user must get to it, whatever the umask.
     missing.iter().try_for_each(|folder| fs::set_permissions(folder, fs::Permissions::from_mode(0o755)))?;
+    trust::check(directory)?;
     let folder = open(directory)?;
     let lock = lock(directory)?;
     sweep(directory, &folder);
@@ -146,12 +152,14 @@ fn forget(path: &Path, inode: u64) {
 /// Connects without waiting: a supervisor that stands still has a queue, and that may be full.
 ///
 /// # Errors
-/// `NotFound` and `ConnectionRefused` where there is no supervisor, `WouldBlock` where it takes nobody in.
+/// `NotFound` and `ConnectionRefused` where there is no supervisor, `WouldBlock` where it takes nobody in,
+/// `PermissionDenied` where others could have put the socket there.
 pub fn reach(path: &Path) -> io::Result<UnixStream> {
     let (directory, name) = match (path.parent(), path.file_name().and_then(|name| name.to_str())) {
         (Some(directory), Some(name)) => (directory, name),
         _ => return Err(io::ErrorKind::InvalidInput.into()),
     };
+    trust::check(directory)?;
     reach_in(&open(directory)?, name, SockType::Stream).map(UnixStream::from)
 }
 

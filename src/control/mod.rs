@@ -12,6 +12,7 @@ pub mod address;
 pub mod client;
 pub mod protocol;
 pub mod server;
+mod trust;
 
 use protocol::{Answer, Fault, Request};
 

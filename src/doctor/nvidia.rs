@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use super::Check;
+use crate::launch::gpus;
 use crate::sys::cuda::{self, Driver, DriverVersion, Function};
 use crate::sys::nvml::{GpuInventory, Mig, names_instance};
 use crate::sys::process;
@@ -59,7 +60,7 @@ pub(super) fn judge(facts: &Facts) -> Vec<Check> {
         let none = ["nvidia.driver", "nvidia.functions", "nvidia.gpus", "nvidia.mps"];
         return none.into_iter().map(|name| Check::not_here(name, "no NVIDIA GPU and no driver")).collect();
     };
-    vec![driver, functions(facts), gpus(facts), mps_runs(facts)]
+    vec![driver, functions(facts), inventory(facts), mps_runs(facts)]
 }
 
 /// None where there is nothing of NVIDIA's.
@@ -85,6 +86,13 @@ fn driver(facts: &Facts) -> Option<Check> {
         (Some(version), _) if version.major() < 570 => {
             Check::warn(name, format!("driver {version}: CUDA jobs can not be snapshotted, it takes 570"), install)
         }
+        (Some(version), _) if gpus::hangs_the_host(version) => Check::warn(
+            name,
+            format!(
+                "driver {version}: the whole machine hangs when a restored CUDA process dies while it holds a GPU (NVIDIA/cuda-checkpoint#53). rekindle checkpoints such a process before it kills it, which does not help where it crashes, is killed by others, or rekindle is"
+            ),
+            "install another NVIDIA driver than 595, such as 580",
+        ),
         (Some(version), _) if version.major() < 580 => {
             Check::ok(name, format!("driver {version}; a restore to another GPU takes 580"))
         }
@@ -117,7 +125,7 @@ fn functions(facts: &Facts) -> Check {
     }
 }
 
-fn gpus(facts: &Facts) -> Check {
+fn inventory(facts: &Facts) -> Check {
     let name = "nvidia.gpus";
     let gpus = &facts.gpus.gpus;
     if gpus.is_empty() {
@@ -231,6 +239,8 @@ pub(super) mod tests {
     #[test]
     fn a_new_driver_is_ok_and_an_old_one_keeps_cpu_jobs() {
         assert!(judge(&facts("580.159.04")).iter().all(|c| c.state == State::Ok));
+        let hangs = find(&facts("595.71.05"), "nvidia.driver");
+        assert!(hangs.state == State::Warn && hangs.found.contains("the whole machine hangs"), "{hangs:?}");
         assert!(find(&facts("570.10"), "nvidia.driver").found.contains("580"));
         assert_eq!(find(&facts("535.104"), "nvidia.driver").state, State::Warn);
         assert_eq!(find(&Facts { installed: None, ..facts("1.1") }, "nvidia.driver").state, State::Warn);

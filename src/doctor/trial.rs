@@ -112,7 +112,7 @@ impl Trial<'_> {
             reaper: reaper::unpack(dir).map_err(failed(step))?,
             images,
             work,
-            files: output::Files::create(dir).map_err(failed(step))?,
+            files: output::Files::create(dir, output::Bounds::default()).map_err(failed(step))?,
             spec,
         })
     }

@@ -7,6 +7,7 @@ use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use super::{interposer, reaper};
 use crate::sys::durable;
 
 /// A file can not be put in place.
@@ -34,7 +35,7 @@ impl Embedded {
     /// The name of a file of this kind with that content.
     pub(super) fn name_of(&self, content: &[u8]) -> String {
         let hash = blake3::hash(content).to_hex();
-        format!("{}-{}{}", self.name, hash.get(..16).unwrap_or_default(), self.suffix)
+        format!("{}-{}{}", self.name, hash.get(..HASH).unwrap_or_default(), self.suffix)
     }
 
     /// Makes sure that `dir` holds this version's file, whole, and returns its path.
@@ -44,6 +45,40 @@ impl Embedded {
         result.map_err(|source| Error { name: self.name, path: path.clone(), source })?;
         Ok(path)
     }
+
+    /// The hash in the name of a file of this kind, whatever version it is of.
+    fn hash_in<'a>(&self, name: &'a str) -> Option<&'a str> {
+        let hash = name.strip_prefix(self.name)?.strip_prefix('-')?.strip_suffix(self.suffix)?;
+        let is_digit = |b: u8| b.is_ascii_digit() || (b'a'..=b'f').contains(&b);
+        (hash.len() == HASH && hash.bytes().all(is_digit)).then_some(hash)
+    }
+}
+
+/// Digits of the hash in a name.
+const HASH: usize = 16;
+
+/// The files that a job maps, of which an image keeps a copy.
+const MAPPED: [Embedded; 2] = [interposer::INTERPOSER, reaper::REAPER];
+
+/// Whether the path ends in a name that [`Embedded::unpack`] gives, in any version of rekindle.
+#[must_use]
+pub(crate) fn is_named(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    MAPPED.iter().any(|kind| kind.hash_in(name).is_some())
+}
+
+/// Puts back a file that an earlier version has unpacked, or one elsewhere. Its name must be that of its content; its mode
+/// is that of its kind.
+///
+/// # Errors
+/// `InvalidData` where the name is not that of the content; when the file can not be read or written.
+pub(crate) fn put_back(path: &Path, content: &[u8]) -> io::Result<()> {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let kind = MAPPED.iter().find(|kind| kind.name_of(content) == name);
+    let kind = kind.ok_or_else(|| {
+        io::Error::new(io::ErrorKind::InvalidData, "what the image has for it is another file than its name says")
+    })?;
+    put(path, content, kind.mode)
 }
 
 /// Puts `content` at `path` with the permission bits `mode`, unless it is there already.
@@ -87,6 +122,27 @@ pub(crate) mod tests {
         assert_eq!(mode(), 0o750);
         let name = path.file_name().unwrap().to_str().unwrap();
         assert!(name.starts_with("thing-") && name.ends_with(".so"), "{name}");
+    }
+
+    #[test]
+    fn only_what_its_name_says_is_put_back_and_never_with_another_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        let hash = blake3::hash(b"of old").to_hex().get(..16).unwrap().to_owned();
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o7777;
+        for (name, expected) in [(format!("interposer-{hash}.so"), 0o755), (format!("reaper-{hash}"), 0o755)] {
+            let path = dir.path().join(name);
+            assert!(is_named(&path));
+            put_back(&path, b"of old").unwrap();
+            assert_eq!(mode(&path), expected);
+            std::fs::remove_file(&path).unwrap();
+            assert_eq!(put_back(&path, b"another").unwrap_err().kind(), io::ErrorKind::InvalidData);
+            assert!(!path.exists());
+        }
+        for name in
+            [&format!("other-{hash}"), "x", "reaper-", "reaper-../../x", &format!("reaper-{hash}.so"), "reaper-0123"]
+        {
+            assert!(!is_named(&dir.path().join(name)), "{name}");
+        }
     }
 
     /// The dynamic symbols that the object defines, and those that it needs (ELF-64, gABI chapter 4).

@@ -27,7 +27,7 @@ pub const LANDING_VARIABLE: &str = "REKINDLE_LANDING";
 pub const THREADS_VARIABLE: &str = "REKINDLE_COPY_THREADS";
 
 /// Built by build.rs from `preload/`. Any user's job may have to load it.
-const INTERPOSER: Embedded = Embedded {
+pub(super) const INTERPOSER: Embedded = Embedded {
     name: "interposer",
     suffix: ".so",
     content: include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-preload.so")),

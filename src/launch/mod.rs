@@ -5,6 +5,7 @@
 //! power goes, nothing here needs mending: a job is started anew or restored from an image.
 
 pub mod embedded;
+pub mod gpus;
 pub mod identity;
 pub mod interposer;
 pub mod nccl;
@@ -15,7 +16,7 @@ pub mod tail;
 pub mod uplink;
 pub mod world;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
@@ -192,8 +193,17 @@ impl Job {
         self.root.signal(signal)
     }
 
+    /// Kills everything in its world. Where the driver needs it, what uses CUDA lets its GPU go first ([`gpus`]).
+    pub fn kill(&self) {
+        // Daemons that outlive the reaper are init's.
+        let roots = [Some(&self.root), self.world.init()];
+        gpus::let_go(roots.into_iter().flatten().flat_map(|root| process::tree(root.pid())).collect::<BTreeSet<i32>>());
+        self.world.kill(Some(&self.root));
+    }
+
     /// Kills whatever is left of it, and reaps. Returns how the reaper ended, and so the job.
     pub fn end(&self) -> Option<spawn::Ended> {
+        self.kill();
         self.world.end(Some(&self.root))
     }
 }

@@ -1,9 +1,10 @@
 //! The plugin that CRIU loads: its file. What it does is in its own documentation (`plugin/src/lib.rs`).
 
 use std::io;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
-use super::embedded;
+use super::{embedded, interposer};
 
 /// Built by build.rs from `plugin/`. No image names it, so every version has it at the same path.
 pub(crate) const PLUGIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-plugin.so"));
@@ -22,16 +23,19 @@ pub struct Error {
 /// # Errors
 /// When the file cannot be read or written.
 pub fn unpack(scratch: &Path) -> Result<PathBuf, Error> {
-    let folder = scratch.join("plugins");
+    let own = scratch.join("plugins");
+    let folder = if interposer::preload_value(&own, None).is_ok() { own } else { PathBuf::from(ELSEWHERE) };
     let path = folder.join(crate::sys::criu::PLUGIN_NAME);
     let put = || {
-        std::fs::create_dir_all(&folder)?;
-        // Its loader may be another user's program only by mistake: nobody else needs it.
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder)?;
         embedded::put(&path, PLUGIN, 0o600)
     };
     put().map_err(|source| Error { path: path.clone(), source })?;
     Ok(folder)
 }
+
+/// Where it is if LD_PRELOAD cannot name the store, whose path has a space in it. Only root can make anything in /run.
+const ELSEWHERE: &str = "/run/rekindle-plugins";
 
 #[cfg(test)]
 mod tests {
@@ -50,5 +54,17 @@ mod tests {
         assert_eq!(needed, ["__errno_location", "getenv"]);
         let mark = b"rekindle plugin can panic";
         assert!(!PLUGIN.windows(mark.len()).any(|window| window == mark));
+    }
+
+    #[test]
+    fn its_path_is_one_that_can_be_preloaded() {
+        if !crate::test_gate::root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(unpack(dir.path()).unwrap(), dir.path().join("plugins"));
+        let folder = unpack(&dir.path().join("two words")).unwrap();
+        assert!(interposer::preload_value(&folder, None).is_ok());
+        assert_eq!(std::fs::read(folder.join(crate::sys::criu::PLUGIN_NAME)).unwrap(), PLUGIN);
     }
 }

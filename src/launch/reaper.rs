@@ -15,7 +15,7 @@ const MAX_BYTES: u64 = 1 << 20;
 pub const MODE: u32 = 0o755;
 
 /// Built by build.rs from `reaper/`.
-const REAPER: Embedded = Embedded {
+pub(super) const REAPER: Embedded = Embedded {
     name: "reaper",
     suffix: "",
     content: include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-reaper")),

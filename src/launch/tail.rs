@@ -3,12 +3,20 @@
 //! The supervisor's own follower is told when a file is rotated or put back to an image ([`super::output`]). One from
 //! outside finds out by what it has shown last: when that is no longer where it was, the file was rotated, and what comes
 //! next is in NAME.1, or it was cut, and what differs from what was shown is new. What a job says again after a restart is
-//! not shown twice: nothing comes until it says something else, or more.
+//! not shown twice: nothing comes until it says something else, or more; but where so much of it comes at once that it is
+//! rotated before it was looked at.
+//!
+//! Between snapshots a file is rotated without becoming shorter: its beginning becomes a hole. Holes are never shown, and
+//! nothing is read that is as long as a file says it is: the job can make it longer than any disk.
 
-use std::fs::File;
+use std::fs::{File, Metadata};
 use std::io::{self, Write};
+use std::ops::Range;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::sys::sparse;
 
 /// What was shown last and is remembered. A cut to before that shows what is there from then on.
 const REMEMBERED: usize = 1 << 20;
@@ -24,19 +32,21 @@ pub struct Tail {
     at: u64,
     /// What is before `at`, the end of it.
     shown: Vec<u8>,
-    /// What was NAME.1 when the file began: the only sign of a rotation while nothing of the file was shown.
-    older: Option<Signature>,
+    /// The rotated files whose content is before `at`, the newest first.
+    older: Vec<Signature>,
+    /// Where the data of the file began then.
+    begin: u64,
 }
 
-/// What tells a rotated file from others: inode, size, time of change in seconds and nanoseconds. It keeps that when it is
-/// renamed.
-type Signature = (u64, u64, i64, i64);
+/// What tells a rotated file from others: inode, time of change in seconds and nanoseconds. It keeps that when it is renamed,
+/// and also when a restart cuts it.
+type Signature = (u64, i64, i64);
 
 impl Tail {
     /// From the beginning of what is kept: older files first.
     #[must_use]
     pub fn new(path: &Path) -> Tail {
-        Tail { path: path.into(), at: 0, shown: Vec::new(), older: signature(&numbered(path, 1)) }
+        Tail { path: path.into(), at: 0, shown: Vec::new(), older: rotated(path), begin: 0 }
     }
 
     /// Writes what rotations have kept of the time before the file itself.
@@ -44,12 +54,15 @@ impl Tail {
     /// # Errors
     /// When it can not be read or written.
     pub fn copy_older(&mut self, to: &mut dyn Write) -> io::Result<()> {
-        let newest = self.rotated().next();
-        self.older = newest;
-        for n in (1..=self.rotated().count()).rev() {
-            copy(&File::open(numbered(&self.path, n))?, 0, &mut |bytes| to.write_all(bytes))?;
+        for _ in 0..TRIES {
+            self.older = rotated(&self.path);
+            let Some(all) = open_rotated(&self.path, &self.older)? else { continue };
+            for (file, _) in all {
+                copy(&file, 0, &mut |bytes| to.write_all(bytes))?;
+            }
+            return Ok(());
         }
-        Ok(())
+        Err(io::Error::other("it is rotated faster than it can be read"))
     }
 
     /// Leaves out all but the last lines.
@@ -59,9 +72,9 @@ impl Tail {
     pub fn skip_to_last(&mut self, lines: usize) -> io::Result<()> {
         let Some(file) = open(&self.path)? else { return Ok(()) };
         let length = file.metadata()?.len();
-        let start = length.saturating_sub(REMEMBERED as u64);
+        let start = length.saturating_sub(REMEMBERED as u64).max(sparse::begin(&file)?);
         let mut bytes = Vec::new();
-        copy(&file, start, &mut |more| {
+        copy_some(&file, start, length - start, &mut |more| {
             bytes.extend_from_slice(more);
             Ok(())
         })?;
@@ -81,101 +94,175 @@ impl Tail {
     /// When it can not be read or written.
     pub fn copy(&mut self, to: &mut dyn Write) -> io::Result<()> {
         let Some(file) = open(&self.path)? else { return Ok(()) };
-        let begun_anew = self.shown.is_empty() && self.rotated().next() != self.older;
-        if begun_anew || !self.is_in(&file)? {
-            self.find_again(&file, to)?;
+        let older = rotated(&self.path);
+        let begin = sparse::begin(&file)?;
+        if older != rotated(&self.path) {
+            // It is being rotated.
+            return Ok(());
         }
-        self.copy_from(&file, to)?;
+        let begun_anew = self.shown.is_empty() && older.first() != self.older.first();
+        let is_elsewhere =
+            begun_anew || !self.shown.is_empty() && (self.at < begin || !self.is_in(&file, begin..self.at)?);
+        if is_elsewhere && !self.find_again(&file, &older, begin, to)? {
+            return Ok(());
+        }
+        self.at = self.at.max(begin);
+        if self.copy_from(&file, to)? {
+            (self.older, self.begin) = (older, begin);
+        }
         to.flush()
     }
 
-    fn copy_from(&mut self, file: &File, to: &mut dyn Write) -> io::Result<()> {
-        let mut at = self.at;
-        let shown = &mut self.shown;
-        copy(file, at, &mut |bytes| {
-            to.write_all(bytes)?;
-            at += bytes.len() as u64;
-            shown.extend_from_slice(bytes);
-            if shown.len() > 2 * REMEMBERED {
-                shown.drain(..shown.len() - REMEMBERED);
+    /// Answers whether all of it was there: it may become a hole meanwhile.
+    fn copy_from(&mut self, file: &File, to: &mut dyn Write) -> io::Result<bool> {
+        let mut buffer = vec![0; CHUNK];
+        let length = file.metadata()?.len();
+        while let Some(data) = sparse::next_data(file, self.at, length)? {
+            let room = usize::try_from(data.end - data.start).unwrap_or(CHUNK).min(CHUNK);
+            let count = file.read_at(buffer.get_mut(..room).unwrap_or_default(), data.start)?;
+            let still = sparse::next_data(file, data.start, data.end)?;
+            if count == 0 || still.is_none_or(|still| still.start > data.start) {
+                return Ok(false);
             }
-            Ok(())
-        })?;
-        self.at = at;
-        Ok(())
+            let bytes = buffer.get(..count).unwrap_or_default();
+            to.write_all(bytes)?;
+            self.at = data.start + count as u64;
+            self.shown.extend_from_slice(bytes);
+            if self.shown.len() > 2 * REMEMBERED {
+                self.shown.drain(..self.shown.len() - REMEMBERED);
+            }
+        }
+        Ok(true)
     }
 
-    /// Whether what was shown last is still before `at`.
-    fn is_in(&self, file: &File) -> io::Result<bool> {
-        let last = self.shown.get(self.shown.len().saturating_sub(COMPARED)..).unwrap_or_default();
+    /// Whether what was shown last is at the end of this range, as much of it as fits.
+    fn is_in(&self, file: &File, range: Range<u64>) -> io::Result<bool> {
+        let most = usize::try_from(range.end - range.start).unwrap_or(COMPARED).min(COMPARED);
+        let last = self.shown.get(self.shown.len().saturating_sub(most)..).unwrap_or_default();
         let mut there = vec![0; last.len()];
-        match file.read_exact_at(&mut there, self.at - last.len() as u64) {
+        match file.read_exact_at(&mut there, range.end - last.len() as u64) {
             Ok(()) => Ok(there == last),
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
             Err(error) => Err(error),
         }
     }
 
-    fn find_again(&mut self, file: &File, to: &mut dyn Write) -> io::Result<()> {
-        let all: Vec<Signature> = self.rotated().collect();
-        let mut rotations = 0;
-        if self.shown.is_empty() {
-            rotations = all.iter().position(|one| Some(*one) == self.older).unwrap_or(all.len());
-        } else {
-            for n in 1..=all.len() {
-                if self.is_in(&File::open(numbered(&self.path, n))?)? {
-                    rotations = n;
-                    break;
+    /// What follows `at` was rotated, or cut. The data of the file begins at `begin` now. Answers false where it is just
+    /// being done.
+    fn find_again(&mut self, file: &File, older: &[Signature], begin: u64, to: &mut dyn Write) -> io::Result<bool> {
+        let new = older.iter().position(|one| self.older.contains(one)).unwrap_or(older.len());
+        let Some(pieces) = open_rotated(&self.path, older.get(..new).unwrap_or_default())? else { return Ok(false) };
+        let Some((oldest, _)) = pieces.first() else { return self.go_back(file, begin, to).map(|()| true) };
+        // Where each was in the file: the first where its data began, or the last before where that begins now.
+        let all: u64 = pieces.iter().map(|(_, length)| length).sum();
+        if begin == self.begin && begins_with(file, begin, oldest)? {
+            // It is copied already, and not taken away.
+            return Ok(false);
+        }
+        let (mut found, mut goes_on) = (None, false);
+        for first in [Some(self.begin), begin.checked_sub(all)].into_iter().flatten() {
+            let mut start = first;
+            for (n, (file, length)) in pieces.iter().enumerate() {
+                let inside = self.at.checked_sub(start).filter(|inside| inside <= length);
+                if let Some(inside) = inside.filter(|_| found.is_none())
+                    && self.is_in(file, 0..inside)?
+                {
+                    (found, goes_on) = (Some((n, inside)), first + all == begin);
                 }
+                start = start.saturating_add(*length);
             }
         }
-        for n in (1..=rotations).rev() {
-            self.copy_from(&File::open(numbered(&self.path, n))?, to)?;
-            (self.at, self.shown) = (0, Vec::new());
+        let (first, inside) = found.unwrap_or_default();
+        for (n, (file, _)) in pieces.iter().enumerate().skip(first) {
+            self.at = if n == first { inside } else { 0 };
+            self.copy_from(file, to)?;
         }
-        self.older = all.first().copied();
-        if rotations == 0 {
-            self.go_back(file, to)?;
+        (self.at, self.begin, self.older) = (begin, begin, older.to_vec());
+        if !goes_on {
+            // The file began anew: what was shown is not before what is in it.
+            self.shown.clear();
         }
-        Ok(())
-    }
-
-    /// What rotations have left, the newest first.
-    fn rotated(&self) -> impl Iterator<Item = Signature> {
-        (1..).map_while(|n| signature(&numbered(&self.path, n)))
+        Ok(true)
     }
 
     /// The file was cut, and perhaps written on: goes to the line that differs from what was shown, once there is one.
-    fn go_back(&mut self, file: &File, to: &mut dyn Write) -> io::Result<()> {
-        let begin = self.at - self.shown.len() as u64;
+    fn go_back(&mut self, file: &File, data: u64, to: &mut dyn Write) -> io::Result<()> {
+        let begin = self.at.saturating_sub(self.shown.len() as u64);
         let length = file.metadata()?.len();
         if length < begin {
             // Further back than is remembered.
             (self.at, self.shown) = (length, Vec::new());
             return Ok(());
         }
+        // What is before the data was rotated away, and is what it was.
+        let kept = usize::try_from(data.saturating_sub(begin)).unwrap_or(usize::MAX).min(self.shown.len());
+        let shown = self.shown.get(kept..).unwrap_or_default();
         let mut there = Vec::new();
-        copy(file, begin, &mut |bytes| {
+        copy_some(file, begin + kept as u64, shown.len() as u64 + 1, &mut |bytes| {
             there.extend_from_slice(bytes);
             Ok(())
         })?;
-        let same = self.shown.iter().zip(&there).take_while(|(a, b)| a == b).count();
+        let same = shown.iter().zip(&there).take_while(|(a, b)| a == b).count();
         if same == there.len() {
             return Ok(());
         }
+        let same = kept + same;
         let line = self.shown.iter().take(same).rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
         if self.shown.last().is_some_and(|last| *last != b'\n') {
             to.write_all(b"\n")?;
         }
-        self.shown.truncate(line);
-        self.at = begin + line as u64;
+        self.shown.truncate(line.max(kept));
+        self.at = begin + self.shown.len() as u64;
         Ok(())
     }
 }
 
-fn signature(path: &Path) -> Option<Signature> {
-    let meta = std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file)?;
-    Some((meta.ino(), meta.len(), meta.mtime(), meta.mtime_nsec()))
+/// What rotations have left, the newest first. Empty, or a part, in the middle of one: the next look differs then.
+fn rotated(path: &Path) -> Vec<Signature> {
+    let look = || -> Vec<Signature> {
+        (1..)
+            .map_while(|n| Some(signature(&std::fs::metadata(numbered(path, n)).ok().filter(|meta| meta.is_file())?)))
+            .collect()
+    };
+    for _ in 0..TRIES {
+        let found = look();
+        // Files are renamed one after the other, the oldest first: one name is missing meanwhile.
+        let is_whole = !numbered(path, found.len() + 2).exists();
+        if is_whole && found == look() {
+            return found;
+        }
+        std::thread::sleep(MOMENT);
+    }
+    look()
+}
+
+/// How often, and with what pause, it is looked again in the middle of a rotation.
+const TRIES: usize = 100;
+const MOMENT: Duration = Duration::from_millis(1);
+
+fn signature(meta: &Metadata) -> Signature {
+    (meta.ino(), meta.mtime(), meta.mtime_nsec())
+}
+
+/// These, with their lengths, the oldest first; None where they have other names by now.
+fn open_rotated(path: &Path, these: &[Signature]) -> io::Result<Option<Vec<(File, u64)>>> {
+    let mut opened = Vec::new();
+    for (n, wanted) in these.iter().enumerate().rev() {
+        let Some(file) = open(&numbered(path, n + 1))? else { return Ok(None) };
+        let meta = file.metadata()?;
+        if signature(&meta) != *wanted {
+            return Ok(None);
+        }
+        opened.push((file, meta.len()));
+    }
+    Ok(Some(opened))
+}
+
+/// Whether what is at `at` of one is at the beginning of the other.
+fn begins_with(file: &File, at: u64, other: &File) -> io::Result<bool> {
+    let (mut one, mut two) = (vec![0; COMPARED], vec![0; COMPARED]);
+    let (there, wanted) = (file.read_at(&mut one, at)?, other.read_at(&mut two, 0)?);
+    Ok(wanted > 0 && there >= wanted && one.get(..wanted) == two.get(..wanted))
 }
 
 fn open(path: &Path) -> io::Result<Option<File>> {
@@ -191,18 +278,37 @@ fn numbered(path: &Path, n: usize) -> PathBuf {
     name.into()
 }
 
-/// All from there on.
-fn copy(file: &File, mut at: u64, to: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+/// All data from there on.
+fn copy(file: &File, at: u64, to: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+    let length = file.metadata()?.len();
     let mut buffer = vec![0; CHUNK];
-    loop {
-        match file.read_at(&mut buffer, at)? {
-            0 => return Ok(()),
-            count => {
-                to(buffer.get(..count).unwrap_or_default())?;
-                at += count as u64;
+    for data in sparse::data(file, at..length) {
+        let mut data = data?;
+        while data.start < data.end {
+            let room = usize::try_from(data.end - data.start).unwrap_or(CHUNK).min(CHUNK);
+            match file.read_at(buffer.get_mut(..room).unwrap_or_default(), data.start)? {
+                0 => return Ok(()),
+                count => {
+                    to(buffer.get(..count).unwrap_or_default())?;
+                    data.start += count as u64;
+                }
             }
         }
     }
+    Ok(())
+}
+
+/// At most so many bytes from there on, holes with them.
+fn copy_some(file: &File, at: u64, most: u64, to: &mut dyn FnMut(&[u8]) -> io::Result<()>) -> io::Result<()> {
+    let mut bytes = vec![0; usize::try_from(most).map_err(io::Error::other)?];
+    let mut count = 0;
+    while let Some(room) = bytes.get_mut(count..).filter(|room| !room.is_empty()) {
+        match file.read_at(room, at + count as u64)? {
+            0 => break,
+            more => count += more,
+        }
+    }
+    to(bytes.get(..count).unwrap_or_default())
 }
 
 #[cfg(test)]

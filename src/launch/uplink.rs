@@ -7,14 +7,19 @@
 //! - addresses are the same in each world, so the job's sockets find theirs again;
 //! - one that dies is started again, and costs the job its connections to the outside at most.
 //!
-//! slirp4netns (1.2.0) is told to filter its own system calls (no execve, mount, ptrace), and not to go into its sandbox:
-//! that takes all mounts below /run along for as long as it lives, images in memory among them, which would keep their
-//! memory when they are unmounted.
+//! It reads whatever the job sends, so it has no rights: it runs as a user that is neither root nor the job's, without a
+//! capability, without our environment, and filters its own system calls (no execve, mount, ptrace). To open its device in the
+//! job's network it needs rights there, which is why that network belongs to a user namespace that this user owns
+//! ([`netns`]): it has all rights over the job's network, and none over anything else.
+//!
+//! slirp4netns (1.2.0) is told not to go into its sandbox: that takes all mounts below /run along for as long as it lives,
+//! images in memory among them, which would keep their memory when they are unmounted; and it has it become root there.
 
 use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -24,6 +29,8 @@ use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::embedded;
+use crate::store::staging;
+use crate::sys::netns::{self, Owned};
 use crate::sys::spawn::{self, Child, Ended, Open, Spawn};
 use crate::telemetry::log::chain;
 
@@ -32,6 +39,14 @@ pub const PROGRAM: &str = "slirp4netns";
 
 /// Where the job's names are asked for: slirp4netns passes them on to the machine's name servers, whatever they are by then.
 const NAME_SERVER: &str = "10.0.2.3";
+
+/// The kernel's tap devices.
+const DEVICE: &str = "/dev/net/tun";
+
+/// nobody and nogroup, as the kernel numbers who has no number here (`overflowuid`), and the number below for a job that is
+/// nobody: who owns the job's network has all rights there, which a job shall not have.
+const NOBODY: u32 = 65534;
+const NOBODY_ELSE: u32 = 65533;
 
 /// How long it may take until the device is there. Some ten milliseconds are usual.
 const READY: Duration = Duration::from_secs(10);
@@ -61,9 +76,20 @@ pub enum Missing {
 /// Why there is no uplink.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The job's network namespace can not be opened, or a pipe not made.
+    /// A descriptor or a pipe can not be made.
     #[error("can not reach the job's network")]
     Reach(#[source] io::Error),
+    /// The job's network can not be made.
+    #[error(
+        "can not make a network that belongs to user {user}, as whom {PROGRAM} runs; it takes user namespaces (sysctl user.max_user_namespaces)"
+    )]
+    Network {
+        /// The user.
+        user: u32,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
     /// What the job's /etc/resolv.conf is to be can not be written.
     #[error("can not write {}", path.display())]
     Names {
@@ -101,6 +127,7 @@ fn quoted(said: &str) -> String {
 pub struct Plan {
     program: PathBuf,
     directory: PathBuf,
+    user: u32,
 }
 
 /// Finds what it needs on this machine.
@@ -111,14 +138,20 @@ pub fn find() -> Result<PathBuf, Missing> {
     let path = std::env::var_os("PATH");
     let program = super::find_program(OsStr::new(PROGRAM), Path::new("/"), path.as_deref());
     let program = program.map_err(|_| Missing::Program)?;
-    if Path::new("/dev/net/tun").exists() { Ok(program) } else { Err(Missing::Device) }
+    if Path::new(DEVICE).exists() { Ok(program) } else { Err(Missing::Device) }
 }
 
 impl Plan {
-    /// With this program; `directory` is where the file lies that the job finds at /etc/resolv.conf.
+    /// With this program, for a job of that user; `directory` is where the file lies that the job finds at /etc/resolv.conf.
     #[must_use]
-    pub fn new(program: PathBuf, directory: PathBuf) -> Plan {
-        Plan { program, directory }
+    pub fn new(program: PathBuf, directory: PathBuf, job: Option<u32>) -> Plan {
+        let user = if job == Some(NOBODY) { NOBODY_ELSE } else { NOBODY };
+        Plan { program, directory, user }
+    }
+
+    /// Makes a network for a job.
+    pub(super) fn network(&self) -> Result<Owned, Error> {
+        netns::owned_by(self.user, self.user).map_err(|source| Error::Network { user: self.user, source })
     }
 
     /// Writes what the job's /etc/resolv.conf is to be, and answers where: the machine's, but for the name servers. Those may
@@ -153,7 +186,8 @@ pub struct Uplink {
 #[derive(Debug)]
 struct Shared {
     program: PathBuf,
-    network: OwnedFd,
+    user: u32,
+    network: Owned,
     state: Mutex<State>,
     over: Condvar,
 }
@@ -172,15 +206,13 @@ struct Ready {
 }
 
 impl Uplink {
-    /// Starts one for the network namespace of this process, and waits until it is ready.
+    /// Starts one for this network of `Plan::network`, and waits until it is ready.
     ///
     /// # Errors
     /// When it does not start, or is not ready in time.
-    pub fn start(plan: &Plan, pid: i32) -> Result<Uplink, Error> {
-        // A descriptor, not the number: that may be another's by the time of a second start.
-        let network = File::open(format!("/proc/{pid}/ns/net")).map_err(Error::Reach)?.into();
-        let shared =
-            Arc::new(Shared { program: plan.program.clone(), network, state: Mutex::default(), over: Condvar::new() });
+    pub fn start(plan: &Plan, network: Owned) -> Result<Uplink, Error> {
+        let (program, user) = (plan.program.clone(), plan.user);
+        let shared = Arc::new(Shared { program, user, network, state: Mutex::default(), over: Condvar::new() });
         let first = shared.begin()?;
         let kept = Arc::clone(&shared);
         let keeper = std::thread::Builder::new().name("uplink".into()).spawn(move || kept.keep(first));
@@ -232,7 +264,8 @@ impl Shared {
         let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Reach(e.into()));
         let (ready, ready_end) = pipe()?;
         let (words, words_end) = pipe()?;
-        let network = self.network.try_clone().map_err(Error::Reach)?;
+        let network = self.network.network.try_clone().map_err(Error::Reach)?;
+        let owner = self.network.user.try_clone().map_err(Error::Reach)?;
         let copy = words_end.try_clone().map_err(Error::Reach)?;
         let args = [
             "--configure",
@@ -242,13 +275,18 @@ impl Shared {
             // The most that it takes: fewer, larger packets are what makes it faster.
             "--mtu=65520",
             "--ready-fd=3",
+            "--userns-path=/proc/self/fd/5",
             "--netns-type=path",
             "/proc/self/fd/4",
             "tap0",
         ];
         let null = Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY };
         let spawn = Spawn::new(&self.program, args)?.session().directory(Path::new("/"))?;
-        let spawn = spawn.open(null).fd(copy, 1).fd(words_end, 2).fd(ready_end, 3).fd(network, 4).dies_with_us();
+        let spawn = spawn.open(null).fd(copy, 1).fd(words_end, 2).fd(ready_end, 3).fd(network, 4).fd(owner, 5);
+        let spawn = spawn.environment::<&str, &str>([])?.identity(self.user, self.user).no_new_privileges();
+        // Most machines let everybody open it, which gives nobody a right by itself.
+        let spawn = if is_open_to_all(Path::new(DEVICE)) { spawn } else { spawn.own_tun(&staging_mounts())? };
+        let spawn = spawn.dies_with_us();
         let mut state = self.state();
         if state.over {
             return Err(Error::Reach(io::ErrorKind::Interrupted.into()));
@@ -322,6 +360,28 @@ impl Shared {
     }
 }
 
+fn is_open_to_all(device: &Path) -> bool {
+    std::fs::metadata(device).is_ok_and(|metadata| metadata.permissions().mode() & 0o006 == 0o006)
+}
+
+/// Where images in memory are mounted now, of this job and of others.
+fn staging_mounts() -> Vec<PathBuf> {
+    let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    staging_mounts_of(&table)
+}
+
+/// By the name of what is mounted there, which is after the type of the file system (proc_pid_mountinfo(5)).
+fn staging_mounts_of(table: &str) -> Vec<PathBuf> {
+    let place = |line: &str| {
+        let (mount, kind) = line.split_once(" - ")?;
+        let is_ours = kind.starts_with(&format!("tmpfs {} ", staging::SOURCE));
+        let point = mount.split(' ').nth(4).filter(|_| is_ours)?;
+        // The kernel writes a blank, and some others, as a backslash and three octal digits.
+        Some(PathBuf::from(point.replace("\\040", " ")))
+    };
+    table.lines().filter_map(place).collect()
+}
+
 fn wait_readable(fd: &OwnedFd, limit: Duration) -> io::Result<bool> {
     let deadline = Instant::now() + limit;
     loop {
@@ -386,10 +446,29 @@ mod tests {
     }
 
     #[test]
+    fn images_in_memory_are_found_by_their_name() {
+        let table = "30 25 0:27 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=24684096k\n\
+                     50 25 0:40 / /run/rekindle/a\\040b-1 rw,nosuid shared:7 - tmpfs rekindle rw,size=4k\n\
+                     51 25 0:41 / /home/rekindle rw - ext4 rekindle rw\n";
+        assert_eq!(staging_mounts_of(table), [Path::new("/run/rekindle/a b-1")]);
+    }
+
+    #[test]
+    fn the_network_of_a_job_is_not_its_own_users() {
+        let user = |job| Plan::new("/bin/true".into(), "/".into(), job).user;
+        assert_eq!((user(None), user(Some(1000)), user(Some(NOBODY))), (NOBODY, NOBODY, NOBODY_ELSE));
+    }
+
+    #[test]
     fn one_that_can_not_start_says_why() {
+        if !crate::test_gate::root() {
+            return;
+        }
+        let namespace = |name: &str| File::open(format!("/proc/self/ns/{name}")).unwrap().into();
         let shared = |program: &str| Shared {
             program: program.into(),
-            network: File::open("/proc/self/ns/net").unwrap().into(),
+            user: NOBODY,
+            network: Owned { user: namespace("user"), network: namespace("net") },
             state: Mutex::default(),
             over: Condvar::new(),
         };

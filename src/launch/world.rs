@@ -94,23 +94,29 @@ impl World {
     pub fn private(reaper: &Path, last_pid: i32, network: Network<'_>) -> Result<World, Error> {
         let (flags, loopback) = match network {
             Network::Host => (CloneFlags::empty(), "-"),
-            Network::Private | Network::Uplink(_) => (CloneFlags::CLONE_NEWNET, "l"),
+            Network::Private => (CloneFlags::CLONE_NEWNET, "l"),
+            Network::Uplink(_) => (CloneFlags::empty(), "l"),
         };
         let (ready, ready_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Talk(e.into()))?;
+        let mut owned = None;
         let mut args: Vec<OsString> =
             ["init".to_string(), last_pid.to_string(), READY_FD.to_string(), loopback.to_string()]
                 .map(Into::into)
                 .into();
         if let Network::Uplink(plan) = network {
             args.push(plan.names()?.into());
+            owned = Some((plan, plan.network()?));
         }
-        let spawn = Spawn::new(reaper, args)?.environment::<&str, &str>([])?;
+        let mut spawn = Spawn::new(reaper, args)?.environment::<&str, &str>([])?;
+        if let Some((_, owned)) = &owned {
+            spawn = spawn.network(owned.network.try_clone().map_err(Error::Talk)?);
+        }
         let world = spawn::World::New(CloneFlags::CLONE_NEWIPC | flags);
         let init = spawn.world(world).session().directory(Path::new("/"))?.fd(ready_end, READY_FD).start()?;
         let mut report = [0u8; 2];
         let read = io::Read::read_exact(&mut std::fs::File::from(ready), &mut report);
         let failed = match (read, report) {
-            (Ok(()), [b'o', b'k']) => match way_out(network, &init) {
+            (Ok(()), [b'o', b'k']) => match owned.map(|(plan, owned)| Uplink::start(plan, owned)).transpose() {
                 Ok(uplink) => return Ok(World::Private { init, uplink }),
                 Err(error) => error.into(),
             },
@@ -194,13 +200,6 @@ impl World {
             let _ = init.wait();
         }
         ended
-    }
-}
-
-fn way_out(network: Network<'_>, init: &Child) -> Result<Option<Uplink>, uplink::Error> {
-    match network {
-        Network::Uplink(plan) => Uplink::start(plan, init.pid()).map(Some),
-        Network::Host | Network::Private => Ok(None),
     }
 }
 

@@ -45,7 +45,7 @@ pub(super) fn watched(
                 (false, true) => Error::CudaTimeout { limit },
                 (false, false) => continue,
             };
-            job.world.kill(Some(&job.root));
+            job.kill();
             return Err(stop);
         }
     })

@@ -61,6 +61,14 @@ pub enum Error {
     /// The place in memory that it was brought to failed.
     #[error(transparent)]
     Staging(crate::store::staging::Error),
+    /// The image wants a file put where rekindle puts none; nothing was done.
+    #[error("the image wants a file put at {}, which {why}", path.display())]
+    NotOurs {
+        /// Where.
+        path: PathBuf,
+        /// The rule that it breaks.
+        why: String,
+    },
     /// A file of ours that the job runs could not be put in place.
     #[error("can not put {} back", path.display())]
     Recreate {
@@ -151,7 +159,7 @@ impl Error {
             Error::Criu(criu::RunError::Image(_)) => Blame::Damaged,
             Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
             Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
-            Error::Misfit { .. } => Blame::Here,
+            Error::Misfit { .. } | Error::NotOurs { .. } => Blame::Here,
             Error::OtherUser(_) => Blame::Configuration,
             Error::Refused { why, .. } => match why.fault() {
                 Fault::Image => Blame::Image,
@@ -188,6 +196,8 @@ impl Error {
             Error::Criu(criu::RunError::Refused { log }) if log.says_port_taken() => Blame::Machine,
             Error::Rollback(error) if error.is_the_machines() => Blame::Machine,
             Error::Rollback(RollbackError::Io { .. }) => Blame::Image,
+            // Somebody can make room.
+            Error::Rollback(RollbackError::NoRoom { .. } | RollbackError::TooMany(_)) => Blame::Machine,
             Error::Rollback(_) => Blame::Files,
             Error::Criu(_) => Blame::Image,
         }

@@ -41,10 +41,10 @@ pub struct Error {
 pub(super) fn put(image: &Image, manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
     let mut put = InPlace::default();
     for landing in &manifest.landing {
-        put.0.push(landing.path.clone());
+        put.0.push(landing.path.to_path_buf());
         put_one(image, landing, user).map_err(|source| Error {
             pid: landing.pid,
-            path: landing.path.clone(),
+            path: landing.path.to_path_buf(),
             source,
         })?;
     }
@@ -108,7 +108,7 @@ mod tests {
         fs::create_dir_all(part.parent().unwrap()).unwrap();
         fs::write(&part, vec![3; 5 << 20]).unwrap();
         let path = dir.path().join("elsewhere/landing/7");
-        let landing = Landing { pid: 7, path: path.clone(), part: "gpu/7".into(), bytes: 5 << 20 };
+        let landing = Landing { pid: 7, path: path.clone().into(), part: "gpu/7".into(), bytes: 5 << 20 };
         let manifest = Manifest { landing: vec![landing], ..crate::store::sample_manifest() };
         for place in [Place::Staged, Place::Stored] {
             let image = Image {
@@ -116,6 +116,7 @@ mod tests {
                 dir: dir.path().join("image"),
                 state: State::Good(Box::new(manifest.clone())),
                 place,
+                trust: Default::default(),
             };
             let put = put(&image, &manifest, None).unwrap();
             assert_eq!(fs::read(&path).unwrap(), vec![3; 5 << 20]);
@@ -130,6 +131,7 @@ mod tests {
             dir: dir.path().join("image"),
             state: State::Good(Box::new(manifest.clone())),
             place: Place::Stored,
+            trust: Default::default(),
         };
         let error = put(&image, &manifest, None).unwrap_err();
         assert!(error.to_string().contains("process 7"), "{error}");

@@ -13,6 +13,7 @@ pub mod gpus;
 mod guard;
 mod landing;
 mod moved;
+mod own;
 mod plain;
 pub mod policy;
 mod ports;
@@ -25,7 +26,7 @@ use std::time::{Duration, Instant};
 use crate::config::Lazy;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, Network, World};
-use crate::launch::{Job, Privileges, embedded, output, plugin, reaper};
+use crate::launch::{Job, Privileges, embedded, output, plugin};
 use crate::store::chunk::Key;
 use crate::store::manifest::PidNamespace;
 use crate::store::persist::Progress;
@@ -130,6 +131,7 @@ pub fn restore(
     let mut timed = Timer(&mut timings);
 
     let relocation = timed.run("compare", || -> Result<_, Error> {
+        own::check(manifest, request)?;
         check_user(manifest, request.identity)?;
         let relocation = fits(request, manifest, warn, cancelled)?;
         rollback::check(manifest, request.folder, request.identity)?;
@@ -207,7 +209,7 @@ pub fn restore(
         }
         Err(error) => {
             // There is one for a job without CUDA only, for which nothing can fail here but by being called off.
-            job.world.kill(Some(&job.root));
+            job.kill();
             drop(loader);
             // A CUDA restore that failed has no second try on the same process.
             job.end();
@@ -304,15 +306,13 @@ fn fits(
 fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
     for file in &manifest.recreate {
         let put = || -> std::io::Result<()> {
-            let content = std::fs::read(image.dir.join(&file.part))?;
+            let content = file.part.read(&image.dir)?;
             if let Some(dir) = file.path.parent() {
                 std::fs::create_dir_all(dir)?;
             }
-            // Images of earlier versions have a reaper that only root may execute.
-            let mode = if reaper::is_named(&file.path) { reaper::MODE } else { file.mode };
-            embedded::put(&file.path, &content, mode)
+            embedded::put_back(&file.path, &content)
         };
-        put().map_err(|source| Error::Recreate { path: file.path.clone(), source })?;
+        put().map_err(|source| Error::Recreate { path: file.path.to_path_buf(), source })?;
     }
     Ok(())
 }

@@ -61,7 +61,7 @@ mod tests {
         };
         let now = folder.log_dir().join("stdout.log");
         let old = Instead { then: "/old/j/log/stdout.log".into(), now };
-        assert_eq!(instead(&manifest, &folder, Logs::Moved), [old.clone()]);
+        assert_eq!(instead(&manifest, &folder, Logs::Moved), std::slice::from_ref(&old));
         let own = Instead { then: ours.clone(), now: ours.clone() };
         assert_eq!(instead(&manifest, &folder, Logs::All), [old, own]);
         assert_eq!(log_here(&ours, &manifest, &folder), Some(ours.clone()));

@@ -107,9 +107,9 @@ fn into_folder(
     let folder = Unpacked(path.clone());
     run(request, &path, cancelled)?;
     let plain = Manifest { chunks: None, ..manifest.clone() };
-    let bytes = plain.to_bytes().map_err(io::Error::other).map_err(failed)?;
+    let bytes = plain.to_bytes(request.folder.trust()).map_err(io::Error::other).map_err(failed)?;
     durable::replace_file(&path.join(crate::store::manifest::FILE_NAME), &bytes, 0o600).map_err(failed)?;
-    Ok(Plain { image: Image::unpacked(&path, plain), folder: Some(folder) })
+    Ok(Plain { image: Image::unpacked(&path, plain, request.folder.trust()), folder: Some(folder) })
 }
 
 fn run(request: &Request<'_>, into: &std::path::Path, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<(), Error> {

@@ -23,15 +23,19 @@ use bytesize::ByteSize;
 
 use super::{Request, moved};
 use crate::launch::identity::Identity;
+use crate::launch::output::{Held, Kept};
 use crate::store::manifest::{Folder, OpenFile};
 use crate::store::{Image, JobFolder, Manifest};
-use crate::sys::{durable, identity};
+use crate::sys::durable::{self, Unfinished};
+use crate::sys::{identity, sparse};
 
 /// A file that was put back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PutBack {
     /// What was too much, or other content, is kept beside it.
     Kept(RolledBack),
+    /// Output of the job, of which no more may be kept than is asked for.
+    Cut(PathBuf, Kept),
     /// It was gone, and is made anew from the image.
     Made(PathBuf),
     /// Output of the job, and so many bytes that it had written are not here.
@@ -55,6 +59,16 @@ impl fmt::Display for PutBack {
             PutBack::Kept(RolledBack { path, kept, bytes }) => {
                 write!(f, "{} was put back; {bytes} bytes are kept in {}", path.display(), kept.display())
             }
+            PutBack::Cut(path, kept) => {
+                write!(f, "{} was put back", path.display())?;
+                if let Some(file) = &kept.file {
+                    write!(f, "; the last {} are kept in {}", ByteSize::b(kept.bytes), file.display())?;
+                }
+                match kept.lost {
+                    0 => Ok(()),
+                    lost => write!(f, "; {} are not kept (log.max-size, or a full disk)", ByteSize::b(lost)),
+                }
+            }
             PutBack::Made(path) => write!(f, "{} was not here, and is made anew from the image", path.display()),
             PutBack::Begun(path, bytes) => write!(
                 f,
@@ -69,6 +83,18 @@ impl fmt::Display for PutBack {
 /// Why a file could not be put back.
 #[derive(Debug, thiserror::Error)]
 pub enum RollbackError {
+    /// What must be cut from it would be lost.
+    #[error("cannot put {} back to its state at the snapshot: there is no room beside it for a copy of what it has now. Free some, or move the file's newest part away", path.display())]
+    NoRoom {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The same, with copies that nobody tidied away.
+    #[error("cannot put {} back to its state at the snapshot: there are {MOST_KEPT} copies of it already, NAME.rolled-back.N. Remove those that you do not need", .0.display())]
+    TooMany(PathBuf),
     /// It is gone.
     #[error("{} was open for writing at the snapshot and is not here, and its content is not in the image: put it back, or take an older image", .0.display())]
     Gone(PathBuf),
@@ -131,7 +157,7 @@ pub(super) fn check(manifest: &Manifest, folder: &JobFolder, user: Option<&Ident
 }
 
 fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
-    let path = &file.path;
+    let path = &*file.path;
     let metadata = match std::fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -181,7 +207,7 @@ pub(super) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Resu
 }
 
 fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
-    let path = &folder.path;
+    let path = &*folder.path;
     // Whatever is there is somebody's.
     if std::fs::symlink_metadata(path).is_ok() {
         return Ok(false);
@@ -222,17 +248,13 @@ pub(super) fn put_back(
         if let Some(path) = moved::log_here(&file.path, manifest, request.folder) {
             // A terminal shows the output as it is written: first what is cut, then what comes in its place.
             let mut held = request.output.hold();
-            let back = put_log_back(file, &path)?;
-            if let Some(PutBack::Kept(back)) = &back {
-                held.was_cut(&back.path, file.size, &back.kept);
-            }
-            done.extend(back);
+            done.extend(put_log_back(file, &path, &mut held)?);
             continue;
         }
         let content = match &file.part {
             Some(part) => {
                 let path = image.dir.join(part);
-                Some(std::fs::read(&path).map_err(failed("read", &path))?)
+                Some(part.read(&image.dir).map_err(failed("read", &path))?)
             }
             None => None,
         };
@@ -242,12 +264,15 @@ pub(super) fn put_back(
 }
 
 /// Logs that somebody tidied away, or that another machine has, must not keep a job from coming back.
-fn put_log_back(file: &OpenFile, path: &Path) -> Result<Option<PutBack>, RollbackError> {
+fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Option<PutBack>, RollbackError> {
     let open = options().create(true).mode(0o600).open(path).map_err(failed("open", path))?;
     let size = open.metadata().map_err(failed("stat", path))?.size();
     let rotated = || PathBuf::from(format!("{}.1", path.display())).exists();
     match size {
-        size if size > file.size => cut(open, path, file.size).map(PutBack::Kept).map(Some),
+        size if size > file.size => {
+            let kept = held.cut(path, file.size).map_err(failed("cut", path))?;
+            Ok(kept.map(|kept| PutBack::Cut(path.into(), kept)))
+        }
         0 if file.size > 0 && !rotated() => Ok(Some(PutBack::Begun(path.into(), file.size))),
         _ => Ok(None),
     }
@@ -260,7 +285,7 @@ fn options() -> OpenOptions {
 }
 
 fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBack>, RollbackError> {
-    let path = &file.path;
+    let path = &*file.path;
     let open = match (options().open(path), content) {
         (Ok(open), _) => open,
         (Err(error), Some(content)) if error.kind() == io::ErrorKind::NotFound && can_be_made(file) => {
@@ -280,7 +305,7 @@ fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBac
     }
     match content {
         Some(content) => Ok(replace(open, path, content)?.map(PutBack::Kept)),
-        None if metadata.size() > file.size => cut(open, path, file.size).map(PutBack::Kept).map(Some),
+        None if metadata.size() > file.size => cut(&open, path, file.size).map(PutBack::Kept).map(Some),
         // Rotated or emptied by its owner; whoever appends does not mind.
         None if metadata.size() < file.size && !file.append => {
             Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() })
@@ -291,16 +316,15 @@ fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBac
 
 /// A file that is not here.
 fn make(file: &OpenFile, content: &[u8]) -> Result<(), RollbackError> {
-    let path = &file.path;
+    let path = &*file.path;
     let mut made = options().create_new(true).mode(0o600).open(path).map_err(failed("create", path))?;
     made.write_all(content).map_err(failed("write", path))?;
     let mode = Permissions::from_mode(file.mode.unwrap_or_default() & 0o7777);
     made.set_permissions(mode).map_err(failed("chmod", path))
 }
 
-fn cut(mut file: File, path: &Path, size: u64) -> Result<RolledBack, RollbackError> {
-    file.seek(SeekFrom::Start(size)).map_err(failed("seek", path))?;
-    let (kept, bytes) = keep_rest(&mut file, path)?;
+fn cut(file: &File, path: &Path, size: u64) -> Result<RolledBack, RollbackError> {
+    let (kept, bytes) = keep_rest(file, path, size)?;
     file.set_len(size).map_err(failed("truncate", path))?;
     Ok(RolledBack { path: path.into(), kept, bytes })
 }
@@ -312,8 +336,7 @@ fn replace(mut file: File, path: &Path, content: &[u8]) -> Result<Option<RolledB
     if present == content {
         return Ok(None);
     }
-    file.seek(SeekFrom::Start(0)).map_err(failed("seek", path))?;
-    let (kept, bytes) = keep_rest(&mut file, path)?;
+    let (kept, bytes) = keep_rest(&file, path, 0)?;
     // In place: other names and open descriptors of the file stay with it.
     file.seek(SeekFrom::Start(0)).map_err(failed("seek", path))?;
     file.write_all(content).map_err(failed("write", path))?;
@@ -321,33 +344,50 @@ fn replace(mut file: File, path: &Path, content: &[u8]) -> Result<Option<RolledB
     Ok(Some(RolledBack { path: path.into(), kept, bytes }))
 }
 
-/// Copies what follows to a new file beside `path`, on the disk before anything is cut.
-fn keep_rest(file: &mut File, path: &Path) -> Result<(PathBuf, u64), RollbackError> {
+/// How many copies of one file are kept. The user's files are the user's to remove, so the next is refused: nobody has so
+/// many whom they are of use to.
+const MOST_KEPT: u32 = 10_000;
+
+/// Copies what follows `from` to a new file beside `path`, on the disk before anything is cut. Its holes stay holes: a job
+/// can make a file longer than any disk. What a crash left of a copy is replaced by the next.
+fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf, u64), RollbackError> {
     let metadata = file.metadata().map_err(failed("stat", path))?;
-    for n in 1..=u32::MAX {
+    let mut temp = OsString::from(durable::TEMP_PREFIX);
+    temp.push(path.file_name().unwrap_or_default());
+    temp.push(".rolled-back");
+    let no_room = |source: io::Error| match source.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => RollbackError::NoRoom { path: path.into(), source },
+        _ => failed("copy", path)(source),
+    };
+    let mut copy = Unfinished::in_place_of_leftover(&path.with_file_name(temp)).map_err(no_room)?;
+    let bytes = metadata.size().saturating_sub(from);
+    sparse::copy(file, from..metadata.size(), copy.file(), 0).map_err(no_room)?;
+    copy.file().set_len(bytes).map_err(no_room)?;
+    // Only its owner's if we may not give it away: then it is the user's already.
+    let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
+    let mode = Permissions::from_mode(metadata.permissions().mode() & 0o777);
+    copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
+    for n in 1..=MOST_KEPT {
         let mut name = path.as_os_str().to_os_string();
         name.push(format!(".rolled-back.{n}"));
         let kept = PathBuf::from(name);
-        let mut copy = match OpenOptions::new().write(true).create_new(true).mode(0o600).open(&kept) {
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => continue,
-            other => other.map_err(failed("create", &kept))?,
-        };
-        let bytes = io::copy(file, &mut copy).map_err(failed("copy", &kept))?;
-        // Only its owner's if we may not give it away: then it is the user's already.
-        let _ = std::os::unix::fs::fchown(&copy, Some(metadata.uid()), Some(metadata.gid()));
-        let mode = Permissions::from_mode(metadata.permissions().mode() & 0o777);
-        copy.set_permissions(mode).map_err(failed("chmod", &kept))?;
-        copy.sync_all().map_err(failed("fsync", &kept))?;
-        return Ok((kept, bytes));
+        if std::fs::symlink_metadata(&kept).is_ok() {
+            continue;
+        }
+        match copy.publish(&kept) {
+            Ok(()) => return Ok((kept, bytes)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(no_room(error)),
+        }
     }
-    Err(failed("finding a free name", path)(io::Error::from(io::ErrorKind::AlreadyExists)))
+    Err(RollbackError::TooMany(path.into()))
 }
 
 /// Gives files that had lost their name the one CRIU wants to open them by.
 pub(super) fn put_links_back(manifest: &Manifest, user: Option<&Identity>) -> Result<(), RollbackError> {
     manifest.saved_links.iter().try_for_each(|link| {
         with_rights(&link.link, user, || match std::fs::hard_link(&link.saved, &link.link) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(RollbackError::Gone(link.saved.clone())),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(RollbackError::Gone(link.saved.to_path_buf())),
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(failed("link", &link.link)(e)),
             _ => Ok(()),
         })
@@ -391,6 +431,50 @@ mod tests {
         assert_eq!(put_one_back(&file(&path, 6, true), None).unwrap(), None);
     }
 
+    /// A file that is longer than any disk costs as much as it has on it.
+    #[test]
+    fn a_copy_of_a_tail_has_its_holes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("data");
+        std::fs::write(&path, "before, after").unwrap();
+        std::fs::write(dir.path().join(".tmp-data.rolled-back"), "of a crash").unwrap();
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(1 << 40).unwrap();
+        let back = kept(put_one_back(&file(&path, 6, true), None));
+        let meta = std::fs::metadata(&back.kept).unwrap();
+        assert_eq!((meta.size(), back.bytes), ((1 << 40) - 6, (1 << 40) - 6));
+        assert!(meta.blocks() * 512 < 1 << 20, "{}", meta.blocks());
+        let mut begin = [0; 9];
+        std::os::unix::fs::FileExt::read_exact_at(&File::open(&back.kept).unwrap(), &mut begin, 0).unwrap();
+        assert_eq!(&begin, b", after\0\0");
+        assert_eq!(std::fs::read(&path).unwrap(), b"before");
+        let names = std::fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.file_name());
+        assert!(names.into_iter().all(|name| !name.to_string_lossy().starts_with(".tmp-")));
+    }
+
+    /// What is cut is somebody's work: it is not thrown away because a disk is full, and the image is not to blame.
+    #[test]
+    fn without_room_for_what_is_cut_nothing_is_cut() {
+        if !crate::test_gate::root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let flags = nix::mount::MsFlags::empty();
+        let mounted = nix::mount::mount(Some("tmpfs"), dir.path(), Some("tmpfs"), flags, Some("size=1M"));
+        if let Err(error) = mounted {
+            return eprintln!("SKIP: cannot mount a tmpfs: {error}");
+        }
+        let path = dir.path().join("data");
+        std::fs::write(&path, vec![b'x'; 700 << 10]).unwrap();
+        let result = put_one_back(&file(&path, 6, true), None);
+        let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.file_name()).collect();
+        let size = std::fs::metadata(&path).unwrap().size();
+        nix::mount::umount(dir.path()).unwrap();
+        assert!(matches!(result, Err(RollbackError::NoRoom { .. })), "{result:?}");
+        assert_eq!((names.as_slice(), size), (&["data".into()][..], 700 << 10));
+        let error = super::super::Error::Rollback(result.unwrap_err());
+        assert_eq!(error.blame(), super::super::Blame::Machine);
+    }
+
     #[test]
     fn rewritten_content_comes_back_in_place() {
         let dir = tempfile::tempdir().unwrap();
@@ -408,7 +492,7 @@ mod tests {
     fn a_file_that_is_gone_is_made_from_the_image_with_its_mode() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("progress");
-        let part = Some("files/open-0".to_owned());
+        let part = Some("files/open-0".into());
         let mut wanted = OpenFile { part, mode: Some(0o100_640), ..file(&path, 7, false) };
         check_one(&wanted).unwrap();
         assert_eq!(put_one_back(&wanted, Some(b"epoch 7")).unwrap(), Some(PutBack::Made(path.clone())));

@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use crate::launch::identity::Identity;
 use crate::launch::output::Files;
 use crate::launch::reaper;
-use crate::store::ImageId;
 use crate::store::manifest::{Folder, OpenFile, Recreate, SavedLink};
+use crate::store::{ImageId, JobPath, PartPath, PathError};
 use crate::sys::criu::image;
 use crate::sys::process::{self, path_in};
 use crate::sys::{durable, identity};
@@ -32,8 +32,10 @@ pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
         let Some(metadata) = std::fs::metadata(path_in(root, &file.path)).ok().filter(|m| m.is_file()) else {
             continue;
         };
+        // The kernel names none that is not.
+        let Ok(path) = JobPath::new(file.path) else { continue };
         found.push(OpenFile {
-            path: file.path,
+            path,
             size: metadata.size(),
             append,
             position: file.position,
@@ -62,6 +64,7 @@ pub(super) fn folders(criu_dir: &Path, root: i32, ours: &[&Path]) -> Result<Vec<
     image::bound_paths(criu_dir)?.iter().filter_map(|path| path.parent()).for_each(add);
     let folder = |path: PathBuf| {
         let metadata = std::fs::metadata(path_in(root, &path)).ok().filter(|metadata| metadata.is_dir())?;
+        let path = JobPath::new(path).ok()?;
         Some(Folder { path, mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid() })
     };
     // Those of processes and devices are the kernel's to make, and nobody else can.
@@ -131,7 +134,7 @@ pub(super) fn copy_small(files: &mut [OpenFile], root: i32, draft: &Path, user: 
             None => read_small(&path_in(root, &file.path)),
         };
         let Ok(content) = content else { continue };
-        let part = format!("files/open-{n}");
+        let Ok(part) = format!("files/open-{n}").parse::<PartPath>() else { continue };
         let target = draft.join(&part);
         std::fs::create_dir_all(target.parent().unwrap_or(draft))?;
         file.size = u64::try_from(content.len()).unwrap_or(file.size);
@@ -176,7 +179,7 @@ pub(super) fn save_links(
             drop_links(&saved, root, user);
             return Err(Error::Link { path: keep, source });
         }
-        saved.push(SavedLink { link, saved: keep });
+        saved.push(SavedLink { link: JobPath::new(link)?, saved: JobPath::new(keep)? });
     }
     Ok(saved)
 }
@@ -228,10 +231,11 @@ pub(super) fn keep_ours(image: &Path, ours: &[PathBuf]) -> io::Result<Vec<Recrea
     std::fs::create_dir_all(image.join("files"))?;
     let keep = |path: &PathBuf| {
         let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
-        let part = format!("files/{name}");
+        let part: PartPath = format!("files/{name}").parse().map_err(io::Error::other)?;
         std::fs::copy(path, image.join(&part))?;
         let mode = std::fs::metadata(path)?.mode() & 0o777;
-        Ok(Recreate { path: path.clone(), mode, part })
+        let path = JobPath::new(path.as_path()).map_err(io::Error::other)?;
+        Ok(Recreate { path, mode, part })
     };
     ours.iter().map(keep).collect()
 }
@@ -241,6 +245,8 @@ pub(super) fn keep_ours(image: &Path, ours: &[PathBuf]) -> io::Result<Vec<Recrea
 pub(super) enum Error {
     #[error(transparent)]
     Image(#[from] image::Error),
+    #[error(transparent)]
+    Path(#[from] PathError),
     #[error("can not keep a hard link at {path}: {source}")]
     Link { path: PathBuf, source: io::Error },
 }
@@ -261,7 +267,8 @@ mod tests {
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::from_bits_truncate(0o666)).unwrap();
         let nobody = crate::launch::identity::lookup("nobody").unwrap();
         for user in [None, Some(nobody)] {
-            let file = OpenFile { path: path.clone(), size: 3, append: false, position: 0, mode: None, part: None };
+            let file =
+                OpenFile { path: path.as_path().into(), size: 3, append: false, position: 0, mode: None, part: None };
             let (draft, own) = (dir.path().join("draft"), std::process::id().cast_signed());
             let (sender, done) = std::sync::mpsc::channel();
             std::thread::spawn(move || {

@@ -13,6 +13,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use crate::store::JobPath;
 use crate::store::failed;
 use crate::store::manifest::Landing;
 use crate::store::staging::{self, Area, Filling};
@@ -83,7 +84,8 @@ impl Drop for Armed {
 
 fn landing((lander, name): &(Lander, PathBuf)) -> Option<Landing> {
     let bytes = fs::metadata(name).ok()?.size();
-    Some(Landing { pid: lander.inner, path: name.clone(), part: Filling::landing_part(lander.inner), bytes })
+    let path = JobPath::new(name.as_path()).ok()?;
+    Some(Landing { pid: lander.inner, path, part: Filling::landing_part(lander.inner), bytes })
 }
 
 /// By the file itself: another tmpfs may be mounted over the one that the process sees.

@@ -46,7 +46,7 @@ use crate::launch::{self, Job};
 use crate::store::manifest::{self, Manifest, PidNamespace, Reason};
 use crate::store::retention::survey::NoRoom;
 use crate::store::staging::{self, Area, admission};
-use crate::store::{Image, JobFolder, PublishError, WriterLock};
+use crate::store::{Image, JobFolder, JobPath, PublishError, WriterLock};
 use crate::supervisor::interval::Choice;
 use crate::sys::criu::{self, Criu};
 use crate::sys::cuda;
@@ -86,7 +86,7 @@ pub struct Launch {
     /// The command line.
     pub command: Vec<String>,
     /// The working directory.
-    pub directory: std::path::PathBuf,
+    pub directory: JobPath,
     /// The user, where it is not the supervisor's.
     pub user: Option<String>,
     /// Who it runs as, where that is not the supervisor.
@@ -244,6 +244,7 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &dyn Fn() -> bool)
         work.complete()?;
         let manifest = describe(work, reason)?;
         let target = work.target.take().ok_or(Error::Cancelled)?;
+        subject.lock.confirm()?;
         target.finish(manifest, subject.config.store.threads())
     });
     match published {

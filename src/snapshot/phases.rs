@@ -204,7 +204,7 @@ impl<'a> Work<'a> {
     }
 
     fn privileges(&self) -> Privileges {
-        if self.subject.config.job.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow }
+        if self.subject.config.job.keeps_its_rights() { Privileges::Fixed } else { Privileges::MayGrow }
     }
 
     fn find(&mut self) -> Result<(), Error> {
@@ -344,8 +344,7 @@ impl<'a> Work<'a> {
             if let Some(devices) = &self.devices {
                 self.notes.extend(devices.settle(&dir, root, &self.gpu.outer_pids())?);
             }
-            let log = &subject.config.log;
-            if let Err(error) = subject.output.rotate(log.max_size.bytes(), log.keep) {
+            if let Err(error) = subject.output.rotate() {
                 self.notes.push(format!("the output was not rotated: {}", chain(&error)));
             }
             files::record_sizes_again(&mut self.open_files, root, subject.output);

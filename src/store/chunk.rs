@@ -10,7 +10,7 @@ pub mod cut;
 pub mod id;
 pub mod map;
 
-pub use cipher::{Key, KeyError, chunk_id};
+pub use cipher::{Key, KeyError, PlainPacks, chunk_id};
 pub use codec::{Codec, Compression};
 pub use cut::{Cuts, Cutter};
 pub use id::ChunkId;

@@ -24,8 +24,10 @@ use super::id::{ImageId, JobName};
 use super::image::Image;
 use super::manifest::{self, Manifest, ManifestError};
 use super::mark;
+use super::paths::{PartPath, PathError};
 use super::remove;
 use super::tags;
+use super::trust::Trust;
 use crate::sys::durable;
 
 /// Why a draft did not become an image. Unless it says otherwise there is no image, and the job's older ones are as
@@ -66,6 +68,14 @@ pub enum PublishError {
         id: ImageId,
         /// Why.
         source: ManifestError,
+    },
+    /// A file has a name that no part may have.
+    #[error("image {id} can not be described")]
+    Path {
+        /// Which.
+        id: ImageId,
+        /// Why.
+        source: PathError,
     },
     /// The manifest can not be written.
     #[error("can not write {}", .path.display())]
@@ -109,12 +119,13 @@ pub struct Draft {
     job: JobName,
     dir: PathBuf,
     lasting: PathBuf,
+    trust: Trust,
 }
 
 impl Draft {
     /// `dir` exists and is empty; `lasting` is in the same folder and does not exist.
-    pub(super) fn new(id: ImageId, job: JobName, dir: PathBuf, lasting: PathBuf) -> Draft {
-        Draft { id, job, dir, lasting }
+    pub(super) fn new(id: ImageId, job: JobName, dir: PathBuf, lasting: PathBuf, trust: Trust) -> Draft {
+        Draft { id, job, dir, lasting, trust }
     }
 
     /// The name that the image will have.
@@ -139,7 +150,10 @@ impl Draft {
         let (mut paths, mut folders) = (Vec::new(), vec![self.dir.clone()]);
         for entry in entries {
             match (entry.kind, entry.relative.to_str()) {
-                (Kind::File { size }, Some(path)) => paths.push((path.to_owned(), size)),
+                (Kind::File { size }, Some(path)) => {
+                    let path = path.parse().map_err(|source| PublishError::Path { id: self.id, source })?;
+                    paths.push((path, size));
+                }
                 (Kind::Folder, Some(_)) => folders.push(self.dir.join(&entry.relative)),
                 _ => return Err(PublishError::Foreign(self.dir.join(&entry.relative))),
             }
@@ -151,12 +165,12 @@ impl Draft {
         manifest.id = self.id;
         manifest.job = self.job.clone();
         manifest.bytes = manifest.parts.iter().map(|part| part.size).sum();
-        let bytes = manifest.to_bytes().map_err(|source| PublishError::Describe { id: self.id, source })?;
+        let bytes = manifest.to_bytes(&self.trust).map_err(|source| PublishError::Describe { id: self.id, source })?;
         let path = self.dir.join(manifest::FILE_NAME);
         durable::write_file(&path, &bytes, 0o600).map_err(|source| PublishError::Write { path, source })?;
         durable::publish_dir(&self.dir, &self.lasting)
             .map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
-        Ok(Image::load(&self.lasting, self.id))
+        Ok(Image::load(&self.lasting, self.id, &self.trust))
     }
 }
 
@@ -174,7 +188,7 @@ impl Draft {
     ) -> Result<Image, PublishError> {
         manifest.id = self.id;
         manifest.job = self.job.clone();
-        let bytes = manifest.to_bytes().map_err(|source| PublishError::Describe { id: self.id, source })?;
+        let bytes = manifest.to_bytes(&self.trust).map_err(|source| PublishError::Describe { id: self.id, source })?;
         let write = |name: &str, bytes: &[u8]| {
             let path = self.dir.join(name);
             durable::write_file(&path, bytes, 0o600).map_err(|source| PublishError::Write { path, source })
@@ -196,7 +210,7 @@ impl Draft {
             // What can not be removed, the next sweep takes.
             let _ = remove::remove_all(&self.dir);
         }
-        Ok(Image::load(&self.lasting, self.id))
+        Ok(Image::load(&self.lasting, self.id, &self.trust))
     }
 }
 
@@ -219,7 +233,7 @@ impl Drop for Draft {
     }
 }
 
-fn hash_and_sync(dir: &Path, paths: Vec<(String, u64)>, threads: usize) -> Result<Vec<manifest::Part>, PublishError> {
+fn hash_and_sync(dir: &Path, paths: Vec<(PartPath, u64)>, threads: usize) -> Result<Vec<manifest::Part>, PublishError> {
     let mut parts = files::in_parallel(paths, threads, |path| {
         let full = dir.join(&path);
         let read = |source| PublishError::Read { path: full.clone(), source };

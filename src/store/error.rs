@@ -7,6 +7,7 @@ use thiserror::Error;
 
 use super::id::{ImageId, JobName};
 use super::lock::Holder;
+use super::trust::Untrusted;
 
 /// The result of most calls on the store.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -121,6 +122,16 @@ pub enum Error {
         /// Who has it now.
         holder: Box<Holder>,
     },
+    /// The name of the lock leads to another file than the one that is locked.
+    #[error(
+        "{} was replaced by another file, so job \"{job}\" may have another supervisor; this process must not go on here. Look with `rekindle status`, and run the same command again where there is none", .file.display()
+    )]
+    LockReplaced {
+        /// The job.
+        job: JobName,
+        /// The lock file.
+        file: PathBuf,
+    },
     /// A writer's call with the lock of another job.
     #[error("the lock is not that of job \"{0}\"")]
     WrongLock(JobName),
@@ -196,6 +207,14 @@ pub enum Error {
         path: PathBuf,
         /// Where and how.
         source: serde_json::Error,
+    },
+    /// With the key nobody but us could have written it, and it is not ours.
+    #[error("{} {source}", .path.display())]
+    UntrustedRecord {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        source: Untrusted,
     },
     /// The record of a job was written by a newer rekindle.
     #[error("{} has version {version}, which this rekindle can not read; use the rekindle that wrote it, or a newer one", .path.display())]

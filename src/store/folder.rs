@@ -16,6 +16,7 @@ use super::links;
 use super::lock::{self, Writer, WriterLock};
 use super::pack::Packs;
 use super::record::{self, JobRecord};
+use super::trust::Trust;
 use super::{DELETED_PREFIX, remove, rights, select, staging};
 use crate::sys::durable::{self, TEMP_PREFIX};
 
@@ -24,19 +25,21 @@ use crate::sys::durable::{self, TEMP_PREFIX};
 pub struct JobFolder {
     name: JobName,
     path: PathBuf,
+    trust: Trust,
 }
 
 impl JobFolder {
     /// A folder that is there.
-    pub(super) fn existing(name: JobName, path: PathBuf) -> Result<JobFolder> {
+    pub(super) fn existing(name: JobName, path: PathBuf, trust: &Trust) -> Result<JobFolder> {
         rights::check(&path)?;
-        Ok(JobFolder { name, path })
+        let trust = trust.for_job(&name);
+        Ok(JobFolder { name, path, trust })
     }
 
     /// Makes what is missing of the folder.
-    pub(super) fn create(name: JobName, path: PathBuf) -> Result<JobFolder> {
+    pub(super) fn create(name: JobName, path: PathBuf, trust: &Trust) -> Result<JobFolder> {
         make_folder(&path)?;
-        let folder = JobFolder::existing(name, path)?;
+        let folder = JobFolder::existing(name, path, trust)?;
         for path in [folder.images_dir(), folder.log_dir(), folder.bin_dir(), folder.packs().dir().to_owned()] {
             make_folder(&path)?;
         }
@@ -61,6 +64,12 @@ impl JobFolder {
     pub fn place_name(&self) -> String {
         let hash = blake3::hash(self.path.as_os_str().as_encoded_bytes()).to_hex();
         format!("{}-{}", self.name, hash.get(..8).unwrap_or_default())
+    }
+
+    /// What is asked of files before they are believed.
+    #[must_use]
+    pub fn trust(&self) -> &Trust {
+        &self.trust
     }
 
     /// Where the output of the job goes.
@@ -123,9 +132,15 @@ impl JobFolder {
     /// What is known of the last run; None before the first.
     ///
     /// # Errors
-    /// [`Error::Read`], [`Error::ParseRecord`], [`Error::NewerRecord`].
+    /// [`Error::Read`], [`Error::ParseRecord`], [`Error::NewerRecord`], [`Error::UntrustedRecord`].
     pub fn record(&self) -> Result<Option<JobRecord>> {
-        record::read(&self.path.join(record::FILE_NAME))
+        record::read(&self.path.join(record::FILE_NAME), &self.name, &self.trust)
+    }
+
+    /// Whether what is known of the last run was signed, by whomever.
+    #[must_use]
+    pub fn has_signed_record(&self) -> bool {
+        record::is_signed(&self.path.join(record::FILE_NAME))
     }
 
     /// Replaces what is known of the last run, durably.
@@ -134,7 +149,7 @@ impl JobFolder {
     /// [`Error::WrongLock`], [`Error::Write`].
     pub fn write_record(&self, lock: &WriterLock, record: &JobRecord) -> Result<()> {
         self.check_lock(lock)?;
-        record::write(&self.path.join(record::FILE_NAME), record)
+        record::write(&self.path.join(record::FILE_NAME), record, &self.name, &self.trust)
     }
 
     /// All images, newest first. An image that is damaged is among them and says so.
@@ -145,7 +160,8 @@ impl JobFolder {
         let dir = self.images_dir();
         let mut ids: Vec<ImageId> = list(&dir)?.iter().filter_map(|name| name.parse().ok()).collect();
         ids.sort_by(|a, b| b.cmp(a));
-        let mut images: Vec<_> = ids.into_iter().map(|id| Image::load(&dir.join(id.to_string()), id)).collect();
+        let mut images: Vec<_> =
+            ids.into_iter().map(|id| Image::load(&dir.join(id.to_string()), id, &self.trust)).collect();
         // A writer may have removed one since it was listed: that is no damage.
         images.retain(|image| !matches!(image.state, State::Damaged { .. }) || is_there(&image.dir));
         Ok(images)
@@ -172,7 +188,7 @@ impl JobFolder {
     /// Whole images in the job's staging area, newest first. Some of them may be in the store as well.
     #[must_use]
     pub fn staged(&self) -> Vec<Image> {
-        staging::staged(&self.path)
+        staging::staged(&self.path, &self.trust)
     }
 
     /// Every copy of every image, newest first; one in memory comes before the same in the store.
@@ -237,7 +253,7 @@ impl JobFolder {
         let path = dir.join(format!("{TEMP_PREFIX}{id}"));
         let made = DirBuilder::new().mode(0o700).create(&path);
         made.map_err(|source| Error::Create { path: path.clone(), source })?;
-        Ok(Draft::new(id, self.name.clone(), path, dir.join(id.to_string())))
+        Ok(Draft::new(id, self.name.clone(), path, dir.join(id.to_string()), self.trust.clone()))
     }
 
     /// Removes what crashes have left: `.tmp-ID` and `.del-ID` in `images/`, and files `.tmp-*` beside `job.json`, in
@@ -261,7 +277,7 @@ impl JobFolder {
     }
 
     pub(super) fn check_lock(&self, lock: &WriterLock) -> Result<()> {
-        if lock.guards(&self.path) { Ok(()) } else { Err(Error::WrongLock(self.name.clone())) }
+        if lock.guards(&self.path) { lock.confirm() } else { Err(Error::WrongLock(self.name.clone())) }
     }
 }
 

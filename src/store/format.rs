@@ -107,6 +107,11 @@ pub enum FormatError {
     /// Encrypted, and there is no key.
     #[error("this pack is encrypted; name the key file with store.encryption-key")]
     NoKey,
+    /// Not encrypted, though there is a key.
+    #[error(
+        "this pack is not encrypted, though store.encryption-key is set: anyone who can write the store or the replica could have made it; set store.accept-unsigned = true if it is from before there was a key"
+    )]
+    Plain,
     /// Encrypted with another key.
     #[error("this pack is encrypted with another key (its id is {}); name the right one with store.encryption-key", blake3_hex(.0))]
     OtherKey([u8; 16]),
@@ -116,7 +121,7 @@ impl FormatError {
     /// Whether it is fine, but not for us: nothing is wrong with the file.
     #[must_use]
     pub fn is_not_for_us(&self) -> bool {
-        matches!(self, FormatError::Newer { .. } | FormatError::NoKey | FormatError::OtherKey(_))
+        matches!(self, FormatError::Newer { .. } | FormatError::NoKey | FormatError::OtherKey(_) | FormatError::Plain)
     }
 }
 

@@ -139,6 +139,7 @@ pub fn collect(
     let needed = Needed::of(folder)?;
     let uses = needed.of_packs(&packs, &index)?;
     for pack in &uses {
+        lock.still_held()?;
         let is_gone = index.is_gone(pack.name);
         if is_gone && pack.needed > 0 {
             mark::take_back(&packs, pack.name)?;
@@ -156,7 +157,7 @@ pub fn collect(
     }
     sweep_remains(&packs, &index)?;
     if let Some(bound) = bounds.repack {
-        repack::run(&packs, &index, &needed, &uses, bound, bounds.key, now, cancelled, &mut done)?;
+        repack::run(&packs, &index, &needed, &uses, bound, bounds.key, lock, now, cancelled, &mut done)?;
     }
     Ok(done)
 }

@@ -12,6 +12,7 @@ use super::format::ReadError;
 use super::id::ImageId;
 use super::manifest::{Manifest, ManifestError};
 use super::mark::{self, BadMark};
+use super::trust::{Trust, Untrusted};
 use crate::sys::durable;
 
 /// An image in the store.
@@ -25,6 +26,8 @@ pub struct Image {
     pub state: State,
     /// Where it is.
     pub place: Place,
+    /// What was asked of its manifest before that was believed.
+    pub trust: Trust,
 }
 
 /// Where an image is.
@@ -95,6 +98,8 @@ pub enum DamageKind {
     Newer,
     /// The manifest could not be read: nothing is known.
     Unreadable,
+    /// It is not known who wrote it: it has no signature, or one of another key. The fault may be the configuration's.
+    Untrusted,
 }
 
 impl std::fmt::Display for Damage {
@@ -108,43 +113,65 @@ impl From<ManifestError> for Damage {
         let kind = match &error {
             ManifestError::Newer(_) => DamageKind::Newer,
             ManifestError::Read(_) => DamageKind::Unreadable,
+            ManifestError::Untrusted(Untrusted::Unsigned { .. } | Untrusted::OtherKey { .. }) => DamageKind::Untrusted,
             _ => DamageKind::Broken,
         };
         Damage { kind, detail: error.to_string() }
     }
 }
 
+/// Why an image is not believed, where that is why it can not be used.
+pub(crate) fn is_untrusted(state: &State) -> Option<&Damage> {
+    match state {
+        State::Damaged { why } if why.kind == DamageKind::Untrusted => Some(why),
+        _ => None,
+    }
+}
+
 impl Image {
     /// Looks at the image in `dir`. Damage is part of the answer, never an error.
     #[must_use]
-    pub fn load(dir: &Path, id: ImageId) -> Image {
-        let found = Manifest::read(dir).and_then(|manifest| {
+    pub fn load(dir: &Path, id: ImageId, trust: &Trust) -> Image {
+        let found = Manifest::read(dir, trust).and_then(|manifest| {
             if manifest.id != id {
                 return Err(ManifestError::OtherImage(manifest.id));
             }
             // The parts of a packed image are hashed chunk by chunk.
             let hashed = manifest.chunks.is_some();
             match manifest.parts.iter().find(|part| part.blake3.is_none() && !hashed) {
-                Some(part) => Err(ManifestError::NoChecksum(part.path.clone())),
+                Some(part) => Err(ManifestError::NoChecksum(part.path.to_string())),
                 None => Ok(Box::new(manifest)),
             }
         });
-        Image::judge(dir, id, found, Place::Stored)
+        Image::judge(dir, id, found, Place::Stored, trust)
     }
 
     /// One whose parts were brought out of the packs into `dir`, with a manifest beside them. Like one in memory it has no
     /// hashes: they were compared on the way.
-    pub(crate) fn unpacked(dir: &Path, manifest: Manifest) -> Image {
-        Image { id: manifest.id, dir: dir.to_owned(), state: State::Good(Box::new(manifest)), place: Place::Staged }
+    pub(crate) fn unpacked(dir: &Path, manifest: Manifest, trust: &Trust) -> Image {
+        let (state, trust) = (State::Good(Box::new(manifest.clone())), trust.clone());
+        Image { id: manifest.id, dir: dir.to_owned(), state, place: Place::Staged, trust }
     }
 
     /// Looks at the slot in `dir`; None where there is no whole image.
-    pub(super) fn load_staged(dir: &Path) -> Option<Image> {
-        let manifest = Manifest::read(dir).ok()?;
-        Some(Image::judge(dir, manifest.id, Ok(Box::new(manifest)), Place::Staged))
+    pub(super) fn load_staged(dir: &Path, trust: &Trust) -> Option<Image> {
+        let found = Manifest::read(dir, trust);
+        // It is not used, but told of: it may be from before there was a key.
+        let id = match &found {
+            Ok(manifest) => manifest.id,
+            Err(ManifestError::Untrusted(_)) => Manifest::read(dir, &Trust::default()).ok()?.id,
+            Err(_) => return None,
+        };
+        Some(Image::judge(dir, id, found.map(Box::new), Place::Staged, trust))
     }
 
-    fn judge(dir: &Path, id: ImageId, found: Result<Box<Manifest>, ManifestError>, place: Place) -> Image {
+    fn judge(
+        dir: &Path,
+        id: ImageId,
+        found: Result<Box<Manifest>, ManifestError>,
+        place: Place,
+        trust: &Trust,
+    ) -> Image {
         let state = match found {
             Ok(manifest) => match mark::read(dir, manifest.taken) {
                 None => State::Good(manifest),
@@ -152,19 +179,19 @@ impl Image {
             },
             Err(error) => State::Damaged { why: error.into() },
         };
-        Image { id, dir: dir.to_owned(), state, place }
+        Image { id, dir: dir.to_owned(), state, place, trust: trust.clone() }
     }
 
     /// The same image as it is now. One in memory that was replaced meanwhile is damaged.
     pub(super) fn look_again(&self) -> Image {
         match self.place {
-            Place::Stored => Image::load(&self.dir, self.id),
+            Place::Stored => Image::load(&self.dir, self.id, &self.trust),
             Place::Staged => {
-                let found = Manifest::read(&self.dir).and_then(|manifest| match manifest.id == self.id {
+                let found = Manifest::read(&self.dir, &self.trust).and_then(|manifest| match manifest.id == self.id {
                     true => Ok(Box::new(manifest)),
                     false => Err(ManifestError::OtherImage(manifest.id)),
                 });
-                Image::judge(&self.dir, self.id, found, Place::Staged)
+                Image::judge(&self.dir, self.id, found, Place::Staged, &self.trust)
             }
         }
     }

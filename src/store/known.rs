@@ -77,7 +77,13 @@ mod tests {
             true => State::Good(Box::new(crate::store::tests::manifest())),
             false => State::Damaged { why: Damage { kind: DamageKind::Broken, detail: String::new() } },
         };
-        Image { id: ImageId::new(n, chrono::DateTime::UNIX_EPOCH), dir: "/".into(), state, place }
+        Image {
+            id: ImageId::new(n, chrono::DateTime::UNIX_EPOCH),
+            dir: "/".into(),
+            state,
+            place,
+            trust: Default::default(),
+        }
     }
 
     #[test]

@@ -8,7 +8,11 @@
 //! with `localflock`, several FUSE ones). There the kernel gives the lock to two machines. So what the file says counts
 //! too: a holder renews the file's time stamp every [`HEARTBEAT`], and who gets the lock while the file names another that
 //! may be alive ([`judge`]) is refused. A holder that ends empties the file. One that was taken over, because it stood still
-//! for longer than [`STALE`], finds another name in the file at its next heartbeat and has to stop ([`Error::TakenOver`]).
+//! for longer than [`STALE`], finds another name in the file at its next look and has to stop ([`Error::TakenOver`]).
+//! So everything that publishes, replaces or removes asks first whether the lock is still held ([`WriterLock::confirm`]), by the
+//! name in the file and by the file itself: one that was replaced is another lock. What writes for long asks again and again
+//! ([`WriterLock::still_held`]). A process that is stopped between that look and its write does it all the same when it goes
+//! on; no file system offers more.
 //! When the power goes the name stays; the other boot, the dead pid or the age of the time stamp tell that it is nobody's.
 
 mod held;
@@ -17,8 +21,9 @@ mod judge;
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
@@ -32,6 +37,7 @@ use judge::{Facts, Verdict};
 
 use super::error::{Error, Result};
 use super::id::{ImageId, JobName};
+use crate::sys::clock;
 
 pub(super) const FILE_NAME: &str = "lock";
 /// How often a holder says that it is alive.
@@ -39,6 +45,8 @@ pub const HEARTBEAT: Duration = Duration::from_secs(30);
 /// A holder on another machine that said nothing for so long is dead. Ten heartbeats: a server of files may stand still for
 /// a while, and then all of its clients do.
 pub(super) const STALE: Duration = Duration::from_secs(300);
+/// How long a look at the file is relied upon by who asks often.
+const CERTAIN: Duration = Duration::from_secs(1);
 /// [`writer`] takes the lock for some microseconds; a writer that comes just then must not be turned away.
 const TRIES: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(20);
@@ -63,6 +71,8 @@ pub struct WriterLock {
     held: held::Held,
     /// Held by the one thread that changes the packs.
     packs: Mutex<()>,
+    /// When it was last known to be ours, in milliseconds since the boot.
+    confirmed: AtomicU64,
 }
 
 /// Who may change a job's folder.
@@ -95,6 +105,49 @@ impl WriterLock {
         self.packs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether it is still ours, by a look at the file: to be asked before something is published, replaced or removed.
+    ///
+    /// # Errors
+    /// [`Error::TakenOver`], [`Error::LockReplaced`]: another process may have the folder now, and nothing may be written any
+    /// more. [`Error::Read`]: it can not be told, and nothing may be written until it can.
+    pub fn confirm(&self) -> Result<()> {
+        self.look().map(drop)
+    }
+
+    /// The same for what asks often: a look at the file is good for a second. That second goes on while the machine sleeps.
+    ///
+    /// # Errors
+    /// As [`WriterLock::confirm`].
+    pub fn still_held(&self) -> Result<()> {
+        if self.unconfirmed() < CERTAIN { Ok(()) } else { self.confirm() }
+    }
+
+    /// How long ago it was last known to be ours, sleep of the machine included.
+    #[must_use]
+    pub fn unconfirmed(&self) -> Duration {
+        clock::since_boot().saturating_sub(Duration::from_millis(self.confirmed.load(Ordering::Relaxed)))
+    }
+
+    /// Who the file names, where it is ours: this process or, where it was emptied by hand, nobody.
+    fn look(&self) -> Result<Option<Holder>> {
+        let path = self.folder.join(FILE_NAME);
+        let failed = |source| Error::Read { path: path.clone(), source };
+        let asked = clock::since_boot();
+        // By name and anew: that is when a network file system asks its server.
+        let file = open(&path, Create::No).map_err(failed)?;
+        let holder = read_holder(&file).map_err(failed)?;
+        if let Some(holder) = holder.as_ref().filter(|holder| **holder != self.me) {
+            return Err(Error::TakenOver { job: self.job.clone(), holder: holder.clone().into() });
+        }
+        let [there, ours] = [&file, &self.file].map(File::metadata);
+        let (there, ours) = (there.map_err(failed)?, ours.map_err(failed)?);
+        if (there.dev(), there.ino()) != (ours.dev(), ours.ino()) {
+            return Err(Error::LockReplaced { job: self.job.clone(), file: path });
+        }
+        self.confirmed.store(u64::try_from(asked.as_millis()).unwrap_or(0), Ordering::Relaxed);
+        Ok(holder)
+    }
+
     /// Whether this is the lock of the job whose folder that is.
     pub(super) fn guards(&self, folder: &Path) -> bool {
         self.folder == folder
@@ -115,26 +168,20 @@ impl WriterLock {
     /// The heartbeat: wanted every [`HEARTBEAT`] from who holds the lock for longer.
     ///
     /// # Errors
-    /// [`Error::TakenOver`]: another process has the folder now, and nothing may be written any more. [`Error::Read`],
-    /// [`Error::Write`]: it could not be done this time.
+    /// Those of [`WriterLock::confirm`]; [`Error::Write`]: it could not be done this time.
     pub fn refresh(&self) -> Result<()> {
-        let path = self.folder.join(FILE_NAME);
-        // By name and anew: that is when a network file system asks its server.
-        let held = open(&path, Create::No).and_then(|file| read_holder(&file));
-        match held.map_err(|source| Error::Read { path: path.clone(), source })? {
-            Some(holder) if holder == self.me => {}
-            Some(holder) => return Err(Error::TakenOver { job: self.job.clone(), holder: holder.into() }),
+        let failed = |source| Error::Write { path: self.folder.join(FILE_NAME), source };
+        if self.look()?.is_none() {
             // Emptied by a hand that took us for dead.
-            None => write_holder(&self.file, &self.me).map_err(|source| Error::Write { path: path.clone(), source })?,
+            write_holder(&self.file, &self.me).map_err(failed)?;
         }
-        beat(&self.file).map_err(|source| Error::Write { path, source })
+        beat(&self.file).map_err(failed)
     }
 }
 
 impl Drop for WriterLock {
     fn drop(&mut self) {
-        let held = open(&self.folder.join(FILE_NAME), Create::No).and_then(|file| read_holder(&file));
-        if held.is_ok_and(|holder| holder.as_ref() == Some(&self.me)) {
+        if self.look().is_ok() {
             // A name that stays is found to be that of a dead process.
             let _ = self.file.set_len(0);
         }
@@ -169,7 +216,9 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
         last_seen,
         held: held::Held::default(),
         packs: Mutex::new(()),
+        confirmed: AtomicU64::new(0),
     };
+    lock.confirm()?;
     if lock.silent.is_some() {
         thread::sleep(SETTLE);
         lock.refresh()?;

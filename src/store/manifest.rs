@@ -9,18 +9,20 @@ mod fields;
 
 use std::collections::HashSet;
 use std::io::{self, Read};
-use std::path::{Component, Path};
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use thiserror::Error;
 
+pub(in crate::store) use fields::hex;
 pub use fields::{
     Chunks, Folder, GivenFile, Gpu, Host, JobRights, JobTree, Landing, Manifest, MappedFile, OpenFile, Part, Phase,
     PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
 };
 
-use super::id::ImageId;
+use super::id::{ImageId, JobName};
+use super::trust::{Signature, Trust, Untrusted};
 pub use crate::sys::criu::Tcp;
 use crate::sys::durable;
 
@@ -74,9 +76,12 @@ pub enum ManifestError {
     /// A part that was never hashed: an image of the store has none.
     #[error("its manifest has no checksum for the part \"{0}\"")]
     NoChecksum(String),
-    /// A path that leads out of the image or is reserved.
-    #[error("its manifest names the part \"{0}\", which is no path inside an image")]
-    PartPath(String),
+    /// With the key nobody but us could have written it, and it is not ours.
+    #[error("its manifest {0}")]
+    Untrusted(#[source] Untrusted),
+    /// One of another job, which was copied here.
+    #[error("its manifest belongs to job \"{0}\"")]
+    OtherJob(JobName),
     /// Two parts with one path.
     #[error("its manifest names the part \"{0}\" twice")]
     PartTwice(String),
@@ -92,6 +97,8 @@ struct Envelope<'a> {
     version: u32,
     #[serde(with = "fields::hex")]
     blake3: blake3::Hash,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    signature: Option<Signature>,
     #[serde(borrow)]
     manifest: &'a RawValue,
 }
@@ -104,17 +111,18 @@ struct Header {
 }
 
 impl Manifest {
-    /// The bytes of `manifest.json`.
+    /// The bytes of `manifest.json`, signed where there is a key.
     ///
     /// # Errors
     /// What [`Manifest::parse`] would refuse.
-    pub fn to_bytes(&self) -> Result<Vec<u8>, ManifestError> {
+    pub fn to_bytes(&self, trust: &Trust) -> Result<Vec<u8>, ManifestError> {
         self.validate()?;
         let body = serde_json::to_string_pretty(self).map_err(ManifestError::Parse)?;
         let envelope = Envelope {
             format: FORMAT.to_owned(),
             version: self.version(),
             blake3: blake3::hash(body.as_bytes()),
+            signature: trust.sign(&signed(&self.version().to_le_bytes(), &body)),
             manifest: &RawValue::from_string(body).map_err(ManifestError::Parse)?,
         };
         // No line end after the last brace: a file that lost its last byte is not whole.
@@ -126,11 +134,12 @@ impl Manifest {
         }
     }
 
-    /// Reads what [`Manifest::to_bytes`] wrote.
+    /// Reads what [`Manifest::to_bytes`] wrote. Nothing of what is in it is looked at before the hash and the signature
+    /// were.
     ///
     /// # Errors
     /// Every kind of damage has its own; a newer version is refused by name.
-    pub fn parse(bytes: &[u8]) -> Result<Manifest, ManifestError> {
+    pub fn parse(bytes: &[u8], trust: &Trust) -> Result<Manifest, ManifestError> {
         if u64::try_from(bytes.len()).is_ok_and(|len| len > MAX_BYTES) {
             return Err(ManifestError::TooLarge);
         }
@@ -145,9 +154,15 @@ impl Manifest {
         if blake3::hash(envelope.manifest.get().as_bytes()) != envelope.blake3 {
             return Err(ManifestError::Checksum);
         }
+        let (version, body) = (envelope.version.to_le_bytes(), envelope.manifest.get());
+        let trusted = trust.check(envelope.signature.as_ref(), &signed(&version, body));
+        trusted.map_err(ManifestError::Untrusted)?;
         let manifest: Manifest = serde_json::from_str(envelope.manifest.get()).map_err(ManifestError::Parse)?;
         if manifest.version() != envelope.version {
             return Err(ManifestError::WrongVersion(envelope.version));
+        }
+        if trust.job().is_some_and(|job| *job != manifest.job) {
+            return Err(ManifestError::OtherJob(manifest.job));
         }
         manifest.validate()?;
         Ok(manifest)
@@ -157,7 +172,7 @@ impl Manifest {
     ///
     /// # Errors
     /// As [`Manifest::parse`], and [`ManifestError::Missing`], [`ManifestError::Read`].
-    pub fn read(dir: &Path) -> Result<Manifest, ManifestError> {
+    pub fn read(dir: &Path, trust: &Trust) -> Result<Manifest, ManifestError> {
         let file = durable::open_for_reading(&dir.join(FILE_NAME)).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => ManifestError::Missing,
             _ => ManifestError::Read(error),
@@ -167,7 +182,7 @@ impl Manifest {
         }
         let mut bytes = Vec::new();
         file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(ManifestError::Read)?;
-        Manifest::parse(&bytes)
+        Manifest::parse(&bytes, trust)
     }
 
     fn version(&self) -> u32 {
@@ -177,30 +192,24 @@ impl Manifest {
     fn validate(&self) -> Result<(), ManifestError> {
         let mut seen = HashSet::new();
         for Part { path, .. } in &self.parts {
-            if !is_part_path(path) {
-                return Err(ManifestError::PartPath(path.clone()));
-            }
             if !seen.insert(path.as_str()) {
-                return Err(ManifestError::PartTwice(path.clone()));
+                return Err(ManifestError::PartTwice(path.to_string()));
             }
         }
-        let named = self.recreate.iter().map(|file| &file.part).chain(self.landing.iter().map(|landing| &landing.part));
+        let named = self.recreate.iter().map(|file| &file.part);
+        let named = named.chain(self.landing.iter().map(|landing| &landing.part));
+        let named = named.chain(self.open_files.iter().filter_map(|file| file.part.as_ref()));
         match named.into_iter().find(|part| !seen.contains(part.as_str())) {
-            Some(part) => Err(ManifestError::NoSuchPart(part.clone())),
+            Some(part) => Err(ManifestError::NoSuchPart(part.to_string())),
             None => Ok(()),
         }
     }
 }
 
-/// Whether the text is the one way to write a relative path that stays inside, and no name that the store uses itself.
-fn is_part_path(text: &str) -> bool {
-    let plain = |c: Component<'_>| matches!(c, Component::Normal(_));
-    let path = Path::new(text);
-    !text.is_empty()
-        && !text.contains('\0')
-        && path.components().all(plain)
-        && path.components().map(|c| c.as_os_str().to_string_lossy()).collect::<Vec<_>>().join("/") == text
-        && ![FILE_NAME, super::chunk::map::FILE_NAME, super::mark::FILE_NAME, super::tags::FILE_NAME].contains(&text)
+/// What a signature covers: that it is a manifest, its version, and its exact text, which has the job, the id, the parts
+/// and the hash of the chunk map.
+fn signed<'a>(version: &'a [u8; 4], body: &'a str) -> [&'a [u8]; 3] {
+    [b"manifest", version, body.as_bytes()]
 }
 
 #[cfg(test)]

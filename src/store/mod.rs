@@ -31,7 +31,7 @@ mod folder;
 pub mod format;
 pub mod gc;
 mod id;
-mod image;
+pub(crate) mod image;
 mod known;
 mod links;
 mod lock;
@@ -47,9 +47,11 @@ pub mod repair;
 pub mod replica;
 pub mod retention;
 mod rights;
+mod seen;
 mod select;
 pub mod staging;
 mod tags;
+mod trust;
 pub mod unpack;
 mod verify;
 
@@ -68,9 +70,12 @@ pub use known::Known;
 pub use lock::{HEARTBEAT, Hold, Holder, Writer, WriterLock};
 pub use manifest::Manifest;
 pub use mark::{BadMark, BadWhy};
+pub use paths::{JobPath, PartPath, PathError};
 pub use record::{JobRecord, Outcome};
+pub use seen::{Newest, Seen};
 pub use select::LATEST;
 pub use tags::{Change, NoTag, Tag, Tags};
+pub use trust::{Trust, Unsigned, Untrusted};
 pub use verify::{Finding, PackReport, PacksReport, PartReport, Report, Share, check_packs};
 
 use crate::sys::durable;
@@ -91,6 +96,7 @@ pub enum Access {
 #[derive(Debug, Clone)]
 pub struct Store {
     path: PathBuf,
+    trust: Trust,
 }
 
 impl Store {
@@ -111,7 +117,13 @@ impl Store {
         rights::check(path)?;
         // A job changes its directory; the store's paths must mean the same afterwards.
         let path = fs::canonicalize(path).map_err(|source| Error::Read { path: path.to_owned(), source })?;
-        Ok(Store { path })
+        Ok(Store { path, trust: Trust::default() })
+    }
+
+    /// The same store, of which only that is believed. [`Store::open`] alone believes all that is in it.
+    #[must_use]
+    pub fn with_trust(self, trust: Trust) -> Store {
+        Store { trust, ..self }
     }
 
     /// The folder, without symbolic links.
@@ -141,7 +153,7 @@ impl Store {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 Err(Error::UnknownJob { name: name.clone(), store: self.path.clone(), known: self.jobs()? })
             }
-            _ => JobFolder::existing(name.clone(), path),
+            _ => JobFolder::existing(name.clone(), path, &self.trust),
         }
     }
 
@@ -150,7 +162,7 @@ impl Store {
     /// # Errors
     /// [`Error::Create`], [`Error::NotAFolder`]; as root also [`Error::OthersCanWrite`] and [`Error::OtherOwner`].
     pub fn create_job(&self, name: &JobName) -> Result<JobFolder> {
-        JobFolder::create(name.clone(), self.folder(name))
+        JobFolder::create(name.clone(), self.folder(name), &self.trust)
     }
 
     fn folder(&self, name: &JobName) -> PathBuf {

@@ -32,13 +32,14 @@ use self::stretches::Stretches;
 use self::worker::{Packed, Work};
 use super::FileError;
 use super::chunk::map::{self, ChunkMap};
-use super::chunk::{Compression, Key, KeyError};
+use super::chunk::{Compression, Key};
 use super::draft::PublishError;
 use super::folder::JobFolder;
 use super::image::{Form, Image};
 use super::lock::WriterLock;
 use super::manifest::Chunks;
 use super::pack::Making;
+use super::trust::Trust;
 use crate::config::{self, Rate};
 use crate::sys::parallel;
 
@@ -66,10 +67,8 @@ pub struct Packing {
 
 impl Packing {
     /// As it is configured.
-    ///
-    /// # Errors
-    /// When there is to be a key and it can not be used.
-    pub fn of(store: &config::Store) -> Result<Packing, KeyError> {
+    #[must_use]
+    pub fn of(store: &config::Store, trust: &Trust) -> Packing {
         let rate = match store.persist_rate {
             Rate::Unlimited => None,
             Rate::PerSecond(size) => Some(size.bytes()),
@@ -80,8 +79,8 @@ impl Packing {
             config::Compression::Lz4 => Compression::Lz4,
             config::Compression::Zstd(level) => Compression::Zstd(level),
         };
-        let key = store.encryption_key.as_deref().map(Key::read).transpose()?.map(Arc::new);
-        Ok(Packing { compression, key, bounds: Bounds { rate, threads: store.threads() } })
+        let key = trust.key().cloned().map(Arc::new);
+        Packing { compression, key, bounds: Bounds { rate, threads: store.threads() } }
     }
 }
 
@@ -177,6 +176,7 @@ pub fn persist(
         known: Known::new(&packs, &index),
         stretches: Mutex::new(Some(Stretches::new(&image.dir, &manifest.parts))),
         pace,
+        lock,
     };
     let worth = usize::try_from(manifest.bytes.div_ceil(WORTH_A_THREAD)).unwrap_or(usize::MAX);
     let workers = packing.bounds.threads.min(worth).clamp(1, MAX_WORKERS);
@@ -196,6 +196,7 @@ pub fn persist(
     if cancelled() {
         return Err(Error::Cancelled);
     }
+    folder.check_lock(lock)?;
     Ok(draft.publish_packed(manifest, &bytes, image)?)
 }
 

@@ -1,19 +1,23 @@
 //! `job.json`: what a later `run` of the same name has to know of the last one.
 
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
 
 use super::error::{Error, Result};
-use super::id::ImageId;
-use super::{micros, paths};
+use super::id::{ImageId, JobName};
+use super::micros;
+use super::paths::JobPath;
+use super::trust::{Signature, Trust};
 use crate::sys::durable;
 
 pub(super) const FILE_NAME: &str = "job.json";
-const VERSION: u32 = 1;
+/// The newest version that this code reads. It writes the oldest that can say what is to be said: 2 where it is signed.
+const VERSION: u32 = 2;
 /// execve(2) takes at most 6 MiB of arguments (three quarters of `_STK_LIM`, fs/exec.c); JSON makes at most six bytes
 /// of one.
 pub(super) const MAX_BYTES: u64 = 64 << 20;
@@ -24,8 +28,7 @@ pub struct JobRecord {
     /// The command line; bytes that are not UTF-8 are replaced.
     pub command: Vec<String>,
     /// The working directory.
-    #[serde(with = "paths")]
-    pub directory: PathBuf,
+    pub directory: JobPath,
     /// See [`super::Manifest::lineage`].
     pub lineage: String,
     /// The image of another lineage that this one began from (`rekindle restore`).
@@ -66,6 +69,7 @@ pub enum Outcome {
     Stopped,
 }
 
+/// Version 1: without a signature.
 #[derive(Serialize, Deserialize)]
 struct OnDisk<R> {
     version: u32,
@@ -73,12 +77,26 @@ struct OnDisk<R> {
     record: R,
 }
 
+/// Version 2. The record stays text until its signature was checked.
+#[derive(Serialize, Deserialize)]
+struct Signed<'a> {
+    version: u32,
+    signature: Signature,
+    #[serde(borrow)]
+    record: &'a RawValue,
+}
+
 #[derive(Deserialize)]
 struct Header {
     version: u32,
 }
 
-pub(super) fn read(path: &Path) -> Result<Option<JobRecord>> {
+/// What the signature covers: that it is a record, whose, and its exact text.
+fn signed<'a>(job: &'a JobName, body: &'a RawValue) -> [&'a [u8]; 3] {
+    [b"job.json", job.as_str().as_bytes(), body.get().as_bytes()]
+}
+
+pub(super) fn read(path: &Path, job: &JobName, trust: &Trust) -> Result<Option<JobRecord>> {
     let file = match durable::open_for_reading(path) {
         Ok(file) => file,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -86,23 +104,98 @@ pub(super) fn read(path: &Path) -> Result<Option<JobRecord>> {
     };
     let mut bytes = Vec::new();
     file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(|source| Error::Read { path: path.to_owned(), source })?;
-    parse(&bytes, path).map(Some)
+    parse(&bytes, path, job, trust).map(Some)
+}
+
+/// Whether there is one with a signature.
+pub(super) fn is_signed(path: &Path) -> bool {
+    let mut bytes = Vec::new();
+    let read = durable::open_for_reading(path).and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));
+    read.is_ok() && serde_json::from_slice(&bytes).is_ok_and(|Header { version }| version == VERSION)
 }
 
 /// Reads what [`to_bytes`] wrote; the path is for messages.
-pub(super) fn parse(bytes: &[u8], path: &Path) -> Result<JobRecord> {
+pub(super) fn parse(bytes: &[u8], path: &Path, job: &JobName, trust: &Trust) -> Result<JobRecord> {
     let parse = |source| Error::ParseRecord { path: path.to_owned(), source };
+    let untrusted = |source| Error::UntrustedRecord { path: path.to_owned(), source };
     match serde_json::from_slice(bytes).map_err(parse)? {
         Header { version } if version > VERSION => Err(Error::NewerRecord { path: path.to_owned(), version }),
-        Header { .. } => serde_json::from_slice::<OnDisk<JobRecord>>(bytes).map(|it| it.record).map_err(parse),
+        Header { version } if version < VERSION => {
+            trust.check(None, &[]).map_err(untrusted)?;
+            serde_json::from_slice::<OnDisk<JobRecord>>(bytes).map(|it| it.record).map_err(parse)
+        }
+        Header { .. } => {
+            let read: Signed<'_> = serde_json::from_slice(bytes).map_err(parse)?;
+            trust.check(Some(&read.signature), &signed(job, read.record)).map_err(untrusted)?;
+            serde_json::from_str(read.record.get()).map_err(parse)
+        }
     }
 }
 
-pub(super) fn to_bytes(record: &JobRecord) -> io::Result<Vec<u8>> {
-    serde_json::to_vec_pretty(&OnDisk { version: VERSION, record }).map_err(io::Error::from)
+pub(super) fn to_bytes(record: &JobRecord, job: &JobName, trust: &Trust) -> io::Result<Vec<u8>> {
+    let body = RawValue::from_string(serde_json::to_string_pretty(record)?)?;
+    match trust.sign(&signed(job, &body)) {
+        Some(signature) => serde_json::to_vec_pretty(&Signed { version: VERSION, signature, record: &body }),
+        None => serde_json::to_vec_pretty(&OnDisk { version: VERSION - 1, record }),
+    }
+    .map_err(io::Error::from)
 }
 
-pub(super) fn write(path: &Path, record: &JobRecord) -> Result<()> {
+pub(super) fn write(path: &Path, record: &JobRecord, job: &JobName, trust: &Trust) -> Result<()> {
     let failed = |source| Error::Write { path: path.to_owned(), source };
-    durable::write_file(path, &to_bytes(record).map_err(failed)?, 0o600).map_err(failed)
+    durable::write_file(path, &to_bytes(record, job, trust).map_err(failed)?, 0o600).map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::chunk::Key;
+    use crate::store::{Unsigned, Untrusted};
+
+    fn record() -> JobRecord {
+        JobRecord {
+            command: vec!["train".into()],
+            directory: "/home/alice".parse().unwrap(),
+            lineage: "first".into(),
+            base: None,
+            created: DateTime::UNIX_EPOCH,
+            outcome: Outcome::Running,
+            exit_code: None,
+            uptime: Duration::ZERO,
+            failures: 0,
+            restores: 0,
+        }
+    }
+
+    fn trust(byte: u8, unsigned: Unsigned) -> Trust {
+        Trust::new(Key::new(&[byte; 32]), Path::new("/etc/key"), unsigned)
+    }
+
+    fn untrusted(result: Result<JobRecord>) -> Untrusted {
+        match result {
+            Err(Error::UntrustedRecord { source, .. }) => source,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_record_is_its_jobs_and_nobody_changes_it_without_the_key() {
+        let (job, other): (JobName, JobName) = ("train".parse().unwrap(), "other".parse().unwrap());
+        let read = |bytes: &[u8], job: &JobName, trust: &Trust| parse(bytes, Path::new("job.json"), job, trust);
+        let ours = trust(7, Unsigned::Refused);
+        let bytes = to_bytes(&record(), &job, &ours).unwrap();
+        assert_eq!(read(&bytes, &job, &ours).unwrap(), record());
+        assert_eq!(read(&bytes, &job, &Trust::default()).unwrap(), record(), "it is no secret");
+        let done = String::from_utf8(bytes.clone()).unwrap().replace("\"running\"", "\"completed\"").into_bytes();
+        assert!(matches!(untrusted(read(&done, &job, &ours)), Untrusted::Forged { .. }));
+        assert!(matches!(untrusted(read(&bytes, &other, &ours)), Untrusted::Forged { .. }));
+        let theirs = to_bytes(&record(), &job, &trust(8, Unsigned::Refused)).unwrap();
+        assert!(matches!(untrusted(read(&theirs, &job, &ours)), Untrusted::OtherKey { .. }));
+
+        let old = to_bytes(&record(), &job, &Trust::default()).unwrap();
+        assert!(String::from_utf8(old.clone()).unwrap().contains("\"version\": 1"));
+        assert_eq!(read(&old, &job, &Trust::default()).unwrap(), record());
+        assert!(matches!(untrusted(read(&old, &job, &ours)), Untrusted::Unsigned { .. }));
+        assert_eq!(read(&old, &job, &trust(7, Unsigned::Accepted)).unwrap(), record());
+    }
 }

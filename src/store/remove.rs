@@ -21,6 +21,7 @@ use super::id::ImageId;
 use super::image::{DamageKind, Image, State};
 use super::links;
 use super::manifest::Manifest;
+use super::trust::Trust;
 use super::{DELETED_PREFIX, tags};
 use crate::sys::durable::{self, TEMP_PREFIX};
 use crate::sys::point::{Step, point};
@@ -42,7 +43,7 @@ pub(super) fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
         return Err(Error::Pinned(id));
     }
     let others: Vec<Image> = images.into_iter().filter(|image| image.id != id).collect();
-    finish(&doomed, &others)
+    finish(&doomed, &others, folder.trust())
 }
 
 pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
@@ -64,7 +65,7 @@ pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     files.extend(images.iter().filter_map(|image| temporary_files(&image.dir).ok()).flatten());
     let mut removed = Vec::new();
     for path in doomed.into_iter().map(in_images) {
-        finish(&path, &images)?;
+        finish(&path, &images, folder.trust())?;
         removed.push(path);
     }
     for path in drafts {
@@ -94,8 +95,8 @@ fn bring_pinned_back(folder: &JobFolder) -> Result<()> {
 }
 
 /// Steps 2 and 3.
-fn finish(doomed: &Path, others: &[Image]) -> Result<()> {
-    if let Ok(manifest) = Manifest::read(doomed) {
+fn finish(doomed: &Path, others: &[Image], trust: &Trust) -> Result<()> {
+    if let Ok(manifest) = Manifest::read(doomed, trust) {
         remove_links(&manifest, others);
     }
     remove_all(doomed)

@@ -189,7 +189,7 @@ impl<'l> Hold<'l> {
         *last = Instant::now();
         drop(last);
         match self.lock.map(WriterLock::refresh) {
-            Some(Err(error @ StoreError::TakenOver { .. })) => Err(error.into()),
+            Some(Err(error @ (StoreError::TakenOver { .. } | StoreError::LockReplaced { .. }))) => Err(error.into()),
             // A heartbeat that fails is tried again long before others take us for dead.
             _ => Ok(()),
         }

@@ -38,7 +38,7 @@ mod upload;
 use std::ffi::OsString;
 
 pub use client::Cancelled;
-pub use connect::Patience;
+pub use connect::{Patience, reads_variable};
 pub use error::{Error, Failure, Result};
 pub use retain::Removed;
 pub use upload::Uploaded;
@@ -47,10 +47,10 @@ use client::Client;
 use connect::Environment;
 use layout::{Inventory, Of, RemoteFiles};
 
-use super::image::{Damage, DamageKind};
+use super::image::{Damage, DamageKind, is_untrusted};
 use super::manifest::{self, Manifest, ManifestError};
 use super::record::{self, JobRecord};
-use super::{ImageId, JobName, State};
+use super::{self as store, ImageId, JobName, State, Trust};
 use crate::config::ReplicaUrl;
 
 /// The copies of one job's images at one address.
@@ -59,6 +59,8 @@ pub struct Replica {
     client: Client,
     rate: Option<u64>,
     min_free: u64,
+    trust: Trust,
+    job: JobName,
 }
 
 /// An image that is there.
@@ -106,7 +108,19 @@ impl Replica {
         patience: Patience,
         variables: impl IntoIterator<Item = (OsString, OsString)>,
     ) -> Result<Replica> {
-        Ok(Replica { client: Client::new(url, job, &Environment::new(variables), patience)?, rate: None, min_free: 0 })
+        Ok(Replica {
+            client: Client::new(url, job, &Environment::new(variables), patience)?,
+            rate: None,
+            min_free: 0,
+            trust: Trust::default(),
+            job: job.clone(),
+        })
+    }
+
+    /// Believes only that of what is there. By itself it believes all.
+    #[must_use]
+    pub fn with_trust(self, trust: &Trust) -> Replica {
+        Replica { trust: trust.for_job(&self.job), ..self }
     }
 
     /// Sends at most so many bytes a second.
@@ -128,6 +142,29 @@ impl Replica {
     pub fn images(&self, cancelled: Cancelled<'_>) -> Result<Vec<RemoteImage>> {
         let there = self.inventory(cancelled)?;
         there.published().map(|(id, files)| self.look(id, files, cancelled)).collect()
+    }
+
+    /// The newest image that is there, whatever is known of it.
+    ///
+    /// # Errors
+    /// [`Error::Remote`], [`Error::Cancelled`].
+    pub fn newest(&self, cancelled: Cancelled<'_>) -> Result<Option<RemoteImage>> {
+        let there = self.inventory(cancelled)?;
+        there.published().next().map(|(id, files)| self.look(id, files, cancelled)).transpose()
+    }
+
+    /// Why nothing of an image is believed, where that is why it can not be used.
+    ///
+    /// # Errors
+    /// [`Error::Untrusted`].
+    pub fn check_trusted(&self, image: &RemoteImage) -> Result<()> {
+        let url = || self.client.shown();
+        match is_untrusted(&image.state) {
+            Some(why) => {
+                Err(Error::Untrusted { url: url(), what: format!("image {}", image.id), why: why.to_string() })
+            }
+            None => Ok(()),
+        }
     }
 
     /// The newest good image that is there and newer than `than`.
@@ -152,9 +189,14 @@ impl Replica {
     pub fn record(&self, cancelled: Cancelled<'_>) -> Result<Option<JobRecord>> {
         let Some(bytes) = self.client.get(layout::RECORD, record::MAX_BYTES, cancelled)? else { return Ok(None) };
         let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: layout::RECORD.into(), why };
-        record::parse(&bytes, std::path::Path::new(layout::RECORD))
-            .map(Some)
-            .map_err(|error| damaged(error.to_string()))
+        match record::parse(&bytes, std::path::Path::new(layout::RECORD), &self.job, &self.trust) {
+            Ok(record) => Ok(Some(record)),
+            Err(store::Error::UntrustedRecord { source, .. }) => {
+                let why = format!("it {source}");
+                Err(Error::Untrusted { url: self.client.shown(), what: layout::RECORD.into(), why })
+            }
+            Err(error) => Err(damaged(error.to_string())),
+        }
     }
 
     /// Says there how the last run ended: who goes on elsewhere has to know that a job is completed.
@@ -163,7 +205,8 @@ impl Replica {
     /// [`Error::Remote`], [`Error::Cancelled`].
     pub fn put_record(&self, record: &JobRecord, cancelled: Cancelled<'_>) -> Result<()> {
         self.client.prepare()?;
-        let bytes = record::to_bytes(record).map_err(|source| Error::Write { path: layout::RECORD.into(), source })?;
+        let bytes = record::to_bytes(record, &self.job, &self.trust)
+            .map_err(|source| Error::Write { path: layout::RECORD.into(), source })?;
         self.client.put(layout::RECORD, bytes, cancelled)
     }
 
@@ -174,7 +217,7 @@ impl Replica {
     /// Reads manifest and mark.
     fn look(&self, id: ImageId, files: &RemoteFiles, cancelled: Cancelled<'_>) -> Result<RemoteImage> {
         let found = match self.client.get(&layout::of_image(id, Of::Manifest), manifest::MAX_BYTES, cancelled) {
-            Ok(Some(bytes)) => Manifest::parse(&bytes),
+            Ok(Some(bytes)) => Manifest::parse(&bytes, &self.trust),
             Ok(None) => Err(ManifestError::Missing),
             // Too large to be one.
             Err(Error::Damaged { why, .. }) => {

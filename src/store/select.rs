@@ -64,7 +64,13 @@ mod tests {
         let why = Damage { kind: DamageKind::Broken, detail: String::new() };
         let state = State::Damaged { why };
         ids.iter()
-            .map(|id| Image { id: id.parse().unwrap(), dir: "/".into(), state: state.clone(), place: Place::Stored })
+            .map(|id| Image {
+                id: id.parse().unwrap(),
+                dir: "/".into(),
+                state: state.clone(),
+                place: Place::Stored,
+                trust: Default::default(),
+            })
             .collect()
     }
 

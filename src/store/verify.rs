@@ -148,7 +148,7 @@ impl Image {
         };
         if manifest.chunks.is_none() {
             for part in &manifest.parts {
-                there.remove(Path::new(&part.path));
+                there.remove(Path::new(part.path.as_str()));
             }
         }
         let extra = there.into_iter().filter(|(path, kind)| {
@@ -166,8 +166,9 @@ impl Image {
 
 fn check_all(dir: &Path, manifest: &Manifest) -> Vec<PartReport> {
     let sized = manifest.parts.iter().map(|part| (part, part.size)).collect();
-    let look =
-        |part: &Part| Ok::<_, Infallible>(PartReport { path: PathBuf::from(&part.path), finding: check(dir, part) });
+    let look = |part: &Part| {
+        Ok::<_, Infallible>(PartReport { path: PathBuf::from(part.path.as_str()), finding: check(dir, part) })
+    };
     let Ok(checked) = files::in_parallel(sized, files::MAX_THREADS, look);
     checked
 }
@@ -182,7 +183,7 @@ fn is_ours(path: &Path) -> bool {
 
 fn check(dir: &Path, part: &Part) -> Finding {
     let unreadable = |error: std::io::Error| Finding::Unreadable { why: error.to_string() };
-    let file = match durable::open_for_reading(&dir.join(&part.path)) {
+    let file = match part.path.open(dir) {
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Finding::Missing,
         Err(error) => return unreadable(error),

@@ -18,7 +18,9 @@ impl Owner<'_> {
     pub(super) fn tell(&mut self, what: What) -> Event {
         let event = Event::now(&self.line.lineage, what);
         self.deadline.observe(&event);
-        self.journal.append(&event);
+        if self.still_holds_the_lock() {
+            self.journal.append(&event);
+        }
         self.tell_listeners(&event);
         event
     }

@@ -18,7 +18,7 @@ use crate::store::persist::{self, Progress};
 use crate::store::retention::Policy;
 use crate::store::retention::survey::{self, NoRoom, Removing, Written};
 use crate::store::staging::Area;
-use crate::store::{Form, Image, ImageId};
+use crate::store::{Form, Image, ImageId, Seen};
 use crate::sys::criu::Log;
 use crate::sys::{cgroup, process};
 use crate::telemetry::events::What;
@@ -139,6 +139,9 @@ impl Owner<'_> {
                 self.word_of_end(Ok(&taken));
                 // One that is in the store as plain files is packed, which saves space only.
                 let persist = (!taken.image.is_staged()).then_some(taken.persist);
+                if persist.is_some() {
+                    self.note_seen(&taken.image);
+                }
                 self.persist(taken.image);
                 Event::SnapshotTaken { freeze: taken.freeze, persist }
             }
@@ -168,6 +171,20 @@ impl Owner<'_> {
         // An end that came during the snapshot was put aside; the images of now count.
         if let (Some(ended), true) = (self.ended, self.job.is_some()) {
             self.report_end(ended);
+        }
+    }
+
+    /// Notes on this machine that the store has the image, so that it is noticed when it has not any more.
+    fn note_seen(&self, image: &Image) {
+        let folder = &self.shared.folder;
+        let seen = Seen::of(&self.shared.config.store.seen_directory, folder.name(), folder.trust());
+        let noted = seen.zip(image.manifest()).map(|(seen, manifest)| seen.note(&manifest.lineage, image.id));
+        if let Some(Err(error)) = noted {
+            tracing::warn!(
+                "it will not be noticed where an older state takes the place of image {}: {}",
+                image.id,
+                chain(&error)
+            );
         }
     }
 
@@ -254,6 +271,7 @@ impl Owner<'_> {
         match outcome.result {
             Ok(image) => {
                 tracing::info!("image {} is in the store after {}", image.id, shown(took));
+                self.note_seen(&image);
                 let written = outcome.written;
                 self.tell(What::Stored { image: image.id, took_us: micros(took), written });
                 self.published.persist_failure = None;

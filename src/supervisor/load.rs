@@ -57,7 +57,7 @@ impl Owner<'_> {
             // Before the kill, so that the job's end is not taken for its own.
             let _ = sender.send(Message::Loaded(Box::new(Outcome { life, result })));
             if !whole {
-                job.world.kill(Some(&job.root));
+                job.kill();
                 // An error says that it was reaped: it is gone.
                 let _ = job.world.init().map_or_else(|| job.root.wait_for_end(), |init| init.wait_for_end());
             }

@@ -49,6 +49,7 @@ use crate::store::manifest::Reason;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
 use crate::store::{BadWhy, HEARTBEAT, ImageId, JobFolder, Outcome, WriterLock};
+use crate::sys::clock;
 use crate::sys::criu::Criu;
 use crate::sys::inherited;
 use crate::sys::spawn::Ended;
@@ -144,13 +145,22 @@ enum Message {
     Hook(crate::hooks::Report),
 }
 
+impl Message {
+    /// Whether it is about work that needs the lock, and may have found out that it is lost.
+    fn is_of_the_store(&self) -> bool {
+        matches!(self, Message::Started(_) | Message::Snapshot(_) | Message::Persisted(_) | Message::Replicated(_))
+    }
+}
+
 /// Supervises the job until it is over.
 ///
 /// # Errors
 /// When the supervisor itself can not work; how the job fared is in [`Finish`].
 pub fn run(setup: Setup) -> Result<Finish, Error> {
     let shared = Arc::new(setup);
-    let files = output::Files::create(&shared.folder.log_dir())?;
+    let files = output::Files::create(&shared.folder.log_dir(), output::Bounds::of(&shared.config.log))?;
+    let _rotation =
+        output::Rotation::start(&files).map_err(|source| Error::Io { what: "rotating the output", source })?;
     let follower =
         output::Follower::start(&files).map_err(|source| Error::Io { what: "following the output", source })?;
     let (sender, messages) = mpsc::channel();
@@ -204,7 +214,13 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         owner.mind_the_deadline();
         owner.mind_the_holds();
         owner.beat();
-        match messages.recv_timeout(owner.patience()) {
+        let (patience, began) = (owner.patience(), clock::since_boot());
+        let message = messages.recv_timeout(patience);
+        let slept = clock::since_boot().saturating_sub(began) > patience + SLEPT;
+        if (slept || message.as_ref().is_ok_and(Message::is_of_the_store)) && !owner.still_holds_the_lock() {
+            break;
+        }
+        match message {
             Ok(message) => owner.receive(message),
             Err(mpsc::RecvTimeoutError::Timeout) => owner.timed_out(),
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
@@ -212,6 +228,9 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     }
     let finish = owner.finish.take();
     let finish = finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
+    if owner.taken_over.is_some() {
+        tracing::error!("the job is ended: another supervisor may have it by now");
+    }
     owner.end_job();
     if owner.taken_over.is_none() {
         owner.leave_memory(&finish, &messages);
@@ -315,6 +334,9 @@ struct Owner<'a> {
 /// How often what others see of a persist is renewed.
 const PROGRESS: Duration = Duration::from_secs(1);
 
+/// A wait that took so much longer than it may was no wait: this process, or the machine, stood still.
+const SLEPT: Duration = Duration::from_secs(2);
+
 /// Without anything to wait for; any bound will do.
 const LONG: Duration = Duration::from_secs(3600);
 
@@ -345,17 +367,42 @@ impl Owner<'_> {
 
     /// The heartbeat of the lock, when it is due. Answers whether the job's folder is still ours.
     fn holds_the_lock(&mut self) -> bool {
-        if self.heartbeat.elapsed() < HEARTBEAT {
+        // By a clock that counts sleep: others count it.
+        if self.heartbeat.elapsed() < HEARTBEAT && self.shared.lock.unconfirmed() < HEARTBEAT {
             return self.taken_over.is_none();
         }
         self.heartbeat = Instant::now();
-        match self.shared.lock.refresh() {
-            Ok(()) => {}
-            Err(error @ crate::store::Error::TakenOver { .. }) => self.taken_over = Some(error),
+        let look = self.shared.lock.refresh();
+        if let Err(error) = self.noted(look) {
             // The next one may work; who waits for us to fall silent waits for ten of them.
-            Err(error) => tracing::warn!("no sign of life could be given: {}", chain(&error)),
+            tracing::warn!("cannot renew the store lock's heartbeat: {}", chain(&error));
         }
         self.taken_over.is_none()
+    }
+
+    /// A look at the lock before something that another supervisor would have to suffer from. Answers whether it is held, as
+    /// far as can be told; what writes to the store is told more strictly, by the store.
+    fn still_holds_the_lock(&mut self) -> bool {
+        if self.taken_over.is_none() {
+            let look = self.shared.lock.still_held();
+            let _ = self.noted(look);
+        }
+        self.taken_over.is_none()
+    }
+
+    /// Takes note where the lock is lost.
+    ///
+    /// # Errors
+    /// Any other failure of the look.
+    fn noted(&mut self, look: crate::store::Result<()>) -> crate::store::Result<()> {
+        use crate::store::Error::{LockReplaced, TakenOver};
+        match look {
+            Err(error @ (TakenOver { .. } | LockReplaced { .. })) => {
+                self.taken_over = Some(error);
+                Ok(())
+            }
+            other => other,
+        }
     }
 
     fn timed_out(&mut self) {
@@ -377,14 +424,19 @@ impl Owner<'_> {
     }
 
     fn act(&mut self, action: Action) {
+        // Another supervisor's job may run already, on the same files; it is ended as soon as this returns.
+        if matches!(action, Action::Start(_) | Action::Snapshot(_)) && !self.still_holds_the_lock() {
+            return;
+        }
         match action {
             Action::Start(from) => self.start(from),
             Action::Snapshot(reason) => self.snapshot(reason),
             Action::Cancel => self.cancel.store(true, Ordering::Relaxed),
             Action::Terminate => self.signal(sig::SIGTERM),
             Action::Kill => {
-                if let Some(job) = &self.job {
-                    job.world.kill(Some(&job.root));
+                if let Some(job) = self.job.clone() {
+                    // Where GPUs are let go first it takes a while.
+                    self.spawn("kill", move || job.kill());
                 }
             }
             Action::MarkDiesAgain(id) => {
@@ -483,6 +535,9 @@ impl Owner<'_> {
     // ---- what others see ----
 
     fn publish(&mut self) {
+        if !self.still_holds_the_lock() {
+            return;
+        }
         self.published.update(self.machine.state(), self.job.as_deref());
         self.published.persisting = self.persist.as_ref().map(keep::Persist::seen);
         self.published.replicating = self.replication.seen();

@@ -19,6 +19,7 @@ use sd_notify::NotifyState;
 use super::publish::Published;
 use super::{Owner, Setup};
 use crate::store::persist::Progress;
+use crate::telemetry::clean::is_harmful;
 
 /// What the manager puts into our environment for us alone. A job that has them would talk to it in our name
 /// (NotifyAccess=all), or wait for a watchdog that is ours.
@@ -252,7 +253,7 @@ fn status(published: &Published, now: DateTime<Utc>) -> String {
     ];
     for (why, what) in failures {
         if let Some(why) = why {
-            let why: String = why.chars().map(|c| if c.is_control() { ' ' } else { c }).take(LONGEST_REASON).collect();
+            let why: String = why.chars().map(|c| if is_harmful(c) { ' ' } else { c }).take(LONGEST_REASON).collect();
             add(format!("{what}: {why}"));
         }
     }

@@ -207,7 +207,7 @@ fn open(setup: &Setup, patience: Patience) -> replica::Result<Option<Replica>> {
         Rate::Unlimited => None,
         Rate::PerSecond(size) => Some(size.bytes()),
     };
-    Ok(Some(Replica::open(url, setup.folder.name(), patience)?.with_rate(rate)))
+    Ok(Some(Replica::open(url, setup.folder.name(), patience)?.with_trust(setup.folder.trust()).with_rate(rate)))
 }
 
 /// Until it is there, or not worth it any more.

@@ -147,6 +147,80 @@ pub fn publish_file(tmp: &Path, to: &Path) -> io::Result<()> {
     publish_dir(tmp, to)
 }
 
+/// A file that is being written under a temporary name; gone when this is dropped before it has its own.
+#[derive(Debug)]
+pub struct Unfinished {
+    file: File,
+    temp: Option<PathBuf>,
+}
+
+impl Unfinished {
+    /// Creates it beside `path`, for its owner alone.
+    ///
+    /// # Errors
+    /// Those of open(2).
+    pub fn beside(path: &Path) -> io::Result<Unfinished> {
+        Unfinished::create(temp_name(path)?)
+    }
+
+    /// Creates it under a name that is always the same, where nobody would tidy up what a crash leaves: the next removes it.
+    ///
+    /// # Errors
+    /// Those of unlink(2) and open(2).
+    pub fn in_place_of_leftover(temp: &Path) -> io::Result<Unfinished> {
+        match fs::remove_file(temp) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+        Unfinished::create(temp.to_owned())
+    }
+
+    fn create(temp: PathBuf) -> io::Result<Unfinished> {
+        point(Step::Write)?;
+        let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&temp)?;
+        Ok(Unfinished { file, temp: Some(temp) })
+    }
+
+    /// To write to.
+    #[must_use]
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// Gives it the name `to`, which nothing has, once it is on the disk, and makes that durable. It can be tried again
+    /// with another name.
+    ///
+    /// # Errors
+    /// `AlreadyExists` where `to` exists; else the step that failed.
+    pub fn publish(&mut self, to: &Path) -> io::Result<()> {
+        self.file.sync_all()?;
+        let Some(temp) = &self.temp else { return Ok(()) };
+        publish_file(temp, to)?;
+        self.temp = None;
+        Ok(())
+    }
+
+    /// Gives it the name `to` in place of what has that, without waiting for the disk.
+    ///
+    /// # Errors
+    /// That of rename(2).
+    pub fn replace(mut self, to: &Path) -> io::Result<()> {
+        if let Some(temp) = &self.temp {
+            fs::rename(temp, to)?;
+        }
+        self.temp = None;
+        Ok(())
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if let Some(temp) = &self.temp {
+            let _ = fs::remove_file(temp);
+        }
+    }
+}
+
 /// Opens a regular file for reading. Refuses a symbolic link, and does not hang on a FIFO in place of a file.
 ///
 /// # Errors
@@ -227,6 +301,25 @@ mod tests {
         std::os::unix::fs::symlink(&path, dir.path().join("link")).unwrap();
         overwrite(&dir.path().join("link"), 0, b"x").unwrap_err();
         assert_eq!(fs::read(&path).unwrap(), b"01ab456");
+    }
+
+    #[test]
+    fn what_is_not_finished_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, temp) = (dir.path().join("a"), dir.path().join(".tmp-a"));
+        fs::write(&temp, "of a crash").unwrap();
+        drop(Unfinished::in_place_of_leftover(&temp).unwrap());
+        assert!(names(dir.path()).is_empty());
+        fs::write(&path, "taken").unwrap();
+        let mut unfinished = Unfinished::beside(&path).unwrap();
+        unfinished.file().write_all_at(b"new", 0).unwrap();
+        assert_eq!(unfinished.publish(&path).unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        unfinished.publish(&dir.path().join("b")).unwrap();
+        drop(unfinished);
+        let unfinished = Unfinished::beside(&path).unwrap();
+        unfinished.replace(&path).unwrap();
+        assert_eq!(names(dir.path()), ["a", "b"]);
+        assert_eq!((fs::read(path).unwrap().len(), fs::read(dir.path().join("b")).unwrap().len()), (0, 3));
     }
 
     #[test]

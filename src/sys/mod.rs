@@ -2,6 +2,7 @@
 #![allow(unsafe_code, reason = "this module is where it is allowed; every block says why it is sound")]
 
 pub mod cgroup;
+pub mod clock;
 pub mod criu;
 pub mod cuda;
 pub mod direct;
@@ -9,6 +10,7 @@ pub mod durable;
 pub mod elf;
 pub mod identity;
 pub mod inherited;
+pub mod netns;
 pub mod nvml;
 pub mod pages;
 pub mod parallel;
@@ -19,4 +21,5 @@ pub mod repair;
 pub mod rights;
 pub mod sharing;
 pub mod sock_diag;
+pub mod sparse;
 pub mod spawn;

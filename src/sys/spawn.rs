@@ -16,7 +16,7 @@ use std::ffi::{CString, OsStr};
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
 
 pub use handle::{Child, Ended};
@@ -51,6 +51,13 @@ pub struct Spawn {
     limits: Vec<(u32, libc::rlimit)>,
     session: bool,
     signals_blocked: bool,
+    /// A network namespace to be born into.
+    network: Option<OwnedFd>,
+    /// Mounts to leave out, where the child gets a device for tunnels that it may open.
+    own_tun: Option<Vec<CString>>,
+    /// User and group.
+    identity: Option<(u32, u32)>,
+    no_new_privileges: bool,
     /// Our pid, where the child shall not outlive us.
     dies_with: Option<i32>,
 }
@@ -131,6 +138,10 @@ impl Spawn {
             limits: Vec::new(),
             session: false,
             signals_blocked: false,
+            network: None,
+            own_tun: None,
+            identity: None,
+            no_new_privileges: false,
             dies_with: None,
         }
         .inherit_environment())
@@ -212,6 +223,37 @@ impl Spawn {
     #[must_use]
     pub fn signals_blocked(mut self) -> Spawn {
         self.signals_blocked = true;
+        self
+    }
+
+    /// The network namespace to be born into.
+    #[must_use]
+    pub fn network(mut self, network: OwnedFd) -> Spawn {
+        self.network = Some(network);
+        self
+    }
+
+    /// Gets a /dev/net/tun that every user may open, in a mount namespace of its own. `without` are mounts that this namespace
+    /// must not keep: unmounted elsewhere, they would stay in it as long as the child lives.
+    ///
+    /// # Errors
+    /// When a path holds a NUL byte.
+    pub fn own_tun(mut self, without: &[PathBuf]) -> Result<Spawn, Error> {
+        self.own_tun = Some(without.iter().map(c_string).collect::<Result<_, _>>()?);
+        Ok(self)
+    }
+
+    /// Becomes this user, with this group and no other one. Who was root has no capability afterwards (capabilities(7)).
+    #[must_use]
+    pub fn identity(mut self, user: u32, group: u32) -> Spawn {
+        self.identity = Some((user, group));
+        self
+    }
+
+    /// What it executes can gain no rights.
+    #[must_use]
+    pub fn no_new_privileges(mut self) -> Spawn {
+        self.no_new_privileges = true;
         self
     }
 

@@ -14,6 +14,7 @@ use std::path::{Path, PathBuf};
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use super::clean;
 use crate::restart::cause::{Cause, Missing};
 use crate::restart::gpus::Moved;
 use crate::store::ImageId;
@@ -282,7 +283,7 @@ impl Journal {
     }
 
     fn write(&mut self, event: &Event) -> io::Result<()> {
-        let mut line = serde_json::to_vec(event)?;
+        let mut line = clean::json(&serde_json::to_string(event)?).into_owned().into_bytes();
         line.push(b'\n');
         let file = match &mut self.file {
             Some(file) => file,

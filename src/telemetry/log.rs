@@ -3,12 +3,18 @@
 mod json;
 
 use std::error::Error;
+use std::fmt;
 use std::io::IsTerminal;
 use std::sync::OnceLock;
 
+use tracing::field::Field;
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::field::MakeExt as _;
+use tracing_subscriber::fmt::FormatFields;
+use tracing_subscriber::fmt::format::{Writer, debug_fn};
 use tracing_subscriber::fmt::time::ChronoLocal;
 
+use super::clean;
 use crate::config::{Level, LogFormat};
 
 /// The job that lines in JSON are about, once it is known.
@@ -45,6 +51,7 @@ pub fn start(level: Level, format: LogFormat) {
     let filter = quiet.fold(filter, EnvFilter::add_directive);
     let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
     let logger = tracing_subscriber::fmt()
+        .fmt_fields(fields())
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_ansi(colours)
@@ -63,6 +70,18 @@ pub fn start(level: Level, format: LogFormat) {
     }
 }
 
+/// Fields for people: a message may quote what a job has chosen, and a line of ours stays one.
+fn fields() -> impl for<'a> FormatFields<'a> {
+    let write = |writer: &mut Writer<'_>, field: &Field, value: &dyn fmt::Debug| {
+        let text = format!("{value:?}");
+        match field.name() {
+            "message" => writer.write_str(&clean::line(&text)),
+            name => write!(writer, "{name}={}", clean::line(&text)),
+        }
+    };
+    debug_fn(write).delimited(" ")
+}
+
 /// An error with all its causes on one line; a cause that its parent quotes already is left out.
 #[must_use]
 pub fn chain(error: &dyn Error) -> String {
@@ -77,4 +96,40 @@ pub fn chain(error: &dyn Error) -> String {
         next = cause.source();
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    #[derive(Clone, Default)]
+    struct Output(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Output {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().write(bytes)
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_message_is_one_line_that_a_terminal_does_not_obey() {
+        let out = Output::default();
+        let writer = out.clone();
+        let logger = tracing_subscriber::fmt().fmt_fields(fields()).with_writer(move || writer.clone());
+        tracing::subscriber::with_default(logger.with_ansi(false).without_time().with_target(false).finish(), || {
+            let name = "x\u{1b}]0;pwned\u{7}\n INFO all is well\u{9b}2J\u{202e}";
+            tracing::warn!(image = 7, why = name, "process {name} ended");
+        });
+        let text = String::from_utf8(out.0.lock().unwrap().clone()).unwrap();
+        let name = "x\\x1b]0;pwned\\x07\\x0a INFO all is well\\u{9b}2J\\u{202e}";
+        assert!(text.starts_with(&format!(" WARN process {name} ended image=7 why=")), "{text}");
+        assert!(text.lines().count() == 1 && !text.contains('\u{1b}'), "{text}");
+    }
 }

@@ -1,5 +1,6 @@
 //! Logs for people, events for programs, and what is known of the machine.
 
+pub mod clean;
 pub mod events;
 pub mod host;
 pub mod log;

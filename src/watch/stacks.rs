@@ -3,6 +3,11 @@
 //! For each task its state, what it waits for in the kernel (wchan, stack) and, of each process, the stacks of its own code
 //! where a tool for that is installed: py-spy for Python, else eu-stack, else gdb. All of it is bounded: in time, in size, and
 //! in the number of files that are kept.
+//!
+//! Such a tool parses what the process has in its memory and its files, which may be made to break it. So it runs as the user of
+//! the process it looks at, with that user's group only, without a capability, and with nothing of our environment: a tool
+//! that was taken over can do what the job can. Where that user may not look (kernel.yama.ptrace_scope), there are no stacks
+//! but the kernel's.
 
 use std::fmt::Write as _;
 use std::io::Read;
@@ -23,6 +28,8 @@ const LARGEST: usize = 2 << 20;
 const TOOL_LARGEST: usize = 256 << 10;
 /// How long a tool may take for one process, which stands still meanwhile.
 const TOOL_TIME: Duration = Duration::from_secs(5);
+/// Memory of its own that a tool may have: symbols of PyTorch take gdb some 2 GiB.
+const TOOL_MEMORY: u64 = 4 << 30;
 /// How long all tools may take: somebody waits for the job to be brought back.
 const TOOLS_TIME: Duration = Duration::from_secs(20);
 /// Tasks that are looked at.
@@ -85,10 +92,19 @@ fn capture(root: i32, what: Missing, idle: Duration) -> String {
         let _ = writeln!(text, "\n== stacks of process {pid}");
         match tool(*pid) {
             _ if Instant::now() >= until => text.push_str("left out: it took too long already\n"),
-            Some((name, program, args)) => {
-                let _ = writeln!(text, "by {name}");
-                text.push_str(&run(&program, &args, TOOL_TIME.min(until.saturating_duration_since(Instant::now()))));
-            }
+            Some((name, program, args)) => match user_of(*pid) {
+                Some(user) => {
+                    let _ = writeln!(text, "by {name}");
+                    let limit = TOOL_TIME.min(until.saturating_duration_since(Instant::now()));
+                    text.push_str(&run(&program, &args, user, limit));
+                    if let Some(scope) = yama().filter(|_| user.0 != 0) {
+                        let _ = writeln!(text, "{} {scope}: {NOT_ALLOWED}", YAMA.1);
+                    }
+                }
+                None => {
+                    text.push_str("left out: the process has rights of more than one user, and no tool gets both\n")
+                }
+            },
             None => {
                 text.push_str("none of py-spy, eu-stack and gdb is installed\n");
                 break;
@@ -114,6 +130,29 @@ fn task(text: &mut String, pid: i32, tid: i32) {
     text.push_str(&read("stack"));
 }
 
+/// Where the kernel says who may look at a process, and the name of that setting.
+const YAMA: (&str, &str) = ("/proc/sys/kernel/yama/ptrace_scope", "kernel.yama.ptrace_scope is");
+const NOT_ALLOWED: &str =
+    "another process of the same user may not look at this one. Stacks need 0; nothing is run as root for them";
+
+/// What is set there, where it forbids.
+fn yama() -> Option<u32> {
+    let scope = std::fs::read_to_string(YAMA.0).ok()?.trim().parse().ok()?;
+    (scope > 0).then_some(scope)
+}
+
+/// User and group of a process that has only one of each.
+fn user_of(pid: i32) -> Option<(u32, u32)> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let only = |field: &str| -> Option<u32> {
+        let line = status.lines().find_map(|line| line.strip_prefix(field))?;
+        let ids: Vec<u32> = line.split_whitespace().map(str::parse).collect::<Result<_, _>>().ok()?;
+        let first = ids.first().copied()?;
+        ids.iter().all(|id| *id == first).then_some(first)
+    };
+    Some((only("Uid:")?, only("Gid:")?))
+}
+
 type Call = (&'static str, PathBuf, Vec<String>);
 
 /// What can tell the stacks of this process here.
@@ -127,33 +166,43 @@ fn tool(pid: i32) -> Option<Call> {
     let eu_stack = || Some(("eu-stack", find("eu-stack")?, args(&["-p", &text])));
     let gdb = || {
         // Without the user's settings, and without asking a server for symbols, which takes minutes.
-        let all = ["-nx", "-batch", "-iex", "set debuginfod enabled off", "-iex", "set auto-load off", "-p", &text];
+        let all =
+            ["-nx", "-nh", "-batch", "-iex", "set debuginfod enabled off", "-iex", "set auto-load off", "-p", &text];
         Some(("gdb", find("gdb")?, [args(&all), args(&["-ex", "thread apply all bt 64"])].concat()))
     };
     is_python.then(py_spy).flatten().or_else(eu_stack).or_else(gdb)
 }
 
 /// What it prints, and a line on what went wrong.
-fn run(program: &Path, args: &[String], limit: Duration) -> String {
-    match output(program, args, limit) {
+fn run(program: &Path, args: &[String], user: (u32, u32), limit: Duration) -> String {
+    match output(program, args, user, limit) {
         Ok(text) => text,
         Err(error) => format!("it failed: {error}\n"),
     }
 }
 
-fn output(program: &Path, args: &[String], limit: Duration) -> std::io::Result<String> {
+fn output(program: &Path, args: &[String], user: (u32, u32), limit: Duration) -> std::io::Result<String> {
     let file = tempfile::tempfile()?;
     let fds = (OwnedFd::from(file.try_clone()?), OwnedFd::from(file.try_clone()?));
     let bytes = TOOL_LARGEST as u64;
-    let size = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
-    let keep = ["PATH", "HOME", "LANG"].into_iter().filter_map(|name| Some((name, std::env::var_os(name)?)));
+    let most = |value| libc::rlimit { rlim_cur: value, rlim_max: value };
+    // gdb looks for a shell there, and starts none.
+    let environment = [("PATH", "/usr/bin:/bin")];
     // A child that the supervisor knows: the others it takes for what a failed restore left, and reaps them.
-    let spawn =
-        Spawn::new(program, args).map_err(std::io::Error::other)?.environment(keep).map_err(std::io::Error::other)?;
+    let spawn = Spawn::new(program, args).map_err(std::io::Error::other)?;
     let child = spawn
+        .environment(environment)
+        .map_err(std::io::Error::other)?
         .fd(fds.0, 1)
         .fd(fds.1, 2)
-        .limit(libc::RLIMIT_FSIZE, size)
+        .limit(libc::RLIMIT_FSIZE, most(bytes))
+        .limit(libc::RLIMIT_DATA, most(TOOL_MEMORY))
+        .limit(libc::RLIMIT_CORE, most(0))
+        .directory(Path::new("/"))
+        .map_err(std::io::Error::other)?
+        .session()
+        .identity(user.0, user.1)
+        .no_new_privileges()
         .dies_with_us()
         .start()
         .map_err(std::io::Error::other)?;
@@ -196,9 +245,15 @@ mod tests {
 
     #[test]
     fn a_tool_that_takes_too_long_is_ended_and_one_that_says_too_much_is_cut() {
-        let sh = |script: &str| run(Path::new("/bin/sh"), &["-c".into(), script.into()], Duration::from_millis(300));
+        let sh = |script: &str| {
+            let user = user_of(i32::try_from(std::process::id()).unwrap()).unwrap();
+            run(Path::new("/bin/sh"), &["-c".into(), script.into()], user, Duration::from_millis(300))
+        };
+        if !crate::test_gate::root() {
+            return;
+        }
         assert!(sh("echo so far; exec sleep 60").starts_with("so far\n\nit took too long"));
         assert_eq!(sh("while :; do echo 0123456789abcdef; done").len() / 1000, TOOL_LARGEST / 1000);
-        assert!(run(Path::new("/nowhere"), &[], TOOL_TIME).starts_with("it failed: "));
+        assert!(run(Path::new("/nowhere"), &[], (0, 0), TOOL_TIME).starts_with("it failed: "));
     }
 }

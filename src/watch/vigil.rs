@@ -225,7 +225,7 @@ mod tests {
     #[test]
     fn nothing_is_watched_where_nothing_is_asked_for() {
         let dir = tempfile::tempdir().unwrap();
-        let files = output::Files::create(dir.path()).unwrap();
+        let files = output::Files::create(dir.path(), output::Bounds::default()).unwrap();
         let vigil = |watch: &Watch| Vigil::new(watch, &files, dir.path().into(), Arc::default());
         let off = Watch { log_silence_after: crate::config::Patience::Off, ..Watch::default() };
         assert!(vigil(&off).is_none());

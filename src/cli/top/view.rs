@@ -4,6 +4,7 @@ use chrono::Local;
 
 use super::watch::{Row, moving};
 use crate::report::words::{share, size, time, whole};
+use crate::telemetry::clean;
 
 /// How a piece of text looks. Without colour only `Strong` and `Chosen` do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -215,7 +216,7 @@ fn events(row: &Row, scrolled: usize, height: usize) -> Vec<Line> {
 fn cut(line: Line, width: usize) -> Line {
     let mut left = width;
     let cut = line.into_iter().map(|(tone, text)| {
-        let text: String = text.chars().take(left).map(|c| if c.is_control() { ' ' } else { c }).collect();
+        let text: String = clean::line(&text).chars().take(left).collect();
         left -= text.chars().count();
         (tone, text)
     });

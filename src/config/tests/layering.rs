@@ -77,7 +77,7 @@ fn a_variable_is_read_as_the_type_of_its_key() {
     assert_eq!(config.job.umask.map(Umask::bits), Some(0o22));
     assert_eq!(config.job.name.as_deref(), Some("42"));
     assert_eq!(config.job.command, ["python3", "train.py"]);
-    assert!(config.job.no_new_privileges);
+    assert_eq!(config.job.no_new_privileges, Some(true));
     assert_eq!(config.restart.retry_exit_codes, [1, 137]);
     assert_eq!(config.restart.never_retry_exit_codes, [0_u8; 0]);
     assert_eq!(config.store.min_free.bytes(), 1 << 20);

@@ -134,6 +134,13 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("store", "compression", "\"zstd:20\"", compression),
         ("store", "compression", "true", compression),
         ("store", "encryption-key", "\"key\"", path),
+        ("store", "seen-directory", "\"seen\"", path),
+        (
+            "store",
+            "accept-unsigned",
+            "true",
+            "must not be set without store.encryption-key, because without a key nothing is signed",
+        ),
         ("store", "sweep-after", "600", duration),
         ("store", "sweep-after", "\"31days\"", longest),
         (

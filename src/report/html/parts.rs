@@ -6,6 +6,7 @@ use super::charts::{Bars, Curve, HEIGHT, PHASES, by_phase};
 use crate::report::history::{Kind, Snapshot};
 use crate::report::model::{Cost, Report, Times};
 use crate::report::words::{moment, share, size, time, word};
+use crate::telemetry::clean::is_harmful;
 
 /// Longer texts are cut.
 const LONGEST: usize = 2000;
@@ -16,7 +17,7 @@ const TROUBLES: usize = 100;
 
 /// Text from elsewhere.
 pub(super) fn foreign(text: &str) -> Markup {
-    let clean = text.chars().take(LONGEST).map(|c| if c.is_control() && c != '\n' { '\u{fffd}' } else { c });
+    let clean = text.chars().take(LONGEST).map(|c| if is_harmful(c) && c != '\n' { '\u{fffd}' } else { c });
     let cut = text.chars().nth(LONGEST).is_some();
     html! { span.foreign { (clean.collect::<String>()) @if cut { "…" } } }
 }

@@ -8,7 +8,7 @@ use crate::store::Manifest;
 use crate::store::manifest::MappedFile;
 
 pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
-    let found = manifest.mapped_files.iter().filter_map(|file| Some((file, here.files.get(&file.path)?)));
+    let found = manifest.mapped_files.iter().filter_map(|file| Some((file, here.files.get(file.path.as_path())?)));
     found.filter_map(|(file, now)| difference(file, now)).collect()
 }
 

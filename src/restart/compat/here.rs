@@ -56,7 +56,7 @@ impl Here {
     pub fn look(manifest: &Manifest, criu: Option<Version>, wishes: &Wishes) -> Here {
         let (devices, driver) = look_at_gpus(manifest, wishes);
         let files = manifest.mapped_files.iter();
-        let files = files.map(|file| (file.path.clone(), look_at(&file.path, file.build_id.is_some())));
+        let files = files.map(|file| (file.path.to_path_buf(), look_at(&file.path, file.build_id.is_some())));
         Here { host: host::describe(), criu, driver, devices, wishes: wishes.clone(), files: files.collect() }
     }
 

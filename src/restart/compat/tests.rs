@@ -219,7 +219,7 @@ fn the_worst_comes_first_and_a_summary_is_bounded() {
     here.host.kernel = "5.15.0".into();
     for n in 0..12 {
         let path = PathBuf::from(format!("/lib/{n}"));
-        manifest.mapped_files.push(MappedFile { path: path.clone(), size: 1, mode: None, build_id: None });
+        manifest.mapped_files.push(MappedFile { path: path.clone().into(), size: 1, mode: None, build_id: None });
         here.files.insert(path, FileHere::Missing);
     }
     let all = compare(&manifest, &here);
@@ -235,7 +235,7 @@ fn facts_are_those_of_this_machine() {
     manifest.tree.cuda.clear();
     let this = std::env::current_exe().unwrap();
     let folder = tempfile::tempdir().unwrap();
-    let file = |path: PathBuf| MappedFile { path, size: 0, mode: None, build_id: Some(String::new()) };
+    let file = |path: PathBuf| MappedFile { path: path.into(), size: 0, mode: None, build_id: Some(String::new()) };
     let gone = folder.path().join("gone");
     manifest.mapped_files = [this.clone(), folder.path().into(), gone.clone()].map(file).into();
     let here = Here::look(&manifest, None, &Wishes::default());

@@ -1,7 +1,7 @@
 //! Keys, the names of chunks, and sealing.
 //!
-//! One key file of 32 random bytes makes three keys that know nothing of each other: one names chunks, one seals them, one
-//! is the key's public id. Chunks are named with a key because a bare hash would tell whoever sees the store whether a
+//! One key file of 32 random bytes makes four keys that know nothing of each other: one names chunks, one seals them, one
+//! signs manifests and job records, one is the key's public id. Chunks are named with a key because a bare hash would tell whoever sees the store whether a
 //! content that he knows is in it. XChaCha20-Poly1305 with a random nonce of 24 bytes: no counter to be kept, so
 //! nothing repeats when the power goes.
 //!
@@ -35,6 +35,7 @@ const MAX_FILE: u64 = 128;
 const NAMES: &str = "rekindle 2026 store: names of chunks";
 const SEALS: &str = "rekindle 2026 store: sealing of chunks";
 const ID: &str = "rekindle 2026 store: id of the key";
+const SIGNS: &str = "rekindle 2026 store: signatures of manifests and records";
 
 /// Why a key file can not be used.
 #[derive(Debug, Error)]
@@ -78,8 +79,29 @@ pub enum KeyError {
 pub struct Key {
     names: Zeroizing<[u8; KEY]>,
     seals: Zeroizing<[u8; KEY]>,
+    signs: Zeroizing<[u8; KEY]>,
     id: [u8; 16],
+    plain: PlainPacks,
 }
+
+/// What a reader that has a key does with packs that are not encrypted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum PlainPacks {
+    /// It refuses them: whoever can write the store could have made them.
+    #[default]
+    Refused,
+    /// It reads them: they are from before there was a key.
+    Accepted,
+}
+
+/// By their ids, which come from the same secret.
+impl PartialEq for Key {
+    fn eq(&self, other: &Key) -> bool {
+        (self.id, self.plain) == (other.id, other.plain)
+    }
+}
+
+impl Eq for Key {}
 
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -116,7 +138,29 @@ impl Key {
         let id = whole.first_chunk().copied().unwrap_or_default();
         whole.zeroize();
         let derive = |context| Zeroizing::new(blake3::derive_key(context, secret));
-        Key { names: derive(NAMES), seals: derive(SEALS), id }
+        let plain = PlainPacks::Refused;
+        Key { names: derive(NAMES), seals: derive(SEALS), signs: derive(SIGNS), id, plain }
+    }
+
+    /// The same key for a reader that deals with packs that are not encrypted in this way.
+    #[must_use]
+    pub fn with_plain_packs(self, plain: PlainPacks) -> Key {
+        Key { plain, ..self }
+    }
+
+    /// What a reader does with packs that are not encrypted.
+    #[must_use]
+    pub fn plain_packs(&self) -> PlainPacks {
+        self.plain
+    }
+
+    /// The keyed hash of all parts, each with its length before it, so that no byte can move from one to the next.
+    pub(in crate::store) fn sign(&self, parts: &[&[u8]]) -> blake3::Hash {
+        let mut hasher = blake3::Hasher::new_keyed(&self.signs);
+        for part in parts {
+            hasher.update(&u64::try_from(part.len()).unwrap_or(u64::MAX).to_le_bytes()).update(part);
+        }
+        hasher.finalize()
     }
 
     /// What a pack says of the key that it wants. It tells nothing of the key.

@@ -32,8 +32,10 @@ impl Needed {
     fn add(&mut self, image: &Image) -> Result<(), Error> {
         let unknown = |why: String| Error::Image { image: image.id, why };
         let map = match &image.state {
-            State::Damaged { why } if why.kind != DamageKind::Broken => return Err(unknown(why.to_string())),
-            // Of no use as it is, but as long as it is kept, so is what its map names.
+            State::Damaged { why } if !matches!(why.kind, DamageKind::Broken | DamageKind::Untrusted) => {
+                return Err(unknown(why.to_string()));
+            }
+            // Of no use as it is, or perhaps not for us, but as long as it is kept, so is what its map names.
             State::Damaged { .. } => ChunkMap::read_any(&image.dir.join(map::FILE_NAME)).map(|(map, _)| Some(map)),
             State::Good(_) | State::Bad { .. } => image.chunk_map(),
         };

@@ -11,6 +11,7 @@ use std::os::unix::fs::FileExt;
 use chrono::{DateTime, Utc};
 
 use super::{Collected, Error, PackUse, mark};
+use crate::store::WriterLock;
 use crate::store::chunk::{Compression, Key};
 use crate::store::format::FormatError;
 use crate::store::pack::set::{Index, Packs};
@@ -67,6 +68,7 @@ pub(super) fn run(
     uses: &[PackUse],
     bound: u64,
     key: Option<&Key>,
+    lock: &WriterLock,
     now: DateTime<Utc>,
     cancelled: &dyn Fn() -> bool,
     done: &mut Collected,
@@ -83,11 +85,13 @@ pub(super) fn run(
         if cancelled() {
             break;
         }
-        let bytes = copy(packs, index, needed, pack.name, key, &mut writer)?;
+        let bytes = copy(packs, index, needed, pack.name, key, lock, &mut writer)?;
         copied.push((pack.name, bytes));
     }
+    lock.still_held()?;
     writer.finish()?;
     for (name, bytes) in copied {
+        lock.still_held()?;
         mark::set(packs, name, now)?;
         done.repacked.push(name);
         done.copied += bytes;
@@ -102,6 +106,7 @@ fn copy(
     needed: &Needed,
     pack: PackName,
     key: Option<&Key>,
+    lock: &WriterLock,
     writer: &mut PackWriter<'_>,
 ) -> Result<u64, Error> {
     let failed = |source: CopyError| Error::Copy { pack, source };
@@ -113,6 +118,7 @@ fn copy(
     entries.sort_unstable_by_key(|entry| entry.offset);
     let (mut stored, mut opened, mut raw, mut bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
     for entry in entries {
+        lock.still_held()?;
         let damaged = |source| failed(CopyError::Damaged { offset: entry.offset, source });
         stored.resize(usize::try_from(entry.end() - entry.offset).unwrap_or(usize::MAX), 0);
         file.read_exact_at(&mut stored, entry.offset).map_err(unreadable)?;

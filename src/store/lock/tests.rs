@@ -170,6 +170,32 @@ fn who_was_taken_over_is_told_and_leaves_the_other_name() {
 }
 
 #[test]
+fn every_look_tells_a_lock_that_is_lost() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join(FILE_NAME);
+    let first = lock(dir.path()).unwrap();
+    let lost = |lock: &WriterLock| (lock.confirm().unwrap_err(), lock.refresh().unwrap_err());
+    first.confirm().unwrap();
+    leave(dir.path(), &elsewhere(), SystemTime::now());
+    assert!(matches!(lost(&first), (Error::TakenOver { .. }, Error::TakenOver { .. })));
+    // A look that is a moment old will do for who asks often; one that is older does not.
+    first.still_held().unwrap();
+    first.confirmed.fetch_sub(1000, Ordering::Relaxed);
+    assert!(matches!(first.still_held(), Err(Error::TakenOver { .. })));
+    assert!(first.unconfirmed() >= CERTAIN);
+    // Another file of that name is another lock, be it that it names us.
+    leave(dir.path(), &first.me, SystemTime::now());
+    first.still_held().unwrap();
+    fs::remove_file(&path).unwrap();
+    assert!(matches!(lost(&first), (Error::Read { .. }, Error::Read { .. })));
+    leave(dir.path(), &first.me, SystemTime::now());
+    assert!(matches!(lost(&first), (Error::LockReplaced { .. }, Error::LockReplaced { .. })));
+    let bytes = fs::read(&path).unwrap();
+    drop(first);
+    assert_eq!(fs::read(&path).unwrap(), bytes, "it is another's");
+}
+
+#[test]
 fn a_lock_that_is_given_back_names_nobody() {
     let dir = tempfile::tempdir().unwrap();
     drop(lock(dir.path()).unwrap());

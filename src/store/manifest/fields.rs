@@ -7,7 +7,7 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use crate::store::id::{ImageId, JobName};
-use crate::store::paths;
+use crate::store::paths::{JobPath, PartPath, of_job};
 use crate::supervisor::interval::Choice;
 use crate::sys::criu::Tcp;
 use crate::sys::nvml;
@@ -29,8 +29,7 @@ pub struct Manifest {
     /// The command line that launched the job; bytes that are not UTF-8 are replaced.
     pub command: Vec<String>,
     /// The working directory that the job was launched in.
-    #[serde(with = "paths")]
-    pub directory: PathBuf,
+    pub directory: JobPath,
     /// The user that the job was launched as, where that is not the supervisor's.
     pub user: Option<String>,
     /// What the job's processes were allowed, all of them. An image of an earlier version does not say.
@@ -190,8 +189,7 @@ pub struct TreeProcess {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenFile {
     /// As the job sees it.
-    #[serde(with = "paths")]
-    pub path: PathBuf,
+    pub path: JobPath,
     /// Its size while the tasks were frozen, in bytes.
     pub size: u64,
     /// Whether it was opened with O_APPEND.
@@ -203,14 +201,14 @@ pub struct OpenFile {
     pub mode: Option<u32>,
     /// The part with its content, where it is small and may be rewritten in place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub part: Option<String>,
+    pub part: Option<PartPath>,
 }
 
 /// A file that a job of another user has open and could not have opened itself: root gave it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GivenFile {
     /// As the job sees it.
-    #[serde(with = "paths")]
+    #[serde(with = "of_job")]
     pub path: PathBuf,
     /// `st_dev`.
     pub device: u64,
@@ -238,8 +236,7 @@ pub struct JobRights {
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Folder {
     /// Where it is.
-    #[serde(with = "paths")]
-    pub path: PathBuf,
+    pub path: JobPath,
     /// `st_mode`.
     pub mode: u32,
     /// Its owner.
@@ -252,11 +249,9 @@ pub struct Folder {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedLink {
     /// The name that CRIU expects.
-    #[serde(with = "paths")]
-    pub link: PathBuf,
+    pub link: JobPath,
     /// The name that we keep; its last part starts with [`SavedLink::PREFIX`]. It goes when the image goes.
-    #[serde(with = "paths")]
-    pub saved: PathBuf,
+    pub saved: JobPath,
 }
 
 impl SavedLink {
@@ -268,20 +263,18 @@ impl SavedLink {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recreate {
     /// Where it has to be.
-    #[serde(with = "paths")]
-    pub path: PathBuf,
+    pub path: JobPath,
     /// Its permission bits.
     pub mode: u32,
     /// The part of this image that holds its content.
-    pub part: String,
+    pub part: PartPath,
 }
 
 /// A file that the job has mapped, executes, or has open for reading only. CRIU compares it at a restore.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MappedFile {
     /// As the job sees it, and as the supervisor did too.
-    #[serde(with = "paths")]
-    pub path: PathBuf,
+    pub path: JobPath,
     /// Its size, in bytes.
     pub size: u64,
     /// `st_mode`.
@@ -298,10 +291,9 @@ pub struct Landing {
     /// The process, as it sees itself.
     pub pid: i32,
     /// Where it has to be, as the job sees it.
-    #[serde(with = "paths")]
-    pub path: PathBuf,
+    pub path: JobPath,
     /// The part of this image that holds its content.
-    pub part: String,
+    pub part: PartPath,
     /// Its size, in bytes.
     pub bytes: u64,
 }
@@ -321,7 +313,7 @@ pub struct Phase {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Part {
     /// Relative to the folder of the image.
-    pub path: String,
+    pub path: PartPath,
     /// In bytes.
     pub size: u64,
     /// BLAKE3 of its content; hexadecimal in the file. None in an image that is in memory only, and in a packed one, which
@@ -330,37 +322,32 @@ pub struct Part {
     pub blake3: Option<blake3::Hash>,
 }
 
-pub(super) mod hex {
+pub(in crate::store) mod hex {
     //! A hash as hexadecimal text.
     use serde::{Deserialize, Deserializer, Serializer, de};
 
-    pub(in crate::store::manifest) fn serialize<S: Serializer>(hash: &blake3::Hash, s: S) -> Result<S::Ok, S::Error> {
+    pub(in crate::store) fn serialize<S: Serializer>(hash: &blake3::Hash, s: S) -> Result<S::Ok, S::Error> {
         s.serialize_str(&hash.to_hex())
     }
 
-    pub(in crate::store::manifest) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<blake3::Hash, D::Error> {
+    pub(in crate::store) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<blake3::Hash, D::Error> {
         let text = String::deserialize(d)?;
         let hash = blake3::Hash::from_hex(&text).map_err(de::Error::custom)?;
         // from_hex takes upper case as well; a flipped bit makes one of the other.
         if hash.to_hex().as_str() == text { Ok(hash) } else { Err(de::Error::custom("not in lower case")) }
     }
 
-    pub(in crate::store::manifest) mod optional {
+    pub(in crate::store) mod optional {
         use super::*;
 
-        pub(in crate::store::manifest) fn serialize<S: Serializer>(
-            hash: &Option<blake3::Hash>,
-            s: S,
-        ) -> Result<S::Ok, S::Error> {
+        pub(in crate::store) fn serialize<S: Serializer>(hash: &Option<blake3::Hash>, s: S) -> Result<S::Ok, S::Error> {
             match hash {
                 Some(hash) => super::serialize(hash, s),
                 None => s.serialize_none(),
             }
         }
 
-        pub(in crate::store::manifest) fn deserialize<'de, D: Deserializer<'de>>(
-            d: D,
-        ) -> Result<Option<blake3::Hash>, D::Error> {
+        pub(in crate::store) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Option<blake3::Hash>, D::Error> {
             super::deserialize(d).map(Some)
         }
     }

@@ -18,7 +18,7 @@
 
 use std::io;
 
-use crate::store::chunk::cipher::SEAL;
+use crate::store::chunk::cipher::{PlainPacks, SEAL};
 use crate::store::chunk::codec::{self, Codec};
 use crate::store::chunk::{CHUNK_MAX, ChunkId, Key, chunk_id};
 use crate::store::format::{self, CHECK, Fields, FormatError, HEADER, What, size, size_of};
@@ -90,13 +90,14 @@ impl PackHeader {
         })
     }
 
-    /// The key for the records of this pack: none where it is not encrypted, whatever the user has now. A store may hold
-    /// packs from before it was encrypted; their chunks have other names.
+    /// The key for the records of this pack: none where it is not encrypted, and either there is no key or its owner takes
+    /// such packs all the same. A store may hold packs from before it was encrypted; their chunks have other names.
     ///
     /// # Errors
-    /// [`FormatError::NoKey`], [`FormatError::OtherKey`].
+    /// [`FormatError::NoKey`], [`FormatError::OtherKey`], [`FormatError::Plain`].
     pub fn key_for<'k>(&self, key: Option<&'k Key>) -> Result<Option<&'k Key>, FormatError> {
         match (self.key, key) {
+            (None, Some(key)) if key.plain_packs() == PlainPacks::Refused => Err(FormatError::Plain),
             (None, _) => Ok(None),
             (Some(wanted), Some(key)) if wanted == key.id() => Ok(Some(key)),
             (Some(wanted), Some(_)) => Err(FormatError::OtherKey(wanted)),

@@ -7,7 +7,7 @@
 mod name;
 mod table;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
@@ -109,6 +109,19 @@ impl Packs {
     /// [`Error::Read`]: a folder that can not be listed is never an empty one.
     pub fn names(&self) -> Result<Vec<PackName>> {
         Ok(self.list()?.into_keys().collect())
+    }
+
+    /// The ids of the keys that packs here are encrypted with. A pack that can not be read counts for nothing.
+    ///
+    /// # Errors
+    /// [`Error::Read`] where the folder can not be listed.
+    pub fn keys(&self) -> Result<BTreeSet<[u8; 16]>> {
+        let key = |name: PackName| {
+            let file = durable::open_for_reading(&self.pack_path(name)).ok()?;
+            let header = read_header(&file, file.metadata().ok()?.len()).ok()?;
+            PackHeader::parse(&header).ok()?.key
+        };
+        Ok(self.names()?.into_iter().filter_map(key).collect())
     }
 
     /// Reads the indexes of all packs.

@@ -76,7 +76,7 @@ mod tests {
     fn every_byte_of_every_part_is_in_one_stretch() {
         let dir = tempfile::tempdir().unwrap();
         let sizes = [0, 1, STRETCH, 3 * STRETCH + 1, 0, 5];
-        let part = |(n, size): (usize, &u64)| Part { path: format!("p{n}"), size: *size, blake3: None };
+        let part = |(n, size): (usize, &u64)| Part { path: (&format!("p{n}")).into(), size: *size, blake3: None };
         let parts: Vec<Part> = sizes.iter().enumerate().map(part).collect();
         let stretches: Vec<Stretch> = Stretches::new(dir.path(), &parts).collect();
         let mut ends = [0; 6];

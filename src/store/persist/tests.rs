@@ -55,8 +55,14 @@ impl Ground {
             manifest.bytes += content.len() as u64;
         }
         fs::create_dir_all(&slot).unwrap();
-        fs::write(slot.join("manifest.json"), manifest.to_bytes().unwrap()).unwrap();
-        Image { id: manifest.id, dir: slot, state: State::Good(Box::new(manifest)), place: Place::Staged }
+        fs::write(slot.join("manifest.json"), manifest.to_bytes(&Default::default()).unwrap()).unwrap();
+        Image {
+            id: manifest.id,
+            dir: slot,
+            state: State::Good(Box::new(manifest)),
+            place: Place::Staged,
+            trust: Default::default(),
+        }
     }
 
     pub(in crate::store) fn persist(&self, image: &Image) -> Result<Image, Error> {

@@ -11,6 +11,7 @@ use super::Error;
 use super::known::Known;
 use super::pace::Pace;
 use super::stretches::{Stretch, Stretches};
+use crate::store::WriterLock;
 use crate::store::chunk::chunk_id;
 use crate::store::chunk::map::{self, Extent};
 use crate::store::image::Image;
@@ -27,6 +28,7 @@ pub(super) struct Work<'a> {
     pub(super) known: Known<'a>,
     pub(super) stretches: Mutex<Option<Stretches>>,
     pub(super) pace: Pace<'a>,
+    pub(super) lock: &'a WriterLock,
 }
 
 /// What became of a stretch.
@@ -62,6 +64,7 @@ impl Work<'_> {
             done.push(Packed { number: stretch.number, part: stretch.part, extents });
         }
         // What one of them wrote counts only with what all wrote, but it is whole, and the next try finds it.
+        self.lock.still_held()?;
         writer.finish()?;
         Ok(done)
     }
@@ -73,6 +76,7 @@ impl Work<'_> {
         let mut extents = Vec::with_capacity(stretch.pieces.len());
         for (offset, len) in &stretch.pieces {
             self.pace.check().map_err(failed)?;
+            self.lock.still_held()?;
             let room = writer.room(*len);
             file.read_exact_at(room, *offset).map_err(failed)?;
             if is_zero(room) {

@@ -61,7 +61,9 @@ pub(super) fn salvage(file: &File, key: Option<&Key>, on: &dyn Fn(u64) -> Result
         return Err(Stop::NotForUs(FormatError::OutOfBounds { what, field, found: pack_len, bound }));
     }
     let begin = begin(file, pack_len)?;
-    let (candidates, unchecked) = match begin.map(|begin| begin.header().key_for(key)) {
+    // Whether it is believed is asked by who restores from it; here it is only looked at.
+    let key_of = |header: PackHeader| if header.key.is_none() { Ok(None) } else { header.key_for(key) };
+    let (candidates, unchecked) = match begin.map(|begin| key_of(begin.header())) {
         Some(Ok(key)) => (vec![key], None),
         Some(Err(why)) => (Vec::new(), Some(why)),
         // It does not say whether it is encrypted. The first record that is whole does.
@@ -101,7 +103,7 @@ pub(super) fn salvage(file: &File, key: Option<&Key>, on: &dyn Fn(u64) -> Result
         (Some(begin), _) => begin,
         (None, [key]) if !entries.is_empty() => Begin::Mend(PackHeader::of(*key)),
         // There is nothing in it: any begin will do.
-        (None, _) if headers == 0 => Begin::Mend(PackHeader::of(None)),
+        (None, _) if headers == 0 => Begin::Mend(PackHeader::of(key)),
         (None, _) => Begin::Lost,
     };
     // A begin that is written anew may be longer than all that was there.

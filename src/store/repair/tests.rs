@@ -136,7 +136,7 @@ impl Case {
     fn that_unpack(&self) -> Vec<usize> {
         let mut whole = Vec::new();
         for (n, (image, parts)) in self.images.iter().enumerate() {
-            let now = Image::load(&image.dir, image.id);
+            let now = Image::load(&image.dir, image.id, &Default::default());
             match self.ground.unpack_any(&now, self.key.as_ref()) {
                 Ok(into) => {
                     for (path, content) in parts {
@@ -185,7 +185,7 @@ impl Case {
         assert_eq!(self.that_unpack(), whole, "{what}: {done:?}");
         assert!(self.packs_are_sound(Share::ALL), "{what}: nothing that is left is damaged");
         for (image, _) in &self.images {
-            let now = Image::load(&image.dir, image.id);
+            let now = Image::load(&image.dir, image.id, &Default::default());
             let suffers = expected.contains(&image.id);
             assert_eq!(now.is_good(), !suffers, "{what}");
             let certain = done.images.iter().all(|it| it.loss == Loss::Certain);
@@ -264,7 +264,7 @@ fn a_damaged_image_goes_in_its_time_and_holds_up_nothing() {
     let case = Case::new(None);
     flip(&case.images[1].0.dir.join("chunks"), 70);
     case.repair();
-    let marked = Image::load(&case.images[1].0.dir, case.id(1));
+    let marked = Image::load(&case.images[1].0.dir, case.id(1), &Default::default());
     let State::Bad { mark, .. } = &marked.state else { panic!("{marked:?}") };
     assert_eq!(mark.why, crate::store::BadWhy::Damaged);
     // Its own pack is needed by nobody: its map does not tell what it was made of.

@@ -7,9 +7,9 @@ use std::ffi::OsString;
 use std::sync::Arc;
 use std::time::Duration;
 
-use object_store::aws::AmazonS3Builder;
-use object_store::azure::MicrosoftAzureBuilder;
-use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey};
+use object_store::azure::{AzureConfigKey, MicrosoftAzureBuilder};
+use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{BackoffConfig, ClientOptions, ObjectStore, RetryConfig};
@@ -119,6 +119,22 @@ pub(super) fn connect(
         // It must be there: a folder that is not mounted just now must not look like an empty replica.
         Scheme::File => (Arc::new(LocalFileSystem::new_with_prefix(url.path())?.with_fsync(true)), Path::default()),
     })
+}
+
+/// Whether the client of that address reads the variable: credentials, and what leads to them.
+pub fn reads_variable(url: &ReplicaUrl, name: &str) -> bool {
+    let key = name.to_ascii_lowercase();
+    match url.scheme() {
+        Scheme::S3 => name.starts_with("AWS_") && key.parse::<AmazonS3ConfigKey>().is_ok(),
+        Scheme::Gs => {
+            name == "SERVICE_ACCOUNT" || (name.starts_with("GOOGLE_") && key.parse::<GoogleConfigKey>().is_ok())
+        }
+        // The client asks for the last one by itself, as the header of a machine's identity.
+        Scheme::Az => {
+            (name.starts_with("AZURE_") && key.parse::<AzureConfigKey>().is_ok()) || name == "IDENTITY_HEADER"
+        }
+        Scheme::File => false,
+    }
 }
 
 /// What helps where that failed.

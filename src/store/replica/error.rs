@@ -50,6 +50,16 @@ pub enum Error {
         /// In words.
         why: String,
     },
+    /// With the key nobody but us could have written it, and it is not ours.
+    #[error("{what} in the replica {url} is refused, and stays as it is: {why}")]
+    Untrusted {
+        /// The address.
+        url: String,
+        /// The object.
+        what: String,
+        /// In words.
+        why: String,
+    },
     /// It is not there, or not whole.
     #[error("image {image} is not whole in the replica {url}: {why}")]
     NotWhole {

@@ -218,7 +218,7 @@ impl Replica {
         let name = layout::of_image(image.id, Of::Manifest);
         let text = self.client.get(&name, manifest::MAX_BYTES, cancelled)?;
         let text = text.ok_or_else(|| self.not_whole(image.id, "it was removed meanwhile"))?;
-        if manifest::Manifest::parse(&text).ok().as_ref() != image.manifest() {
+        if manifest::Manifest::parse(&text, &self.trust).ok().as_ref() != image.manifest() {
             return Err(self.not_whole(image.id, "its manifest changed meanwhile"));
         }
         let draft = folder.begin_image_as(lock, image.id)?;
@@ -233,8 +233,9 @@ impl Replica {
             write(mark::FILE_NAME, &bytes.map_err(|source| Error::Write { path, source })?)?;
         }
         write(manifest::FILE_NAME, &text)?;
+        folder.check_lock(lock)?;
         durable::publish_dir(draft.dir(), &lasting).map_err(|source| Error::Write { path: lasting.clone(), source })?;
-        Ok(Image::load(&lasting, image.id))
+        Ok(Image::load(&lasting, image.id, folder.trust()))
     }
 }
 

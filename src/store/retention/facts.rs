@@ -72,7 +72,7 @@ impl From<&Image> for Facts {
             State::Bad { .. } => FactKind::Bad,
             State::Damaged { why } => match why.kind {
                 DamageKind::Broken => FactKind::Bad,
-                DamageKind::Newer | DamageKind::Unreadable => FactKind::Unknown,
+                DamageKind::Newer | DamageKind::Unreadable | DamageKind::Untrusted => FactKind::Unknown,
             },
         };
         Facts { id: image.id, taken: image.id.taken(), kind, pin: Pin::from(&image.tags()), in_use: Use::None }

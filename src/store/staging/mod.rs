@@ -38,6 +38,7 @@ use super::folder::JobFolder;
 use super::image::Image;
 use super::lock::WriterLock;
 use super::rights;
+use super::trust::Trust;
 use super::{FileError, failed};
 use crate::sys::durable;
 
@@ -93,6 +94,7 @@ pub struct Area {
     path: PathBuf,
     device: u64,
     link: PathBuf,
+    trust: Trust,
 }
 
 impl Area {
@@ -121,13 +123,13 @@ impl Area {
         rights::check(&path)?;
         make(&path.join("landing"), 0o711)?;
         make(&path.join("slots"), 0o700)?;
-        for slot in slots(&path) {
+        for slot in slots(&path, folder.trust()) {
             make(slot.dir(), 0o700)?;
         }
         let device = fs::metadata(&path).map_err(failed("look at", &path))?.dev();
         let link = folder.path().join(LINK);
         durable::replace_link(&path, &link).map_err(failed("make the link", &link))?;
-        let area = Area { path, device, link };
+        let area = Area { path, device, link, trust: folder.trust().clone() };
         area.clear_landing();
         Ok(area)
     }
@@ -137,7 +139,7 @@ impl Area {
     pub fn left_behind(folder: &JobFolder) -> Option<Area> {
         let path = left(folder.path())?;
         let device = fs::metadata(&path).ok()?.dev();
-        Some(Area { path, device, link: folder.path().join(LINK) })
+        Some(Area { path, device, link: folder.path().join(LINK), trust: folder.trust().clone() })
     }
 
     /// Where it is.
@@ -162,13 +164,13 @@ impl Area {
     /// The two slots.
     #[must_use]
     pub fn slots(&self) -> [Slot; 2] {
-        slots(&self.path)
+        slots(&self.path, &self.trust)
     }
 
     /// Whole images in it, newest first.
     #[must_use]
     pub fn images(&self) -> Vec<Image> {
-        images(&self.path)
+        images(&self.path, &self.trust)
     }
 
     /// Nothing is armed after this: a process that maps memory now gets what it asks for.
@@ -199,8 +201,8 @@ impl Area {
 
 /// Whole images in the staging area that the job's folder names, newest first. None where there is no area, or where it
 /// is not as safe as it was made.
-pub(super) fn staged(folder: &Path) -> Vec<Image> {
-    left(folder).map(|path| images(&path)).unwrap_or_default()
+pub(super) fn staged(folder: &Path, trust: &Trust) -> Vec<Image> {
+    left(folder).map(|path| images(&path, trust)).unwrap_or_default()
 }
 
 /// The staging area that the job's folder names, where it is mounted and as safe as it was made.
@@ -209,14 +211,14 @@ fn left(folder: &Path) -> Option<PathBuf> {
     (rights::check(&path).is_ok() && is_mounted(&path).unwrap_or(false)).then_some(path)
 }
 
-fn images(path: &Path) -> Vec<Image> {
-    let mut images: Vec<Image> = slots(path).iter().filter_map(Slot::image).collect();
+fn images(path: &Path, trust: &Trust) -> Vec<Image> {
+    let mut images: Vec<Image> = slots(path, trust).iter().filter_map(Slot::image).collect();
     images.sort_by_key(|image| std::cmp::Reverse(image.id));
     images
 }
 
-fn slots(path: &Path) -> [Slot; 2] {
-    ["slots/0", "slots/1"].map(|name| Slot::new(path.join(name)))
+fn slots(path: &Path, trust: &Trust) -> [Slot; 2] {
+    ["slots/0", "slots/1"].map(|name| Slot::new(path.join(name), trust.clone()))
 }
 
 fn is_mounted(path: &Path) -> io::Result<bool> {
@@ -225,11 +227,14 @@ fn is_mounted(path: &Path) -> io::Result<bool> {
 }
 
 /// With huge pages for files that are large enough, where the kernel has them.
+/// What a mount table names as mounted there.
+pub const SOURCE: &str = "rekindle";
+
 fn mount_tmpfs(path: &Path, size: u64) -> io::Result<HugePages> {
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
     let plain = format!("mode=0711,size={size}");
     let huge = format!("{plain},huge=within_size");
-    let with = |options: &str| mount(Some("rekindle"), path, Some("tmpfs"), flags, Some(options));
+    let with = |options: &str| mount(Some(SOURCE), path, Some("tmpfs"), flags, Some(options));
     match with(&huge) {
         Ok(()) => Ok(HugePages::Taken),
         Err(_) => Ok(with(&plain).map(|()| HugePages::Absent)?),

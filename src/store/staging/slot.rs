@@ -11,6 +11,8 @@ use crate::store::files::{self, Kind};
 use crate::store::id::ImageId;
 use crate::store::image::Image;
 use crate::store::manifest::{self, Manifest, Part};
+use crate::store::paths::PartPath;
+use crate::store::trust::Trust;
 use crate::store::{FileError, failed};
 use crate::sys::{durable, pages};
 
@@ -21,11 +23,12 @@ const LASTING: [&str; 2] = ["gpu", "spool"];
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slot {
     dir: PathBuf,
+    trust: Trust,
 }
 
 impl Slot {
-    pub(super) fn new(dir: PathBuf) -> Slot {
-        Slot { dir }
+    pub(super) fn new(dir: PathBuf, trust: Trust) -> Slot {
+        Slot { dir, trust }
     }
 
     /// Its folder.
@@ -37,7 +40,7 @@ impl Slot {
     /// The image that is in it, if there is a whole one.
     #[must_use]
     pub fn image(&self) -> Option<Image> {
-        Image::load_staged(&self.dir)
+        Image::load_staged(&self.dir, &self.trust)
     }
 
     /// Bytes of memory that it takes.
@@ -150,8 +153,8 @@ impl Filling {
 
     /// The part that holds the device memory of a process.
     #[must_use]
-    pub fn landing_part(pid: i32) -> String {
-        format!("gpu/{pid}")
+    pub fn landing_part(pid: i32) -> PartPath {
+        PartPath::of_process(pid)
     }
 
     /// The landing file of a process, with at least `len` bytes of memory behind it.
@@ -174,7 +177,7 @@ impl Filling {
     pub fn seal(mut self, mut manifest: Manifest) -> Result<Image, Error> {
         let dir = self.slot.dir.clone();
         let spare = |path: &Path| -> bool {
-            let lands = manifest.landing.iter().any(|landing| Path::new(&landing.part) == path);
+            let lands = manifest.landing.iter().any(|landing| landing.part.as_str() == path);
             // A page file of CRIU is a spool file under another name.
             let linked = fs::metadata(dir.join(path)).is_ok_and(|meta| meta.nlink() > 1);
             path.starts_with("gpu") && !lands || path.starts_with("spool") && !linked
@@ -192,7 +195,7 @@ impl Filling {
                 let _ = fs::remove_file(dir.join(&entry.relative));
             } else if !entry.relative.starts_with("spool") {
                 let path =
-                    entry.relative.to_str().map(str::to_owned).ok_or_else(|| {
+                    entry.relative.to_str().and_then(|path| path.parse().ok()).ok_or_else(|| {
                         failed("name", &dir.join(&entry.relative))(io::ErrorKind::InvalidFilename.into())
                     })?;
                 parts.push(Part { path, size, blake3: None });
@@ -202,7 +205,10 @@ impl Filling {
         manifest.bytes = parts.iter().map(|part| part.size).sum();
         manifest.parts = parts;
         let path = dir.join(manifest::FILE_NAME);
-        let content = manifest.to_bytes().map_err(io::Error::other).map_err(failed("describe the image in", &path))?;
+        let content = manifest
+            .to_bytes(&self.slot.trust)
+            .map_err(io::Error::other)
+            .map_err(failed("describe the image in", &path))?;
         durable::replace_file(&path, &content, 0o600).map_err(failed("write", &path))?;
         self.whole = true;
         Ok(self.slot.image().ok_or_else(|| failed("read back", &path)(io::ErrorKind::InvalidData.into()))?)

@@ -47,8 +47,12 @@ fn an_image_is_there_when_it_was_sealed_and_gone_when_the_slot_begins_again() {
     let landing = filling.landing_file(1001, 5 << 20).unwrap();
     filling.landing_file(77, 1 << 20).unwrap();
     let mut with = manifest();
-    with.landing =
-        vec![Landing { pid: 1001, path: area.landing_dir().join("1001"), part: "gpu/1001".into(), bytes: 5 << 20 }];
+    with.landing = vec![Landing {
+        pid: 1001,
+        path: area.landing_dir().join("1001").into(),
+        part: "gpu/1001".into(),
+        bytes: 5 << 20,
+    }];
     let image = filling.seal(with.clone()).unwrap();
     assert!(image.is_good() && image.is_staged());
     assert_eq!(image.manifest().unwrap().bytes, (5 << 20) + 100, "what nobody uses is not counted and goes");

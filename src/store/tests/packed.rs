@@ -14,11 +14,11 @@ fn place(home: &Home, chunks: impl FnOnce(Chunks) -> Option<Chunks>) -> Image {
     let extents = vec![Extent::Chunk { id: ChunkId::new([1; 32]), len: 7 }, Extent::Zero { len: 9 }];
     let bytes = ChunkMap { parts: vec![extents] }.to_bytes();
     fs::write(dir.join("chunks"), &bytes).unwrap();
-    let parts = vec![Part { path: "criu/pages-1.img".to_owned(), size: 16, blake3: None }];
+    let parts = vec![Part { path: "criu/pages-1.img".into(), size: 16, blake3: None }];
     let chunks = chunks(Chunks { blake3: blake3::hash(&bytes), extents: 2, stored: 7 });
     let manifest = Manifest { id, job: home.folder.name().clone(), parts, chunks, ..manifest() };
-    fs::write(dir.join("manifest.json"), manifest.to_bytes().unwrap()).unwrap();
-    Image::load(&dir, id)
+    fs::write(dir.join("manifest.json"), manifest.to_bytes(&Default::default()).unwrap()).unwrap();
+    Image::load(&dir, id, &Default::default())
 }
 
 #[test]

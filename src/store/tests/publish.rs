@@ -62,7 +62,7 @@ fn what_is_no_file_is_refused() {
 fn a_manifest_that_contradicts_the_files_is_refused() {
     let home = Home::new();
     let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
-    let recreate = vec![manifest::Recreate { path: "/x".into(), mode: 0o755, part: "bin/x".to_owned() }];
+    let recreate = vec![manifest::Recreate { path: "/x".into(), mode: 0o755, part: "bin/x".into() }];
     let error = draft.publish(Manifest { recreate, ..manifest() }, 8).unwrap_err();
     assert!(matches!(error, PublishError::Describe { .. }), "{error}");
     assert!(snapshot(&home.folder.images_dir()).is_empty());
@@ -168,7 +168,7 @@ fn the_record_of_a_job() {
     let directory = PathBuf::from(std::ffi::OsString::from_vec(b"/a\xff".to_vec()));
     let mut record = JobRecord {
         command: vec!["a".to_owned()],
-        directory,
+        directory: directory.into(),
         base: None,
         lineage: "first".to_owned(),
         created: at(0),
@@ -193,8 +193,8 @@ fn the_record_of_a_job() {
     fs::write(&path, serde_json::to_vec(&old).unwrap()).unwrap();
     let expected = JobRecord { uptime: std::time::Duration::ZERO, failures: 0, ..record.clone() };
     assert_eq!(home.folder.record().unwrap(), Some(expected));
-    fs::write(&path, text.replace("\"version\": 1", "\"version\": 2")).unwrap();
-    assert!(matches!(home.folder.record(), Err(Error::NewerRecord { version: 2, .. })));
+    fs::write(&path, text.replace("\"version\": 1", "\"version\": 3")).unwrap();
+    assert!(matches!(home.folder.record(), Err(Error::NewerRecord { version: 3, .. })));
     fs::write(&path, &text[..text.len() / 2]).unwrap();
     assert!(matches!(home.folder.record(), Err(Error::ParseRecord { .. })));
 }

@@ -38,7 +38,9 @@ impl Wrong {
             None => Finding::Ok,
         };
         let reports = manifest.parts.iter().zip(self.parts);
-        reports.map(|(part, wrong)| PartReport { path: PathBuf::from(&part.path), finding: finding(wrong) }).collect()
+        reports
+            .map(|(part, wrong)| PartReport { path: PathBuf::from(part.path.as_str()), finding: finding(wrong) })
+            .collect()
     }
 }
 

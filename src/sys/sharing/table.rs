@@ -3,8 +3,11 @@
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::Ordering::{Acquire, Relaxed};
+
+use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
 
 // One source for both sides.
 #[path = "../../../preload/src/table.rs"]
@@ -50,10 +53,18 @@ impl Sharing {
             return Err(io::Error::other(format!("process {pid} has the interposer of another version of rekindle")));
         }
         let range = line.split(' ').next().unwrap_or_default();
-        let file = OpenOptions::new().read(true).write(true).open(format!("/proc/{pid}/map_files/{range}"))?;
-        let sharing = Sharing { pid, table: map(&file)? };
+        // A lease of the job's on it would have us wait (fcntl(2), F_SETLEASE).
+        let mut options = OpenOptions::new();
+        let options = options.read(true).write(true).custom_flags(libc::O_NONBLOCK);
+        let file = options.open(format!("/proc/{pid}/map_files/{range}"))?;
+        let sharing = Sharing::mapped(pid, &file)?;
         // Made, and not filled in yet: then nothing was shared before this moment.
         Ok((sharing.table().pid.load(Acquire) != 0).then_some(sharing))
+    }
+
+    /// The table of `pid` that is in this file.
+    pub(super) fn mapped(pid: i32, file: &File) -> io::Result<Sharing> {
+        Ok(Sharing { pid, table: map(file)? })
     }
 
     pub(super) fn pid(&self) -> i32 {
@@ -97,15 +108,20 @@ pub(super) fn origin(import: &Import) -> Tag {
 }
 
 fn map(file: &File) -> io::Result<NonNull<Table>> {
-    let size = size_of::<Table>();
-    if usize::try_from(file.metadata()?.len()).unwrap_or(0) != size {
-        return Err(io::Error::other("its table of shared memory has another size"));
-    }
-    // Else the job could cut it short, and an access would end us.
+    // The seals first: a job that cuts its table and seals it then would be found sealed, and long enough before that. An
+    // access to what is not there would end us.
     // SAFETY: a system call on numbers.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
     if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 {
         return Err(io::Error::other("its table of shared memory is not sealed"));
+    }
+    // A page of hugetlbfs may be missing however long the file is: that is a SIGBUS too.
+    if fstatfs(file)?.filesystem_type() != TMPFS_MAGIC {
+        return Err(io::Error::other("its table of shared memory is no ordinary memory"));
+    }
+    let size = size_of::<Table>();
+    if usize::try_from(file.metadata()?.len()).unwrap_or(0) != size {
+        return Err(io::Error::other("its table of shared memory has another size"));
     }
     // SAFETY: a new mapping, of a file that is as long and stays so.
     let address = unsafe {

@@ -108,3 +108,59 @@ fn a_table_is_believed_in_nothing() {
     announce(&[i32::MAX, pid], false);
     assert!(check_announced(&all).unwrap_err().is_busy());
 }
+
+/// Says to a process of this test that it is the one that may die.
+const RACES: &str = "REKINDLE_TEST_TABLE_RACE";
+
+/// A job cuts its table and seals it then, while we look at its size and its seals: what is mapped would be shorter than it
+/// was found to be, and an access a SIGBUS. That ends a process, so another one tries it.
+#[test]
+fn a_table_that_is_cut_while_it_is_looked_at_ends_nobody() {
+    if std::env::var_os(RACES).is_some() {
+        return race();
+    }
+    let name = "sys::sharing::tests::a_table_that_is_cut_while_it_is_looked_at_ends_nobody";
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    let ended = command.args(["--exact", name, "--nocapture"]).env(RACES, "1").status().unwrap();
+    assert!(ended.success(), "whoever reads tables {ended}");
+}
+
+fn race() {
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::Ordering::SeqCst;
+    use std::time::{Duration, Instant};
+
+    let (deadline, size) = (Instant::now() + Duration::from_secs(3), size_of::<table::Table>());
+    let mut mapped = 0;
+    for round in 0_usize.. {
+        if Instant::now() > deadline {
+            break;
+        }
+        // SAFETY: a string that ends with NUL.
+        let fd = unsafe { libc::memfd_create(table::NAME.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+        // SAFETY: just made.
+        let file = unsafe { File::from_raw_fd(fd) };
+        file.set_len(size as u64).unwrap();
+        let begun = AtomicUsize::new(0);
+        let meet = |turns: usize| {
+            begun.fetch_add(1, SeqCst);
+            while begun.load(SeqCst) < 2 {
+                std::hint::spin_loop();
+            }
+            (0..turns).for_each(|_| std::hint::spin_loop());
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                meet(round % 64);
+                file.set_len(0).unwrap();
+                // SAFETY: a system call on numbers.
+                assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) }, 0);
+            });
+            meet(round / 64 % 64);
+            if let Ok(sharing) = Sharing::mapped(0, &file) {
+                mapped += sharing.inner() + 1;
+            }
+        });
+    }
+    assert_eq!(mapped, 0, "a table that nobody sealed whole was taken");
+}

@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use super::{Open, Spawn, World};
 
 /// The steps of the child, by the number it reports when one fails.
-const STEPS: [&str; 10] = [
+const STEPS: [&str; 13] = [
     "entering the namespaces",
     "starting a session",
     "changing to the working directory",
@@ -21,6 +21,9 @@ const STEPS: [&str; 10] = [
     "resetting signals",
     "execve",
     "setting the parent-death signal",
+    "becoming another user",
+    "setting no-new-privileges",
+    "making a device for tunnels",
 ];
 
 /// What the child writes to the report pipe when a step fails: its number, then errno.
@@ -93,6 +96,10 @@ impl<'a> Plan<'a> {
             // SAFETY: a system call on an open descriptor.
             self.check(0, unsafe { libc::setns(pidfd.as_raw_fd(), libc::CLONE_NEWNS | also.bits()) });
         }
+        if let Some(network) = &spawn.network {
+            // SAFETY: a system call on an open descriptor.
+            self.check(0, unsafe { libc::setns(network.as_raw_fd(), libc::CLONE_NEWNET) });
+        }
         if spawn.session {
             // SAFETY: no memory is involved.
             self.check(1, unsafe { libc::setsid() });
@@ -100,14 +107,6 @@ impl<'a> Plan<'a> {
         if let Some(directory) = &spawn.directory {
             // SAFETY: the text is NUL-terminated.
             self.check(2, unsafe { libc::chdir(directory.as_ptr()) });
-        }
-        if let Some(parent) = spawn.dies_with {
-            // SAFETY: a system call on numbers.
-            self.check(9, unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) });
-            // SAFETY: a system call without arguments. A parent that is gone already sends no signal.
-            if unsafe { libc::getppid() } != parent {
-                self.fail(9);
-            }
         }
         let top = self.place_descriptors();
         if let Some(mask) = spawn.umask {
@@ -119,8 +118,67 @@ impl<'a> Plan<'a> {
             self.check(5, unsafe { libc::setrlimit(*resource, limit) });
         }
         self.close_above(top);
+        if let Some(without) = &spawn.own_tun {
+            self.make_tun(without);
+        }
+        if let Some((user, group)) = spawn.identity {
+            self.become_user(user, group);
+        }
+        if spawn.no_new_privileges {
+            // SAFETY: a system call on numbers.
+            self.check(11, unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) });
+        }
+        // After that: who becomes another user loses the signal (prctl(2)).
+        if let Some(parent) = spawn.dies_with {
+            // SAFETY: a system call on numbers.
+            self.check(9, unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) });
+            // SAFETY: a system call without arguments. A parent that is gone already sends no signal.
+            if unsafe { libc::getppid() } != parent {
+                self.fail(9);
+            }
+        }
         self.reset_signals();
         self.execute()
+    }
+
+    /// What is mounted and unmounted from here on stays in a namespace of the child's own; unmounting elsewhere comes here too,
+    /// where the machine's mounts are shared (systemd has them so).
+    fn make_tun(&self, without: &[CString]) {
+        const STEP: u8 = 12;
+        let none = std::ptr::null();
+        // SAFETY: a system call on numbers.
+        self.check(STEP, unsafe { libc::unshare(libc::CLONE_NEWNS) });
+        let flags = libc::MS_REC | libc::MS_SLAVE;
+        // SAFETY: the texts are NUL-terminated, and the others not wanted.
+        self.check(STEP, unsafe { libc::mount(c"none".as_ptr(), c"/".as_ptr(), none, flags, none.cast()) });
+        for mounted in without {
+            // One that is gone by now is no matter.
+            // SAFETY: the text is NUL-terminated.
+            unsafe { libc::umount2(mounted.as_ptr(), libc::MNT_DETACH) };
+        }
+        let (folder, kind, options) = (c"/dev/net".as_ptr(), c"tmpfs".as_ptr(), c"mode=0755,size=4k".as_ptr().cast());
+        let flags = libc::MS_NOSUID | libc::MS_NOEXEC;
+        // SAFETY: the texts are NUL-terminated.
+        self.check(STEP, unsafe { libc::mount(c"tun".as_ptr(), folder, kind, flags, options) });
+        // Numbers of Documentation/admin-guide/devices.txt.
+        let (path, device) = (c"/dev/net/tun".as_ptr(), libc::makedev(10, 200));
+        // SAFETY: the text is NUL-terminated.
+        self.check(STEP, unsafe { libc::mknod(path, libc::S_IFCHR | 0o666, device) });
+        // By name, because of the umask.
+        // SAFETY: the text is NUL-terminated.
+        self.check(STEP, unsafe { libc::chmod(path, 0o666) });
+    }
+
+    /// By the kernel's own calls: those of the C library want to tell the other threads of a process (nptl(7)), which this
+    /// copy does not have.
+    fn become_user(&self, user: u32, group: u32) {
+        let check = |result: libc::c_long| self.check(10, if result < 0 { -1 } else { 0 });
+        // SAFETY: no groups are read.
+        check(unsafe { libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>()) });
+        // SAFETY: a system call on numbers.
+        check(unsafe { libc::syscall(libc::SYS_setresgid, group, group, group) });
+        // SAFETY: a system call on numbers.
+        check(unsafe { libc::syscall(libc::SYS_setresuid, user, user, user) });
     }
 
     /// A program that was written a moment ago may be open for writing yet: not by who wrote it, but in a child that

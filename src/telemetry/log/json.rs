@@ -12,6 +12,8 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
+use crate::telemetry::clean;
+
 /// Formats events so.
 pub(super) struct Lines;
 
@@ -83,7 +85,7 @@ where
 {
     fn format_event(&self, _: &FmtContext<'_, S, N>, mut writer: Writer<'_>, event: &Event<'_>) -> fmt::Result {
         let line = line(event, Utc::now(), super::JOB.get().map(String::as_str));
-        writer.write_str(&serde_json::to_string(&line).map_err(|_| fmt::Error)?)?;
+        writer.write_str(&clean::json(&serde_json::to_string(&line).map_err(|_| fmt::Error)?))?;
         writer.write_char('\n')
     }
 }

@@ -32,7 +32,7 @@ fn a_wide_terminal_shows_everything() {
     assert_eq!(columns, names);
     assert!(lines[2].starts_with("a    running  1 h 2 min  98.76 %  800 ms  ▁▂█"), "{}", lines[2]);
     assert!(lines[2].contains("1 min 1 s") && lines[2].contains("5.0 GiB"), "{}", lines[2]);
-    assert!(lines[8].starts_with("$ train [2J"), "what would move the cursor is gone: {:?}", lines[8]);
+    assert!(lines[8].starts_with("$ train\\x1b[2J\\x0a"), "what would move the cursor is gone: {:?}", lines[8]);
     assert!(lines[10].contains("event 39") && lines[11].starts_with("q quit"), "{lines:?}");
 }
 

@@ -107,7 +107,7 @@ fn a_file_is_the_one_that_the_manifest_tells_of() {
 fn a_map_fits_its_manifest_or_not() {
     let map = sample();
     let sizes = [262_144 + (5 << 30) + 7, 0, 1, u64::from(CHUNK_MAX)];
-    let part = |(n, size): (usize, &u64)| Part { path: format!("p{n}"), size: *size, blake3: None };
+    let part = |(n, size): (usize, &u64)| Part { path: (&format!("p{n}")).into(), size: *size, blake3: None };
     let parts: Vec<Part> = sizes.iter().enumerate().map(part).collect();
     let good = Manifest { parts, ..manifest() };
     let chunks = Chunks { blake3: blake3::hash(b""), extents: 9, stored: 0 };

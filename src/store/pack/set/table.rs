@@ -59,7 +59,7 @@ impl PackInfo {
     /// As [`PackHeader::key_for`].
     ///
     /// # Errors
-    /// [`FormatError::NoKey`], [`FormatError::OtherKey`].
+    /// [`FormatError::NoKey`], [`FormatError::OtherKey`], [`FormatError::Plain`].
     pub fn key_for<'k>(&self, key: Option<&'k Key>) -> Result<Option<&'k Key>, FormatError> {
         PackHeader { key: self.key }.key_for(key)
     }

@@ -130,5 +130,5 @@ fn a_loose_image_is_looked_at_too() {
     let done = case.repair();
     assert_eq!((done.images.len(), done.images[0].image), (1, loose.id));
     assert!(done.images[0].what.contains("a: wrong hash"), "{done:?}");
-    assert!(!Image::load(&loose.dir, loose.id).is_good());
+    assert!(!Image::load(&loose.dir, loose.id, &Default::default()).is_good());
 }

@@ -1,0 +1,154 @@
+//! The job's environment: what of ours it gets, and what it does not.
+//!
+//! Rekindle is told by variables where the replica is and how to get there, and whom to tell what happens. Those are not for
+//! the job, which may be another user's: it gets them where its own configuration names them (`job.pass-environment`), and not
+//! otherwise. All of it is in the job's memory, and so in its images.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+
+use crate::config::{self, Config, EnvironmentMode};
+use crate::launch::identity::Identity;
+use crate::store::replica;
+use crate::supervisor::notify;
+
+/// What a job gets of the caller's environment that begins with nothing. The last two say which GPUs are its own, which a
+/// scheduler or an administrator decided.
+const ALWAYS: [&str; 8] =
+    ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"];
+
+/// The whole environment, and what the job did not get.
+pub(super) struct Environment {
+    pub(super) variables: BTreeMap<OsString, OsString>,
+    /// Variables that are ours only, by name.
+    withheld: BTreeSet<String>,
+    /// How many others the job does not get because it is another user's.
+    left_out: usize,
+}
+
+/// From the caller's variables.
+pub(super) fn of(
+    config: &Config,
+    user: Option<&Identity>,
+    callers: impl IntoIterator<Item = (OsString, OsString)>,
+) -> Environment {
+    let job = &config.job;
+    let mode = job.starts_from();
+    let mut environment = Environment { variables: BTreeMap::new(), withheld: BTreeSet::new(), left_out: 0 };
+    for (name, value) in callers {
+        if notify::VARIABLES.iter().any(|ours| name == *ours) {
+            continue;
+        }
+        let text = name.to_string_lossy();
+        let is_ours = config::may_hold_secret(&text)
+            || config.replica.url.as_ref().is_some_and(|url| replica::reads_variable(url, &text));
+        let keep = match mode {
+            _ if job.passes(&text) => true,
+            EnvironmentMode::Inherit => !is_ours,
+            EnvironmentMode::Clean => ALWAYS.contains(&&*text),
+        };
+        if keep {
+            environment.variables.insert(name, value);
+        } else if mode == EnvironmentMode::Inherit {
+            environment.withheld.insert(text.into_owned());
+        } else {
+            environment.left_out += 1;
+        }
+    }
+    let mut add = |name: &str, value: &OsStr| environment.variables.insert(name.into(), value.into());
+    if let Some(user) = user {
+        add("HOME", user.home.as_os_str());
+        add("USER", user.name.as_ref());
+        add("LOGNAME", user.name.as_ref());
+    }
+    for (name, value) in job.environment.iter() {
+        add(name, value.as_ref());
+        environment.withheld.remove(name);
+    }
+    environment
+}
+
+impl Environment {
+    /// Says what the job does not get, and how it would: names only.
+    pub(super) fn tell(&self, config: &Config) {
+        if !self.withheld.is_empty() {
+            let names: Vec<&str> = self.withheld.iter().map(String::as_str).collect();
+            tracing::warn!(
+                "the job does not get {}, which rekindle uses for the replica or for hooks; where the job needs one too, name it in job.pass-environment",
+                names.join(", ")
+            );
+        }
+        if self.left_out > 0 && config.job.environment_mode.is_none() {
+            tracing::info!(
+                "job.user is set, so the job does not get the caller's environment ({} variables are left out); name those that it needs in job.pass-environment, or set job.environment-mode = \"inherit\"",
+                self.left_out
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(keys: &str) -> Config {
+        toml::from_str(&format!("version = 1\n{keys}")).unwrap()
+    }
+
+    fn given(config: &Config, callers: &[&str]) -> (Vec<String>, Vec<String>) {
+        let callers = callers.iter().map(|name| (OsString::from(name), OsString::from("value")));
+        let made = of(config, None, callers);
+        let names = made.variables.into_keys().map(|name| name.into_string().unwrap()).collect();
+        (names, made.withheld.into_iter().collect())
+    }
+
+    const CALLERS: [&str; 9] = [
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_CA_BUNDLE",
+        "AZURE_CLIENT_SECRET",
+        "CUDA_VISIBLE_DEVICES",
+        "GOOGLE_APPLICATION_CREDENTIALS",
+        "NOTIFY_SOCKET",
+        "PATH",
+        "REKINDLE_HOOKS_WEBHOOK",
+        "REKINDLE_STORE_DIRECTORY",
+    ];
+
+    #[test]
+    fn only_what_our_replica_is_reached_with_is_ours() {
+        for (url, ours) in [
+            ("s3://b/p", &["AWS_SECRET_ACCESS_KEY"][..]),
+            ("gs://b/p", &["GOOGLE_APPLICATION_CREDENTIALS"]),
+            ("az://b/p", &["AZURE_CLIENT_SECRET"]),
+            ("file:///p", &[]),
+        ] {
+            let (given, withheld) = given(&config(&format!("replica.url = {url:?}")), &CALLERS);
+            assert_eq!(withheld, [ours, &["REKINDLE_HOOKS_WEBHOOK"]].concat(), "{url}");
+            assert!(given.iter().all(|name| !withheld.contains(name)) && !given.contains(&"NOTIFY_SOCKET".into()));
+            assert_eq!(given.len() + withheld.len(), CALLERS.len() - 1);
+        }
+    }
+
+    #[test]
+    fn what_the_configuration_names_is_given() {
+        let named =
+            config("replica.url = \"s3://b/p\"\njob.pass-environment = [\"AWS_*\", \"REKINDLE_HOOKS_WEBHOOK\"]");
+        assert_eq!(given(&named, &CALLERS).1, [""; 0]);
+        let set = config("replica.url = \"s3://b/p\"\njob.environment = { AWS_SECRET_ACCESS_KEY = \"its own\" }");
+        let (given, withheld) = given(&set, &CALLERS);
+        assert!(given.contains(&"AWS_SECRET_ACCESS_KEY".into()));
+        assert_eq!(withheld, ["REKINDLE_HOOKS_WEBHOOK"]);
+    }
+
+    #[test]
+    fn another_user_begins_with_little() {
+        let other = config("job.user = \"alice\"");
+        assert_eq!(given(&other, &CALLERS).0, ["CUDA_VISIBLE_DEVICES", "PATH"]);
+        let passed = config("job.user = \"alice\"\njob.pass-environment = [\"AWS_CA*\"]");
+        assert_eq!(given(&passed, &CALLERS).0, ["AWS_CA_BUNDLE", "CUDA_VISIBLE_DEVICES", "PATH"]);
+        let inherits = config("job.user = \"alice\"\njob.environment-mode = \"inherit\"");
+        assert!(given(&inherits, &CALLERS).0.contains(&"AWS_SECRET_ACCESS_KEY".into()));
+        assert!(other.job.keeps_its_rights() && !config("").job.keeps_its_rights());
+        assert!(!config("job.user = \"alice\"\njob.no-new-privileges = false").job.keeps_its_rights());
+    }
+}

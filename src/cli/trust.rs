@@ -1,0 +1,143 @@
+//! Before anything is begun or written: is what a run would go on from ours?
+//!
+//! An image without a signature may be from before there was a key, and with another key the fault is mostly the
+//! configuration's. To pass over it would lose work silently, and to take it would run what anybody can have put there. So
+//! who runs the job is asked, and nothing is touched by then.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use super::replica;
+use crate::config::Config;
+use crate::store::image::is_untrusted;
+use crate::store::{Access, Error, ImageId, JobFolder, JobName, Outcome, Seen, Store, Trust};
+use crate::telemetry::log::chain;
+
+/// An image is not believed, and it is newer than all that are.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "image {image} of job {job} is refused: {why}. It is kept as it is, and nothing was begun; `rekindle run --fresh` starts the job anew, and `rekindle restore {job}/ID` takes an image that is signed"
+)]
+pub(crate) struct Refused {
+    job: JobName,
+    image: ImageId,
+    why: String,
+}
+
+/// The content of the store was encrypted with another key.
+#[derive(Debug, thiserror::Error)]
+#[error("the key in {} (store.encryption-key) is not the one that the images of job {job} were encrypted with; set store.encryption-key to that one. Nothing was written", key.display())]
+pub(crate) struct WrongKey {
+    key: PathBuf,
+    job: JobName,
+}
+
+/// The job was run with a key, and is to go on without.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "job {job} was run with an encryption key, and store.encryption-key is not set: set it to the key of then. Nothing was written; `rekindle run --fresh` starts the job anew, without a key"
+)]
+pub(crate) struct KeyLeftOut {
+    job: JobName,
+}
+
+/// Refuses before the store is locked, or even made.
+pub(super) fn check(config: &Config, job: &JobName) -> anyhow::Result<()> {
+    let trust = Trust::of(&config.store)?;
+    // What is wrong with the store is told by who opens it to write.
+    let here = Store::open(&config.store.directory, Access::Read).map(|store| store.with_trust(trust.clone()));
+    let here = here.and_then(|store| store.jobs()?.contains(job).then(|| store.job(job)).transpose());
+    match here {
+        Ok(Some(folder)) if trust.key().is_none() && folder.has_signed_record() => {
+            Err(KeyLeftOut { job: job.clone() }.into())
+        }
+        Ok(Some(folder)) => check_here(&folder),
+        Ok(None) | Err(Error::NoStore(_)) => replica::check_newest(config, job, &trust),
+        Err(_) => Ok(()),
+    }
+}
+
+/// The same for the job's folder here.
+pub(super) fn check_here(folder: &JobFolder) -> anyhow::Result<()> {
+    let trust = folder.trust();
+    let Some((key, path)) = trust.key().zip(trust.key_path()) else { return Ok(()) };
+    let ids: BTreeSet<[u8; 16]> = folder.packs().keys()?;
+    if !ids.is_empty() && !ids.contains(&key.id()) {
+        return Err(WrongKey { key: path.to_owned(), job: folder.name().clone() }.into());
+    }
+    match folder.record() {
+        Ok(Some(record)) if record.outcome == Outcome::Completed => Ok(()),
+        // Which image it is says more than that the record is not believed either.
+        record => {
+            check_newest(folder)?;
+            Ok(record.map(drop)?)
+        }
+    }
+}
+
+/// Refuses where an image that is not believed is newer than all good ones.
+pub(super) fn check_newest(folder: &JobFolder) -> anyhow::Result<()> {
+    let copies = folder.copies()?;
+    // The same may be here twice: one copy that is good is enough.
+    let best = copies.iter().filter(|image| image.is_good()).map(|image| image.id).max();
+    let newer = copies.iter().filter(|image| best.is_none_or(|best| image.id > best));
+    match newer.filter_map(|image| Some((image.id, is_untrusted(&image.state)?))).next() {
+        Some((image, why)) => Err(Refused { job: folder.name().clone(), image, why: why.to_string() }.into()),
+        None => Ok(()),
+    }
+}
+
+/// An image that was asked for by name, and is not believed.
+pub(super) fn refuse(folder: &JobFolder, image: &crate::store::Image) -> anyhow::Result<()> {
+    match is_untrusted(&image.state) {
+        Some(why) => Err(Refused { job: folder.name().clone(), image: image.id, why: why.to_string() }.into()),
+        None => Ok(()),
+    }
+}
+
+/// The notes of what this machine has seen of the job.
+pub(super) fn seen(config: &Config, folder: &JobFolder) -> Option<Seen> {
+    Seen::of(&config.store.seen_directory, folder.name(), folder.trust())
+}
+
+/// Says loudly where what is here is older than what was here once.
+pub(super) fn look_for_rollback(seen: &Seen, folder: &JobFolder, lineage: Option<&str>) {
+    let tell = || -> anyhow::Result<()> {
+        let job = folder.name();
+        let help = "If you did not restore a backup, lose a disk or remove images, stop the job and find out who can write to the store and the replica";
+        let Some(lineage) = lineage else {
+            if let Some(last) = seen.runs()?.first() {
+                tracing::error!(
+                    "this machine has seen image {} of job {job} (noted {}), and there is none of that run any more: the job begins anew. {help}",
+                    last.image,
+                    last.when.format("%F %TZ")
+                );
+            }
+            return Ok(());
+        };
+        let Some(last) = seen.newest(lineage)? else { return Ok(()) };
+        let copies = folder.copies()?;
+        let ours = copies.iter().filter_map(|image| image.manifest()).filter(|manifest| manifest.lineage == lineage);
+        let newest = ours.map(|manifest| manifest.id).max();
+        if newest.is_none_or(|newest| newest < last.image) {
+            let here = newest
+                .map_or_else(|| "there is none here".to_owned(), |newest| format!("the newest one here is {newest}"));
+            tracing::error!(
+                "job {job} goes back to an older state: this machine has seen image {} (noted {}), and {here}. {help}; `rekindle list {job} --replica` shows what is there",
+                last.image,
+                last.when.format("%F %TZ")
+            );
+        }
+        Ok(())
+    };
+    if let Err(error) = tell() {
+        tracing::warn!("whether the images of the job are the newest ones is not known: {error:#}");
+    }
+}
+
+/// A note that can not be changed is no reason not to run.
+pub(super) fn forget(seen: &Seen, lineage: &str) {
+    if let Err(error) = seen.forget(lineage) {
+        tracing::warn!("{}", chain(&error));
+    }
+}

@@ -1,0 +1,175 @@
+//! Whether only root, or whoever runs this, decides what is in a folder.
+//!
+//! Who can write to the folder of the sockets can put one of his own there under the name of a job: `rekindle stop` of root
+//! would talk to it, and believe its answers. Who can write to a folder above can exchange all of it. So each folder of the
+//! path is looked at, and each symbolic link in it; a folder above may be sticky (`/tmp`), because there nobody can rename
+//! what is another's.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Component, Path, PathBuf};
+
+/// Why a folder is not used.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+enum Distrust {
+    /// By its mode.
+    #[error(
+        "{} has mode {mode:o}, so others can write there and could put another socket in the place of a job's: run `chmod go-w {}`, or set control.directory to another folder",
+        path.display(), path.display()
+    )]
+    Writable { path: PathBuf, mode: u32 },
+    /// By its owner.
+    #[error(
+        "{} belongs to user {owner}, who could put another socket in the place of a job's: run `chown root {}`, or set control.directory to another folder",
+        path.display(), path.display()
+    )]
+    Owner { path: PathBuf, owner: u32 },
+}
+
+/// Where something is on the way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Above,
+    Last,
+}
+
+/// How many symbolic links may follow each other, as for the kernel (path_resolution(7)).
+const MOST_LINKS: u32 = 40;
+
+/// Checks an existing folder and all above it.
+///
+/// # Errors
+/// `PermissionDenied` with what to do where somebody else decides what is there; that of the kernel where it can not be looked
+/// at.
+pub(super) fn check(directory: &Path) -> io::Result<()> {
+    walk(directory, Place::Last)
+}
+
+/// Checks a folder as one above that which is used.
+///
+/// # Errors
+/// As [`check`].
+pub(super) fn check_above(directory: &Path) -> io::Result<()> {
+    walk(directory, Place::Above)
+}
+
+fn walk(directory: &Path, last: Place) -> io::Result<()> {
+    let we = nix::unistd::geteuid().as_raw();
+    let mut left = components(&std::path::absolute(directory)?);
+    let (mut here, mut links) = (PathBuf::from("/"), 0);
+    look(&here, if left.is_empty() { last } else { Place::Above }, we)?;
+    while let Some(name) = left.pop() {
+        if name == ".." {
+            here.pop();
+            continue;
+        }
+        let path = here.join(&name);
+        let place = if left.is_empty() { last } else { Place::Above };
+        let Some(target) = look(&path, place, we)? else {
+            here = path;
+            continue;
+        };
+        links += 1;
+        if links > MOST_LINKS {
+            return Err(io::Error::from_raw_os_error(libc::ELOOP));
+        }
+        if target.is_absolute() {
+            here = PathBuf::from("/");
+        }
+        left.extend(components(&target));
+    }
+    Ok(())
+}
+
+/// The names of a path, the last first.
+fn components(path: &Path) -> Vec<OsString> {
+    let names = path.components().filter_map(|component| match component {
+        Component::Normal(name) => Some(name.to_owned()),
+        Component::ParentDir => Some("..".into()),
+        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
+    });
+    let mut names: Vec<OsString> = names.collect();
+    names.reverse();
+    names
+}
+
+/// Where a link leads; None for a folder.
+fn look(path: &Path, place: Place, we: u32) -> io::Result<Option<PathBuf>> {
+    let metadata = fs::symlink_metadata(path)?;
+    let refused = |why: Distrust| io::Error::new(io::ErrorKind::PermissionDenied, why);
+    if metadata.is_symlink() {
+        judge_owner(path, metadata.uid(), we).map_err(refused)?;
+        return fs::read_link(path).map(Some);
+    }
+    if !metadata.is_dir() {
+        return Err(io::Error::from_raw_os_error(libc::ENOTDIR));
+    }
+    judge(path, metadata.uid(), metadata.mode(), place, we).map_err(refused)?;
+    Ok(None)
+}
+
+fn judge_owner(path: &Path, owner: u32, we: u32) -> Result<(), Distrust> {
+    if owner == 0 || owner == we { Ok(()) } else { Err(Distrust::Owner { path: path.to_owned(), owner }) }
+}
+
+fn judge(path: &Path, owner: u32, mode: u32, place: Place, we: u32) -> Result<(), Distrust> {
+    judge_owner(path, owner, we)?;
+    let sticky = place == Place::Above && mode & libc::S_ISVTX != 0;
+    if mode & 0o022 != 0 && !sticky {
+        return Err(Distrust::Writable { path: path.to_owned(), mode: mode & 0o7777 });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{PermissionsExt, symlink};
+
+    use super::*;
+
+    #[test]
+    fn owner_and_mode_decide() {
+        let judged = |owner, mode, place| judge(Path::new("/d"), owner, mode, place, 7).is_ok();
+        for owner in [0, 7] {
+            assert!(judged(owner, 0o755, Place::Last) && judged(owner, 0o700, Place::Above));
+            assert!(judged(owner, 0o1777, Place::Above) && !judged(owner, 0o1777, Place::Last));
+            for mode in [0o777, 0o775, 0o757, 0o2775] {
+                assert!(!judged(owner, mode, Place::Above) && !judged(owner, mode, Place::Last), "{mode:o}");
+            }
+        }
+        assert!(!judged(8, 0o700, Place::Above) && !judged(8, 0o1777, Place::Above));
+    }
+
+    #[test]
+    fn every_folder_and_link_on_the_way_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = |name: &str, mode| {
+            let path = dir.path().join(name);
+            fs::create_dir_all(&path).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            path
+        };
+        let (good, _open) = (folder("good", 0o755), folder("open", 0o777));
+        let below = folder("open/below", 0o755);
+        symlink("good", dir.path().join("link")).unwrap();
+        symlink("open/below/../below", dir.path().join("through")).unwrap();
+        symlink(dir.path().join("loop"), dir.path().join("loop")).unwrap();
+        check(&good).unwrap();
+        check(&dir.path().join("link")).unwrap();
+        check(&dir.path().join("good/../good")).unwrap();
+        for bad in [below, dir.path().join("through"), dir.path().join("good/../open")] {
+            let error = check(&bad).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{}", bad.display());
+            assert!(error.to_string().contains("others can write") && error.to_string().contains("/open"), "{error}");
+        }
+        assert_eq!(check(&dir.path().join("loop")).unwrap_err().raw_os_error(), Some(libc::ELOOP));
+        assert_eq!(check(&dir.path().join("none")).unwrap_err().kind(), io::ErrorKind::NotFound);
+        check_above(&std::env::temp_dir()).unwrap();
+        if crate::test_gate::root() {
+            std::os::unix::fs::lchown(dir.path().join("link"), Some(65534), None).unwrap();
+            assert!(check(&dir.path().join("link")).unwrap_err().to_string().contains("belongs to user 65534"));
+        }
+    }
+}

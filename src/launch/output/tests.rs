@@ -1,0 +1,309 @@
+use std::io::Write;
+use std::os::unix::fs::FileExt;
+
+use nix::sys::inotify::{InitFlags, Inotify};
+
+use super::follow::Tail;
+use super::*;
+
+fn files(dir: &tempfile::TempDir, size: u64, keep: u32) -> Files {
+    Files::create(dir.path(), Bounds { size, keep }).unwrap()
+}
+
+#[test]
+fn rotation_keeps_every_byte_up_to_the_number_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = files(&dir, 3, 2);
+    let mut writer = OpenOptions::new().append(true).open(&files.stdout).unwrap();
+    for round in 1..=4 {
+        write!(writer, "round {round}").unwrap();
+        files.rotate().unwrap();
+    }
+    write!(writer, "on").unwrap();
+    files.rotate().unwrap();
+    let read = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
+    assert_eq!(read("stdout.log"), "on");
+    assert_eq!((read("stdout.log.1"), read("stdout.log.2")), ("round 4".into(), "round 3".into()));
+    assert!(!dir.path().join("stdout.log.3").exists());
+}
+
+/// Where a follower writes in a test.
+#[derive(Clone, Default)]
+struct Screen(Arc<std::sync::Mutex<Vec<u8>>>);
+
+impl Write for Screen {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Screen {
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+
+    fn shows(&self, text: &str) {
+        let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+        while self.text() != text {
+            assert!(std::time::Instant::now() < deadline, "{:?} is not {text:?}", self.text());
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+    }
+}
+
+#[test]
+fn a_follower_shows_what_is_new_through_cuts_and_to_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = files(&dir, 1, 1);
+    std::fs::write(&files.stdout, "old\n").unwrap();
+    let (out, err) = (Screen::default(), Screen::default());
+    let follower = Follower::copy_to(&files, Box::new(out.clone()), Box::new(err.clone())).unwrap();
+    let mut writer = OpenOptions::new().append(true).open(&files.stdout).unwrap();
+    writeln!(writer, "one").unwrap();
+    out.shows("one\n");
+    // Rotated: the follower sees the cut before the job, which stands still in a rotation, writes on.
+    files.rotate().unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    writeln!(writer, "two").unwrap();
+    out.shows("one\ntwo\n");
+    // Put back to what an image says, in the middle of what was shown.
+    writer.set_len(2).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(50));
+    std::fs::write(&files.stderr, "last words").unwrap();
+    writeln!(writer, "X").unwrap();
+    drop(follower);
+    assert_eq!((out.text().as_str(), err.text().as_str()), ("one\ntwo\nX\n", "last words"));
+}
+
+/// One that is far behind sees all of it: the last words of a life, and all lines of the next, though the file has
+/// grown past where it had read to.
+#[test]
+fn nothing_is_lost_on_a_slow_terminal() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = files(&dir, 100, 9);
+    let small = Files { bounds: Bounds { size: 1, keep: 3 }, ..files.clone() };
+    let screen = Screen::default();
+    let watch = Inotify::init(InitFlags::IN_CLOEXEC).unwrap();
+    let mut tail = Tail::new(&files, 0, Box::new(screen.clone()), &watch).unwrap();
+    let mut writer = OpenOptions::new().append(true).open(&files.stdout).unwrap();
+    let another = dir.path().join("another");
+    std::fs::write(&another, "12").unwrap();
+    let cut = |to: u64| {
+        let mut held = files.hold();
+        assert_eq!(held.cut(&another, 2).unwrap(), None);
+        held.cut(&files.stdout, to).unwrap().unwrap()
+    };
+    write!(writer, "1 2 3 4 ").unwrap();
+    tail.copy();
+    // Seen in part, then cut to before that, and grown past it.
+    write!(writer, "last ").unwrap();
+    cut(4);
+    write!(writer, "3 4 5 6 7 8 9 ").unwrap();
+    tail.copy();
+    assert_eq!(screen.text(), "1 2 3 4 last 3 4 5 6 7 8 9 ");
+    // Behind what was seen; twice, the second time to before that; rotated in between.
+    let length = || std::fs::metadata(&files.stdout).unwrap().len();
+    let seen = length();
+    write!(writer, "a b c ").unwrap();
+    cut(seen + 4);
+    write!(writer, "C ").unwrap();
+    cut(seen - 2);
+    write!(writer, "X ").unwrap();
+    small.rotate().unwrap();
+    write!(writer, "D E ").unwrap();
+    cut(2);
+    small.rotate().unwrap();
+    write!(writer, "F ").unwrap();
+    tail.copy();
+    let all = "1 2 3 4 last 3 4 5 6 7 8 9 a b c C X D E F ";
+    assert_eq!(screen.text(), all);
+    // What is not kept any more can not be shown: the next is.
+    write!(writer, "gone ").unwrap();
+    std::fs::remove_file(cut(2).file.unwrap()).unwrap();
+    write!(writer, "G ").unwrap();
+    tail.copy();
+    assert_eq!(screen.text(), format!("{all}G "));
+}
+
+#[test]
+fn a_file_that_can_not_be_copied_is_not_cut() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = files(&dir, 3, 1);
+    std::fs::write(&files.stdout, "precious").unwrap();
+    std::fs::create_dir(dir.path().join("stdout.log.1")).unwrap();
+    assert!(files.rotate().is_err());
+    assert_eq!(std::fs::read_to_string(&files.stdout).unwrap(), "precious");
+}
+
+/// What a reader finds who puts the parts together.
+fn whole(files: &Files) -> String {
+    let mut text = Vec::new();
+    for n in (1..100).rev() {
+        text.extend(std::fs::read(numbered(&files.stdout, n)).unwrap_or_default());
+    }
+    let file = File::open(&files.stdout).unwrap();
+    let begin = usize::try_from(sparse::begin(&file).unwrap()).unwrap();
+    text.extend(&std::fs::read(&files.stdout).unwrap()[begin..]);
+    String::from_utf8(text).unwrap()
+}
+
+fn lines(range: std::ops::Range<u32>) -> String {
+    range.map(|n| format!("line {n:06}\n")).collect()
+}
+
+#[test]
+fn a_file_is_rotated_while_it_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = files(&dir, 64 << 10, 90);
+    let screen = Screen::default();
+    let watch = Inotify::init(InitFlags::IN_CLOEXEC).unwrap();
+    let mut tail = Tail::new(&files, 0, Box::new(screen.clone()), &watch).unwrap();
+    let mut outside = crate::launch::tail::Tail::new(&files.stdout);
+    let mut seen = Vec::new();
+    let mut writer = OpenOptions::new().append(true).open(&files.stdout).unwrap();
+    for n in 0..100 {
+        writer.write_all(lines(n * 1000..(n + 1) * 1000).as_bytes()).unwrap();
+        if n % 7 == 6 {
+            files.relieve(0).unwrap();
+            let meta = std::fs::metadata(&files.stdout).unwrap();
+            assert!(meta.blocks() * 512 < 200 << 10 && meta.len() == u64::from(n + 1) * 12_000, "{meta:?}");
+        }
+        if n % 10 == 9 {
+            outside.copy(&mut seen).unwrap();
+        }
+    }
+    // Frozen, it is emptied; what a reader has not seen is in rotated files then.
+    writer.write_all(lines(100_000..110_000).as_bytes()).unwrap();
+    files.rotate().unwrap();
+    assert_eq!(std::fs::metadata(&files.stdout).unwrap().len(), 0);
+    writer.write_all(lines(110_000..110_003).as_bytes()).unwrap();
+    assert!(whole(&files) == lines(0..110_003));
+    outside.copy(&mut seen).unwrap();
+    assert!(String::from_utf8(seen).unwrap() == lines(0..110_003));
+    tail.copy();
+    assert!(screen.text() == lines(0..110_003));
+    for n in 1..80 {
+        let Ok(text) = std::fs::read_to_string(numbered(&files.stdout, n)) else { continue };
+        assert!(text.ends_with('\n') && text.len() <= 4 * (64 << 10), "{n}: {}", text.len());
+    }
+}
+
+/// An image from before knows the length of the file of then, which the file still has.
+#[test]
+fn what_was_rotated_since_a_snapshot_is_cut_too() {
+    for (snapshot, restarts) in [(0, false), (5_003, false), (15_000, true), (29_000, false), (30_000, true)] {
+        let dir = tempfile::tempdir().unwrap();
+        let mut files = files(&dir, 64 << 10, 90);
+        let screen = Screen::default();
+        let watch = Inotify::init(InitFlags::IN_CLOEXEC).unwrap();
+        let mut tail = Tail::new(&files, 0, Box::new(screen.clone()), &watch).unwrap();
+        let mut writer = OpenOptions::new().append(true).open(&files.stdout).unwrap();
+        writer.write_all(b"from before\n").unwrap();
+        Files { bounds: Bounds { size: 1, keep: 90 }, ..files.clone() }.rotate().unwrap();
+        for n in 0..30 {
+            writer.write_all(lines(n * 1000..(n + 1) * 1000).as_bytes()).unwrap();
+            files.relieve(0).unwrap();
+        }
+        if restarts {
+            // Of another supervisor, which finds the files only.
+            files = self::files(&dir, 64 << 10, 90);
+        }
+        let to = u64::from(snapshot) * 12;
+        let kept = files.hold().cut(&files.stdout.clone(), to).unwrap();
+        assert_eq!(kept.is_some(), snapshot < 30_000);
+        if let Some(kept) = kept {
+            let all = 30_000 * 12 - to;
+            assert_eq!((kept.bytes, kept.lost), (all.min(64 << 10), all.saturating_sub(64 << 10)));
+            let text = std::fs::read_to_string(kept.file.unwrap()).unwrap();
+            assert!(lines(snapshot..30_000).ends_with(&text));
+        }
+        assert_eq!(std::fs::metadata(&files.stdout).unwrap().len(), to);
+        writer.write_all(lines(snapshot..snapshot + 3).as_bytes()).unwrap();
+        assert!(whole(&files) == format!("from before\n{}", lines(0..snapshot + 3)), "{snapshot} {restarts}");
+        // And once more, to the same place.
+        files.hold().cut(&files.stdout.clone(), to).unwrap();
+        writer.write_all(lines(snapshot..snapshot + 5).as_bytes()).unwrap();
+        assert!(whole(&files) == format!("from before\n{}", lines(0..snapshot + 5)), "{snapshot} {restarts}");
+        if !restarts {
+            tail.copy();
+            let text = screen.text();
+            assert!(text.starts_with("from before\n") && text.ends_with(&lines(snapshot..snapshot + 5)), "{snapshot}");
+        }
+    }
+}
+
+/// All that a job can do with its descriptor.
+#[test]
+fn no_length_of_a_file_costs_more_than_its_data() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = files(&dir, 1 << 20, 2);
+    let screen = Screen::default();
+    let watch = Inotify::init(InitFlags::IN_CLOEXEC).unwrap();
+    let mut tail = Tail::new(&files, 0, Box::new(screen.clone()), &watch).unwrap();
+    let mut outside = crate::launch::tail::Tail::new(&files.stdout);
+    let mut seen = Vec::new();
+    let file = OpenOptions::new().write(true).open(&files.stdout).unwrap();
+    let on_disk = || {
+        let all = std::fs::read_dir(dir.path()).unwrap().flatten();
+        all.map(|entry| entry.metadata().unwrap().blocks() * 512).sum::<u64>()
+    };
+    let long = 1 << 40;
+    for round in 0..4 {
+        file.write_all_at(b"begin\n", 0).unwrap();
+        file.set_len(long).unwrap();
+        file.write_all_at(b"end\n", long).unwrap();
+        // Blocks for nothing: within the file, and behind its end.
+        let flags = nix::fcntl::FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        nix::fcntl::fallocate(&file, flags, 1 << 30, 64 << 20).unwrap();
+        if matches!(round, 1 | 2) {
+            nix::fcntl::fallocate(&file, flags, (1 << 40) + (2 << 30), 64 << 20).unwrap();
+        }
+        assert!(on_disk() > 60 << 20);
+        match round {
+            0 => files.relieve(0).unwrap(),
+            1 => files.rotate().unwrap(),
+            2 => drop(files.hold().cut(&files.stdout.clone(), 6).unwrap()),
+            _ => {
+                files.relieve(0).unwrap();
+                // Anew where everything was rotated already.
+                file.set_len(0).unwrap();
+                file.write_all_at(&vec![b'x'; 10 << 20], 0).unwrap();
+                file.set_len(2 << 40).unwrap();
+                files.relieve(0).unwrap();
+            }
+        }
+        assert!(on_disk() < 8 << 20, "round {round}: {}", on_disk());
+        tail.copy();
+        outside.copy(&mut seen).unwrap();
+    }
+    assert!(screen.text().len() < 4 << 20 && seen.len() < 4 << 20, "{} {}", screen.text().len(), seen.len());
+    let mut older = Vec::new();
+    crate::launch::tail::Tail::new(&files.stdout).copy_older(&mut older).unwrap();
+    assert!(older.len() < 4 << 20);
+}
+
+#[test]
+fn what_is_cut_is_kept_within_bounds_and_the_newest_of_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let files = files(&dir, 4096, 3);
+    std::fs::write(dir.path().join(".tmp-stdout.log-1-2"), "of a crash").unwrap();
+    std::fs::write(&files.stdout, "before").unwrap();
+    let text = |n: u32| format!("{n}{}", "y".repeat(10_000 - 1));
+    for n in 1..6 {
+        OpenOptions::new().append(true).open(&files.stdout).unwrap().write_all(text(n).as_bytes()).unwrap();
+        let kept = files.hold().cut(&files.stdout, 6).unwrap().unwrap();
+        assert_eq!(kept.file, Some(dir.path().join(format!("stdout.log.rolled-back.{n}"))));
+        assert_eq!((kept.bytes, kept.lost), (4096, 10_000 - 4096));
+    }
+    let _ = self::files(&dir, 4096, 3);
+    let names = std::fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    let kept = [3, 4, 5].map(|n| format!("stdout.log.rolled-back.{n}"));
+    assert_eq!(names, [&["stderr.log".into(), "stdout.log".into()][..], &kept].concat());
+}

@@ -1,0 +1,199 @@
+//! Who may have written what is read from a store or a replica.
+//!
+//! Without a key anybody who can write there: a hash without a key finds damage and nobody's intent. With a key
+//! (`store.encryption-key`) manifests and job records carry a signature, a keyed hash that only who has the key can make,
+//! and one without is refused unless `store.accept-unsigned` is set. What each signature covers is in docs/format.md.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+use super::chunk::cipher::PlainPacks;
+use super::chunk::{Key, KeyError};
+use super::format::blake3_hex;
+use super::id::JobName;
+use super::manifest::hex;
+use crate::config;
+
+/// Why something is not believed.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum Untrusted {
+    /// It may be from before there was a key, or somebody without the key has made it.
+    #[error(
+        "has no signature, though store.encryption-key is {}: anyone who can write the store or the replica could have made it. If it is from before rekindle signed images, or from before this key was set, set store.accept-unsigned = true until newer images have taken its place; else remove it",
+        key.display()
+    )]
+    Unsigned {
+        /// The key file.
+        key: PathBuf,
+    },
+    /// Signed with a key that is not ours.
+    #[error(
+        "was signed with another key (its id is {id}) than the one in {}: set store.encryption-key to the key that it was made with, or remove it",
+        key.display()
+    )]
+    OtherKey {
+        /// The key file.
+        key: PathBuf,
+        /// The id of the key that it names.
+        id: String,
+    },
+    /// Signed, it says, with our key, and it is not.
+    #[error("has a signature that does not fit the key in {}: it was changed by someone who does not have the key, or is damaged", key.display())]
+    Forged {
+        /// The key file.
+        key: PathBuf,
+    },
+}
+
+/// A signature, as it is in a file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Signature {
+    /// The id of the key, hexadecimal. It tells nothing of the key.
+    key: String,
+    #[serde(with = "hex")]
+    mac: blake3::Hash,
+}
+
+/// What becomes of what has no signature.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Unsigned {
+    /// It is refused.
+    #[default]
+    Refused,
+    /// It is believed (`store.accept-unsigned`).
+    Accepted,
+}
+
+/// What is asked of files before they are believed; and what signs those that we write.
+#[derive(Clone, Default, PartialEq, Eq)]
+pub struct Trust {
+    secret: Option<Arc<Secret>>,
+    job: Option<JobName>,
+}
+
+#[derive(PartialEq, Eq)]
+struct Secret {
+    key: Key,
+    path: PathBuf,
+    unsigned: Unsigned,
+}
+
+impl fmt::Debug for Trust {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let key = self.secret.as_ref().map(|secret| &secret.path);
+        f.debug_struct("Trust").field("key", &key).field("job", &self.job).finish()
+    }
+}
+
+impl Trust {
+    /// As it is configured.
+    ///
+    /// # Errors
+    /// When there is to be a key and it can not be used.
+    pub fn of(store: &config::Store) -> Result<Trust, KeyError> {
+        let Some(path) = &store.encryption_key else { return Ok(Trust::default()) };
+        let unsigned = if store.accept_unsigned { Unsigned::Accepted } else { Unsigned::Refused };
+        Ok(Trust::new(Key::read(path)?, path, unsigned))
+    }
+
+    /// With this key, which is in that file.
+    #[must_use]
+    pub fn new(key: Key, path: &Path, unsigned: Unsigned) -> Trust {
+        let plain = match unsigned {
+            Unsigned::Refused => PlainPacks::Refused,
+            Unsigned::Accepted => PlainPacks::Accepted,
+        };
+        let secret = Secret { key: key.with_plain_packs(plain), path: path.to_owned(), unsigned };
+        Trust { secret: Some(Arc::new(secret)), job: None }
+    }
+
+    /// The same for files of one job: those of another are not taken for its.
+    #[must_use]
+    pub fn for_job(&self, job: &JobName) -> Trust {
+        Trust { secret: self.secret.clone(), job: Some(job.clone()) }
+    }
+
+    /// The key, which encrypts too.
+    #[must_use]
+    pub fn key(&self) -> Option<&Key> {
+        self.secret.as_ref().map(|secret| &secret.key)
+    }
+
+    /// Where the key is.
+    #[must_use]
+    pub fn key_path(&self) -> Option<&Path> {
+        self.secret.as_ref().map(|secret| secret.path.as_path())
+    }
+
+    /// The job whose files are read, where another's would be refused.
+    pub(super) fn job(&self) -> Option<&JobName> {
+        self.secret.as_ref().and(self.job.as_ref())
+    }
+
+    /// Signs these bytes; None without a key.
+    pub(super) fn sign(&self, parts: &[&[u8]]) -> Option<Signature> {
+        let key = self.key()?;
+        Some(Signature { key: blake3_hex(&key.id()), mac: key.sign(parts) })
+    }
+
+    /// Whether these bytes are what somebody with the key has signed. Without a key nothing is asked.
+    pub(super) fn check(&self, signature: Option<&Signature>, parts: &[&[u8]]) -> Result<(), Untrusted> {
+        let Some(secret) = &self.secret else { return Ok(()) };
+        let path = || secret.path.clone();
+        match signature {
+            None if secret.unsigned == Unsigned::Accepted => Ok(()),
+            None => Err(Untrusted::Unsigned { key: path() }),
+            Some(Signature { key, .. }) if *key != blake3_hex(&secret.key.id()) => {
+                // It is shown: no more than an id has.
+                let id = key.chars().filter(char::is_ascii_hexdigit).take(32).collect();
+                Err(Untrusted::OtherKey { key: path(), id })
+            }
+            // Compared in constant time.
+            Some(Signature { mac, .. }) if *mac != secret.key.sign(parts) => Err(Untrusted::Forged { key: path() }),
+            Some(_) => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn trust(byte: u8, unsigned: Unsigned) -> Trust {
+        Trust::new(Key::new(&[byte; 32]), Path::new("/etc/key"), unsigned)
+    }
+
+    #[test]
+    fn only_who_has_the_key_signs() {
+        let ours = trust(7, Unsigned::Refused);
+        let signed = ours.sign(&[b"a", b"bc"]).unwrap();
+        assert_eq!(ours.check(Some(&signed), &[b"a", b"bc"]), Ok(()));
+        let forged = Err(Untrusted::Forged { key: "/etc/key".into() });
+        for other in [&[&b"ab"[..], b"c"][..], &[b"a", b"bd"], &[b"a", b"bc", b""], &[b"abc"]] {
+            assert_eq!(ours.check(Some(&signed), other), forged, "{other:?}");
+        }
+        let theirs = trust(8, Unsigned::Accepted).sign(&[b"a", b"bc"]).unwrap();
+        for unsigned in [Unsigned::Refused, Unsigned::Accepted] {
+            let ours = trust(7, unsigned);
+            assert!(matches!(ours.check(Some(&theirs), &[b"a", b"bc"]), Err(Untrusted::OtherKey { .. })));
+            let named = Signature { key: signed.key.clone(), mac: theirs.mac };
+            assert_eq!(ours.check(Some(&named), &[b"a", b"bc"]), forged, "the flag is for what has no signature");
+        }
+    }
+
+    #[test]
+    fn what_has_no_signature_is_believed_where_that_was_said_or_there_is_no_key() {
+        let error = trust(7, Unsigned::Refused).check(None, &[b"a"]).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("/etc/key") && text.contains("store.accept-unsigned = true"), "{text}");
+        assert_eq!(trust(7, Unsigned::Accepted).check(None, &[b"a"]), Ok(()));
+        assert_eq!(Trust::default().check(None, &[b"a"]), Ok(()));
+        let signed = trust(7, Unsigned::Refused).sign(&[b"b"]).unwrap();
+        assert_eq!(Trust::default().check(Some(&signed), &[b"a"]), Ok(()), "nobody without the key can tell");
+        assert!(Trust::default().sign(&[b"a"]).is_none());
+    }
+}
