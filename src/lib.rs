@@ -14,8 +14,9 @@
 //!
 //! Without room in memory an image is made in the store at once. The job may have our interposer loaded (the crate in
 //! `preload/`, embedded by build.rs and unpacked by [`launch::interposer`]): it has the CUDA driver's copy of device memory
-//! land in the image, and processes let go of GPU memory that they share. CRIU loads a plugin of ours for a dump (the crate
-//! in `plugin/`, embedded too), where the machine has NVIDIA's devices.
+//! land in the image, and processes let go of GPU memory that they share. CRIU loads a plugin of ours (the
+//! crate in `plugin/`, embedded too): in a dump where the machine has NVIDIA's devices, and for a job of another user, on whose
+//! files it then works with that user's rights.
 //!
 //! The modules in the order of that flow:
 //!

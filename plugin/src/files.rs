@@ -45,7 +45,7 @@ pub(crate) fn rights() -> Option<Rights> {
     Rights::parse(sys::variable(c"REKINDLE_FILES_AS")?)
 }
 
-/// CRIU begins, of which [`rights`] are asked for. False: it must not go on.
+/// CRIU begins a dump or a restore. Answers whether it may go on: not where the [`rights`] it must have are not to be had.
 pub(crate) fn begin(stage: i32) -> bool {
     /// `CR_PLUGIN_STAGE__RESTORE`.
     const CRIU_RESTORES: i32 = 2;

@@ -81,7 +81,7 @@ impl Global {
         Ok(Store::open(&config.directory, Access::Read)?.with_trust(Trust::of(&config)?))
     }
 
-    /// The store, to find a supervisor and what it says: that needs no key, and must work where the key can not be used.
+    /// The store, to find a supervisor and what it says: that needs no key, and must work where the key cannot be used.
     fn find_supervisor(&self) -> anyhow::Result<Store> {
         Ok(Store::open(&self.settings(self.overrides())?.store.directory, Access::Read)?)
     }

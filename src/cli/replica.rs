@@ -40,12 +40,12 @@ pub(crate) struct Unknown {
 )]
 pub(crate) struct NotBrought(#[source] Error);
 
-/// What the replica has is not believed, or can not be opened: that is for the configuration to say.
+/// What the replica has is not believed, or cannot be opened: that is for the configuration to say.
 #[derive(Debug, thiserror::Error)]
 #[error("nothing is brought from the replica, and nothing was written; `rekindle run --fresh` starts the job anew")]
 pub(crate) struct Refused(#[source] Error);
 
-/// The error of a command that can not do without the replica.
+/// The error of a command that cannot do without the replica.
 fn refused(error: Error) -> anyhow::Error {
     match error {
         error @ (Error::Untrusted { .. } | Error::Key { .. }) => Refused(error).into(),

@@ -135,7 +135,7 @@ pub(super) fn look_for_rollback(seen: &Seen, folder: &JobFolder, lineage: Option
     }
 }
 
-/// A note that can not be changed is no reason not to run.
+/// A note that cannot be changed is no reason not to run.
 pub(super) fn forget(seen: &Seen, lineage: &str) {
     if let Err(error) = seen.forget(lineage) {
         tracing::warn!("{}", chain(&error));

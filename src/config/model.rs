@@ -103,7 +103,7 @@ impl Job {
         self.environment_mode.unwrap_or(default)
     }
 
-    /// Whether the job's rights can not grow. A job of another user has no reason to become more than that user.
+    /// Whether the job's rights cannot grow. A job of another user has no reason to become more than that user.
     #[must_use]
     pub fn keeps_its_rights(&self) -> bool {
         self.no_new_privileges.unwrap_or_else(|| self.user.is_some())

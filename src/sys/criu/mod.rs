@@ -6,6 +6,7 @@
 pub mod image;
 pub mod lazy;
 mod log;
+mod plugin;
 pub(crate) mod proto;
 mod rpc;
 
@@ -14,10 +15,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 pub use log::Log;
-pub use rpc::{
-    DumpOptions, FileRights, Hooks, Instead, Memory, Notify, PLUGIN_NAME, Place, Plugin, RestoreOptions, Restored,
-};
-pub use rpc::{RunError, Tcp, dump, find_restored, restore};
+pub use plugin::{FileRights, PLUGIN_NAME, Plugin};
+pub use rpc::{DumpOptions, Hooks, Instead, Memory, Notify, Place, RestoreOptions, Restored, RunError, Tcp};
+pub use rpc::{dump, find_restored, restore};
 
 /// The oldest CRIU that reads and writes the images we make (page counts moved in the 4.2 page map).
 pub const MINIMUM: Version = Version(4, 0, 0);
