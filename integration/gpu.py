@@ -5,6 +5,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import pwd
 import shutil
 import socket
 import subprocess
@@ -110,16 +111,23 @@ def read(path):
     return path.read_bytes() if path.exists() else b""
 
 
-def compare(args, work, table, name, command, kills, snapshots_at, lost=False):
+def compare(args, work, table, name, command, kills, snapshots_at, lost=False, user=None):
     """The command with `--out DIR`, alone and under rekindle with kills, or the loss of the machine in their place; what
-    it wrote must be the same."""
+    it wrote must be the same. With a `user` it runs as that account under rekindle, and after the kills the supervisor is
+    killed too."""
     reference = work / f"{name}-reference"
     began = time.monotonic()
     with open(work / f"{name}-reference.log", "w") as log:
         subprocess.run([*command, "--out", reference], check=True, stdin=subprocess.DEVNULL, stdout=log, timeout=600)
     alone = time.monotonic() - began
     out = work / f"{name}-out"
-    job = Job(args.rekindle, work, name, [*command, "--out", out]).start()
+    settings = {}
+    if user:
+        settings["job.user"] = user
+        work.chmod(0o711)
+        out.mkdir()
+        shutil.chown(out, user)
+    job = Job(args.rekindle, work, name, [*command, "--out", out], settings=settings).start()
     lines = lambda: read(out / "metrics.jsonl").count(b"\n")
     try:
         manifest, back = None, 0.0
@@ -129,6 +137,12 @@ def compare(args, work, table, name, command, kills, snapshots_at, lost=False):
             at = lines()
             job.wait_for("progress after the image", lambda: lines() > at)
             back = lose_machine(job, manifest) if lost else job.kill_job()
+        if user:
+            check_user(job, user)
+            job.kill_supervisor()
+            job.start()
+            job.wait_for("restart", lambda: job.running() and job.state()["supervisor"] == job.process.pid)
+            check_user(job, user)
         code = job.wait()
         if code != 0:
             raise Failed(f"{name}: exit code {code}")
@@ -139,6 +153,18 @@ def compare(args, work, table, name, command, kills, snapshots_at, lost=False):
             raise Failed(f"{name}: {file} differs from the uninterrupted run")
     print(f"{name}: the same bits after {kills} kills ({alone:.0f} s alone)", flush=True)
     row(table, name, manifest, back)
+
+
+def check_user(job, user):
+    """That each process of the job is the user's, with no right beside."""
+    wanted = pwd.getpwnam(user)
+    status = Path(f"/proc/{job.state()['pid']}/status").read_text().splitlines()
+    found = {line.split(":")[0]: line.split()[1:] for line in status}
+    if found["Uid"] != [str(wanted.pw_uid)] * 4 or found["Gid"] != [str(wanted.pw_gid)] * 4:
+        raise Failed(f"{job.name}: the job is {found['Uid']} and {found['Gid']}, not {user}")
+    for capabilities in ["CapEff", "CapPrm", "CapInh", "CapAmb"]:
+        if int(found[capabilities][0], 16):
+            raise Failed(f"{job.name}: the job has {capabilities} {found[capabilities][0]}")
 
 
 def lose_machine(job, manifest):
@@ -158,6 +184,15 @@ def torch(args, work, table):
     script = [sys.executable, ROOT / "examples/train_torch.py", "--epochs", "60", "--seconds", "25"]
     compare(args, work, table, "torch-1GiB", [*script, "--gib", "1"], 2, 10)
     compare(args, work, table, f"torch-{args.gib}GiB", [*script, "--gib", str(args.gib)], 1, 10)
+
+
+def user(args, work, table):
+    """A job of an account without rights: killed, and its supervisor too."""
+    if importlib.util.find_spec("torch") is None:
+        print("SKIP user: torch is not installed")
+        return
+    script = [sys.executable, ROOT / "examples/train_torch.py", "--epochs", "60", "--seconds", "25", "--gib", "2"]
+    compare(args, work, table, "torch-2GiB-nobody", script, 2, 10, user="nobody")
 
 
 def packs(args, work, table):
@@ -313,7 +348,7 @@ def main():
     table, failures = [], []
     work = Path(tempfile.mkdtemp(prefix="rekindle-gpu."))
     try:
-        for test in [counter, watch, sample, torch, packs, jax, forks, migrate]:
+        for test in [counter, watch, sample, torch, user, packs, jax, forks, migrate]:
             if args.only and args.only != test.__name__:
                 continue
             print(f"== {test.__name__}", flush=True)

@@ -3,16 +3,17 @@
 # installed. Each job is killed with -9 under `rekindle run` and compared with an uninterrupted run; the table at the end
 # has the freeze by phase. Needs root, a driver of 570 or newer, nvcc, python3 with torch, and CRIU 4.2 (REKINDLE_CRIU).
 #
-#   integration/gpu.sh [--rekindle FILE] [--gib N] [--logs DIR]
+#   integration/gpu.sh [--rekindle FILE] [--gib N] [--only NAME] [--logs DIR]
 #
 # Exits 0 when everything came back as it was.
 set -euo pipefail
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
-rekindle=$root/target/release/rekindle gib=16 logs=''
+rekindle=$root/target/release/rekindle gib=16 logs='' only=''
 while [ $# -gt 0 ]; do
   case $1 in
     --rekindle) rekindle=${2:?}; shift 2 ;;
     --gib) gib=${2:?}; shift 2 ;;
+    --only) only=${2:?}; shift 2 ;;
     --logs) logs=${2:?}; shift 2 ;;
     *) echo "gpu: unknown argument $1" >&2; exit 2 ;;
   esac
@@ -20,4 +21,4 @@ done
 [ "$(id -u)" -eq 0 ] || { echo 'gpu: run it as root' >&2; exit 69; }
 [ -x "$rekindle" ] || { echo "gpu: build first: cargo build --release ($rekindle)" >&2; exit 69; }
 command -v nvidia-smi >/dev/null || { echo 'gpu: there is no NVIDIA driver here' >&2; exit 69; }
-exec python3 -B "$root/integration/gpu.py" --rekindle "$rekindle" --gib "$gib" ${logs:+--logs "$logs"}
+exec python3 -B "$root/integration/gpu.py" --rekindle "$rekindle" --gib "$gib" ${logs:+--logs "$logs"} ${only:+--only "$only"}

@@ -150,10 +150,14 @@ class Job:
     def wait(self, limit=600):
         return self.process.wait(limit)
 
-    def lose_machine(self):
-        """What the end of a machine takes: the supervisor, the job, and all that was in memory."""
+    def kill_supervisor(self):
+        """kill -9: the kernel takes the job down with it."""
         self.process.kill()
         self.process.wait(30)
+
+    def lose_machine(self):
+        """What the end of a machine takes: the supervisor, the job, and all that was in memory."""
+        self.kill_supervisor()
         self.forget_memory()
 
     def forget_memory(self):
@@ -171,9 +175,7 @@ class Job:
             try:
                 self.process.wait(30)
             except subprocess.TimeoutExpired:
-                # The kernel takes the job down with it.
-                self.process.kill()
-                self.process.wait(30)
+                self.kill_supervisor()
         # It may be kept on purpose, for a `run` that goes on from it; here there is none.
         self.forget_memory()
 
