@@ -13,6 +13,7 @@ mod supervisor;
 mod clean;
 mod commands;
 mod compat;
+mod contents;
 mod control;
 mod damage;
 mod deadline;

@@ -14,6 +14,7 @@ mod auto;
 mod control;
 mod error;
 mod file;
+mod files;
 mod gpu;
 mod keys;
 mod layers;
@@ -38,6 +39,7 @@ use serde::{Deserialize, Serialize};
 pub use auto::{MeanTime, Percentage};
 pub use control::Control;
 pub use error::{Error, Fault, Problem};
+pub use files::{ChangedFiles, Files};
 pub use gpu::{Gpu, Nccl};
 pub use model::{
     ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,

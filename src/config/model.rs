@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::auto::{MeanTime, Percentage};
 use super::control::Control;
+use super::files::{ChangedFiles, Files};
 use super::gpu::Gpu;
 use super::network::Network;
 use super::scheduler::Scheduler;
@@ -34,6 +35,8 @@ pub struct Config {
     pub job: Job,
     /// What the job sees of the network.
     pub network: Network,
+    /// Which files are a part of its state.
+    pub files: Files,
     /// How the job uses its GPUs.
     pub gpu: Gpu,
     /// When and how to snapshot.
@@ -191,6 +194,8 @@ pub struct Snapshot {
     pub retry_max: Duration,
     /// Largest deleted but open file that is copied into the image; fits in 32 bits (CRIU's `ghost_limit`).
     pub ghost_limit: ByteSize,
+    /// Most that an image takes of files on disk that the job changes in place. Files in memory do not count.
+    pub file_limit: ByteSize,
     /// What happens to established TCP connections.
     pub tcp: Tcp,
     /// Host memory that must stay free while an image is made in memory, or GPU memory is copied into it.
@@ -336,6 +341,8 @@ pub struct Restart {
     pub never_retry_exit_codes: Vec<u8>,
     /// Whether the job may be started from its beginning when no image is left.
     pub cold_start: ColdStart,
+    /// What happens over a file that changed since the snapshot and whose content the image does not have.
+    pub changed_files: ChangedFiles,
     /// How long a restore may take; CRIU hangs for ever on some broken images.
     #[serde(with = "duration")]
     pub restore_timeout: Duration,
@@ -415,6 +422,7 @@ impl Default for Config {
             rules: Vec::new(),
             job: Job::default(),
             network: Network::default(),
+            files: Files::default(),
             gpu: Gpu::default(),
             snapshot: Snapshot::default(),
             store: Store::default(),
@@ -447,6 +455,8 @@ impl Default for Snapshot {
             // Shared memory is deleted files, of tens of MB each with NCCL, of a batch with DataLoader: a job is better off
             // with a longer freeze than without images. It is the most that CRIU can be told.
             ghost_limit: ByteSize::mib(4095),
+            // A database beside the training; what is larger is mostly written once, and would cost every freeze.
+            file_limit: ByteSize::gib(16),
             tcp: Tcp::default(),
             memory_reserve: ByteSize::mib(512),
             staging: Staging::default(),
@@ -499,6 +509,7 @@ impl Default for Restart {
             // Wrong usage, not executable, not found: another try ends the same way.
             never_retry_exit_codes: vec![2, 126, 127],
             cold_start: ColdStart::default(),
+            changed_files: ChangedFiles::default(),
             restore_timeout: seconds(600),
             lazy: Lazy::default(),
         }

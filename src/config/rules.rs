@@ -210,6 +210,7 @@ fn snapshot(config: &Config, rules: &mut Rules) {
     rules.that(u32::try_from(snapshot.ghost_limit.bytes()).is_ok(), "snapshot.ghost-limit", || {
         "must be less than 4GiB, because CRIU takes it as a 32-bit number of bytes".to_owned()
     });
+    config.files.track.iter().for_each(|folder| rules.path("files.track", Some(folder)));
     rules.path("snapshot.staging-directory", Some(&snapshot.staging_directory));
 }
 

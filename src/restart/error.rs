@@ -198,6 +198,8 @@ impl Error {
             Error::Rollback(RollbackError::Io { .. }) => Blame::Image,
             // Somebody can make room.
             Error::Rollback(RollbackError::NoRoom { .. } | RollbackError::TooMany(_)) => Blame::Machine,
+            // An older image has not its content either, and would lose work on top.
+            Error::Rollback(RollbackError::Changed(_)) => Blame::Here,
             Error::Rollback(_) => Blame::Files,
             Error::Criu(_) => Blame::Image,
         }

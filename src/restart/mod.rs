@@ -7,6 +7,7 @@
 
 pub mod cause;
 pub mod compat;
+mod contents;
 mod cuda;
 mod error;
 pub mod gpus;
@@ -23,7 +24,7 @@ mod user;
 
 use std::time::{Duration, Instant};
 
-use crate::config::Lazy;
+use crate::config::{ChangedFiles, Lazy};
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, Network, World};
 use crate::launch::{Job, Privileges, embedded, output, plugin};
@@ -72,6 +73,8 @@ pub struct Request<'a> {
     pub lazy: Lazy,
     /// The network that it shall see, where it gets namespaces of its own.
     pub network: Network<'a>,
+    /// What happens over a file that changed and whose content the image does not have.
+    pub changed_files: ChangedFiles,
     /// Which GPUs it shall come back on, where that is not left to us.
     pub wishes: &'a Wishes,
     /// Where it may ask its supervisor for something.
@@ -134,7 +137,7 @@ pub fn restore(
         own::check(manifest, request)?;
         check_user(manifest, request.identity)?;
         let relocation = fits(request, manifest, warn, cancelled)?;
-        rollback::check(manifest, request.folder, request.identity)?;
+        rollback::check(manifest, request.folder, request.identity, request.changed_files)?;
         Ok(relocation)
     })?;
     let plain::Plain { image, folder: unpacked } = timed.run("verify", || plain::make(request, cancelled))?;
@@ -246,8 +249,8 @@ fn died_while_restored(images: &std::path::Path) -> Option<(i32, Ended)> {
 
 /// Whether the files that the image's job wrote to are here, or can be put back.
 #[must_use]
-pub fn has_its_files(manifest: &Manifest, folder: &JobFolder, user: Option<&Identity>) -> bool {
-    rollback::check(manifest, folder, user).is_ok()
+pub fn has_its_files(manifest: &Manifest, folder: &JobFolder, user: Option<&Identity>, changed: ChangedFiles) -> bool {
+    rollback::check(manifest, folder, user, changed).is_ok()
 }
 
 struct Timer<'a>(&'a mut Vec<(&'static str, Duration)>);

@@ -50,8 +50,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(&dir.path().join("store"), Access::Write).unwrap();
         let folder = store.create_job(&"j".parse().unwrap()).unwrap();
-        let open =
-            |path: &Path| OpenFile { path: path.into(), size: 1, append: true, position: 1, mode: None, part: None };
+        let open = |path: &Path| OpenFile { append: true, position: 1, ..OpenFile::new(path.into(), 1) };
         let reaper = |path: &str| Recreate { path: path.into(), mode: 0o755, part: "files/r".into() };
         let ours = folder.log_dir().join("stderr.log");
         let mut manifest = Manifest {

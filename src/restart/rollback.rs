@@ -15,16 +15,18 @@
 use std::ffi::OsString;
 use std::fmt;
 use std::fs::{File, OpenOptions, Permissions};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use bytesize::ByteSize;
 
+use super::contents::{self, Aside};
 use super::{Request, moved};
+use crate::config::ChangedFiles;
 use crate::launch::identity::Identity;
 use crate::launch::output::{Held, Kept};
-use crate::store::manifest::{Folder, OpenFile};
+use crate::store::manifest::{Folder, OpenFile, Stamp};
 use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::durable::{self, Unfinished};
 use crate::sys::{identity, sparse};
@@ -40,6 +42,15 @@ pub enum PutBack {
     Made(PathBuf),
     /// Output of the job, and so many bytes that it had written are not here.
     Begun(PathBuf, u64),
+    /// It was not there at the snapshot, and is moved aside.
+    Aside(RolledBack),
+    /// A tracked folder.
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// Where what it had too much is now.
+        kept: PathBuf,
+    },
 }
 
 /// A file of which something was taken away.
@@ -53,9 +64,24 @@ pub struct RolledBack {
     pub bytes: u64,
 }
 
+impl PutBack {
+    fn is_in(&self, folder: &Path) -> bool {
+        match self {
+            PutBack::Kept(RolledBack { path, .. }) | PutBack::Aside(RolledBack { path, .. }) => {
+                path.starts_with(folder)
+            }
+            PutBack::Made(path) | PutBack::Cut(path, _) | PutBack::Begun(path, _) => path.starts_with(folder),
+            PutBack::Folder { .. } => false,
+        }
+    }
+}
+
 impl fmt::Display for PutBack {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            PutBack::Kept(RolledBack { path, kept, .. }) if kept.as_os_str().is_empty() => {
+                write!(f, "{} was put back", path.display())
+            }
             PutBack::Kept(RolledBack { path, kept, bytes }) => {
                 write!(f, "{} was put back; {bytes} bytes are kept in {}", path.display(), kept.display())
             }
@@ -70,6 +96,12 @@ impl fmt::Display for PutBack {
                 }
             }
             PutBack::Made(path) => write!(f, "{} was not here, and is made anew from the image", path.display()),
+            PutBack::Aside(RolledBack { path, kept, .. }) => {
+                write!(f, "{} was not there at the snapshot: it is {} now", path.display(), kept.display())
+            }
+            PutBack::Folder { path, kept } => {
+                write!(f, "{} was put back; what differed is in {} now", path.display(), kept.display())
+            }
             PutBack::Begun(path, bytes) => write!(
                 f,
                 "{} is begun anew: the {} that the job had written to it before the snapshot are not here",
@@ -111,6 +143,9 @@ pub enum RollbackError {
     /// It is no regular file any more.
     #[error("{} was a regular file at the snapshot and is none now", .0.display())]
     NotAFile(PathBuf),
+    /// Its content is not in the image, and is another one now.
+    #[error("{} was changed after the snapshot, and its content of then is not in the image: the job would go on with a file that does not fit its memory. Put the file back, restore an older image, or set restart.changed-files = \"warn\" if the job does not mind", .0.display())]
+    Changed(PathBuf),
     /// It lost bytes that the image does not have.
     #[error("{} had {had} bytes at the snapshot and has {has} now: what is missing is not in the image", path.display())]
     Shorter {
@@ -146,17 +181,22 @@ impl RollbackError {
 /// The step that gives a thread the user's rights.
 const SWITCH: &str = "switching to the job's user";
 
-fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Error) -> RollbackError + 'a {
+pub(super) fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Error) -> RollbackError + 'a {
     move |source| RollbackError::Io { path: path.into(), verb, source }
 }
 
 /// Whether every file of the image can be put back. Changes nothing.
-pub(super) fn check(manifest: &Manifest, folder: &JobFolder, user: Option<&Identity>) -> Result<(), RollbackError> {
+pub(super) fn check(
+    manifest: &Manifest,
+    folder: &JobFolder,
+    user: Option<&Identity>,
+    changed: ChangedFiles,
+) -> Result<(), RollbackError> {
     let mut theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
-    theirs.try_for_each(|file| with_rights(&file.path, user, || check_one(file)))
+    theirs.try_for_each(|file| with_rights(&file.path, user, || check_one(file, changed)))
 }
 
-fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
+fn check_one(file: &OpenFile, changed: ChangedFiles) -> Result<(), RollbackError> {
     let path = &*file.path;
     let metadata = match std::fs::symlink_metadata(path) {
         Ok(metadata) => metadata,
@@ -171,6 +211,18 @@ fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
     if let Some(then) = file.mode.filter(|then| *then != metadata.mode()) {
         let (then, now) = (then & 0o7777, metadata.mode() & 0o7777);
         return Err(RollbackError::Mode { path: path.clone(), then, now });
+    }
+    let then = file.stamp.filter(|_| file.part.is_none());
+    if then.is_some_and(|then| then.differs(&Stamp::of(&metadata))) {
+        match changed {
+            ChangedFiles::Refuse => return Err(RollbackError::Changed(path.clone())),
+            ChangedFiles::Warn => {
+                tracing::warn!(
+                    "{} was changed after the snapshot, and stays as it is (restart.changed-files)",
+                    path.display()
+                );
+            }
+        }
     }
     if file.part.is_none() && !file.append && metadata.size() < file.size {
         return Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() });
@@ -244,6 +296,19 @@ pub(super) fn put_back(
     request: &Request<'_>,
 ) -> Result<Vec<PutBack>, RollbackError> {
     let mut done = Vec::new();
+    let may_give = request.identity.is_none();
+    let mut asides = Vec::new();
+    for folder in &manifest.tracked_folders {
+        let put = || {
+            let aside = contents::Aside::of(folder)?;
+            contents::put_folder_back(&aside, may_give).map(|()| aside)
+        };
+        asides.push(with_rights(&folder.path, request.identity, put)?);
+    }
+    for path in &manifest.absent_files {
+        let moved = with_rights(path, request.identity, || contents::move_aside(path))?;
+        done.extend(moved.map(PutBack::Aside));
+    }
     for file in &manifest.open_files {
         if let Some(path) = moved::log_here(&file.path, manifest, request.folder) {
             // A terminal shows the output as it is written: first what is cut, then what comes in its place.
@@ -254,11 +319,18 @@ pub(super) fn put_back(
         let content = match &file.part {
             Some(part) => {
                 let path = image.dir.join(part);
-                Some(part.read(&image.dir).map_err(failed("read", &path))?)
+                Some(part.open(&image.dir).map_err(failed("read", &path))?)
             }
             None => None,
         };
-        done.extend(with_rights(&file.path, request.identity, || put_one_back(file, content.as_deref()))?);
+        let aside = asides.iter().find(|aside| aside.is_for(file.group.as_ref()));
+        let put = || put_one_back(file, content.as_ref(), may_give, aside);
+        done.extend(with_rights(&file.path, request.identity, put)?);
+    }
+    for (folder, aside) in manifest.tracked_folders.iter().zip(asides) {
+        let kept = with_rights(&folder.path, request.identity, || Ok(aside.finish()))?;
+        done.retain(|done| !done.is_in(&folder.path));
+        done.extend(kept.map(|kept| PutBack::Folder { path: folder.path.to_path_buf(), kept }));
     }
     Ok(done)
 }
@@ -278,18 +350,23 @@ fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Opt
     }
 }
 
-fn options() -> OpenOptions {
+pub(super) fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
     options
 }
 
-fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBack>, RollbackError> {
+fn put_one_back(
+    file: &OpenFile,
+    content: Option<&File>,
+    may_give: bool,
+    aside: Option<&Aside<'_>>,
+) -> Result<Option<PutBack>, RollbackError> {
     let path = &*file.path;
     let open = match (options().open(path), content) {
         (Ok(open), _) => open,
         (Err(error), Some(content)) if error.kind() == io::ErrorKind::NotFound && can_be_made(file) => {
-            return make(file, content).map(|()| Some(PutBack::Made(path.clone())));
+            return contents::make(file, content, may_give).map(|()| Some(PutBack::Made(path.clone())));
         }
         (Err(source), _) => {
             return Err(match source.raw_os_error() {
@@ -304,7 +381,7 @@ fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBac
         return Err(RollbackError::NotAFile(path.clone()));
     }
     match content {
-        Some(content) => Ok(replace(open, path, content)?.map(PutBack::Kept)),
+        Some(content) => Ok(contents::replace(&open, file, content, aside)?.map(PutBack::Kept)),
         None if metadata.size() > file.size => cut(&open, path, file.size).map(PutBack::Kept).map(Some),
         // Rotated or emptied by its owner; whoever appends does not mind.
         None if metadata.size() < file.size && !file.append => {
@@ -314,55 +391,35 @@ fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBac
     }
 }
 
-/// A file that is not here.
-fn make(file: &OpenFile, content: &[u8]) -> Result<(), RollbackError> {
-    let path = &*file.path;
-    let mut made = options().create_new(true).mode(0o600).open(path).map_err(failed("create", path))?;
-    made.write_all(content).map_err(failed("write", path))?;
-    let mode = Permissions::from_mode(file.mode.unwrap_or_default() & 0o7777);
-    made.set_permissions(mode).map_err(failed("chmod", path))
-}
-
 fn cut(file: &File, path: &Path, size: u64) -> Result<RolledBack, RollbackError> {
     let (kept, bytes) = keep_rest(file, path, size)?;
     file.set_len(size).map_err(failed("truncate", path))?;
     Ok(RolledBack { path: path.into(), kept, bytes })
 }
 
-fn replace(mut file: File, path: &Path, content: &[u8]) -> Result<Option<RolledBack>, RollbackError> {
-    let mut present = Vec::new();
-    let limit = u64::try_from(content.len()).unwrap_or(u64::MAX).saturating_add(1);
-    (&file).take(limit).read_to_end(&mut present).map_err(failed("read", path))?;
-    if present == content {
-        return Ok(None);
-    }
-    let (kept, bytes) = keep_rest(&file, path, 0)?;
-    // In place: other names and open descriptors of the file stay with it.
-    file.seek(SeekFrom::Start(0)).map_err(failed("seek", path))?;
-    file.write_all(content).map_err(failed("write", path))?;
-    file.set_len(u64::try_from(content.len()).unwrap_or(u64::MAX)).map_err(failed("truncate", path))?;
-    Ok(Some(RolledBack { path: path.into(), kept, bytes }))
-}
-
 /// How many copies of one file are kept. The user's files are the user's to remove, so the next is refused: nobody has so
 /// many whom they are of use to.
-const MOST_KEPT: u32 = 10_000;
+pub(super) const MOST_KEPT: u32 = 10_000;
+
+/// What a copy or a new file could not be written for.
+pub(super) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
+    move |source| match source.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => RollbackError::NoRoom { path: path.into(), source },
+        _ => failed("copy", path)(source),
+    }
+}
 
 /// Copies what follows `from` to a new file beside `path`, on the disk before anything is cut. Its holes stay holes: a job
 /// can make a file longer than any disk. What a crash left of a copy is replaced by the next.
-fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf, u64), RollbackError> {
+pub(super) fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf, u64), RollbackError> {
     let metadata = file.metadata().map_err(failed("stat", path))?;
     let mut temp = OsString::from(durable::TEMP_PREFIX);
     temp.push(path.file_name().unwrap_or_default());
     temp.push(".rolled-back");
-    let no_room = |source: io::Error| match source.raw_os_error() {
-        Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => RollbackError::NoRoom { path: path.into(), source },
-        _ => failed("copy", path)(source),
-    };
-    let mut copy = Unfinished::in_place_of_leftover(&path.with_file_name(temp)).map_err(no_room)?;
+    let mut copy = Unfinished::in_place_of_leftover(&path.with_file_name(temp)).map_err(no_room(path))?;
     let bytes = metadata.size().saturating_sub(from);
-    sparse::copy(file, from..metadata.size(), copy.file(), 0).map_err(no_room)?;
-    copy.file().set_len(bytes).map_err(no_room)?;
+    sparse::copy(file, from..metadata.size(), copy.file(), 0).map_err(no_room(path))?;
+    copy.file().set_len(bytes).map_err(no_room(path))?;
     // Only its owner's if we may not give it away: then it is the user's already.
     let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
     let mode = Permissions::from_mode(metadata.permissions().mode() & 0o777);
@@ -377,7 +434,7 @@ fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf, u64), Roll
         match copy.publish(&kept) {
             Ok(()) => return Ok((kept, bytes)),
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(no_room(error)),
+            Err(error) => return Err(no_room(path)(error)),
         }
     }
     Err(RollbackError::TooMany(path.into()))
@@ -405,9 +462,23 @@ pub(super) fn drop_links(manifest: &Manifest, user: Option<&Identity>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::manifest::{TrackedEntry, TrackedFolder, TrackedKind};
 
     fn file(path: &Path, size: u64, append: bool) -> OpenFile {
-        OpenFile { path: path.into(), size, append, position: size, mode: None, part: None }
+        OpenFile { append, position: size, ..OpenFile::new(path.into(), size) }
+    }
+
+    fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBack>, RollbackError> {
+        let content = content.map(|content| {
+            let mut part = tempfile::tempfile().unwrap();
+            io::Write::write_all(&mut part, content).unwrap();
+            part
+        });
+        super::put_one_back(file, content.as_ref(), true, None)
+    }
+
+    fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
+        super::check_one(file, ChangedFiles::Refuse)
     }
 
     fn kept(result: Result<Option<PutBack>, RollbackError>) -> RolledBack {
@@ -523,5 +594,85 @@ mod tests {
         assert!(matches!(check_one(&file(&link, 1, false)), Err(RollbackError::NotAFile(_))));
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "abc", "nothing was cut through the link");
         assert!(matches!(put_one_back(&file(dir.path(), 1, false), None), Err(RollbackError::NotAFile(_))));
+    }
+    /// Nobody needs a second copy of a database at each restart, and nobody wants to wait for it.
+    #[test]
+    fn of_a_large_file_only_the_newest_state_is_kept_and_not_by_a_copy() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("data.db");
+        let then = vec![1; 5 << 20];
+        for round in 0..3_u8 {
+            std::fs::write(&path, vec![round + 2; 6 << 20]).unwrap();
+            let inode = std::fs::metadata(&path).unwrap().ino();
+            let back = kept(put_one_back(&file(&path, then.len() as u64, false), Some(&then)));
+            assert!(std::fs::read(&path).unwrap() == then);
+            assert_eq!(std::fs::metadata(&back.kept).unwrap().ino(), inode, "it is the file itself");
+            assert!(std::fs::read(&back.kept).unwrap().iter().all(|byte| *byte == round + 2));
+            assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
+        }
+    }
+
+    #[test]
+    fn a_file_that_changed_and_is_not_in_the_image_is_refused_or_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("array");
+        std::fs::write(&path, "1234").unwrap();
+        let stamp = Some(Stamp::of(&std::fs::metadata(&path).unwrap()));
+        let wanted = OpenFile { stamp, ..file(&path, 4, false) };
+        check_one(&wanted).unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        std::fs::write(&path, "5678").unwrap();
+        let error = check_one(&wanted).unwrap_err();
+        assert!(matches!(error, RollbackError::Changed(_)), "{error}");
+        assert!(error.to_string().contains("restart.changed-files"), "{error}");
+        assert_eq!(super::super::Error::Rollback(error).blame(), super::super::Blame::Here);
+        super::check_one(&wanted, ChangedFiles::Warn).unwrap();
+    }
+
+    #[test]
+    fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let (data, image) = (dir.path().join("data"), dir.path().join("image"));
+        std::fs::create_dir_all(data.join("new/within")).unwrap();
+        std::fs::create_dir_all(&image).unwrap();
+        std::fs::write(data.join("new/within/file"), "new").unwrap();
+        std::fs::write(data.join("journal"), "new").unwrap();
+        std::fs::write(data.join("table"), "changed").unwrap();
+        std::os::unix::fs::symlink("elsewhere", data.join("link")).unwrap();
+        let owner =
+            crate::store::manifest::Owner { uid: nix::unistd::getuid().as_raw(), gid: nix::unistd::getgid().as_raw() };
+        let entry = |name: &str, kind| TrackedEntry { path: data.join(name).as_path().into(), kind };
+        let folder = TrackedFolder {
+            path: data.as_path().into(),
+            entries: vec![
+                entry("sub", TrackedKind::Folder { mode: 0o40_700, owner }),
+                entry("sub/gone", TrackedKind::File),
+                entry("table", TrackedKind::File),
+                entry("link", TrackedKind::Link { target: "table".into() }),
+            ],
+        };
+        let aside = Aside::of(&folder).unwrap();
+        contents::put_folder_back(&aside, false).unwrap();
+        for (name, content) in [("table", "as it was"), ("sub/gone", "here again")] {
+            let mut part = tempfile::tempfile().unwrap();
+            io::Write::write_all(&mut part, content.as_bytes()).unwrap();
+            let wanted = OpenFile {
+                mode: Some(0o100_600),
+                part: Some("files/content-1".into()),
+                group: Some(data.as_path().into()),
+                ..OpenFile::new(data.join(name).as_path().into(), content.len() as u64)
+            };
+            super::put_one_back(&wanted, Some(&part), false, Some(&aside)).unwrap();
+            assert_eq!(std::fs::read_to_string(data.join(name)).unwrap(), content);
+        }
+        let beside = aside.finish().unwrap();
+        assert_eq!(beside, dir.path().join("data.rolled-back.1"));
+        let mut names: Vec<_> = std::fs::read_dir(&data).unwrap().flatten().map(|entry| entry.file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["link", "sub", "table"]);
+        assert_eq!(std::fs::read_link(data.join("link")).unwrap(), Path::new("table"));
+        assert_eq!(std::fs::read_to_string(beside.join("new/within/file")).unwrap(), "new");
+        assert_eq!(std::fs::read_to_string(beside.join("table")).unwrap(), "changed");
+        assert!(Aside::of(&folder).unwrap().finish().is_none(), "nothing differs any more");
     }
 }

@@ -1,7 +1,7 @@
 //! Files as a part of the state: what size they had, and hard links for names that are gone.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{self, Read};
+use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -11,8 +11,8 @@ use crate::launch::reaper;
 use crate::store::manifest::{Folder, OpenFile, Recreate, SavedLink};
 use crate::store::{ImageId, JobPath, PartPath, PathError};
 use crate::sys::criu::image;
+use crate::sys::identity;
 use crate::sys::process::{self, path_in};
-use crate::sys::{durable, identity};
 
 /// The regular files that the frozen job has open for writing, with their sizes of this moment. `root` is the root of
 /// the tree, as we see it: files are looked at through its mount namespace.
@@ -35,12 +35,10 @@ pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
         // The kernel names none that is not.
         let Ok(path) = JobPath::new(file.path) else { continue };
         found.push(OpenFile {
-            path,
-            size: metadata.size(),
             append,
             position: file.position,
             mode: Some(metadata.mode()),
-            part: None,
+            ..OpenFile::new(path, metadata.size())
         });
     }
     Ok(found)
@@ -113,45 +111,6 @@ fn nameless_ranges(maps: &[u8]) -> Vec<String> {
         Some(format!("{:x}-{:x}", u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
     };
     nameless.filter_map(range).collect()
-}
-
-/// A file up to this size that may be rewritten in place is copied into the image. Larger ones are not: the job stands
-/// still meanwhile, and what is large is appended to, or is written anew under another name, as a rule.
-const COPY_UP_TO: u64 = 4 << 20;
-
-/// Copies the content of small files that are open for writing, but not for appending, into the draft. With the rights
-/// of the job's user, who could put a link to somebody else's file in its place. What can not be copied is left out: then
-/// the size alone is put back.
-pub(super) fn copy_small(files: &mut [OpenFile], root: i32, draft: &Path, user: Option<&Identity>) -> io::Result<()> {
-    let small = files.iter_mut().filter(|f| !f.append && f.size <= COPY_UP_TO);
-    for (n, file) in small.enumerate() {
-        let content = match user {
-            // The way through /proc takes rights over the reaper, which the user has not; the job's mounts are ours.
-            Some(user) => {
-                let read = || read_small(&file.path);
-                identity::with_file_rights(user.uid, user.gid, &user.groups, read)?
-            }
-            None => read_small(&path_in(root, &file.path)),
-        };
-        let Ok(content) = content else { continue };
-        let Ok(part) = format!("files/open-{n}").parse::<PartPath>() else { continue };
-        let target = draft.join(&part);
-        std::fs::create_dir_all(target.parent().unwrap_or(draft))?;
-        file.size = u64::try_from(content.len()).unwrap_or(file.size);
-        std::fs::write(target, content)?;
-        file.part = Some(part);
-    }
-    Ok(())
-}
-
-/// Whatever is at the path by now, nothing is waited for and no more is read than a small file has.
-fn read_small(path: &Path) -> io::Result<Vec<u8>> {
-    let mut content = Vec::new();
-    durable::open_for_reading(path)?.take(COPY_UP_TO + 1).read_to_end(&mut content)?;
-    if content.len() as u64 > COPY_UP_TO {
-        return Err(io::ErrorKind::FileTooLarge.into());
-    }
-    Ok(content)
 }
 
 /// The job's output may have been rotated since its size was taken.
@@ -254,32 +213,6 @@ pub(super) enum Error {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// What the file was is known from a look before; the job's user may have put something else there since.
-    #[test]
-    fn a_fifo_in_place_of_a_file_does_not_hang_the_copy() {
-        if !crate::test_gate::root() {
-            return;
-        }
-        let dir = tempfile::tempdir().unwrap();
-        std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        let path = dir.path().join("file");
-        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::from_bits_truncate(0o666)).unwrap();
-        let nobody = crate::launch::identity::lookup("nobody").unwrap();
-        for user in [None, Some(nobody)] {
-            let file =
-                OpenFile { path: path.as_path().into(), size: 3, append: false, position: 0, mode: None, part: None };
-            let (draft, own) = (dir.path().join("draft"), std::process::id().cast_signed());
-            let (sender, done) = std::sync::mpsc::channel();
-            std::thread::spawn(move || {
-                let mut files = [file];
-                copy_small(&mut files, own, &draft, user.as_ref()).unwrap();
-                let _ = sender.send(files[0].part.clone());
-            });
-            let part = done.recv_timeout(std::time::Duration::from_secs(10));
-            assert_eq!(part.expect("it hangs"), None);
-        }
-    }
 
     #[test]
     fn mappings_of_files_without_a_name_are_found() {

@@ -23,6 +23,7 @@
 //! - Nothing is in memory or in the store under an image's name before it is whole ([`crate::store`]). When the power
 //!   goes, at most a draft is left, which the next start sweeps.
 
+mod contents;
 pub(crate) mod devices;
 mod files;
 mod gpu;
@@ -311,6 +312,8 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
             cuda_memory: work.cuda_memory(),
         },
         open_files: work.open_files.clone(),
+        absent_files: work.captured.absent.clone(),
+        tracked_folders: work.captured.tracked.clone(),
         given_files: work.given_files.clone(),
         folders: work.folders.clone(),
         saved_links: work.saved_links.clone(),

@@ -1,11 +1,12 @@
 //! The phases in their order, with their undo, and the work they share.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 
+use super::contents::{Captured, Contents, View};
 use super::pages::{Drained, Expected, Receivers, expect};
 use super::target::Target;
 use super::{Error, InFlight, Subject, devices, files, gpu, in_flight, landing, preflight, prepare, tcp};
@@ -16,7 +17,6 @@ use crate::store::ImageId;
 use crate::store::manifest::{
     Folder, GivenFile, JobRights, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess,
 };
-use crate::store::staging::Area;
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Plugin, Tcp};
 use crate::sys::nvml::GpuInventory;
 use crate::sys::spawn::Ended;
@@ -64,6 +64,10 @@ pub(super) struct Work<'a> {
     pub(super) expected: Vec<Expected>,
     /// Bytes of the files without a name that CRIU would copy.
     pub(super) nameless: u64,
+    /// The content of files that the job changes in place, and the bytes that it takes.
+    contents: Contents,
+    pub(super) rewritten: u64,
+    pub(super) captured: Captured,
     /// The GPUs of this machine, where the job uses CUDA.
     pub(super) gpus: GpuInventory,
     /// Bytes of device memory of each CUDA process, in the order of the group.
@@ -105,6 +109,9 @@ impl<'a> Work<'a> {
             id: None,
             expected: Vec::new(),
             nameless: 0,
+            contents: Contents::default(),
+            rewritten: 0,
+            captured: Captured::default(),
             gpus: GpuInventory::default(),
             device_memory: Vec::new(),
             receivers: None,
@@ -199,8 +206,28 @@ impl<'a> Work<'a> {
         in_flight::let_pass(&tree, self.cancelled);
         self.expected = expect(&tree);
         self.nameless = files::nameless_bytes(&tree);
+        let config = self.subject.config;
+        self.contents = Contents::new(&config.files.track, self.ours(), config.snapshot.file_limit.bytes());
+        self.rewritten = self.contents.foresee(&tree, self.view()).map_err(copied)?;
         self.tcp = tcp::choose(self.subject.config.snapshot.tcp, &tree);
         Ok(())
+    }
+
+    fn view(&self) -> View<'a> {
+        View { root: self.root(), user: self.subject.launch.identity.as_ref() }
+    }
+
+    /// Folders of ours, in which the job has its output and its device memory.
+    fn ours(&self) -> Vec<PathBuf> {
+        let staging = self.subject.staging.map(|area| area.path().to_path_buf());
+        staging.into_iter().chain([self.subject.folder.log_dir()]).collect()
+    }
+
+    /// Memory has no room for files on disk beside the job's memory.
+    pub(super) fn keep_no_files(&mut self) -> bool {
+        self.contents.keep_none_of_the_disk();
+        let before = std::mem::replace(&mut self.rewritten, 0);
+        before > 0
     }
 
     fn privileges(&self) -> Privileges {
@@ -232,8 +259,10 @@ impl<'a> Work<'a> {
             std::fs::create_dir(&dir)
                 .map_err(|source| Error::Io { what: format!("can not make {}", dir.display()), source })?;
         }
+        let dir = target.dir().to_path_buf();
         self.target = Some(target);
-        Ok(())
+        let (tree, view) = (process::tree(self.root()), self.view());
+        self.contents.copy_ahead(&tree, view, &dir, self.cancelled).map_err(copied)
     }
 
     fn undo_prepare(&mut self) -> Result<(), String> {
@@ -310,6 +339,7 @@ impl<'a> Work<'a> {
         let (mut receivers, mut drained, mut lost) = (self.receivers.take(), None, None);
         let deadline = Instant::now() + config.dump_timeout;
         // What is recorded here belongs to the very moment of the image: all tasks stand still.
+        let (view, ours) = (self.view(), self.ours());
         let mut still = |moment| -> Result<(), String> {
             if moment != Notify::PostDump {
                 return Ok(());
@@ -328,13 +358,18 @@ impl<'a> Work<'a> {
             }
             self.taken = Some(Utc::now());
             self.open_files = files::open_for_writing(&dir, root).map_err(|e| e.to_string())?;
-            files::copy_small(&mut self.open_files, root, &image_dir, subject.launch.identity.as_ref())
-                .map_err(|e| format!("can not copy the job's open files: {e}"))?;
+            let mapped = criu::image::written_by_mappings(&dir).map_err(|e| chain(&e))?;
+            let contents = &mut self.contents;
+            self.captured = contents
+                .capture(&mut self.open_files, mapped, view, &image_dir)
+                .map_err(|error| format!("cannot copy the files that the job writes to: {error}"))?;
+            self.notes.append(&mut self.captured.notes);
+            let corrected = criu::image::correct_access(&dir).map_err(|e| chain(&e))?;
+            tracing::debug!(corrected, "mappings of files that CRIU took for read-only");
             let user = subject.launch.identity.as_ref();
             let noted = restart::note(root, user, privileges).map_err(|error| chain(&error))?;
             (self.given_files, self.rights) = (noted.given, Some(noted.rights));
-            let log_dir = subject.folder.log_dir();
-            let ours: Vec<&Path> = subject.staging.map(Area::path).into_iter().chain([log_dir.as_path()]).collect();
+            let ours: Vec<&Path> = ours.iter().map(PathBuf::as_path).collect();
             self.folders = files::folders(&dir, root, &ours).map_err(|e| e.to_string())?;
             self.saved_links =
                 files::save_links(&dir, root, &id, subject.launch.identity.as_ref()).map_err(|e| e.to_string())?;
@@ -370,6 +405,7 @@ impl<'a> Work<'a> {
             drained.place()?;
         }
         let target = self.target.as_ref().ok_or(Error::Cancelled)?;
+        self.contents.complete(target.dir()).map_err(copied)?;
         criu::image::check_pages(&target.dir().join(CRIU_DIR))?;
         Ok(())
     }
@@ -399,6 +435,10 @@ impl<'a> Work<'a> {
         }
         Ok(())
     }
+}
+
+fn copied(source: std::io::Error) -> Error {
+    Error::Io { what: "cannot copy the files that the job writes to".into(), source }
 }
 
 /// A process of the tree that died in the hands of a tracer, which CRIU is: one that was dead before has none.

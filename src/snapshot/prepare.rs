@@ -12,7 +12,7 @@ use crate::store::retention::survey::{self, Removing, Written};
 use crate::store::staging::{Area, Need};
 
 /// Chooses between memory and store, checks that there is room, and begins.
-pub(super) fn target(work: &Work<'_>) -> Result<Target, Error> {
+pub(super) fn target(work: &mut Work<'_>) -> Result<Target, Error> {
     let subject = work.subject;
     let pids = work.gpu.outer_pids();
     let device: u64 = work.device_memory.iter().sum();
@@ -20,7 +20,12 @@ pub(super) fn target(work: &Work<'_>) -> Result<Target, Error> {
     match subject.staging {
         Some(area) if area.is_there() => {
             let besides = if pids.iter().all(|pid| interposer::is_in(*pid)) { 0 } else { device };
-            slot(work, area, host.saturating_add(device), besides)
+            let own = host.saturating_add(device);
+            match slot(work, area, own.saturating_add(work.rewritten), besides) {
+                // An image without them is better than none: a restore is refused if one of them was changed.
+                Err(Error::NoRoom(_)) if work.keep_no_files() => slot(work, area, own, besides),
+                slot => slot,
+            }
         }
         area => {
             if let Some(area) = area {
@@ -31,7 +36,7 @@ pub(super) fn target(work: &Work<'_>) -> Result<Target, Error> {
             }
             preflight::check_memory(device, subject)?;
             // No snapshot is begun while memory is brought back from an image.
-            let (store, whole) = (&subject.config.store, device.saturating_add(host));
+            let (store, whole) = (&subject.config.store, device.saturating_add(host).saturating_add(work.rewritten));
             survey::make_room(subject.folder, subject.lock, store, whole, Written::Loose, Removing::Allowed)?;
             Ok(Target::Draft(subject.folder.begin_image(subject.lock, Utc::now())?))
         }

@@ -5,6 +5,7 @@
 //! (before anything is parsed), the format, the version, the hash, the fields, and what the fields say of each other.
 //! A reader takes unknown fields for additions of a later rekindle that changed nothing else.
 
+mod contents;
 mod fields;
 
 use std::collections::HashSet;
@@ -15,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use thiserror::Error;
 
+pub use contents::{Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
 pub(in crate::store) use fields::hex;
 pub use fields::{
     Chunks, Folder, GivenFile, Gpu, Host, JobRights, JobTree, Landing, Manifest, MappedFile, OpenFile, Part, Phase,
@@ -28,11 +30,13 @@ use crate::sys::durable;
 
 /// What `format` says: the magic of the file.
 pub const FORMAT: &str = "rekindle-image";
-/// The newest version that this code reads. It writes the oldest that can say what is to be said: 2 for a packed image,
-/// else 1.
-pub const VERSION: u32 = 2;
+/// The newest version that this code reads. It writes the oldest that can say what is to be said: 3 for one with files that
+/// are put back together, 2 for a packed image, else 1.
+pub const VERSION: u32 = 3;
 /// The first version with [`Manifest::chunks`].
 const PACKED: u32 = 2;
+/// The first version whose readers put back files together: an earlier one would put back some of them.
+const TOGETHER: u32 = 3;
 /// A larger manifest is not parsed. 64 MiB are some 300,000 parts or open files.
 pub const MAX_BYTES: u64 = 64 << 20;
 /// Its name in the folder of the image.
@@ -186,7 +190,11 @@ impl Manifest {
     }
 
     fn version(&self) -> u32 {
-        if self.chunks.is_some() { PACKED } else { 1 }
+        match self {
+            _ if !self.absent_files.is_empty() || !self.tracked_folders.is_empty() => TOGETHER,
+            _ if self.chunks.is_some() => PACKED,
+            _ => 1,
+        }
     }
 
     fn validate(&self) -> Result<(), ManifestError> {

@@ -107,6 +107,8 @@ pub(crate) fn manifest() -> Manifest {
             cuda_memory: BTreeMap::new(),
         },
         open_files: Vec::new(),
+        absent_files: Vec::new(),
+        tracked_folders: Vec::new(),
         given_files: Vec::new(),
         folders: Vec::new(),
         saved_links: Vec::new(),

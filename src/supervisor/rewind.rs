@@ -159,7 +159,12 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     if !fatal.is_empty() {
         return Err(format!("image {id} does not fit this machine: {}", fatal.join("; ")));
     }
-    if !restart::has_its_files(manifest, &setup.folder, setup.spec.identity.as_ref()) {
+    if !restart::has_its_files(
+        manifest,
+        &setup.folder,
+        setup.spec.identity.as_ref(),
+        setup.config.restart.changed_files,
+    ) {
         return Err(format!("files that image {id} needs are not here"));
     }
     let newest = copies.iter().find(|image| line.has(image)).map(|image| image.id);

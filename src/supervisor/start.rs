@@ -201,10 +201,11 @@ impl Owner<'_> {
     /// begins must not end up at the job's beginning.
     fn can_fall_back(&self, image: &Image) -> bool {
         let (folder, user) = (&self.shared.folder, self.shared.spec.identity.as_ref());
+        let changed = self.shared.config.restart.changed_files;
         let older = folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
-        older
-            .filter(|other| self.is_usable(other))
-            .any(|other| other.manifest().is_some_and(|manifest| restart::has_its_files(manifest, folder, user)))
+        older.filter(|other| self.is_usable(other)).any(|other| {
+            other.manifest().is_some_and(|manifest| restart::has_its_files(manifest, folder, user, changed))
+        })
     }
 
     fn advise_files(&self, image: &Image, why: &str) -> String {
@@ -323,6 +324,7 @@ fn restore_job(
         timeout: setup.config.restart.restore_timeout,
         lazy: manner.lazy,
         network: network(setup),
+        changed_files: setup.config.restart.changed_files,
         wishes: &manner.wishes,
         word: setup.word.as_ref(),
         unpacking: restart::Unpacking {

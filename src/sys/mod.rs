@@ -1,6 +1,7 @@
 //! The only code with `unsafe`: what the kernel, the CUDA driver and CRIU offer, behind safe doors.
 #![allow(unsafe_code, reason = "this module is where it is allowed; every block says why it is sound")]
 
+pub mod blocks;
 pub mod cgroup;
 pub mod clock;
 pub mod criu;

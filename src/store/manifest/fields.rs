@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
+use super::contents::{Owner, Stamp, TrackedFolder};
 use crate::store::id::{ImageId, JobName};
 use crate::store::paths::{JobPath, PartPath, of_job};
 use crate::supervisor::interval::Choice;
@@ -47,8 +48,14 @@ pub struct Manifest {
     pub gpus: Vec<Gpu>,
     /// The processes.
     pub tree: JobTree,
-    /// Regular files that were open for writing.
+    /// Regular files that were open for writing, mapped so, or belong to such a file or to a tracked folder.
     pub open_files: Vec<OpenFile>,
+    /// Files that did not exist, and would be taken for a part of one that is put back: `DATABASE-journal`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub absent_files: Vec<JobPath>,
+    /// Folders that are put back whole.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub tracked_folders: Vec<TrackedFolder>,
     /// Files that root gave to a job of another user; a restored one may have no other files of that kind.
     #[serde(default)]
     pub given_files: Vec<GivenFile>,
@@ -185,7 +192,8 @@ pub struct TreeProcess {
     pub name: String,
 }
 
-/// A regular file that was open for writing: at restore it is put back to this size.
+/// A regular file that was open for writing: at restore it is put back to this size, and to its content where the image has
+/// that.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenFile {
     /// As the job sees it.
@@ -199,9 +207,37 @@ pub struct OpenFile {
     /// `st_mode`, which a restore compares.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mode: Option<u32>,
-    /// The part with its content, where it is small and may be rewritten in place.
+    /// The part with its content, where it may be rewritten in place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub part: Option<PartPath>,
+    /// Its state, where it may be rewritten in place. Without a part, a restore is refused where that has changed. An image
+    /// of an earlier version does not say.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub stamp: Option<Stamp>,
+    /// Who owns it, where its content is in the image.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub owner: Option<Owner>,
+    /// The folder or file that it is put back together with, or not at all; unset where it stands for itself.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<JobPath>,
+}
+
+impl OpenFile {
+    /// A file with nothing known of its content.
+    #[must_use]
+    pub fn new(path: JobPath, size: u64) -> OpenFile {
+        OpenFile {
+            path,
+            size,
+            append: false,
+            position: 0,
+            mode: None,
+            part: None,
+            stamp: None,
+            owner: None,
+            group: None,
+        }
+    }
 }
 
 /// A file that a job of another user has open and could not have opened itself: root gave it.

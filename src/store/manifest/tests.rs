@@ -20,14 +20,11 @@ fn a_manifest_survives_its_bytes() {
         driver: Some("580.1".to_owned()),
         gpus: vec![Gpu { uuid: "GPU-1".to_owned(), name: "H200".to_owned() }],
         open_files: vec![
-            OpenFile { path: odd.clone().into(), size: u64::MAX, append: true, position: 7, mode: None, part: None },
+            OpenFile { append: true, position: 7, ..OpenFile::new(odd.clone().into(), u64::MAX) },
             OpenFile {
-                path: "/data/ü.csv".into(),
-                size: 0,
-                append: false,
-                position: 0,
                 mode: Some(0o100_640),
                 part: Some("files/open-0".into()),
+                ..OpenFile::new("/data/ü.csv".into(), 0)
             },
         ],
         saved_links: vec![SavedLink { link: odd.into(), saved: "/data/.rekindle-link-1".into() }],
@@ -81,12 +78,15 @@ fn changed(manifest: &Manifest, change: impl FnOnce(&mut serde_json::Value)) -> 
 fn full() -> Manifest {
     Manifest {
         open_files: vec![OpenFile {
-            path: "/data/a".into(),
-            size: 3,
-            append: false,
-            position: 0,
             mode: Some(0o100_644),
             part: Some("a".into()),
+            group: Some("/data".into()),
+            ..OpenFile::new("/data/a".into(), 3)
+        }],
+        absent_files: vec!["/data/a-journal".into()],
+        tracked_folders: vec![TrackedFolder {
+            path: "/data".into(),
+            entries: vec![TrackedEntry { path: "/data/a".into(), kind: TrackedKind::File }],
         }],
         given_files: vec![GivenFile { path: "/data/g".into(), device: 1, inode: 2, access: None }],
         folders: vec![Folder { path: "/data".into(), mode: 0o40_755, uid: 0, gid: 0 }],

@@ -17,7 +17,7 @@ use crate::store::chunk::map::{self, Extent};
 use crate::store::image::Image;
 use crate::store::manifest::Manifest;
 use crate::store::pack::{Making, PackWriter, Packs};
-use crate::sys::durable;
+use crate::sys::{durable, sparse};
 
 /// What all workers share.
 pub(super) struct Work<'a> {
@@ -77,10 +77,18 @@ impl Work<'_> {
         for (offset, len) in &stretch.pieces {
             self.pace.check().map_err(failed)?;
             self.lock.still_held()?;
+            let zero = Extent::Zero { len: u64::try_from(*len).unwrap_or(0) };
+            // A file can be longer than all that it holds.
+            let end = offset.saturating_add(u64::try_from(*len).unwrap_or(u64::MAX));
+            if sparse::next_data(&file, *offset, end).map_err(failed)?.is_none() {
+                map::push(&mut extents, zero);
+                self.pace.progress.add(*len);
+                continue;
+            }
             let room = writer.room(*len);
             file.read_exact_at(room, *offset).map_err(failed)?;
             if is_zero(room) {
-                map::push(&mut extents, Extent::Zero { len: u64::try_from(*len).unwrap_or(0) });
+                map::push(&mut extents, zero);
             } else {
                 let id = chunk_id(self.making.key, room);
                 if self.known.claim(&id)? {

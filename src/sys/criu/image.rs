@@ -4,10 +4,12 @@
 
 mod checked;
 mod devices;
+mod mappings;
 mod queues;
 mod rewrite;
 mod sockets;
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -17,6 +19,7 @@ use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
 pub use devices::{Replaced, without_devices};
+pub use mappings::{correct_access, written_by_mappings};
 pub use queues::{Queues, Stuck, keep_in_flight};
 pub use sockets::{TcpSocket, close_connections_outwards, tcp_sockets};
 
@@ -233,6 +236,18 @@ pub struct OpenFile {
 /// # Errors
 /// When an image file is damaged.
 pub fn open_files(dir: &Path) -> Result<Vec<OpenFile>, Error> {
+    let names = names(dir)?;
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    let named = entries.into_iter().filter_map(|entry| {
+        let path = names.get(&entry.id)?.clone();
+        let reg = entry.reg?;
+        Some(OpenFile { path, flags: reg.flags.cast_signed(), position: reg.pos })
+    });
+    Ok(named.collect())
+}
+
+/// The paths of the regular files of files.img that have a name, by their number: their own, or the one that CRIU gave them.
+fn names(dir: &Path) -> Result<BTreeMap<u32, PathBuf>, Error> {
     let remaps = remaps(dir)?;
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
     let by_id = |id: u32| entries.iter().find(|e| e.id == id).and_then(|e| e.reg.as_ref());
@@ -243,11 +258,7 @@ pub fn open_files(dir: &Path) -> Result<Vec<OpenFile>, Error> {
             Some(remap) if remap.is_link() => &by_id(remap.remap_id)?.name,
             Some(_) => return None,
         };
-        Some(OpenFile {
-            path: Path::new("/").join(name.trim_start_matches('/')),
-            flags: reg.flags.cast_signed(),
-            position: reg.pos,
-        })
+        Some((entry.id, Path::new("/").join(name.trim_start_matches('/'))))
     });
     Ok(named.collect())
 }

@@ -355,6 +355,13 @@ pub(crate) struct KobjIds {
     pub files: u32,
 }
 
+/// `mm_entry`, what is read of it.
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct MmEntry {
+    #[prost(message, repeated, tag = "14")]
+    pub vmas: Vec<VmaEntry>,
+}
+
 /// `vma_entry`: a mapping.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct VmaEntry {

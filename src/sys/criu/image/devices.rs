@@ -12,7 +12,7 @@ use super::rewrite::{rewrite, with_fields};
 use super::{Error, FDINFO, FILES, IDS, Records, damaged};
 use crate::sys::criu::proto::{FdinfoEntry, KobjIds, NullFileEntry, PluginFileEntry, VmaEntry};
 
-const MM: u32 = 0x5749_2820;
+pub(super) const MM: u32 = 0x5749_2820;
 
 /// `fd_types` of fdinfo.proto.
 const REG: u32 = 1;
@@ -76,7 +76,7 @@ pub fn without_devices(dir: &Path) -> Result<Vec<Replaced>, Error> {
 }
 
 /// The image files `KINDname.img`: what stands for `name`, and the path.
-fn images(dir: &Path, kind: &str) -> Result<Vec<(String, PathBuf)>, Error> {
+pub(super) fn images(dir: &Path, kind: &str) -> Result<Vec<(String, PathBuf)>, Error> {
     let read = |source| Error::Read { path: dir.into(), source };
     let mut all = Vec::new();
     for entry in std::fs::read_dir(dir).map_err(read)? {
