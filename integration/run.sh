@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,lint  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -79,12 +79,26 @@ if required uplink; then
 elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh uplink; then
   skip 'tests of the uplink' 'slirp4netns could not be had, the reason is above'
 fi
+if required databases; then
+  step 'dependencies: PostgreSQL and Redis' scripts/deps.sh databases
+elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh databases; then
+  skip 'tests with databases' 'PostgreSQL and Redis could not be had, the reason is above'
+fi
 if required chromium; then
   step 'dependencies: a browser' scripts/deps.sh browser
 elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh browser; then
   skip 'tests with a browser' 'it could not be had, the reason is above'
 fi
 
+lint=''
+if required lint; then
+  step 'dependencies: checks of licences and scripts' scripts/deps.sh lint
+  lint=yes
+elif scripts/deps.sh lint; then
+  lint=yes
+else
+  skip 'checks of licences and scripts' 'what they need could not be had, the reason is above'
+fi
 packages=''
 if required package; then
   step 'dependencies: packages' scripts/deps.sh package
@@ -113,18 +127,12 @@ step 'tests' cargo test --quiet --workspace --locked
 step 'tests of the interposer' cargo test --quiet --manifest-path preload/Cargo.toml
 step 'tests of the plugin' cargo test --quiet --manifest-path plugin/Cargo.toml
 step 'documentation' env RUSTDOCFLAGS='-D warnings' cargo doc --quiet --workspace --no-deps --locked
-if have cargo-deny; then
-  step 'licences and sources' cargo deny --offline --log-level error check bans licenses sources
-else
-  skip 'licences and sources' 'cargo-deny is not installed (cargo install --locked cargo-deny)'
-fi
-step 'measuring scripts' env PYTHONDONTWRITEBYTECODE=1 python3 -m unittest discover -s integration
-if have shellcheck; then
+if [ -n "$lint" ]; then
+  step 'licences and sources' env PATH="$root/.deps/cargo/bin:$PATH" cargo deny --offline --log-level error check bans licenses sources
   step 'shell scripts' shellcheck .ci/run scripts/*.sh examples/*.sh integration/*.sh
-else
-  skip 'shell scripts' 'shellcheck is not installed (apt-get install shellcheck)'
 fi
-
+step 'lock file of the fuzz targets' cargo tree --quiet --locked --depth 0 --manifest-path fuzz/Cargo.toml
+step 'measuring scripts' env PYTHONDONTWRITEBYTECODE=1 python3 -m unittest discover -s integration
 rekindle=${CARGO_TARGET_DIR:-$root/target}/debug/rekindle
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink]: gets what the demo and the tests need on Debian or Ubuntu;
+# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [lint]: gets what the demo and the tests need on Debian or Ubuntu;
 # without arguments the first three.
 #   build   a C compiler as linker for cargo (and a look whether cargo is there)
 #   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
@@ -11,6 +11,8 @@
 #   browser Chromium, for tests that look at the page of a report
 #   prometheus  .deps/prometheus, a Python environment with parsers of metrics
 #   uplink  slirp4netns, for tests of jobs with a network of their own
+#   databases  PostgreSQL and Redis, as jobs
+#   lint    shellcheck, and .deps/cargo/bin/cargo-deny, which takes some minutes to build
 # Installs only what is missing, and says nothing and takes no time when nothing is. Delete .deps to start anew.
 set -euo pipefail
 
@@ -71,6 +73,28 @@ browser() { packages chromium; }
 
 uplink() { packages slirp4netns; }
 
+databases() {
+  # Its package would make a database and start a server.
+  [ -e /etc/postgresql-common/createcluster.conf ] || [ "$(id -u)" -ne 0 ] || {
+    mkdir -p /etc/postgresql-common
+    echo 'create_main_cluster = false' >/etc/postgresql-common/createcluster.conf
+  }
+  packages postgresql postgresql-contrib redis-tools
+}
+
+cargo_deny=0.20.2
+
+lint() {
+  packages shellcheck
+  build
+  case $("$deps/cargo/bin/cargo-deny" --version 2>/dev/null || true) in "cargo-deny $cargo_deny") return 0 ;; esac
+  say "building cargo-deny $cargo_deny"
+  # Without optimisation: it builds in half the time, and checks in a second.
+  CARGO_TARGET_DIR=$deps/cargo/target cargo install --quiet --locked --debug --root "$deps/cargo" "cargo-deny@$cargo_deny" \
+    || die "cargo could not install cargo-deny: see the lines above, check the network"
+  rm -rf -- "$deps/cargo/target"
+}
+
 k8s() { environment k8s requirements-k8s.txt 'the schemas of Kubernetes'; }
 
 prometheus() { environment prometheus requirements-prometheus.txt 'parsers of metrics'; }
@@ -80,8 +104,8 @@ criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 [ $# -gt 0 ] || set -- build python criu
 for what; do
   case $what in
-    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink) "$what" ;;
-    -h | --help) sed -n '2,14s/^# //p' "${BASH_SOURCE[0]}" ;;
-    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus or uplink"; exit 2 ;;
+    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | lint) "$what" ;;
+    -h | --help) sed -n '2,16s/^# //p' "${BASH_SOURCE[0]}" ;;
+    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases or lint"; exit 2 ;;
   esac
 done

@@ -16,6 +16,7 @@ mod compat;
 mod contents;
 mod control;
 mod damage;
+mod databases;
 mod deadline;
 mod devices;
 mod environment;

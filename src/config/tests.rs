@@ -63,7 +63,8 @@ allow-io-uring = true
 limits = { nofile = 65536, memlock = "unlimited", stack = "64MiB" }
 [gpu]
 nccl = "off"
-
+[files]
+track = ["/data/db"]
 [network]
 # The other ones do not go with pid-namespace = "host".
 mode = "host"
@@ -79,6 +80,7 @@ dump-timeout = "1h"
 retry-after = "5s"
 retry-max = "5s"
 ghost-limit = "1GiB"
+file-limit = "1GiB"
 tcp = "close"
 memory-reserve = "200GB"
 staging = "store"
@@ -115,6 +117,7 @@ healthy-uptime = "2s"
 retry-exit-codes = [1, 255]
 never-retry-exit-codes = []
 cold-start = "never"
+changed-files = "warn"
 restore-timeout = "30days"
 lazy = "on"
 [watch]
@@ -195,6 +198,8 @@ fn every_key_can_be_set() {
     assert_eq!(config.restart.retry_exit_codes, [1, 255]);
     assert_eq!(config.restart.lazy, Lazy::On);
     assert_eq!(config.log.max_size.bytes(), 3 << 19);
+    assert_eq!(config.files.track, [Path::new("/data/db")]);
+    assert_eq!(config.restart.changed_files, ChangedFiles::Warn);
     // Nothing was left at its default, so no key of the list is read into nowhere.
     let (set, built_in) = (table(&config), table(&Config::default()));
     let excepted = ["version", "job.environment", "network.mode", "network.uplink"];

@@ -73,14 +73,15 @@ impl Work<'_> {
         let path = self.part_path(stretch.part);
         let failed = |source| self.failed(&path, source);
         let file = durable::open_for_reading(&path).map_err(failed)?;
+        let size = file.metadata().map_err(failed)?.len();
         let mut extents = Vec::with_capacity(stretch.pieces.len());
         for (offset, len) in &stretch.pieces {
             self.pace.check().map_err(failed)?;
             self.lock.still_held()?;
             let zero = Extent::Zero { len: u64::try_from(*len).unwrap_or(0) };
-            // A file can be longer than all that it holds.
+            // A file can be longer than all that it holds. One that became shorter is an error below.
             let end = offset.saturating_add(u64::try_from(*len).unwrap_or(u64::MAX));
-            if sparse::next_data(&file, *offset, end).map_err(failed)?.is_none() {
+            if end <= size && sparse::next_data(&file, *offset, end).map_err(failed)?.is_none() {
                 map::push(&mut extents, zero);
                 self.pace.progress.add(*len);
                 continue;

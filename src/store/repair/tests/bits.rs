@@ -159,7 +159,7 @@ fn what_a_newer_rekindle_wrote_is_left_alone() {
     let case = Case::new(None);
     let path = case.images[0].0.dir.join("manifest.json");
     let text = fs::read_to_string(&path).unwrap();
-    fs::write(&path, text.replacen("\"version\": 2", "\"version\": 3", 1)).unwrap();
+    fs::write(&path, text.replacen("\"version\": 2", "\"version\": 9", 1)).unwrap();
     let done = case.repair();
     assert_eq!(done.images.iter().map(|it| (it.image, it.loss)).collect::<Vec<_>>(), [(case.id(0), Loss::NotKnown)]);
     assert!(!done.is_whole() && case.collect().is_err());
