@@ -334,7 +334,7 @@ pub struct Restart {
     pub retry_exit_codes: Vec<u8>,
     /// Exit codes that never are.
     pub never_retry_exit_codes: Vec<u8>,
-    /// Whether the job may be started from its beginning when no image is left.
+    /// Whether the job may be started from its beginning when no image can be used.
     pub cold_start: ColdStart,
     /// How long a restore may take; CRIU hangs for ever on some broken images.
     #[serde(with = "duration")]
@@ -358,8 +358,10 @@ pub enum Lazy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ColdStart {
-    /// The job is started from its beginning.
+    /// Only where there is no image at all, good or bad.
     #[default]
+    NoImages,
+    /// Also where no image can be used.
     Allow,
     /// Rekindle gives up.
     Never,

@@ -41,7 +41,7 @@ use signal_hook::consts as sig;
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output, uplink};
 use crate::restart::gpus::Wishes;
-use crate::restart::policy::From;
+use crate::restart::policy::{From, Images};
 use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
@@ -520,9 +520,10 @@ impl Owner<'_> {
     }
 
     fn report_end(&mut self, ended: Ended) {
-        let images = self.good_images().unwrap_or_else(|error| {
+        let images = self.images_to_go_on_from().unwrap_or_else(|error| {
             tracing::error!("can not read the images: {}", chain(&error));
-            Vec::new()
+            // What cannot be read may be there.
+            Images { good: Vec::new(), others: true }
         });
         // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
@@ -568,6 +569,7 @@ impl Owner<'_> {
             Finish::Completed => (Outcome::Completed, Some(0)),
             Finish::Stopped(_) => (Outcome::Stopped, None),
             Finish::Impossible { why, .. } => (Outcome::Failed { why: why.clone() }, None),
+            Finish::NoUsableImage => (Outcome::Failed { why: state::NO_USABLE_IMAGE.into() }, None),
             Finish::Failed { why, last } => {
                 let code = last.and_then(|l| if let Ended::Exit(code) = l { Some(code) } else { None });
                 (Outcome::Failed { why: why.clone() }, code)

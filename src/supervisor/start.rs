@@ -188,9 +188,11 @@ impl Owner<'_> {
                 false
             }
         };
-        match self.good_images() {
-            Ok(images) => {
-                Event::ImageFailed { images: images.into_iter().filter(|other| *other != id || other_copy).collect() }
+        match self.images_to_go_on_from() {
+            Ok(mut images) => {
+                images.good.retain(|other| *other != id || other_copy);
+                images.others |= !other_copy;
+                Event::ImageFailed { images }
             }
             Err(error) => Event::StartFailed { why: chain(&error) },
         }

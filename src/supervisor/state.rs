@@ -32,12 +32,12 @@ mod states;
 use std::time::{Duration, Instant};
 
 pub use admission::Wish;
-pub use events::{Action, Event, Finish, Harm, Obstacle, Stop, Verdict};
+pub use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Stop, Verdict};
 pub use states::{Ending, Life, State, Then};
 
 use super::interval::{Choice, Failures, Pace};
 use crate::config::Config;
-use crate::restart::policy::{Death, Decision, From, History};
+use crate::restart::policy::{Death, Decision, From, History, Images};
 use crate::store::ImageId;
 use crate::store::manifest::Reason;
 use crate::sys::spawn::Ended;
@@ -476,7 +476,7 @@ impl<'a> Machine<'a> {
             (Event::Ended { images, .. }, Ending::Unloaded) => self.died(Death::Unloaded, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Condemned) => self.died(Death::Judged, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Suspend) => {
-                let from = images.first().map_or(life.from, |image| From::Image(*image));
+                let from = images.good.first().map_or(life.from, |image| From::Image(*image));
                 (State::Suspended { from }, vec![])
             }
             (
@@ -493,7 +493,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn died(&mut self, mut death: Death, life: &Life, images: &[ImageId], now: Instant) -> (State, Vec<Action>) {
+    fn died(&mut self, mut death: Death, life: &Life, images: &Images, now: Instant) -> (State, Vec<Action>) {
         let last = match death {
             Death::Ended(ended) => Some(ended),
             // It was killed for that.
@@ -569,6 +569,10 @@ fn decided(decision: Decision, last: Option<Ended>, now: Instant) -> (State, Vec
         }
         Decision::GiveUp { why, mark } => {
             let end = Action::Finish(Finish::Failed { why, last });
+            (State::Done, marked(mark).into_iter().chain([end]).collect())
+        }
+        Decision::NoUsableImage { mark } => {
+            let end = Action::Finish(Finish::NoUsableImage);
             (State::Done, marked(mark).into_iter().chain([end]).collect())
         }
     }

@@ -19,6 +19,7 @@ fn event() -> impl Strategy<Value = Event> {
         n.dedup();
         n.into_iter().rev().map(id).collect::<Vec<_>>()
     });
+    let images = (images, any::<bool>()).prop_map(|(good, others)| Images { good, others });
     let ended = prop_oneof![Just(Ended::Exit(0)), Just(Ended::Exit(1)), Just(Ended::Signal(9))];
     let stop = prop_oneof![Just(TERM), Just(Stop::Requeue)];
     prop_oneof![
