@@ -35,6 +35,7 @@ mod packed;
 mod page;
 mod passing;
 mod paths;
+mod proven;
 mod repair;
 mod stop;
 mod sweep;

@@ -134,6 +134,7 @@ impl Owner<'_> {
                 let size = ByteSize::b(bytes);
                 tracing::info!("image {}: {size}, the job stood still for {freeze}", taken.image.id);
                 self.published.taken(&taken);
+                self.await_proof(taken.image.id);
                 self.tell_snapshot(&taken);
                 self.answer_taken(&taken);
                 self.word_of_end(Ok(&taken));

@@ -14,6 +14,7 @@ mod keep;
 mod load;
 mod metrics;
 pub mod notify;
+mod proof;
 mod publish;
 mod record;
 pub use deadline::Forecast;
@@ -181,6 +182,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         stops: 0,
         published: publish::Published::new(&shared.launch.lineage),
         remarks: Vec::new(),
+        proofs: proof::Proofs::default(),
         persist: None,
         files_go: Arc::default(),
         replication: replicate::Replication::default(),
@@ -213,6 +215,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     while owner.finish.is_none() && owner.holds_the_lock() {
         owner.mind_the_deadline();
         owner.mind_the_holds();
+        owner.mind_the_proofs();
         owner.beat();
         let (patience, began) = (owner.patience(), clock::since_boot());
         let message = messages.recv_timeout(patience);
@@ -292,6 +295,8 @@ struct Owner<'a> {
     published: publish::Published,
     /// What the last snapshot remarked on, which need not be said of the next one again.
     remarks: Vec<String>,
+    /// Images of this life that the job has yet to live on from.
+    proofs: proof::Proofs,
     /// The image that is on its way from memory to the store.
     persist: Option<keep::Persist>,
     /// Held while an image of plain files is packed, which ends with their removal.
@@ -353,6 +358,7 @@ impl Owner<'_> {
             .min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()))
             .min(self.deadline.patience())
             .min(self.word.patience());
+        let tick = self.patience_for_proofs().map_or(tick, |proof| tick.min(proof));
         let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
@@ -508,6 +514,7 @@ impl Owner<'_> {
         let Some(job) = self.job.clone() else { return };
         // Daemons end with the job; a CRIU at work in the same namespace too.
         let ended = job.end().unwrap_or(Ended::Signal(sig::SIGKILL));
+        self.end_of_proofs();
         self.ended = Some(ended);
         if matches!(self.machine.state(), state::State::Running(_) | state::State::Snapshotting { .. }) {
             match ended {

@@ -9,6 +9,7 @@ use chrono::Utc;
 
 use super::events::image_of;
 use super::keep::{Moving, shown};
+use super::proof::Proofs;
 use super::state::{Event, Obstacle, State};
 use super::{Message, Owner, Setup, load};
 use crate::config::{Lazy, NetworkMode, PidNamespace};
@@ -117,6 +118,10 @@ impl Owner<'_> {
             let from = *from;
             self.arrived(from);
             self.word_of_life(image_of(from));
+        }
+        self.proofs = Proofs::default();
+        if let State::Starting { from: From::Image(image), .. } = self.machine.state() {
+            self.await_proof(*image);
         }
         self.tell_start(&job, started.moved);
         for signal in std::mem::take(&mut self.unsent) {
