@@ -15,6 +15,7 @@ mod commands;
 mod compat;
 mod control;
 mod damage;
+mod dead;
 mod deadline;
 mod devices;
 mod environment;

@@ -183,6 +183,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         published: publish::Published::new(&shared.launch.lineage),
         remarks: Vec::new(),
         proofs: proof::Proofs::default(),
+        deaths: Arc::default(),
         persist: None,
         files_go: Arc::default(),
         replication: replicate::Replication::default(),
@@ -295,6 +296,8 @@ struct Owner<'a> {
     published: publish::Published,
     /// What the last snapshot remarked on, which need not be said of the next one again.
     remarks: Vec<String>,
+    /// Processes of the job that were killed and not waited for, as snapshots have seen them.
+    deaths: Arc<snapshot::Deaths>,
     /// Images of this life that the job has yet to live on from.
     proofs: proof::Proofs,
     /// The image that is on its way from memory to the store.

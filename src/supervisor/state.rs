@@ -59,6 +59,10 @@ impl Postponed {
     }
 }
 
+/// So often a snapshot is tried again soon that failed for a reason of a moment: at once, then after [`MISSED`].
+const SOON: u32 = 2;
+const MISSED: Duration = Duration::from_secs(1);
+
 /// The state with what it needs to decide.
 #[derive(Debug)]
 pub struct Machine<'a> {
@@ -248,16 +252,16 @@ impl<'a> Machine<'a> {
     fn starting(&mut self, from: From, then: Option<Then>, event: Event, now: Instant) -> (State, Vec<Action>) {
         match (event, then) {
             (Event::Started, None | Some(Then::Suspend)) => {
-                let life = Life { from, since: now, next: self.due(now, now), failures: 0 };
+                let life = Life { from, since: now, next: self.due(now, now), failures: 0, missed: 0 };
                 (State::Running(life), vec![])
             }
             // Asked to stop while it was coming up: nothing was done since the image, so there is nothing to save.
             (Event::Started, Some(Then::Stop(stop, _))) => {
-                let life = Life { from, since: now, next: None, failures: 0 };
+                let life = Life { from, since: now, next: None, failures: 0, missed: 0 };
                 kill(Ending::Stop(stop), life)
             }
             (Event::Started, Some(Then::Rewind(image))) => {
-                let life = Life { from, since: now, next: None, failures: 0 };
+                let life = Life { from, since: now, next: None, failures: 0, missed: 0 };
                 kill(Ending::Rewind(image), life)
             }
             (
@@ -385,15 +389,45 @@ impl<'a> Machine<'a> {
         now: Instant,
     ) -> (State, Vec<Action>) {
         match event {
-            Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) => {
+            // It is as good as under way still.
+            Event::SnapshotMissed
+                if ended.is_none()
+                    && life.missed < SOON
+                    && match then {
+                        Some(Then::Stop(_, until)) => now < until,
+                        Some(Then::Suspend) => true,
+                        Some(Then::Rewind(_)) | None => false,
+                    } =>
+            {
+                life.missed += 1;
+                let reason = if matches!(then, Some(Then::Stop(..))) { Reason::Final } else { Reason::Request };
+                if self.is_busy() {
+                    self.postponed = Some(Postponed { reason, then });
+                    return (State::Running(life), vec![]);
+                }
+                (State::Snapshotting { life, then, ended }, vec![Action::Snapshot(reason)])
+            }
+            Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => {
                 let taken = matches!(event, Event::SnapshotTaken { .. });
                 if let Event::SnapshotTaken { freeze, persist } = event {
                     self.pace.frozen(freeze);
                     persist.into_iter().for_each(|took| self.pace.persisted(took));
                 }
                 let lost = event == Event::SnapshotFailed(Harm::Lost);
-                life.failures = if taken { 0 } else { life.failures + 1 };
-                life.next = if taken { self.due(life.since, now) } else { Some(now + self.retry(life.failures)) };
+                life.next = match event {
+                    Event::SnapshotTaken { .. } => {
+                        (life.failures, life.missed) = (0, 0);
+                        self.due(life.since, now)
+                    }
+                    Event::SnapshotMissed if life.missed < SOON => {
+                        life.missed += 1;
+                        Some(now + MISSED * (life.missed - 1))
+                    }
+                    _ => {
+                        life.failures += 1;
+                        Some(now + self.retry(life.failures))
+                    }
+                };
                 match (then, ended) {
                     (Some(Then::Rewind(image)), _) => kill(Ending::Rewind(image), life),
                     (Some(Then::Suspend), _) if taken => kill(Ending::Suspend, life),

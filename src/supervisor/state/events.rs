@@ -106,6 +106,8 @@ pub enum Event {
     LoadEnded(Harm),
     /// A snapshot failed; the job runs on, unless it is lost.
     SnapshotFailed(Harm),
+    /// A snapshot failed for a reason that may be gone in a moment; the job runs on.
+    SnapshotMissed,
     /// Take one now.
     SnapshotNow(Reason),
     /// Take one, then end the job until it is called back.

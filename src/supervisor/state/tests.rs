@@ -146,6 +146,46 @@ fn failed_snapshots_back_off_and_recover() {
 }
 
 #[test]
+fn a_snapshot_that_failed_for_a_moment_is_tried_again_soon() {
+    let config = Config::default();
+    let (mut machine, _) = Machine::new(&config, From::Cold);
+    let now = Instant::now();
+    machine.step(Event::Started, now);
+    let mut waits = Vec::new();
+    for _ in 0..4 {
+        machine.step(NOW, now);
+        machine.step(Event::SnapshotMissed, now);
+        waits.push(machine.state().deadline().unwrap() - now);
+    }
+    let again = config.snapshot.retry_after;
+    assert_eq!(waits, [Duration::ZERO, Duration::from_secs(1), again, again * 2]);
+    // One that was taken puts an end to that.
+    machine.step(NOW, now);
+    machine.step(TAKEN, now);
+    machine.step(NOW, now);
+    machine.step(Event::SnapshotMissed, now);
+    assert_eq!(machine.step(Event::Tick, now), [Action::Snapshot(Reason::Interval)]);
+}
+
+#[test]
+fn the_last_snapshot_of_a_stop_that_failed_for_a_moment_is_tried_again() {
+    let last = Action::Snapshot(Reason::Final);
+    let missed =
+        |n: usize| [vec![(0, Event::Started), (5, Event::Stop(TERM))], vec![(1, Event::SnapshotMissed); n]].concat();
+    let then = |n, more: &[(u64, Event)]| Bench::new().run(&[&missed(n), more].concat()).1[1..].to_vec();
+    let stopped = Action::Finish(Finish::Stopped(TERM));
+    let ends = [Action::Kill, stopped.clone()];
+    assert_eq!(then(2, &[(1, TAKEN), (0, killed(&[1]))]), [vec![last.clone(); 3], ends.to_vec()].concat());
+    assert_eq!(then(3, &[]), [vec![last.clone(); 3], vec![Action::Terminate]].concat(), "not for ever");
+    assert_eq!(then(0, &[(31, Event::SnapshotMissed)]), [last.clone(), Action::Terminate], "nor after its time");
+    // An image that is on its way to the store comes first.
+    let busy = [(0, Event::PersistBegan), (0, Event::SnapshotMissed)];
+    assert_eq!(then(0, &busy), std::slice::from_ref(&last));
+    let stored = (1, Event::PersistEnded(None));
+    assert_eq!(then(0, &[busy[0].clone(), busy[1].clone(), stored]), [last.clone(), last]);
+}
+
+#[test]
 fn a_stop_takes_a_last_snapshot_and_kills() {
     let events = [(0, Event::Started), (5, Event::Stop(TERM)), (1, TAKEN), (0, killed(&[1]))];
     let (state, actions) = Bench::new().run(&events);

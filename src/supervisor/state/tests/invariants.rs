@@ -28,6 +28,7 @@ fn event() -> impl Strategy<Value = Event> {
         2 => Just(TAKEN),
         1 => Just(Event::SnapshotFailed(Harm::None)),
         1 => Just(Event::SnapshotFailed(Harm::Lost)),
+        1 => Just(Event::SnapshotMissed),
         2 => prop_oneof![Just(NOW), Just(ASKED)],
         2 => Just(Event::Suspend),
         2 => Just(Event::Resume),
@@ -98,7 +99,7 @@ proptest! {
             now += Duration::from_secs(seconds);
             let possible = match &event {
                 Event::Started | Event::StartFailed { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting,
-                Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) => snapshot,
+                Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => snapshot,
                 Event::Ended { .. } => alive,
                 Event::PersistBegan => !persisting,
                 Event::PersistEnded(_) => persisting,
@@ -113,7 +114,7 @@ proptest! {
             match &event {
                 Event::Started => (starting, alive) = (false, true),
                 Event::StartFailed { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting = false,
-                Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) => snapshot = false,
+                Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => snapshot = false,
                 // The loop reports an end during a snapshot again afterwards.
                 Event::Ended { .. } if !snapshot => (alive, loading) = (false, false),
                 Event::PersistBegan => persisting = true,
