@@ -265,7 +265,8 @@ fn a_restart_does_without_an_index() {
 
 #[test]
 fn what_both_images_have_lost_is_restored_from_neither() {
-    let Some(ground) = Ground::new() else { return };
+    let Some(mut ground) = Ground::new() else { return };
+    ground.lab = ground.lab.set("restart.cold-start", "\"allow\"");
     let shared = &ground.packs[0];
     for how in [Harm::Flip(20), Harm::Flip(ground.common() + 5), Harm::Delete] {
         harm(shared, how);
@@ -285,6 +286,19 @@ fn what_both_images_have_lost_is_restored_from_neither() {
     let (_, said) = again(&lab).ends_with(125);
     assert!(said.contains("restart.cold-start is \"never\""), "{said}");
     assert!(lab.good().is_empty() && lab.images().len() == 2);
+    // Nor over them, by default: not in the run that finds out, and not in the next.
+    let lab = lab.without("restart.cold-start");
+    for image in lab.images() {
+        fs::remove_file(image.dir.join("bad.json")).unwrap();
+    }
+    for _ in 0..2 {
+        let (out, said) = again(&lab).ends_with(66);
+        assert!(out.is_empty(), "{out}");
+        for command in ["rekindle list j", "rekindle unmark j/ID", "rekindle restore j/ID", "rekindle run --fresh"] {
+            assert!(said.contains(command), "{command}: {said}");
+        }
+        assert!(lab.images().len() == 2);
+    }
 }
 
 fn packing() -> Packing {
@@ -444,8 +458,10 @@ fn no_usable_image_and_no_beginning_wanted() {
     for image in lab.images() {
         harm(&image.dir.join("manifest.json"), MIDDLE);
     }
-    let (out, said) = again(&lab).ends_with(2);
+    let (out, said) = again(&lab).ends_with(66);
     assert!(out.is_empty() && said.contains("restart.cold-start") && said.contains("--fresh"), "{said}");
+    let lab = lab.without("restart.cold-start");
+    assert_eq!(again(&lab).ends_with(66).0, "", "nor by default");
     assert!(newest.dir.is_dir());
     let lab = lab.set("restart.cold-start", "\"allow\"");
     fs::write(lab.file("finish"), "").unwrap();

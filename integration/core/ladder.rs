@@ -50,6 +50,7 @@ fn the_wait_between_restarts_doubles() {
 fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("restart.min-uptime", "\"20s\"").set("restart.max-restarts", "20");
+    let lab = lab.set("restart.cold-start", "\"allow\"");
     let doom = lab.file("doom");
     let text = format!(
         "echo begin; i=0; while [ $i -lt 100000 ]; do i=$((i + 1)); echo n $i; [ ! -e {} ] || exit 3; sleep 0.02; done",
@@ -71,6 +72,12 @@ fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
     assert!(said.contains("given up: there is no good image, and started from nothing the job died twice"), "{said}");
     assert!(out.matches("begin").count() >= 2, "{out}");
     assert!(lab.good().is_empty() && lab.images().len() == 2, "both are marked, both are kept");
+    let unmarked = lab.rekindle(&["unmark", "j/1", "j/2"]);
+    let said = String::from_utf8_lossy(&unmarked.stdout).into_owned();
+    assert!(unmarked.status.success() && said.matches("good again").count() == 2, "{unmarked:?}");
+    assert!(said.contains("dies again"), "{said}");
+    assert_eq!(lab.good(), [2, 1]);
+    assert_eq!(lab.rekindle(&["unmark", "j/9"]).status.code(), Some(2));
 }
 
 #[test]

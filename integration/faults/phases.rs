@@ -32,7 +32,9 @@ fn fails(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, words: &[&str
     let image = supervisor.image();
     let manifest = image.manifest().unwrap();
     let waited = manifest.taken.signed_duration_since(said_at(&why));
-    assert!(waited.num_milliseconds() >= 290, "snapshot.retry-after is 300ms: {waited}");
+    // What may be gone in a moment is tried again at once.
+    let soon = why.contains("signal SIGKILL");
+    assert!(soon || waited.num_milliseconds() >= 290, "snapshot.retry-after is 300ms: {waited}");
     assert_eq!(manifest.tree.cuda.len(), ranks);
     supervisor.until("the image is in the store, and no draft of another", |rig| {
         rig.drafts().is_empty() && rig.folder().images().unwrap().iter().any(|stored| stored.id == image.id)

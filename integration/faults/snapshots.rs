@@ -170,3 +170,23 @@ fn a_kernel_that_is_longer_than_the_lock_timeout_refuses_the_snapshot() {
     assert_eq!(supervisor.wait(), Some(130));
     rig.assert_nothing_left();
 }
+
+#[test]
+fn a_snapshot_whose_criu_is_killed_is_tried_again_at_once() {
+    let Some(mut rig) = Rig::new() else { return };
+    for key in ["SNAPSHOT_RETRY_AFTER", "SNAPSHOT_RETRY_MAX"] {
+        rig.set(key, "10m");
+    }
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    rig.criu_fault("rm -f \"$0-fault\"; kill -9 $$");
+    let why = supervisor.failing_snapshot();
+    assert!(why.contains("CRIU ended without an answer (signal SIGKILL)"), "{why}");
+    supervisor.image();
+    // The last one of a stop has its second try too.
+    rig.criu_fault("rm -f \"$0-fault\"; kill -9 $$");
+    supervisor.stop();
+    let reason = rig.images()[0].manifest().unwrap().reason;
+    assert_eq!(reason, rekindle::store::manifest::Reason::Final, "the stop has its image");
+    rig.assert_store_is_whole();
+}

@@ -13,6 +13,8 @@ pub enum Exit {
     Usage,
     /// The job's own exit code, or 128 plus the signal that ended it.
     Job(u8),
+    /// There are images and none can be used, and the job is not started from nothing over them (EX_NOINPUT).
+    NoUsableImage,
     /// Something needed is missing: CRIU, rights, driver (EX_UNAVAILABLE).
     Missing,
     /// Stopped with a fresh image, to be queued again: the code that the scheduler wants, EX_TEMPFAIL where there is none.
@@ -36,6 +38,7 @@ impl Exit {
             Exit::Unsound => 1,
             Exit::Usage => 2,
             Exit::Job(code) | Exit::Requeue(code) => code,
+            Exit::NoUsableImage => 66,
             Exit::Missing => 69,
             Exit::Config => 78,
             Exit::Internal => 125,
@@ -76,6 +79,9 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
             || cause.is::<super::replica::NotBrought>()
         {
             return Exit::Missing;
+        }
+        if cause.is::<super::run::NoUsableImage>() {
+            return Exit::NoUsableImage;
         }
         if let Some(error) = cause.downcast_ref::<launch::ProgramError>() {
             return match error {

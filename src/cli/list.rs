@@ -1,5 +1,7 @@
 //! `rekindle list`: jobs, and the images of a job.
 
+use std::collections::BTreeSet;
+
 use chrono::{DateTime, Local, Utc};
 use serde::Serialize;
 
@@ -144,6 +146,8 @@ struct ImageRow {
     interval: Option<Choice>,
     reason: Option<Reason>,
     lineage: Option<String>,
+    /// Whether the job has lived for restart.min-uptime after it was taken or restored.
+    proven: bool,
     /// Whether no retention removes it.
     pinned: bool,
     tags: Vec<Tag>,
@@ -153,11 +157,12 @@ struct ImageRow {
 }
 
 impl ImageRow {
-    fn new(known: &Known, live: Option<&Published>) -> ImageRow {
+    fn new(known: &Known, live: Option<&Published>, proven: &BTreeSet<ImageId>) -> ImageRow {
         let image = known.best();
         let tags = known.tags();
         ImageRow {
             persisting: live.and_then(|live| live.persisting_image(image.id)).cloned(),
+            proven: proven.contains(&image.id),
             pinned: tags.is_pinned(),
             tags: tags.iter().cloned().collect(),
             said: tags.to_string(),
@@ -187,6 +192,7 @@ impl ImageRow {
             interval: manifest.and_then(|m| m.interval.clone()),
             reason: manifest.map(|m| m.reason),
             lineage: manifest.map(|m| m.lineage.clone()),
+            proven: false,
             pinned: false,
             tags: Vec::new(),
             said: String::new(),
@@ -195,8 +201,8 @@ impl ImageRow {
 }
 
 fn images(folder: &JobFolder) -> anyhow::Result<Vec<ImageRow>> {
-    let live = Published::live(folder)?;
-    Ok(folder.known()?.iter().map(|known| ImageRow::new(known, live.as_ref())).collect())
+    let (live, proven) = (Published::live(folder)?, folder.proven()?);
+    Ok(folder.known()?.iter().map(|known| ImageRow::new(known, live.as_ref(), &proven)).collect())
 }
 
 /// On a new machine there is neither the job nor even a store.
@@ -233,11 +239,17 @@ fn print(rows: &[ImageRow], format: Format) -> anyhow::Result<()> {
             or_dash(row.reason.map(|r| reason(r).into())),
             whereabouts(&row.places, row.persisting.as_ref()),
             if row.said.is_empty() { "-".into() } else { row.said.clone() },
-            row.detail.as_ref().map_or_else(|| row.state.into(), |detail| format!("{}: {detail}", row.state)),
+            state(row),
         ]
     });
     let header = ["IMAGE", "TAKEN", "SIZE", "FREEZE", "REASON", "WHERE", "TAGS", "STATE"];
     Ok(print_table(format, &header, cells, &rows)?)
+}
+
+fn state(row: &ImageRow) -> String {
+    let proven = if row.proven { ", proven" } else { "" };
+    let detail = row.detail.as_ref().map(|detail| format!(": {detail}")).unwrap_or_default();
+    format!("{}{proven}{detail}", row.state)
 }
 
 /// Where an image is, for people.

@@ -23,6 +23,7 @@ mod stop;
 mod tag;
 mod top;
 mod trust;
+mod unmark;
 mod verify;
 
 use std::ffi::OsString;
@@ -135,6 +136,8 @@ enum Command {
     Tag(tag::TagArgs),
     /// Take names back
     Untag(tag::TagArgs),
+    /// Take back the marks of images that were marked as bad: restarts use them again
+    Unmark(unmark::UnmarkArgs),
     /// Check what `run` needs of this machine, and say what helps; exit code 69 where `run` can not work
     Doctor,
     /// Show or check the configuration
@@ -234,6 +237,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
         Command::Unpin(args) => tag::unpin(global, args),
         Command::Tag(args) => tag::tag(global, args),
         Command::Untag(args) => tag::untag(global, args),
+        Command::Unmark(args) => unmark::unmark(global, args),
         Command::Doctor => doctor::doctor(global),
         Command::Config(ConfigCommand::Show) => {
             config::show(global.config.as_deref(), &global.overrides(), global.format())?;

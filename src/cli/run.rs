@@ -111,6 +111,15 @@ struct DeviceMap {
 )]
 pub(crate) struct NoRights;
 
+/// There is something to go on from, and it cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "job {job} has images, and none of them can be used. It is not started from nothing over them (restart.cold-start). `rekindle list {job}` says what is wrong with each; `rekindle unmark {job}/ID` takes a mark back; `rekindle restore {job}/ID` goes on from one image; `rekindle run --fresh` with the same command starts the job from nothing"
+)]
+pub(crate) struct NoUsableImage {
+    job: JobName,
+}
+
 pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
     let overrides = Overrides {
         name: args.name.clone(),
@@ -350,11 +359,12 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
         scheduler: scheduler.clone(),
         deadline,
     };
+    let job = setup.folder.name().clone();
     let finish = supervisor::run(setup)?;
     if let (Finish::Completed, Some(seen)) = (&finish, seen) {
         trust::forget(&seen, &lineage);
     }
-    Ok(exit(finish, &scheduler, requeue))
+    Ok(exit(finish, &scheduler, requeue, &job))
 }
 
 /// The job's place in memory. Without one snapshots take longer, and work.
@@ -478,7 +488,7 @@ fn deadline(config: &Config) -> Result<Option<DateTime<Utc>>, Misuse> {
     }
 }
 
-fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue) -> Exit {
+fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) -> Exit {
     let signalled = |n: i32| u8::try_from(n).ok().and_then(|n| n.checked_add(128)).map_or(Exit::Internal, Exit::Job);
     match finish {
         Finish::Completed => Exit::Success,
@@ -497,6 +507,10 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue) -> Exit {
                 Obstacle::Machine => Exit::Missing,
                 Obstacle::Configuration => Exit::Config,
             }
+        }
+        Finish::NoUsableImage => {
+            tracing::error!("given up: {}", NoUsableImage { job: job.clone() });
+            Exit::NoUsableImage
         }
         Finish::Failed { why, last } => {
             tracing::error!("given up: {why}");
@@ -533,14 +547,13 @@ fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart
     // One whose manifest can not be read may be ours.
     let lost = |image: &Image| image.manifest().is_none() || ours(image);
     if from == From::Cold && images.iter().any(lost) {
-        let why = format!("no image of the interrupted run can be used; `rekindle list {}` says why", folder.name());
-        if cold == ColdStart::Never {
-            return Err(Misuse(format!(
-                "{why}. It is not begun again, because restart.cold-start is \"never\"; --fresh does"
-            ))
-            .into());
+        if cold != ColdStart::Allow {
+            return Err(NoUsableImage { job: folder.name().clone() }.into());
         }
-        tracing::warn!("{why}");
+        tracing::warn!(
+            "no image of the interrupted run can be used; `rekindle list {}` says why. The job starts from nothing (restart.cold-start)",
+            folder.name()
+        );
     }
     Ok(Start { from, lineage: record.lineage, base: record.base })
 }

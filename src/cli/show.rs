@@ -30,6 +30,8 @@ struct Shown<'a> {
     #[serde(flatten)]
     manifest: &'a Manifest,
     copies: Vec<Copy>,
+    /// Whether the job has lived for restart.min-uptime after it was taken or restored.
+    proven: bool,
     /// Whether no retention removes it.
     pinned: bool,
     tags: Vec<Tag>,
@@ -82,16 +84,26 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     let live = Published::live(&folder)?;
     let persisting = live.as_ref().and_then(|live| live.persisting_image(known.id()));
     let image = known.best();
+    let proven = folder.proven()?.contains(&image.id);
     match (global.format(), image.manifest()) {
         (Format::Json, Some(manifest)) => {
             let copies = known.copies().map(|copy| Copy { place: copy.place, folder: copy.dir.clone() });
             let (pinned, tags) = (known.tags().is_pinned(), known.tags().iter().cloned().collect());
             let here = look(global, manifest, live.as_ref())?;
             let (differences, devices) = (compat::compare(manifest, &here), Devices::of(manifest, &here));
-            print_json(&Shown { manifest, copies: copies.collect(), pinned, tags, persisting, differences, devices })?;
+            print_json(&Shown {
+                manifest,
+                copies: copies.collect(),
+                proven,
+                pinned,
+                tags,
+                persisting,
+                differences,
+                devices,
+            })?;
         }
         (_, Some(manifest)) => {
-            print_text(&describe(&known, manifest, live.as_ref(), &look(global, manifest, live.as_ref())?))?
+            print_text(&describe(&known, manifest, proven, live.as_ref(), &look(global, manifest, live.as_ref())?))?
         }
         (_, None) => {
             let State::Damaged { why } = &image.state else { return Ok(Exit::Unsound) };
@@ -122,7 +134,14 @@ fn used(m: &Manifest, uuid: &str) -> String {
     }
 }
 
-fn describe(known: &Known, m: &Manifest, live: Option<&Published>, here: &Here) -> String {
+fn proven_in_words(proven: bool) -> &'static str {
+    match proven {
+        true => "yes: the job has lived for restart.min-uptime after it",
+        false => "not yet: the job has not lived for restart.min-uptime after it",
+    }
+}
+
+fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>, here: &Here) -> String {
     let differences = compat::compare(m, here);
     let persisting = live.and_then(|live| live.persisting_image(known.id()));
     let state = match &known.best().state {
@@ -133,6 +152,7 @@ fn describe(known: &Known, m: &Manifest, live: Option<&Published>, here: &Here) 
         ("image", m.id.to_string()),
         ("job", m.job.to_string()),
         ("state", state),
+        ("proven", proven_in_words(proven).into()),
         ("taken", m.taken.with_timezone(&Local).to_rfc3339()),
         ("lineage", m.lineage.clone()),
         ("where", whereabouts(&known.places(), persisting)),

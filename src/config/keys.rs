@@ -146,7 +146,7 @@ pub(super) const KEYS: &[Key] = &[
     key("restart.healthy-uptime", Shape::Text, DURATION),
     key("restart.retry-exit-codes", Shape::Codes, CODES),
     key("restart.never-retry-exit-codes", Shape::Codes, CODES),
-    key("restart.cold-start", Shape::Text, "\"allow\" or \"never\""),
+    key("restart.cold-start", Shape::Text, "\"no-images\", \"allow\" or \"never\""),
     key("restart.changed-files", Shape::Text, "\"refuse\" or \"warn\""),
     key("restart.restore-timeout", Shape::Text, DURATION),
     key("restart.lazy", Shape::Text, "\"off\" or \"on\""),

@@ -339,7 +339,7 @@ pub struct Restart {
     pub retry_exit_codes: Vec<u8>,
     /// Exit codes that never are.
     pub never_retry_exit_codes: Vec<u8>,
-    /// Whether the job may be started from its beginning when no image is left.
+    /// Whether the job may be started from its beginning when no image can be used.
     pub cold_start: ColdStart,
     /// What happens over a file that changed since the snapshot and whose content the image does not have.
     pub changed_files: ChangedFiles,
@@ -365,8 +365,10 @@ pub enum Lazy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ColdStart {
-    /// The job is started from its beginning.
+    /// Only where there is no image at all, good or bad.
     #[default]
+    NoImages,
+    /// Also where no image can be used.
     Allow,
     /// Rekindle gives up.
     Never,

@@ -1,8 +1,8 @@
 //! What to do after a job ended: a pure function from facts to a decision.
 //!
 //! The ladder: the newest good image of this lineage; one that the job dies from twice at once, or that does not
-//! restore, is marked and the next older one is taken; then the job is started anew, where that is allowed; then it is
-//! given up, with the reason.
+//! restore, is marked and the next older one is taken; then the job is started anew, where that is allowed, which by itself
+//! it is only where there is no image at all; then it is given up, with the reason.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -42,6 +42,23 @@ pub enum Death {
     Judged,
 }
 
+/// The images that a job could go on from.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Images {
+    /// The good ones of its line, newest first.
+    pub good: Vec<ImageId>,
+    /// Whether there are others: marked as bad, or with a manifest that cannot be read.
+    pub others: bool,
+}
+
+impl Images {
+    /// None but these good ones.
+    #[must_use]
+    pub fn good(ids: impl IntoIterator<Item = ImageId>) -> Images {
+        Images { good: ids.into_iter().collect(), others: false }
+    }
+}
+
 /// What the supervisor remembers of earlier lives.
 #[derive(Debug, Clone, Default)]
 pub struct History {
@@ -78,6 +95,11 @@ pub enum Decision {
         /// An image to be marked first.
         mark: Option<ImageId>,
     },
+    /// There are images and none can be used, and the job must not be started from nothing over them.
+    NoUsableImage {
+        /// An image to be marked first.
+        mark: Option<ImageId>,
+    },
 }
 
 /// So often may a job die soon after a restore of one image, or soon after a start from nothing.
@@ -86,14 +108,14 @@ const EARLY_DEATHS: u32 = 2;
 const MACHINE_FAILURES: u32 = 5;
 
 impl History {
-    /// A life ended. `images` are the good ones of this lineage, newest first.
+    /// A life ended.
     #[must_use]
     pub fn after_death(
         &mut self,
         death: Death,
         from: From,
         uptime: Duration,
-        images: &[ImageId],
+        images: &Images,
         policy: &Restart,
         now: Instant,
     ) -> Decision {
@@ -120,13 +142,13 @@ impl History {
             From::Cold if early => self.early_cold += 1,
             From::Cold => self.early_cold = 0,
         }
-        let left: Vec<ImageId> = images.iter().copied().filter(|id| Some(*id) != mark).collect();
-        self.choose(&left, policy, now, mark)
+        let good = images.good.iter().copied().filter(|id| Some(*id) != mark).collect();
+        self.choose(&Images { good, others: images.others || mark.is_some() }, policy, now, mark)
     }
 
-    /// An image could not be restored, and was marked. `images` are the good ones that are left, newest first.
+    /// An image could not be restored, and was marked. `images` are those that are left.
     #[must_use]
-    pub fn after_bad_image(&mut self, images: &[ImageId], policy: &Restart, now: Instant) -> Decision {
+    pub fn after_bad_image(&mut self, images: &Images, policy: &Restart, now: Instant) -> Decision {
         self.choose(images, policy, now, None)
     }
 
@@ -141,7 +163,7 @@ impl History {
         Decision::Again { from, after: back_off(self.machine, policy), mark: None }
     }
 
-    fn choose(&mut self, images: &[ImageId], policy: &Restart, now: Instant, mark: Option<ImageId>) -> Decision {
+    fn choose(&mut self, images: &Images, policy: &Restart, now: Instant, mark: Option<ImageId>) -> Decision {
         while self.restarts.front().is_some_and(|at| now.saturating_duration_since(*at) > policy.window) {
             self.restarts.pop_front();
         }
@@ -150,20 +172,21 @@ impl History {
             let why = format!("{} restarts within {window} (restart.max-restarts)", self.restarts.len());
             return Decision::GiveUp { why, mark };
         }
-        let from = match (images.first(), policy.cold_start) {
+        let from = match (images.good.first(), policy.cold_start) {
             (Some(id), _) => From::Image(*id),
             (None, ColdStart::Never) => {
                 let why = "there is no good image, and restart.cold-start is \"never\"".to_string();
                 return Decision::GiveUp { why, mark };
             }
-            (None, ColdStart::Allow) if self.early_cold >= EARLY_DEATHS => {
+            (None, ColdStart::NoImages) if images.others => return Decision::NoUsableImage { mark },
+            (None, ColdStart::NoImages | ColdStart::Allow) if self.early_cold >= EARLY_DEATHS => {
                 let min = humantime::format_duration(policy.min_uptime);
                 let why = format!(
                     "there is no good image, and started from nothing the job died twice within {min} (restart.min-uptime)"
                 );
                 return Decision::GiveUp { why, mark };
             }
-            (None, ColdStart::Allow) => From::Cold,
+            (None, ColdStart::NoImages | ColdStart::Allow) => From::Cold,
         };
         self.restarts.push_back(now);
         self.in_a_row += 1;

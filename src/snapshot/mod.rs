@@ -14,7 +14,8 @@
 //! ```
 //!
 //! All of it is done anew where the image has descriptors on their way between processes that a restore would not bring
-//! back right (`in_flight`): the job runs on, and a moment later they are received.
+//! back right (`in_flight`), or a process that was killed and not waited for (`dead`): the job runs on, and a moment later
+//! they are received, or it is.
 //!
 //! Invariants:
 //! - A phase that fails undoes all before it, in reverse order, and the job runs on. Where that is not possible (the
@@ -24,6 +25,7 @@
 //!   goes, at most a draft is left, which the next start sweeps.
 
 mod contents;
+mod dead;
 pub(crate) mod devices;
 mod files;
 mod gpu;
@@ -52,7 +54,9 @@ use crate::supervisor::interval::Choice;
 use crate::sys::criu::{self, Criu};
 use crate::sys::cuda;
 use crate::sys::sharing;
+use crate::sys::spawn::Ended;
 
+pub use dead::{Deaths, Unnoticed};
 pub use in_flight::InFlight;
 pub use preflight::Refusal;
 
@@ -79,6 +83,8 @@ pub struct Subject<'a> {
     pub output: &'a launch::output::Files,
     /// The interval in force, where it was chosen.
     pub interval: Option<&'a Choice>,
+    /// What snapshots before have seen of the job's dead.
+    pub deaths: &'a Deaths,
 }
 
 /// What a manifest says of the launch.
@@ -150,6 +156,9 @@ pub enum Error {
     /// A restore would not bring back the descriptors that are on their way between processes.
     #[error("dump: {0}")]
     InFlight(InFlight),
+    /// A process was killed, and the job has yet to hear of it.
+    #[error("{0}: no image is taken in which the job has yet to hear of that")]
+    Unnoticed(Unnoticed),
     /// The image CRIU wrote is not whole.
     #[error("dump: the image is not whole: {0}")]
     Image(#[from] criu::image::Error),
@@ -220,6 +229,19 @@ impl Error {
         matches!(self, Error::Lost { .. })
     }
 
+    /// Whether the reason may be gone in a moment, so that another try soon is worth it.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Error::InFlight(_) | Error::Restless { .. } | Error::Unnoticed(_) => true,
+            Error::Dump(criu::RunError::TaskDied { .. }) => true,
+            // Neither CRIU nor a helper of it ends this way by itself.
+            Error::Dump(criu::RunError::Gone { ended, .. }) => *ended == Ended::Signal(libc::SIGKILL),
+            Error::Dump(criu::RunError::Refused { log }) => log.says_moment(),
+            _ => false,
+        }
+    }
+
     /// CRIU's log, where CRIU was what failed.
     #[must_use]
     pub fn criu_log(&self) -> Option<&criu::Log> {
@@ -260,13 +282,30 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &dyn Fn() -> bool)
     }
 }
 
+/// Whether an image may have a process that was killed and not waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Dead {
+    Refused,
+    Taken,
+}
+
 /// All that is done while the job stands still; more than once where descriptors were on their way just then.
 fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a dyn Fn() -> bool) -> Result<phases::Work<'a>, Error> {
     let root = subject.job.root.pid();
     let mut attempt = 1;
+    let mut until = None;
     loop {
-        let mut work = phases::Work::new(subject, cancelled);
+        let late = until.is_some_and(|until| until <= Instant::now());
+        let mut work = phases::Work::new(subject, cancelled, if late { Dead::Taken } else { Dead::Refused });
         match work.freeze() {
+            Err(Error::Unnoticed(found)) => {
+                tracing::info!("the snapshot is tried again: {found}");
+                let over = || cancelled() || subject.job.root.has_ended().unwrap_or(true);
+                let until = *until.get_or_insert_with(dead::limit);
+                if !subject.deaths.wait(root, until, &over) && over() {
+                    return Err(Error::Unnoticed(found));
+                }
+            }
             Err(Error::InFlight(found)) if attempt < in_flight::ATTEMPTS && found.moves(root, attempt, cancelled) => {
                 tracing::info!("the snapshot is tried again: {found}");
                 attempt += 1;

@@ -9,7 +9,9 @@ use chrono::{DateTime, Utc};
 use super::contents::{Captured, Contents, View};
 use super::pages::{Drained, Expected, Receivers, expect};
 use super::target::Target;
-use super::{Error, InFlight, Subject, devices, files, gpu, in_flight, landing, preflight, prepare, tcp};
+use super::{
+    Dead, Error, InFlight, Subject, Unnoticed, devices, files, gpu, in_flight, landing, preflight, prepare, tcp,
+};
 use crate::launch::identity::Identity;
 use crate::launch::{Privileges, plugin};
 use crate::restart;
@@ -94,10 +96,11 @@ pub(super) struct Work<'a> {
     pub(super) timings: Vec<Phase>,
     criu_frozen: Duration,
     pub(super) notes: Vec<String>,
+    dead: Dead,
 }
 
 impl<'a> Work<'a> {
-    pub(super) fn new(subject: &'a Subject<'a>, cancelled: &'a dyn Fn() -> bool) -> Work<'a> {
+    pub(super) fn new(subject: &'a Subject<'a>, cancelled: &'a dyn Fn() -> bool, dead: Dead) -> Work<'a> {
         Work {
             subject,
             cancelled,
@@ -130,6 +133,7 @@ impl<'a> Work<'a> {
             timings: Vec::new(),
             criu_frozen: Duration::ZERO,
             notes: Vec::new(),
+            dead,
         }
     }
 
@@ -200,6 +204,7 @@ impl<'a> Work<'a> {
             }
         }
         self.job_pid = self.subject.job.main_pid().and_then(process::inner_pid).ok_or(Error::JobEnded)?;
+        self.check_dead().map_err(Error::Unnoticed)?;
         preflight::check(&tree, self.subject)?;
         restart::foresee(self.root(), self.subject.launch.identity.as_ref(), self.privileges())
             .map_err(|why| Error::Guard(chain(&why)))?;
@@ -228,6 +233,14 @@ impl<'a> Work<'a> {
         self.contents.keep_none_of_the_disk();
         let before = std::mem::replace(&mut self.rewritten, 0);
         before > 0
+    }
+
+    /// Refuses those that were killed and that their parents have yet to hear of.
+    fn check_dead(&mut self) -> Result<(), Unnoticed> {
+        match self.subject.deaths.look(self.root()).fresh {
+            Some(found) if self.dead == Dead::Refused => Err(found),
+            _ => Ok(()),
+        }
     }
 
     fn privileges(&self) -> Privileges {
@@ -337,6 +350,7 @@ impl<'a> Work<'a> {
         };
         let (cancelled, root, privileges) = (self.cancelled, self.root(), self.privileges());
         let (mut receivers, mut drained, mut lost) = (self.receivers.take(), None, None);
+        let (deaths, mut unnoticed) = (subject.deaths, None);
         let deadline = Instant::now() + config.dump_timeout;
         // What is recorded here belongs to the very moment of the image: all tasks stand still.
         let (view, ours) = (self.view(), self.ours());
@@ -356,6 +370,14 @@ impl<'a> Work<'a> {
             if let Some(lost) = &lost {
                 return Err(lost.to_string());
             }
+            let dead = deaths.look(root);
+            if let Some(found) = dead.fresh.clone().filter(|_| self.dead == Dead::Refused) {
+                let why = found.to_string();
+                unnoticed = Some(found);
+                return Err(why);
+            }
+            self.notes
+                .extend(dead.fresh.iter().chain(&dead.old).map(|dead| format!("the image has dead processes: {dead}")));
             self.taken = Some(Utc::now());
             self.open_files = files::open_for_writing(&dir, root).map_err(|e| e.to_string())?;
             let mapped = criu::image::written_by_mappings(&dir).map_err(|e| chain(&e))?;
@@ -389,7 +411,10 @@ impl<'a> Work<'a> {
         let log = match criu::dump(&place, options, &mut hooks) {
             Ok(log) => log,
             Err(criu::RunError::Cancelled) => return Err(Error::Cancelled),
-            Err(error) => return Err(lost.map_or_else(|| error.into(), Error::InFlight)),
+            Err(error) => {
+                let found = lost.map(Error::InFlight).or_else(|| unnoticed.map(Error::Unnoticed));
+                return Err(found.unwrap_or_else(|| error.into()));
+            }
         };
         self.drained = drained;
         self.criu_frozen = criu::image::frozen_time(&scratch).unwrap_or_default();

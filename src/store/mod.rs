@@ -41,6 +41,7 @@ pub(crate) mod micros;
 pub mod pack;
 mod paths;
 pub mod persist;
+mod proven;
 mod record;
 mod remove;
 pub mod repair;

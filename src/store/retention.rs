@@ -7,6 +7,7 @@
 //!
 //! Invariants:
 //! - The newest good image stays. While there is no good image, all stay.
+//! - The newest good image that is proven stays until a newer one is: newer ones may all be of a state that cannot go on.
 //! - No rule and no bound removes a pinned image.
 //! - One that is on its way to the replica stays for so long, unless a new image has no room otherwise.
 //! - Only an image whose manifest was read counts as good; one of which nothing is known is neither counted nor removed.
@@ -30,7 +31,7 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 
 use super::id::ImageId;
-pub use facts::{FactKind, Facts, Pin, Policy, Room, Use};
+pub use facts::{FactKind, Facts, Pin, Policy, Proof, Room, Use};
 pub use reason::{KeepReason, Note, RemoveReason, Verdict};
 pub use sizes::{Gathering, Sizes};
 
@@ -121,6 +122,7 @@ fn first_that(gone: &[ImageId], order: &[ImageId], enough: impl Fn(&[ImageId]) -
 fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
     let firm = |reason: &KeepReason| match reason {
         KeepReason::NewestGood
+        | KeepReason::NewestProven
         | KeepReason::Pinned
         | KeepReason::MaybePinned
         | KeepReason::NoGoodImage
@@ -146,6 +148,7 @@ fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
 fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
     let mut facts = facts.to_vec();
     facts.sort_by_key(|it| Reverse(it.id));
+    let proven = facts.iter().find(|it| it.kind == FactKind::Good && it.proof == Proof::Proven).map(|it| it.id);
     let any_good = facts.iter().any(|it| it.kind == FactKind::Good);
     let mut rules = Rules::new(policy, now);
     let mut bad = 0_u32;
@@ -161,6 +164,9 @@ fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
                 (recent, Some(RemoveReason::OlderBad(keep)))
             }
         };
+        if proven == Some(it.id) && !reasons.contains(&KeepReason::NewestGood) {
+            reasons.push(KeepReason::NewestProven);
+        }
         match it.pin {
             Pin::None => {}
             Pin::Pinned => reasons.push(KeepReason::Pinned),

@@ -5,6 +5,7 @@ mod full;
 mod killed;
 mod leftovers;
 mod packed;
+mod proven;
 mod publish;
 mod tags;
 mod unreadable;

@@ -73,6 +73,7 @@ impl Owner<'_> {
             Finish::Completed => ("completed", None),
             Finish::Stopped(_) => ("stopped", None),
             Finish::Impossible { why, .. } | Finish::Failed { why, .. } => ("failed", Some(why.clone())),
+            Finish::NoUsableImage => ("failed", Some(super::state::NO_USABLE_IMAGE.into())),
         };
         self.write_result(finish, exit_code);
         self.tell(What::Finished { outcome: outcome.into(), exit_code, why });

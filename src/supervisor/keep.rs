@@ -93,7 +93,7 @@ impl Owner<'_> {
         self.cancel = Arc::new(AtomicBool::new(false));
         let (setup, files, cancel, sender) =
             (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
-        let interval = self.machine.choice().cloned();
+        let (interval, deaths) = (self.machine.choice().cloned(), Arc::clone(&self.deaths));
         self.attach_askers();
         self.word_of_begin();
         let event = self.tell(What::SnapshotBegan { reason });
@@ -111,6 +111,7 @@ impl Owner<'_> {
                 staging: setup.staging.as_ref(),
                 output: &files,
                 interval: interval.as_ref(),
+                deaths: &deaths,
             };
             let cancelled = || cancel.load(Ordering::Relaxed);
             let result = match gate.map_or(Passed::Yes, |gate| gate.pass(&cancelled)) {
@@ -134,6 +135,7 @@ impl Owner<'_> {
                 let size = ByteSize::b(bytes);
                 tracing::info!("image {}: {size}, the job stood still for {freeze}", taken.image.id);
                 self.published.taken(&taken);
+                self.await_proof(taken.image.id);
                 self.tell_snapshot(&taken);
                 self.answer_taken(&taken);
                 self.word_of_end(Ok(&taken));
@@ -146,7 +148,7 @@ impl Owner<'_> {
                 Event::SnapshotTaken { freeze: taken.freeze, persist }
             }
             Err(error) => {
-                let lost = error.job_is_lost();
+                let (lost, may_pass) = (error.job_is_lost(), error.may_pass());
                 self.answer_not_taken(&chain(&error));
                 self.word_of_end(Err(&chain(&error)));
                 if self.ended.is_none() {
@@ -163,7 +165,11 @@ impl Owner<'_> {
                     // It may be that memory has room for the one image only that did not get to the store.
                     self.persist_newest();
                 }
-                Event::SnapshotFailed(if lost { Harm::Lost } else { Harm::None })
+                match (lost, may_pass) {
+                    (true, _) => Event::SnapshotFailed(Harm::Lost),
+                    (false, true) => Event::SnapshotMissed,
+                    (false, false) => Event::SnapshotFailed(Harm::None),
+                }
             }
         };
         self.step(event);

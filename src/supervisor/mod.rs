@@ -14,6 +14,7 @@ mod keep;
 mod load;
 mod metrics;
 pub mod notify;
+mod proof;
 mod publish;
 mod record;
 pub use deadline::Forecast;
@@ -41,7 +42,7 @@ use signal_hook::consts as sig;
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output, uplink};
 use crate::restart::gpus::Wishes;
-use crate::restart::policy::From;
+use crate::restart::policy::{From, Images};
 use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
@@ -181,6 +182,8 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         stops: 0,
         published: publish::Published::new(&shared.launch.lineage),
         remarks: Vec::new(),
+        proofs: proof::Proofs::default(),
+        deaths: Arc::default(),
         persist: None,
         files_go: Arc::default(),
         replication: replicate::Replication::default(),
@@ -213,6 +216,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     while owner.finish.is_none() && owner.holds_the_lock() {
         owner.mind_the_deadline();
         owner.mind_the_holds();
+        owner.mind_the_proofs();
         owner.beat();
         let (patience, began) = (owner.patience(), clock::since_boot());
         let message = messages.recv_timeout(patience);
@@ -292,6 +296,10 @@ struct Owner<'a> {
     published: publish::Published,
     /// What the last snapshot remarked on, which need not be said of the next one again.
     remarks: Vec<String>,
+    /// Processes of the job that were killed and not waited for, as snapshots have seen them.
+    deaths: Arc<snapshot::Deaths>,
+    /// Images of this life that the job has yet to live on from.
+    proofs: proof::Proofs,
     /// The image that is on its way from memory to the store.
     persist: Option<keep::Persist>,
     /// Held while an image of plain files is packed, which ends with their removal.
@@ -353,6 +361,7 @@ impl Owner<'_> {
             .min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()))
             .min(self.deadline.patience())
             .min(self.word.patience());
+        let tick = self.patience_for_proofs().map_or(tick, |proof| tick.min(proof));
         let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
             return tick.min(PROGRESS);
@@ -508,6 +517,7 @@ impl Owner<'_> {
         let Some(job) = self.job.clone() else { return };
         // Daemons end with the job; a CRIU at work in the same namespace too.
         let ended = job.end().unwrap_or(Ended::Signal(sig::SIGKILL));
+        self.end_of_proofs();
         self.ended = Some(ended);
         if matches!(self.machine.state(), state::State::Running(_) | state::State::Snapshotting { .. }) {
             match ended {
@@ -520,9 +530,10 @@ impl Owner<'_> {
     }
 
     fn report_end(&mut self, ended: Ended) {
-        let images = self.good_images().unwrap_or_else(|error| {
+        let images = self.images_to_go_on_from().unwrap_or_else(|error| {
             tracing::error!("can not read the images: {}", chain(&error));
-            Vec::new()
+            // What cannot be read may be there.
+            Images { good: Vec::new(), others: true }
         });
         // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
@@ -568,6 +579,7 @@ impl Owner<'_> {
             Finish::Completed => (Outcome::Completed, Some(0)),
             Finish::Stopped(_) => (Outcome::Stopped, None),
             Finish::Impossible { why, .. } => (Outcome::Failed { why: why.clone() }, None),
+            Finish::NoUsableImage => (Outcome::Failed { why: state::NO_USABLE_IMAGE.into() }, None),
             Finish::Failed { why, last } => {
                 let code = last.and_then(|l| if let Ended::Exit(code) = l { Some(code) } else { None });
                 (Outcome::Failed { why: why.clone() }, code)

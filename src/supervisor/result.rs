@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Owner;
 use super::events::micros;
-use super::state::Finish;
+use super::state::{Finish, NO_USABLE_IMAGE};
 use super::watch::LastEnd;
 use crate::store::{Image, ImageId, JobFolder};
 use crate::sys::durable;
@@ -81,6 +81,7 @@ impl Owner<'_> {
             Finish::Completed => ("completed", None),
             Finish::Stopped(_) => ("stopped", None),
             Finish::Impossible { why, .. } | Finish::Failed { why, .. } => ("failed", Some(why.clone())),
+            Finish::NoUsableImage => ("failed", Some(NO_USABLE_IMAGE.into())),
         };
         let images = self.shared.folder.images().unwrap_or_default();
         let launch = &self.shared.launch;

@@ -13,7 +13,7 @@ use crate::control::Reply;
 use crate::control::protocol::{Code, Fault};
 use crate::restart;
 use crate::restart::compat::{self, Difference, Here};
-use crate::restart::policy::From;
+use crate::restart::policy::{From, Images};
 use crate::store::{Image, ImageId, LATEST, State};
 use crate::telemetry::log::chain;
 
@@ -63,8 +63,16 @@ impl Line {
 
     /// Whether an image is good, and one to go back to.
     pub(super) fn has(&self, image: &Image) -> bool {
-        let ours = |m: &crate::store::Manifest| m.lineage == self.lineage || Some(m.id) == self.base;
-        image.is_good() && image.manifest().is_some_and(ours)
+        image.is_good() && image.manifest().is_some_and(|manifest| self.is_ours(manifest))
+    }
+
+    /// Whether an image is of this line, as far as can be told: one whose manifest cannot be read may be.
+    pub(super) fn may_have(&self, image: &Image) -> bool {
+        image.manifest().is_none_or(|manifest| self.is_ours(manifest))
+    }
+
+    fn is_ours(&self, manifest: &crate::store::Manifest) -> bool {
+        manifest.lineage == self.lineage || Some(manifest.id) == self.base
     }
 }
 
@@ -75,6 +83,12 @@ impl Owner<'_> {
         let mut ids: Vec<ImageId> = images.iter().filter(|image| self.is_usable(image)).map(|image| image.id).collect();
         ids.dedup();
         Ok(ids)
+    }
+
+    /// What the job can go on from, and whether there is more that it cannot.
+    pub(super) fn images_to_go_on_from(&self) -> Result<Images, crate::store::Error> {
+        let others = self.shared.folder.copies()?.iter().any(|image| !image.is_good() && self.line.may_have(image));
+        Ok(Images { good: self.good_images()?, others })
     }
 
     /// Whether it is good, and of this lineage or what that began from.
@@ -114,7 +128,7 @@ impl Owner<'_> {
             (Event::Impossible { why, .. }, Some(target)) => {
                 self.line.target = None;
                 tracing::error!("the job can not go back to image {}: {why}", target.image);
-                match self.good_images() {
+                match self.images_to_go_on_from() {
                     Ok(images) => Event::ImageFailed { images },
                     Err(error) => Event::StartFailed { why: chain(&error) },
                 }

@@ -9,6 +9,7 @@ use chrono::Utc;
 
 use super::events::image_of;
 use super::keep::{Moving, shown};
+use super::proof::Proofs;
 use super::state::{Event, Obstacle, State};
 use super::{Message, Owner, Setup, load};
 use crate::config::{Lazy, NetworkMode, PidNamespace};
@@ -118,6 +119,10 @@ impl Owner<'_> {
             self.arrived(from);
             self.word_of_life(image_of(from));
         }
+        self.proofs = Proofs::default();
+        if let State::Starting { from: From::Image(image), .. } = self.machine.state() {
+            self.await_proof(*image);
+        }
         self.tell_start(&job, started.moved);
         for signal in std::mem::take(&mut self.unsent) {
             self.signal(signal);
@@ -188,9 +193,11 @@ impl Owner<'_> {
                 false
             }
         };
-        match self.good_images() {
-            Ok(images) => {
-                Event::ImageFailed { images: images.into_iter().filter(|other| *other != id || other_copy).collect() }
+        match self.images_to_go_on_from() {
+            Ok(mut images) => {
+                images.good.retain(|other| *other != id || other_copy);
+                images.others |= !other_copy;
+                Event::ImageFailed { images }
             }
             Err(error) => Event::StartFailed { why: chain(&error) },
         }

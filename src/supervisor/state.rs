@@ -32,12 +32,12 @@ mod states;
 use std::time::{Duration, Instant};
 
 pub use admission::Wish;
-pub use events::{Action, Event, Finish, Harm, Obstacle, Stop, Verdict};
+pub use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Stop, Verdict};
 pub use states::{Ending, Life, State, Then};
 
 use super::interval::{Choice, Failures, Pace};
 use crate::config::Config;
-use crate::restart::policy::{Death, Decision, From, History};
+use crate::restart::policy::{Death, Decision, From, History, Images};
 use crate::store::ImageId;
 use crate::store::manifest::Reason;
 use crate::sys::spawn::Ended;
@@ -58,6 +58,10 @@ impl Postponed {
         }
     }
 }
+
+/// So often a snapshot is tried again soon that failed for a reason of a moment: at once, then after [`MISSED`].
+const SOON: u32 = 2;
+const MISSED: Duration = Duration::from_secs(1);
 
 /// The state with what it needs to decide.
 #[derive(Debug)]
@@ -248,16 +252,16 @@ impl<'a> Machine<'a> {
     fn starting(&mut self, from: From, then: Option<Then>, event: Event, now: Instant) -> (State, Vec<Action>) {
         match (event, then) {
             (Event::Started, None | Some(Then::Suspend)) => {
-                let life = Life { from, since: now, next: self.due(now, now), failures: 0 };
+                let life = Life { from, since: now, next: self.due(now, now), failures: 0, missed: 0 };
                 (State::Running(life), vec![])
             }
             // Asked to stop while it was coming up: nothing was done since the image, so there is nothing to save.
             (Event::Started, Some(Then::Stop(stop, _))) => {
-                let life = Life { from, since: now, next: None, failures: 0 };
+                let life = Life { from, since: now, next: None, failures: 0, missed: 0 };
                 kill(Ending::Stop(stop), life)
             }
             (Event::Started, Some(Then::Rewind(image))) => {
-                let life = Life { from, since: now, next: None, failures: 0 };
+                let life = Life { from, since: now, next: None, failures: 0, missed: 0 };
                 kill(Ending::Rewind(image), life)
             }
             (
@@ -385,15 +389,45 @@ impl<'a> Machine<'a> {
         now: Instant,
     ) -> (State, Vec<Action>) {
         match event {
-            Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) => {
+            // It is as good as under way still.
+            Event::SnapshotMissed
+                if ended.is_none()
+                    && life.missed < SOON
+                    && match then {
+                        Some(Then::Stop(_, until)) => now < until,
+                        Some(Then::Suspend) => true,
+                        Some(Then::Rewind(_)) | None => false,
+                    } =>
+            {
+                life.missed += 1;
+                let reason = if matches!(then, Some(Then::Stop(..))) { Reason::Final } else { Reason::Request };
+                if self.is_busy() {
+                    self.postponed = Some(Postponed { reason, then });
+                    return (State::Running(life), vec![]);
+                }
+                (State::Snapshotting { life, then, ended }, vec![Action::Snapshot(reason)])
+            }
+            Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => {
                 let taken = matches!(event, Event::SnapshotTaken { .. });
                 if let Event::SnapshotTaken { freeze, persist } = event {
                     self.pace.frozen(freeze);
                     persist.into_iter().for_each(|took| self.pace.persisted(took));
                 }
                 let lost = event == Event::SnapshotFailed(Harm::Lost);
-                life.failures = if taken { 0 } else { life.failures + 1 };
-                life.next = if taken { self.due(life.since, now) } else { Some(now + self.retry(life.failures)) };
+                life.next = match event {
+                    Event::SnapshotTaken { .. } => {
+                        (life.failures, life.missed) = (0, 0);
+                        self.due(life.since, now)
+                    }
+                    Event::SnapshotMissed if life.missed < SOON => {
+                        life.missed += 1;
+                        Some(now + MISSED * (life.missed - 1))
+                    }
+                    _ => {
+                        life.failures += 1;
+                        Some(now + self.retry(life.failures))
+                    }
+                };
                 match (then, ended) {
                     (Some(Then::Rewind(image)), _) => kill(Ending::Rewind(image), life),
                     (Some(Then::Suspend), _) if taken => kill(Ending::Suspend, life),
@@ -476,7 +510,7 @@ impl<'a> Machine<'a> {
             (Event::Ended { images, .. }, Ending::Unloaded) => self.died(Death::Unloaded, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Condemned) => self.died(Death::Judged, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Suspend) => {
-                let from = images.first().map_or(life.from, |image| From::Image(*image));
+                let from = images.good.first().map_or(life.from, |image| From::Image(*image));
                 (State::Suspended { from }, vec![])
             }
             (
@@ -493,7 +527,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    fn died(&mut self, mut death: Death, life: &Life, images: &[ImageId], now: Instant) -> (State, Vec<Action>) {
+    fn died(&mut self, mut death: Death, life: &Life, images: &Images, now: Instant) -> (State, Vec<Action>) {
         let last = match death {
             Death::Ended(ended) => Some(ended),
             // It was killed for that.
@@ -569,6 +603,10 @@ fn decided(decision: Decision, last: Option<Ended>, now: Instant) -> (State, Vec
         }
         Decision::GiveUp { why, mark } => {
             let end = Action::Finish(Finish::Failed { why, last });
+            (State::Done, marked(mark).into_iter().chain([end]).collect())
+        }
+        Decision::NoUsableImage { mark } => {
+            let end = Action::Finish(Finish::NoUsableImage);
             (State::Done, marked(mark).into_iter().chain([end]).collect())
         }
     }

@@ -176,7 +176,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
             "[2]",
             "must not contain 2, which restart.never-retry-exit-codes has; take it out of one of them",
         ),
-        ("restart", "cold-start", "false", "must be \"allow\" or \"never\""),
+        ("restart", "cold-start", "false", "must be \"no-images\", \"allow\" or \"never\""),
         ("restart", "restore-timeout", "\"0s\"", "must be at least 1s"),
         ("restart", "lazy", "true", "must be \"off\" or \"on\""),
         ("restart", "lazy", "\"auto\"", "must be \"off\" or \"on\""),

@@ -4,7 +4,7 @@
 //! be read there is never removed, and while there is anything like that no pack is: it may be what holds an image. Maps and
 //! indexes are read here where they are here too, so that not all of them come over the network each time.
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashSet};
 use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
@@ -43,7 +43,7 @@ impl Replica {
     pub fn retain(&self, keep_last: u32, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<Removed> {
         let images = self.images(cancelled)?;
         let mut removed = Removed::default();
-        for id in expendable(&images, keep_last) {
+        for id in expendable(&images, keep_last, &folder.proven()?) {
             for file in [Of::Manifest, Of::Chunks, Of::Mark] {
                 self.client.delete(&layout::of_image(id, file), cancelled)?;
             }
@@ -192,8 +192,8 @@ impl Old {
 }
 
 /// The images that go, oldest first: behind so many good ones, and bad ones behind as many bad ones, for a mark may be wrong.
-/// While there is no good one all stay; one of which nothing is known is neither counted nor removed.
-fn expendable(images: &[RemoteImage], keep_last: u32) -> Vec<ImageId> {
+/// While there is no good one all stay, and the newest proven one stays until a newer one is proven; one of which nothing is known is neither counted nor removed.
+fn expendable(images: &[RemoteImage], keep_last: u32, proven: &BTreeSet<ImageId>) -> Vec<ImageId> {
     let keep = usize::try_from(keep_last.max(1)).unwrap_or(usize::MAX);
     let is_bad = |image: &&RemoteImage| match &image.state {
         State::Good(_) => false,
@@ -204,8 +204,13 @@ fn expendable(images: &[RemoteImage], keep_last: u32) -> Vec<ImageId> {
     if good.clone().next().is_none() {
         return Vec::new();
     }
-    let mut gone: Vec<ImageId> =
-        good.skip(keep).chain(images.iter().filter(is_bad).skip(keep)).map(|it| it.id).collect();
+    let newest_proven = good.clone().map(|image| image.id).filter(|id| proven.contains(id)).max();
+    let mut gone: Vec<ImageId> = good
+        .skip(keep)
+        .filter(|image| Some(image.id) != newest_proven)
+        .chain(images.iter().filter(is_bad).skip(keep))
+        .map(|it| it.id)
+        .collect();
     gone.sort();
     gone
 }
@@ -227,6 +232,11 @@ mod tests {
 
     /// Newest first, numbered down to 1.
     fn gone(kinds: &[Kind], keep_last: u32) -> Vec<u32> {
+        gone_but_proven(kinds, keep_last, &[])
+    }
+
+    fn gone_but_proven(kinds: &[Kind], keep_last: u32, proven: &[u32]) -> Vec<u32> {
+        let proven = proven.iter().map(|n| ImageId::new(*n, DateTime::UNIX_EPOCH)).collect();
         let damaged = |kind| State::Damaged { why: Damage { kind, detail: String::new() } };
         let state = |kind| {
             let manifest = Box::new(sample_manifest());
@@ -244,7 +254,14 @@ mod tests {
         let images = numbers
             .zip(kinds)
             .map(|(n, kind)| RemoteImage { id: ImageId::new(n, DateTime::UNIX_EPOCH), state: state(*kind) });
-        expendable(&images.collect::<Vec<_>>(), keep_last).iter().map(ImageId::sequence).collect()
+        expendable(&images.collect::<Vec<_>>(), keep_last, &proven).iter().map(ImageId::sequence).collect()
+    }
+
+    #[test]
+    fn the_newest_proven_image_stays() {
+        assert_eq!(gone_but_proven(&[Good; 5], 2, &[1, 2]), [1, 3]);
+        assert_eq!(gone_but_proven(&[Good; 5], 2, &[2, 4]), [1, 2, 3]);
+        assert_eq!(gone_but_proven(&[Good, Good, Good, Bad, Good], 2, &[2]), [1, 3], "a bad one is of no use");
     }
 
     #[test]

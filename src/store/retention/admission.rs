@@ -1,7 +1,7 @@
 //! Is there room in the store for the next image, and what must go first? Decides, does nothing.
 //!
 //! What no rule keeps goes first, then bad images, then the others, the oldest first, and no more than it takes. The newest
-//! good image, pinned ones and those of which nothing is known never go; where that is not enough nothing goes at all.
+//! good image, the newest proven one, pinned ones and those of which nothing is known never go; where that is not enough nothing goes at all.
 
 use std::path::{Path, PathBuf};
 
@@ -94,7 +94,7 @@ pub enum Refusal {
         path: PathBuf,
     },
     /// Not below the bound of all images.
-    #[error("the image needs about {need}, and beside the images that must stay ({stay}: the newest good one, pinned ones, and what can not be read) store.max-total-size ({max}) has no room for it: raise it to {enough} or more, or take pins back with `rekindle unpin`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
+    #[error("the image needs about {need}, and beside the images that must stay ({stay}: the newest good and the newest proven one, pinned ones, and what cannot be read) store.max-total-size ({max}) has no room for it: raise it to {enough} or more, or take pins back with `rekindle unpin`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
     MaxTotal {
         /// Bytes the image is likely to need.
         need: u64,

@@ -21,6 +21,17 @@ pub struct Facts {
     pub pin: Pin,
     /// Whether it is just being read.
     pub in_use: Use,
+    /// Whether the job has shown that it can go on from it.
+    pub proof: Proof,
+}
+
+/// Whether the job has lived on for `restart.min-uptime` after an image was taken or restored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Proof {
+    /// As far as is known it has not.
+    None,
+    /// It has.
+    Proven,
 }
 
 /// Whether an image is just being read.
@@ -64,7 +75,7 @@ impl From<&Tags> for Pin {
     }
 }
 
-/// Reads the tags anew.
+/// Reads the tags anew. What is proven is not known to an image.
 impl From<&Image> for Facts {
     fn from(image: &Image) -> Facts {
         let kind = match &image.state {
@@ -75,7 +86,14 @@ impl From<&Image> for Facts {
                 DamageKind::Newer | DamageKind::Unreadable | DamageKind::Untrusted => FactKind::Unknown,
             },
         };
-        Facts { id: image.id, taken: image.id.taken(), kind, pin: Pin::from(&image.tags()), in_use: Use::None }
+        Facts {
+            id: image.id,
+            taken: image.id.taken(),
+            kind,
+            pin: Pin::from(&image.tags()),
+            in_use: Use::None,
+            proof: Proof::None,
+        }
     }
 }
 

@@ -29,6 +29,8 @@ impl Verdict {
 pub enum KeepReason {
     /// The one that a restart would take.
     NewestGood,
+    /// The newest that is proven.
+    NewestProven,
     /// One of so many good ones.
     OneOfTheLast(u32),
     /// The newest good one of its hour, and the hour is one of those that count.
@@ -91,6 +93,7 @@ impl fmt::Display for KeepReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             KeepReason::NewestGood => f.write_str("newest good"),
+            KeepReason::NewestProven => f.write_str("newest that the job has lived on from"),
             KeepReason::OneOfTheLast(n) => write!(f, "one of the last {n}"),
             KeepReason::NewestOfHour => f.write_str("newest of its hour"),
             KeepReason::NewestOfDay => f.write_str("newest of its day"),
@@ -149,7 +152,7 @@ impl fmt::Display for Note {
         match self {
             Note::MaxTotal { left, max } => write!(
                 f,
-                "the images that must stay (the newest good one, pinned ones, and what can not be read) take {}, more than \
+                "the images that must stay (the newest good and the newest proven one, pinned ones, and what cannot be read) take {}, more than \
                  store.max-total-size ({}): raise it, or take pins back with `rekindle unpin`",
                 ByteSize::b(*left),
                 ByteSize::b(*max)

@@ -7,7 +7,7 @@ use std::{fs, io};
 use chrono::{DateTime, Utc};
 
 use super::admission::{self, Admission, Need, Refusal, Removal};
-use super::{Facts, Gathering, Plan, Policy, Room, Sizes, Use, plan};
+use super::{Facts, Gathering, Plan, Policy, Proof, Room, Sizes, Use, plan};
 use crate::config;
 use crate::store::error::{Error, Result};
 use crate::store::folder::JobFolder;
@@ -68,7 +68,9 @@ impl Survey {
     /// [`Error::Read`].
     pub fn of(folder: &JobFolder, min_free: u64) -> Result<Survey> {
         let images = folder.images()?;
-        let facts = images.iter().map(Facts::from).collect();
+        let proven = folder.proven()?;
+        let proof = |id| if proven.contains(&id) { Proof::Proven } else { Proof::None };
+        let facts = images.iter().map(|image| Facts { proof: proof(image.id), ..Facts::from(image) }).collect();
         let index = folder.packs().index()?;
         let mut sizes = Gathering::<[u8; 16]>::default();
         for image in &images {

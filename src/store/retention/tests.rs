@@ -19,7 +19,14 @@ pub(super) fn shared(images: &Pieces) -> Sizes {
 pub(super) const NO_NEED: Room = Room { free: 0, pending: 0, min_free: 0 };
 
 pub(super) fn fact(n: u32, seconds: i64, kind: FactKind) -> Facts {
-    Facts { id: ImageId::new(n, at(seconds)), taken: at(seconds), kind, pin: Pin::None, in_use: Use::None }
+    Facts {
+        id: ImageId::new(n, at(seconds)),
+        taken: at(seconds),
+        kind,
+        pin: Pin::None,
+        in_use: Use::None,
+        proof: Proof::None,
+    }
 }
 
 pub(super) fn facts(kinds: &[FactKind]) -> Vec<Facts> {
@@ -220,10 +227,11 @@ pub(super) fn any_images() -> impl Strategy<Value = (Vec<Facts>, Pieces)> {
     let kind = prop_oneof![4 => Just(Good), 2 => Just(Bad), 1 => Just(Unknown)];
     let pin = prop_oneof![6 => Just(Pin::None), 1 => Just(Pin::Pinned), 1 => Just(Pin::Unreadable)];
     let pieces = prop::collection::btree_set(0_u8..24, 0..8);
-    let one = (kind, pin, -1_000_000_i64..1_000_000, pieces);
+    let proof = prop_oneof![3 => Just(Proof::None), 1 => Just(Proof::Proven)];
+    let one = (kind, pin, proof, -1_000_000_i64..1_000_000, pieces);
     let all = prop::collection::vec(one, 0..24).prop_map(|all| {
-        let each = (1..).zip(all).map(|(n, (kind, pin, clock, pieces))| {
-            let facts = Facts { pin, ..fact(n, clock, kind) };
+        let each = (1..).zip(all).map(|(n, (kind, pin, proof, clock, pieces))| {
+            let facts = Facts { pin, proof, ..fact(n, clock, kind) };
             (facts, (facts.id, pieces))
         });
         let (facts, pieces): (Vec<Facts>, BTreeMap<ImageId, BTreeSet<u8>>) = each.unzip();
@@ -252,7 +260,13 @@ fn any_room() -> impl Strategy<Value = Room> {
 /// What neither a rule nor a bound may take.
 pub(super) fn is_firm(it: &Facts, facts: &[Facts]) -> bool {
     let newest = facts.iter().filter(|it| it.kind == Good).map(|it| it.id).max();
-    it.pin != Pin::None || it.kind == Unknown || newest.is_none_or(|newest| newest == it.id)
+    let firm = it.pin != Pin::None || it.kind == Unknown || newest.is_none_or(|newest| newest == it.id);
+    firm || is_newest_proven(it, facts)
+}
+
+fn is_newest_proven(it: &Facts, facts: &[Facts]) -> bool {
+    let proven = facts.iter().filter(|it| it.kind == Good && it.proof == Proof::Proven).map(|it| it.id).max();
+    proven == Some(it.id)
 }
 
 proptest! {
@@ -329,6 +343,7 @@ proptest! {
         };
         for (at, it) in good.iter().enumerate() {
             let wanted = it.pin != Pin::None
+                || is_newest_proven(it, &facts)
                 || at < usize::try_from(keep_last.max(1)).unwrap()
                 || bucket(HOUR, keep_hourly, at)
                 || bucket(DAY, keep_daily, at);
@@ -361,6 +376,23 @@ proptest! {
         let count = facts.len().saturating_sub(usize::try_from(keep).unwrap());
         prop_assert_eq!(gone, facts[..count].iter().map(|it| it.id).collect::<Vec<_>>());
     }
+}
+
+#[test]
+fn the_newest_proven_image_stays_whatever_the_rules_and_bounds_say() {
+    let mut facts = facts(&[Good, Good, Good, Bad, Good, Good]);
+    for n in [0, 1, 3] {
+        facts[n].proof = Proof::Proven;
+    }
+    let plan = planned(&facts, &last(2));
+    assert_eq!(removed(&plan), [1, 3], "not 2; that the bad one is proven does not count");
+    assert_eq!(reasons(&plan)[1], "newest that the job has lived on from");
+    let tight = Policy { max_total: Some(0), ..last(1) };
+    let plan = super::plan(&facts, &tight, at(0), &each(&facts, 10), &NO_NEED);
+    assert_eq!(removed(&plan), [1, 3, 4, 5]);
+    // Until a newer one is.
+    facts[4].proof = Proof::Proven;
+    assert_eq!(removed(&planned(&facts, &last(1))), [1, 2, 3]);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::restart::policy::From;
+use crate::restart::policy::{From, Images};
 use crate::store::ImageId;
 use crate::store::manifest::Reason;
 use crate::sys::spawn::Ended;
@@ -37,7 +37,12 @@ pub enum Finish {
         /// How the job ended last, where it was the job that ended.
         last: Option<Ended>,
     },
+    /// There are images and none can be used; the job is not started from nothing over them.
+    NoUsableImage,
 }
+
+/// Why a run ended with [`Finish::NoUsableImage`], in words.
+pub const NO_USABLE_IMAGE: &str = "the run has images, none of them can be used, and restart.cold-start forbids to start the job from nothing over them";
 
 /// What a rule or the watch of a job decides in place of the policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -60,10 +65,10 @@ pub enum Verdict {
 pub enum Event {
     /// The job runs.
     Started,
-    /// The image can not be restored and was marked; these good ones are left, newest first.
+    /// The image cannot be restored and was marked; these are left.
     ImageFailed {
-        /// Good images, newest first.
-        images: Vec<ImageId>,
+        /// What there is to go on from.
+        images: Images,
     },
     /// It could not be started, by no fault of an image.
     StartFailed {
@@ -81,8 +86,8 @@ pub enum Event {
     Ended {
         /// How.
         ended: Ended,
-        /// Good images, newest first.
-        images: Vec<ImageId>,
+        /// What there is to go on from.
+        images: Images,
     },
     /// A snapshot is in the store.
     SnapshotTaken {
@@ -101,6 +106,8 @@ pub enum Event {
     LoadEnded(Harm),
     /// A snapshot failed; the job runs on, unless it is lost.
     SnapshotFailed(Harm),
+    /// A snapshot failed for a reason that may be gone in a moment; the job runs on.
+    SnapshotMissed,
     /// Take one now.
     SnapshotNow(Reason),
     /// Take one, then end the job until it is called back.

@@ -92,6 +92,8 @@ pub struct Life {
     pub next: Option<Instant>,
     /// Snapshots that failed in a row.
     pub failures: u32,
+    /// Those that did so for a reason of a moment, since the last that was taken.
+    pub missed: u32,
 }
 
 impl State {

@@ -31,7 +31,7 @@ impl Bench {
 }
 
 fn killed(images: &[u32]) -> Event {
-    Event::Ended { ended: Ended::Signal(9), images: images.iter().map(|n| id(*n)).collect() }
+    Event::Ended { ended: Ended::Signal(9), images: Images::good(images.iter().map(|n| id(*n))) }
 }
 
 const TAKEN: Event = Event::SnapshotTaken { freeze: Duration::from_secs(2), persist: Some(Duration::from_secs(5)) };
@@ -40,7 +40,7 @@ const TERM: Stop = Stop::Signal(15);
 
 #[test]
 fn the_happy_path() {
-    let exit = Event::Ended { ended: Ended::Exit(0), images: vec![] };
+    let exit = Event::Ended { ended: Ended::Exit(0), images: Images::good([]) };
     let events = [(0, Event::Started), (600, Event::Tick), (1, TAKEN), (10, exit)];
     let (state, actions) = Bench::new().run(&events);
     assert_eq!(state, State::Done);
@@ -110,7 +110,7 @@ fn what_counts_as_a_failure() {
         let later = if machine.state().life().is_some() { now } else { now + hours(5) };
         machine.failures(later)
     };
-    let exit = |code| Event::Ended { ended: Ended::Exit(code), images: vec![] };
+    let exit = |code| Event::Ended { ended: Ended::Exit(code), images: Images::good([]) };
     let expect = |uptime: Duration, failures| Failures { uptime: hours(10) + uptime, failures };
     assert_eq!(after(&[]), expect(Duration::ZERO, 1));
     assert_eq!(after(&[(3600, Event::Tick)]), expect(hours(1), 1), "it is still running");
@@ -146,6 +146,46 @@ fn failed_snapshots_back_off_and_recover() {
 }
 
 #[test]
+fn a_snapshot_that_failed_for_a_moment_is_tried_again_soon() {
+    let config = Config::default();
+    let (mut machine, _) = Machine::new(&config, From::Cold);
+    let now = Instant::now();
+    machine.step(Event::Started, now);
+    let mut waits = Vec::new();
+    for _ in 0..4 {
+        machine.step(NOW, now);
+        machine.step(Event::SnapshotMissed, now);
+        waits.push(machine.state().deadline().unwrap() - now);
+    }
+    let again = config.snapshot.retry_after;
+    assert_eq!(waits, [Duration::ZERO, Duration::from_secs(1), again, again * 2]);
+    // One that was taken puts an end to that.
+    machine.step(NOW, now);
+    machine.step(TAKEN, now);
+    machine.step(NOW, now);
+    machine.step(Event::SnapshotMissed, now);
+    assert_eq!(machine.step(Event::Tick, now), [Action::Snapshot(Reason::Interval)]);
+}
+
+#[test]
+fn the_last_snapshot_of_a_stop_that_failed_for_a_moment_is_tried_again() {
+    let last = Action::Snapshot(Reason::Final);
+    let missed =
+        |n: usize| [vec![(0, Event::Started), (5, Event::Stop(TERM))], vec![(1, Event::SnapshotMissed); n]].concat();
+    let then = |n, more: &[(u64, Event)]| Bench::new().run(&[&missed(n), more].concat()).1[1..].to_vec();
+    let stopped = Action::Finish(Finish::Stopped(TERM));
+    let ends = [Action::Kill, stopped.clone()];
+    assert_eq!(then(2, &[(1, TAKEN), (0, killed(&[1]))]), [vec![last.clone(); 3], ends.to_vec()].concat());
+    assert_eq!(then(3, &[]), [vec![last.clone(); 3], vec![Action::Terminate]].concat(), "not for ever");
+    assert_eq!(then(0, &[(31, Event::SnapshotMissed)]), [last.clone(), Action::Terminate], "nor after its time");
+    // An image that is on its way to the store comes first.
+    let busy = [(0, Event::PersistBegan), (0, Event::SnapshotMissed)];
+    assert_eq!(then(0, &busy), std::slice::from_ref(&last));
+    let stored = (1, Event::PersistEnded(None));
+    assert_eq!(then(0, &[busy[0].clone(), busy[1].clone(), stored]), [last.clone(), last]);
+}
+
+#[test]
 fn a_stop_takes_a_last_snapshot_and_kills() {
     let events = [(0, Event::Started), (5, Event::Stop(TERM)), (1, TAKEN), (0, killed(&[1]))];
     let (state, actions) = Bench::new().run(&events);
@@ -163,7 +203,8 @@ fn a_stop_whose_snapshot_fails_asks_the_job_then_kills_it() {
 
 #[test]
 fn an_exit_with_0_completes_a_job_unless_it_was_told_to_end() {
-    let (failed, exit) = (Event::SnapshotFailed(Harm::None), Event::Ended { ended: Ended::Exit(0), images: vec![] });
+    let (failed, exit) =
+        (Event::SnapshotFailed(Harm::None), Event::Ended { ended: Ended::Exit(0), images: Images::good([]) });
     let last = |events: &[(u64, Event)]| Bench::new().run(events).1.pop();
     let told = [(0, Event::Started), (5, Event::Stop(TERM)), (1, failed.clone()), (1, exit.clone())];
     assert_eq!(last(&told), Some(Action::Finish(Finish::Stopped(TERM))));
@@ -223,7 +264,7 @@ fn a_stop_waits_for_its_last_snapshot_as_long_as_the_grace_lasts() {
     assert_eq!(then(&[(30, Event::Tick), (0, killed(&[1]))]), [Action::Kill, stopped.clone()]);
     assert_eq!(then(&[(1, killed(&[1]))]), std::slice::from_ref(&stopped), "it is not started again");
     assert_eq!(then(&[(1, Event::StopNow(TERM)), (0, killed(&[1]))]), [Action::Kill, stopped]);
-    let exit = Event::Ended { ended: Ended::Exit(0), images: vec![] };
+    let exit = Event::Ended { ended: Ended::Exit(0), images: Images::good([]) };
     assert_eq!(then(&[(1, exit)]), [Action::Finish(Finish::Completed)]);
 }
 
@@ -245,7 +286,7 @@ fn a_snapshot_waits_until_the_memory_is_back() {
 
 #[test]
 fn a_verdict_takes_the_place_of_the_decision_for_one_end() {
-    let exit = |code| Event::Ended { ended: Ended::Exit(code), images: vec![id(3), id(2)] };
+    let exit = |code| Event::Ended { ended: Ended::Exit(code), images: Images::good([id(3), id(2)]) };
     let last = |events: &[Event]| {
         let events: Vec<_> = [Event::Started].iter().chain(events).map(|event| (60, event.clone())).collect();
         Bench::new().run(&events)
@@ -308,7 +349,7 @@ fn a_rewind_ends_the_life_that_there_is_and_starts_the_next_at_once() {
     let running = [(0, Event::Started), (5, rewind(1)), (0, killed(&[3, 2, 1]))];
     assert_eq!(then(&running), [Action::Kill, start(1)]);
     // One that is at its end just then goes back too: that is what was asked for.
-    let exit = Event::Ended { ended: Ended::Exit(0), images: vec![id(3)] };
+    let exit = Event::Ended { ended: Ended::Exit(0), images: Images::good([id(3)]) };
     assert_eq!(then(&[(0, Event::Started), (5, rewind(1)), (0, exit)]), [Action::Kill, start(1)]);
     let starting = [(0, rewind(1)), (1, rewind(2)), (0, Event::StartFailed { why: "cancelled".into() })];
     assert_eq!(then(&starting), [Action::Cancel, Action::Cancel, start(2)]);
@@ -372,7 +413,7 @@ fn a_suspension_whose_snapshot_fails_leaves_the_job_alone() {
     // It waits for the image before it as any other; one that was completed is not called back.
     let busy = [(0, Event::Started), (0, Event::PersistBegan), (5, Event::Suspend), (1, ASKED)];
     assert_eq!(bench.run(&busy).1.len(), 1);
-    let exit = Event::Ended { ended: Ended::Exit(0), images: vec![id(1)] };
+    let exit = Event::Ended { ended: Ended::Exit(0), images: Images::good([id(1)]) };
     let done = bench.run(&[&busy[..], &[(1, PERSISTED), (1, TAKEN), (0, exit)]].concat());
     assert_eq!(done.1[1..], [Action::Snapshot(Reason::Request), Action::Kill, Action::Finish(Finish::Completed)]);
 }

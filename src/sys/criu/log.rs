@@ -124,6 +124,12 @@ impl Log {
         first.is_some_and(|line| says(line))
     }
 
+    /// Whether a dump failed for what the job was doing just then, and is likely to do no more a moment later.
+    #[must_use]
+    pub fn says_moment(&self) -> bool {
+        self.says_killed() || self.errors().iter().any(|line| MOMENTS.iter().any(|mark| line.contains(mark)))
+    }
+
     /// What to do about it, where the failure is a known one.
     #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
@@ -138,6 +144,21 @@ fn error_text(line: &str) -> Option<String> {
     let (_, text) = after.split_once("): ")?;
     Some(text.trim().to_string())
 }
+
+/// Texts of CRIU 4.2 for what passes by itself.
+const MOMENTS: &[&str] = &[
+    // A process whose first thread has ended, and whose others are about to (compel/src/lib/infect.c).
+    "Zombies with threads",
+    // Not accepted yet, and not asked to be left out (criu/sk-inet.c).
+    "In-flight connection (l)",
+    // It was connected or closed between two looks (criu/sk-inet.c).
+    "obtained but expected",
+    // In the middle of a message of several sends, with MSG_MORE (criu/sk-inet.c).
+    "corked dgram",
+    // A helper of CRIU, or a process that it looked at (criu/util.c).
+    "unexpectedly",
+    "No such process",
+];
 
 /// Texts of CRIU 4.2 and what helps, the more specific first.
 const HINTS: &[(&str, &str)] = &[
@@ -268,6 +289,19 @@ mod tests {
         assert!(log(&[harmless, killed]).says_killed());
         assert!(!log(&[harmless, mode, killed]).says_killed());
         assert!(!log(&[harmless, mode]).says_killed());
+    }
+
+    #[test]
+    fn what_passes_by_itself_is_told_from_what_does_not() {
+        let says = |line: &str| {
+            let mut log = Log::default();
+            log.push(format!("(00.018) Error (criu/x.c:1): {line}"));
+            log.says_moment()
+        };
+        assert!(says("Zombies with threads are not supported"));
+        assert!(says("inet: Socket state 8 obtained but expected 1"));
+        assert!(says("1231 was killed by 9 unexpectedly: Killed"));
+        assert!(!says("File /x has bad size 3 (expect 4)") && !says("anon_inode:[io_uring] is not supported"));
     }
 
     #[test]

@@ -19,6 +19,7 @@ fn event() -> impl Strategy<Value = Event> {
         n.dedup();
         n.into_iter().rev().map(id).collect::<Vec<_>>()
     });
+    let images = (images, any::<bool>()).prop_map(|(good, others)| Images { good, others });
     let ended = prop_oneof![Just(Ended::Exit(0)), Just(Ended::Exit(1)), Just(Ended::Signal(9))];
     let stop = prop_oneof![Just(TERM), Just(Stop::Requeue)];
     prop_oneof![
@@ -27,6 +28,7 @@ fn event() -> impl Strategy<Value = Event> {
         2 => Just(TAKEN),
         1 => Just(Event::SnapshotFailed(Harm::None)),
         1 => Just(Event::SnapshotFailed(Harm::Lost)),
+        1 => Just(Event::SnapshotMissed),
         2 => prop_oneof![Just(NOW), Just(ASKED)],
         2 => Just(Event::Suspend),
         2 => Just(Event::Resume),
@@ -97,7 +99,7 @@ proptest! {
             now += Duration::from_secs(seconds);
             let possible = match &event {
                 Event::Started | Event::StartFailed { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting,
-                Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) => snapshot,
+                Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => snapshot,
                 Event::Ended { .. } => alive,
                 Event::PersistBegan => !persisting,
                 Event::PersistEnded(_) => persisting,
@@ -112,7 +114,7 @@ proptest! {
             match &event {
                 Event::Started => (starting, alive) = (false, true),
                 Event::StartFailed { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting = false,
-                Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) => snapshot = false,
+                Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => snapshot = false,
                 // The loop reports an end during a snapshot again afterwards.
                 Event::Ended { .. } if !snapshot => (alive, loading) = (false, false),
                 Event::PersistBegan => persisting = true,

@@ -1,0 +1,63 @@
+//! `rekindle unmark`: take marks back from images, so that a restart uses them again.
+//!
+//! A mark is a guess of the supervisor's about the cause of a failure. Needs no lock: the mark is a file that is there or not,
+//! and a supervisor that runs reads it anew whenever it chooses an image.
+
+use serde::Serialize;
+
+use super::output::{Format, print_json, print_text};
+use super::{Exit, Global, Misuse, job_args};
+use crate::store::{BadMark, ImageId, JobName, State};
+
+/// Which images.
+#[derive(Debug, clap::Args)]
+pub(crate) struct UnmarkArgs {
+    /// JOB/ID, JOB/TAG or ID
+    #[arg(required = true, value_name = "IMAGE")]
+    images: Vec<String>,
+}
+
+/// One image, and the mark that it had.
+#[derive(Debug, Serialize)]
+struct Row {
+    job: JobName,
+    image: ImageId,
+    /// None where it had none.
+    mark: Option<BadMark>,
+}
+
+pub(super) fn unmark(global: &Global, args: &UnmarkArgs) -> anyhow::Result<Exit> {
+    let store = global.open_store()?;
+    let mut rows = Vec::new();
+    for text in &args.images {
+        let (folder, image) = job_args::image(&store, text)?;
+        if image.manifest().is_none() {
+            return Err(Misuse(format!(
+                "image {} has no mark that could be taken back: its manifest is damaged (`rekindle verify` says more)",
+                image.id
+            ))
+            .into());
+        }
+        let mut taken = None;
+        for mut copy in folder.copies()?.into_iter().filter(|copy| copy.id == image.id) {
+            if let State::Bad { mark, .. } = &copy.state {
+                taken = taken.or_else(|| Some(mark.clone()));
+                copy.clear_bad()?;
+            }
+        }
+        rows.push(Row { job: folder.name().clone(), image: image.id, mark: taken });
+    }
+    match global.format() {
+        Format::Json => print_json(&rows)?,
+        Format::Text => rows.iter().try_for_each(|row| print_text(&line(row)))?,
+    }
+    Ok(Exit::Success)
+}
+
+fn line(row: &Row) -> String {
+    let Row { job, image, mark } = row;
+    match mark {
+        Some(mark) => format!("{job}/{image}: good again; the mark was \"{}: {}\"", mark.why, mark.detail),
+        None => format!("{job}/{image}: it has no mark"),
+    }
+}
