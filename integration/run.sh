@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,lint  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,disks,lint  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -83,6 +83,11 @@ if required databases; then
   step 'dependencies: PostgreSQL and Redis' scripts/deps.sh databases
 elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh databases; then
   skip 'tests with databases' 'PostgreSQL and Redis could not be had, the reason is above'
+fi
+if required disks; then
+  step 'dependencies: file systems' scripts/deps.sh disks
+elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh disks; then
+  skip 'tests with XFS and btrfs' 'what makes them could not be had, the reason is above'
 fi
 if required chromium; then
   step 'dependencies: a browser' scripts/deps.sh browser

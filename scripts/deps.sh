@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [lint]: gets what the demo and the tests need on Debian or Ubuntu;
+# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [lint]: gets what the demo and the tests need on Debian or Ubuntu;
 # without arguments the first three.
 #   build   a C compiler as linker for cargo (and a look whether cargo is there)
 #   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
@@ -12,6 +12,7 @@
 #   prometheus  .deps/prometheus, a Python environment with parsers of metrics
 #   uplink  slirp4netns, for tests of jobs with a network of their own
 #   databases  PostgreSQL and Redis, as jobs
+#   disks   what makes file systems of XFS and btrfs
 #   lint    shellcheck, and .deps/cargo/bin/cargo-deny, which takes some minutes to build
 # Installs only what is missing, and says nothing and takes no time when nothing is. Delete .deps to start anew.
 set -euo pipefail
@@ -82,6 +83,8 @@ databases() {
   packages postgresql postgresql-contrib redis-tools
 }
 
+disks() { packages xfsprogs btrfs-progs; }
+
 cargo_deny=0.20.2
 
 lint() {
@@ -104,8 +107,8 @@ criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 [ $# -gt 0 ] || set -- build python criu
 for what; do
   case $what in
-    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | lint) "$what" ;;
-    -h | --help) sed -n '2,16s/^# //p' "${BASH_SOURCE[0]}" ;;
-    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases or lint"; exit 2 ;;
+    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | lint) "$what" ;;
+    -h | --help) sed -n '2,17s/^# //p' "${BASH_SOURCE[0]}" ;;
+    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks or lint"; exit 2 ;;
   esac
 done

@@ -122,6 +122,70 @@ fn what_does_not_fit_is_named_once_and_is_not_restored_over() {
     assert!(said.contains("restart.changed-files"), "{said}");
 }
 
+/// A file system of its own in a file. Says SKIP where it cannot be made, or fails where it must be.
+struct Disk(std::path::PathBuf);
+
+impl Disk {
+    fn mount(lab: &Lab, kind: &str) -> Option<Disk> {
+        let (image, folder) = (lab.file("disk.img"), lab.file("disk"));
+        fs::create_dir(&folder).unwrap();
+        fs::File::create(&image).unwrap().set_len(600 << 20).unwrap();
+        let does = |program: &str, arguments: &[&str]| {
+            let done = std::process::Command::new(program).args(arguments).output();
+            done.is_ok_and(|done| done.status.success())
+        };
+        let [image, path] = [&image, &folder].map(|path| path.to_str().unwrap());
+        if does(&format!("mkfs.{kind}"), &["-q", image]) && does("mount", &["-o", "loop", image, path]) {
+            return Some(Disk(folder));
+        }
+        let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
+        assert!(
+            !required.split(',').any(|it| it == "disks"),
+            "REKINDLE_TEST_REQUIRE names disks: no {kind} can be made"
+        );
+        eprintln!("SKIP: no {kind} can be made; scripts/deps.sh disks installs the program");
+        None
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
+}
+
+fn shares_blocks(kind: &str) {
+    let Some(lab) = Lab::new().map(|lab| lab.set("log.level", "\"debug\"")) else { return };
+    let Some(disk) = Disk::mount(&lab, kind) else { return };
+    for kind in ["rewritten", "sqlite-wal"] {
+        let mut run = lab.python("files.py", &[kind, disk.0.to_str().unwrap()]);
+        count_on(&lab, &mut run, 5);
+        for _ in 0..2 {
+            run.snapshot(&lab);
+            count_on(&lab, &mut run, 10);
+            run.crash(&lab);
+            count_on(&lab, &mut run, 5);
+        }
+        let said = run.err();
+        assert!(said.contains("shared=") && !said.contains("shared=0"), "no blocks are shared\n{said}");
+        fs::write(disk.0.join("finish"), "").unwrap();
+        let (code, _, said) = run.finish(std::time::Duration::from_secs(60));
+        assert_eq!(code, 0, "{said}");
+        fs::remove_file(disk.0.join("finish")).unwrap();
+        fs::remove_dir_all(lab.job().path()).unwrap();
+    }
+}
+
+#[test]
+fn copies_share_blocks_on_xfs() {
+    shares_blocks("xfs");
+}
+
+#[test]
+fn copies_share_blocks_on_btrfs() {
+    shares_blocks("btrfs");
+}
+
 /// Without a job.user it is root's to open; with one, it is the user's.
 #[test]
 fn a_database_of_another_user() {

@@ -138,7 +138,7 @@ impl Contents {
         tree: &[i32],
         view: View<'_>,
         draft: &Path,
-        cancelled: &dyn Fn() -> bool,
+        cancelled: &(dyn Fn() -> bool + Sync),
     ) -> io::Result<()> {
         let mut found = self.find(select::written_now(tree), view)?.0;
         let kept = self.within_limit(&found);
@@ -155,7 +155,10 @@ impl Contents {
             let part = self.next_part()?;
             let began = SystemTime::now();
             let stamp = Stamp::of(&file.file.metadata()?);
-            copy::whole(&file.file, stamp.size, &create(draft, &part)?)?;
+            match copy::whole(&file.file, stamp.size, &create(draft, &part)?, cancelled) {
+                Err(_) if cancelled() => break,
+                done => done?,
+            }
             // A mapping changes a file without a new time, and tmpfs gives none at all to what a mapping does.
             let is_telling = !file.mapped && file.medium == Medium::Disk && is_settled(&stamp, began);
             self.ahead.insert(file.path, Ahead { part, stamp, is_telling });
@@ -207,7 +210,8 @@ impl Contents {
                 drop(shared);
             }
         }
-        copy::all(copies)?;
+        tracing::debug!(files = files.len(), stretches = copies.len(), shared = self.shared.len(), "files of the job");
+        copy::all(copies, &|| false)?;
         captured.absent = absent.iter().map(|path| job_path(path)).collect::<io::Result<_>>()?;
         // One that was closed since is in no image.
         for (_, ahead) in std::mem::take(&mut self.ahead) {
@@ -221,7 +225,7 @@ impl Contents {
     /// Reads what shares blocks with files of the job, which runs again.
     pub(super) fn complete(&mut self, draft: &Path) -> io::Result<()> {
         for shared in std::mem::take(&mut self.shared) {
-            copy::whole(&shared.copy, shared.size, &create(draft, &shared.part)?)?;
+            copy::whole(&shared.copy, shared.size, &create(draft, &shared.part)?, &|| false)?;
         }
         Ok(())
     }

@@ -257,7 +257,7 @@ impl Error {
 ///
 /// # Errors
 /// When a phase fails. Unless [`Error::job_is_lost`], the job runs on as if nothing had been.
-pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &dyn Fn() -> bool) -> Result<Taken, Error> {
+pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Taken, Error> {
     let mut work = frozen(subject, cancelled)?;
     let freeze = work.frozen();
     // The driver has read its memory back.
@@ -290,7 +290,7 @@ enum Dead {
 }
 
 /// All that is done while the job stands still; more than once where descriptors were on their way just then.
-fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a dyn Fn() -> bool) -> Result<phases::Work<'a>, Error> {
+fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)) -> Result<phases::Work<'a>, Error> {
     let root = subject.job.root.pid();
     let mut attempt = 1;
     let mut until = None;

@@ -54,7 +54,7 @@ const STEPS: [Step; 9] = [
 /// What the phases share.
 pub(super) struct Work<'a> {
     pub(super) subject: &'a Subject<'a>,
-    cancelled: &'a dyn Fn() -> bool,
+    cancelled: &'a (dyn Fn() -> bool + Sync),
     begun: Instant,
     pub(super) taken: Option<DateTime<Utc>>,
     pub(super) gpu: gpu::Group,
@@ -100,7 +100,7 @@ pub(super) struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    pub(super) fn new(subject: &'a Subject<'a>, cancelled: &'a dyn Fn() -> bool, dead: Dead) -> Work<'a> {
+    pub(super) fn new(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync), dead: Dead) -> Work<'a> {
         Work {
             subject,
             cancelled,

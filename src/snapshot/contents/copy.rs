@@ -31,13 +31,16 @@ pub(super) fn jobs(from: File, size: u64, has_holes: bool, into: File) -> io::Re
     Ok((0..size.div_ceil(STRETCH)).map(stretch).map(job).collect())
 }
 
-/// Does them all.
-pub(super) fn all(jobs: Vec<Job>) -> io::Result<()> {
-    let one = |job: Job| sparse::copy(&job.from, job.range.clone(), &job.into, job.range.start);
+/// Does them all, or as many as there is time for: `Interrupted` then.
+pub(super) fn all(jobs: Vec<Job>, cancelled: &(dyn Fn() -> bool + Sync)) -> io::Result<()> {
+    let one = |job: Job| match cancelled() {
+        true => Err(io::ErrorKind::Interrupted.into()),
+        false => sparse::copy(&job.from, job.range.clone(), &job.into, job.range.start),
+    };
     in_parallel(jobs, cores(), one).map(drop)
 }
 
 /// Copies the first `size` bytes of a file.
-pub(super) fn whole(from: &File, size: u64, into: &File) -> io::Result<()> {
-    all(jobs(from.try_clone()?, size, true, into.try_clone()?)?)
+pub(super) fn whole(from: &File, size: u64, into: &File, cancelled: &(dyn Fn() -> bool + Sync)) -> io::Result<()> {
+    all(jobs(from.try_clone()?, size, true, into.try_clone()?)?, cancelled)
 }
