@@ -226,14 +226,13 @@ fn criu_hanging_or_killed_in_a_restore() {
     run.wait_said("CRIU did not finish within 1s");
     std::fs::remove_file(lab.file("slow")).unwrap();
     run.wait_said("the job is back from image 000001");
-    assert_eq!(lab.good(), [1], "the one that did not come back is marked");
+    assert_eq!(lab.good(), [2, 1], "that it took too long is no evidence against it");
     // Further than the other image was: a log that is shorter than it was then would be continued with a gap.
     run.wait_for("the job is further than the other image", || numbers(&lab.output()).len() > newest);
     assert!(!lab.processes().iter().any(|(_, line)| line.contains("sleep")), "{:?}", lab.processes());
     run.kill_9();
-    // The next run gives it another chance.
+    // The next run takes it again.
     let mut run = again(&lab);
-    run.wait_said("gets another chance");
     run.wait_said("the job is back from image 000002");
     assert!(numbers(&lab.output()).len() > 3);
     finish(&lab, run);

@@ -42,14 +42,14 @@ use signal_hook::consts as sig;
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output, uplink};
 use crate::restart::gpus::Wishes;
-use crate::restart::policy::{From, Images};
+use crate::restart::policy::{From, Images, Mark};
 use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
 use crate::store::manifest::Reason;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
-use crate::store::{BadWhy, HEARTBEAT, ImageId, JobFolder, Outcome, WriterLock};
+use crate::store::{HEARTBEAT, ImageId, JobFolder, Outcome, WriterLock};
 use crate::sys::clock;
 use crate::sys::criu::Criu;
 use crate::sys::inherited;
@@ -91,6 +91,8 @@ pub struct Setup {
     pub word: Option<crate::word::server::Socket>,
     /// What to begin with.
     pub from: From,
+    /// Whether that image was asked for by name, and nothing else is to be taken in its place.
+    pub named: bool,
     /// An image of another lineage that this one began from, and may go back to.
     pub base: Option<ImageId>,
     /// Which GPUs it shall come back on, where the user said so.
@@ -168,6 +170,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let signals = listen(sender.clone()).map_err(|source| Error::Io { what: "handling signals", source })?;
     let (machine, actions) = Machine::new(&shared.config, shared.from);
     let machine = machine.recalling(record::recall(&shared));
+    let machine = if shared.named { machine.asked_for() } else { machine };
     let mut owner = Owner {
         shared: &shared,
         listeners: hooks::Listeners::new(&shared, &sender),
@@ -448,8 +451,9 @@ impl Owner<'_> {
                     self.spawn("kill", move || job.kill());
                 }
             }
-            Action::MarkDiesAgain(id) => {
-                self.mark_copies(id, BadWhy::DiesAgain, "the job died from it twice within restart.min-uptime");
+            Action::Mark(Mark { image, why, detail }) => self.mark_copies(image, why, &detail),
+            Action::NotRestored { image, why } => {
+                tracing::error!("image {image} was not restored, and is not marked as bad: {why}");
             }
             Action::Announce { from, after } => {
                 self.published.restarts += 1;
@@ -533,7 +537,7 @@ impl Owner<'_> {
         let images = self.images_to_go_on_from().unwrap_or_else(|error| {
             tracing::error!("can not read the images: {}", chain(&error));
             // What cannot be read may be there.
-            Images { good: Vec::new(), others: true }
+            Images { others: true, ..Images::default() }
         });
         // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
@@ -579,7 +583,7 @@ impl Owner<'_> {
             Finish::Completed => (Outcome::Completed, Some(0)),
             Finish::Stopped(_) => (Outcome::Stopped, None),
             Finish::Impossible { why, .. } => (Outcome::Failed { why: why.clone() }, None),
-            Finish::NoUsableImage => (Outcome::Failed { why: state::NO_USABLE_IMAGE.into() }, None),
+            Finish::NoUsableImage { why } => (Outcome::Failed { why: why.clone() }, None),
             Finish::Failed { why, last } => {
                 let code = last.and_then(|l| if let Ended::Exit(code) = l { Some(code) } else { None });
                 (Outcome::Failed { why: why.clone() }, code)
