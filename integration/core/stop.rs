@@ -88,8 +88,8 @@ fn a_second_sigterm_stops_at_once() {
         std::fs::write(lab.file("slow"), "").unwrap();
         run.signal(Signal::SIGTERM);
         run.wait_for("CRIU hangs", || lab.file("began").exists());
+        run.second_stop(Signal::SIGTERM);
         let begun = Instant::now();
-        run.signal(Signal::SIGTERM);
         run.ends_with(143);
         // Far below the 20 s of snapshot.grace and of the dump's timeout.
         assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
@@ -100,6 +100,37 @@ fn a_second_sigterm_stops_at_once() {
         count_on(&lab, &mut run, 5);
         assert!(lab.images().is_empty(), "nothing of the snapshot that was called off");
     }
+}
+
+/// GNU timeout signals its child and its group, and a scheduler each process.
+#[test]
+fn signals_that_come_together_are_one_request() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGTERM);
+    std::thread::sleep(Duration::from_millis(20));
+    run.signal(Signal::SIGTERM);
+    run.signal(Signal::SIGINT);
+    let (_, said) = run.ends_with(143);
+    assert!(!said.contains("runs on"), "{said}");
+    let images = lab.images();
+    assert_eq!(format!("{:?}", images[0].manifest().unwrap().reason), "Final", "{said}");
+    let mut run = again(&lab);
+    run.wait_said("the job is back from image 000001");
+    finish(&lab, run);
+}
+
+#[test]
+fn a_stop_without_an_image_does_not_say_that_the_job_runs_on() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set_file("criu.path", "criu");
+    lab.script("criu", &format!("case \"$*\" in *--version*) exec {0} \"$@\";; esac\nexit 1", criu().display()));
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGTERM);
+    let (_, said) = run.ends_with(143);
+    assert!(said.contains("the last snapshot failed: dump: CRIU ended") && !said.contains("runs on"), "{said}");
 }
 
 #[test]

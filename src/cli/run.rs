@@ -501,7 +501,8 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
     let signalled = |n: i32| u8::try_from(n).ok().and_then(|n| n.checked_add(128)).map_or(Exit::Internal, Exit::Job);
     match finish {
         Finish::Completed => Exit::Success,
-        Finish::Stopped(Stop::Requeue) => {
+        // Where it is queued again, the image before is better than nothing.
+        Finish::Stopped(Stop::Requeue) | Finish::StoppedInMemory { stop: Stop::Requeue, .. } => {
             if requeue == Requeue::Scontrol
                 && let Err(error) = scheduler.requeue()
             {
@@ -510,6 +511,7 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
             Exit::Requeue(scheduler.requeue_code())
         }
         Finish::Stopped(Stop::Signal(n)) => signalled(n),
+        Finish::StoppedInMemory { stop: Stop::Signal(_), .. } => Exit::OnlyInMemory,
         Finish::Impossible { why, obstacle } => {
             tracing::error!("the job can not be started: {why}");
             match obstacle {

@@ -26,6 +26,7 @@ mod result;
 pub use result::RunResult;
 mod start;
 pub mod state;
+mod stops;
 mod watch;
 mod word;
 pub use watch::LastEnd;
@@ -182,7 +183,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         life: 0,
         ended: None,
         cancel: Arc::new(AtomicBool::new(false)),
-        stops: 0,
+        stops: stops::Stops::default(),
         published: publish::Published::new(&shared.launch.lineage),
         remarks: Vec::new(),
         proofs: proof::Proofs::default(),
@@ -234,13 +235,16 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         }
     }
     let finish = owner.finish.take();
-    let finish = finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
+    let mut finish =
+        finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
     if owner.taken_over.is_some() {
         tracing::error!("the job is ended: another supervisor may have it by now");
     }
     owner.end_job();
     if owner.taken_over.is_none() {
-        owner.leave_memory(&finish, &messages);
+        if let (Some(image), Finish::Stopped(stop)) = (owner.leave_memory(&finish, &messages), &finish) {
+            finish = Finish::StoppedInMemory { stop: *stop, image };
+        }
         owner.leave_replica(&finish, &messages);
     }
     owner.close_control();
@@ -294,8 +298,8 @@ struct Owner<'a> {
     ended: Option<Ended>,
     /// Set to call off the start or the snapshot under way.
     cancel: Arc<AtomicBool>,
-    /// Signals that asked to stop.
-    stops: u32,
+    /// Who asked to stop.
+    stops: stops::Stops,
     published: publish::Published,
     /// What the last snapshot remarked on, which need not be said of the next one again.
     remarks: Vec<String>,
@@ -489,9 +493,11 @@ impl Owner<'_> {
         let event = match signal {
             sig::SIGUSR1 => Event::SnapshotNow(Reason::Signal),
             signal if STOPS.contains(&signal) => {
-                self.stops += 1;
                 let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
-                if self.stops > 1 && signal != sig::SIGUSR2 { Event::StopNow(stop) } else { Event::Stop(stop) }
+                match self.stops.signal(Instant::now()) {
+                    stops::Request::AtOnce if signal != sig::SIGUSR2 => Event::StopNow(stop),
+                    stops::Request::AtOnce | stops::Request::First | stops::Request::Repeated => Event::Stop(stop),
+                }
             }
             other if self.job.is_none() => return self.unsent.push(other),
             other => return self.signal(other),
@@ -581,7 +587,7 @@ impl Owner<'_> {
     fn wrap_up(&mut self, finish: &Finish) -> Result<(), Error> {
         let (outcome, code) = match finish {
             Finish::Completed => (Outcome::Completed, Some(0)),
-            Finish::Stopped(_) => (Outcome::Stopped, None),
+            Finish::Stopped(_) | Finish::StoppedInMemory { .. } => (Outcome::Stopped, None),
             Finish::Impossible { why, .. } => (Outcome::Failed { why: why.clone() }, None),
             Finish::NoUsableImage { why } => (Outcome::Failed { why: why.clone() }, None),
             Finish::Failed { why, last } => {

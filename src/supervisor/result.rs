@@ -79,7 +79,7 @@ impl Owner<'_> {
     pub(super) fn write_result(&self, finish: &Finish, exit_code: Option<i32>) {
         let (outcome, why) = match finish {
             Finish::Completed => ("completed", None),
-            Finish::Stopped(_) => ("stopped", None),
+            Finish::Stopped(_) | Finish::StoppedInMemory { .. } => ("stopped", None),
             Finish::Impossible { why, .. } | Finish::Failed { why, .. } | Finish::NoUsableImage { why } => {
                 ("failed", Some(why.clone()))
             }

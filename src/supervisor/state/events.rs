@@ -23,6 +23,13 @@ pub enum Finish {
     Completed,
     /// Stopped as asked; it can be continued.
     Stopped(Stop),
+    /// The same, and its last image is lost with the machine's memory: it could not be brought to the store.
+    StoppedInMemory {
+        /// Who asked for it.
+        stop: Stop,
+        /// The image.
+        image: ImageId,
+    },
     /// It can not be started here at all.
     Impossible {
         /// Why, in words.
