@@ -129,6 +129,8 @@ impl Owner<'_> {
         }
         self.spawn("wait", move || {
             let _ = waiting.root.wait_for_end();
+            // At once, whatever the owner of the state is about: what is left of the job must not clean up after it.
+            waiting.kill();
             drop(waiting);
             let _ = sender.send(Message::Ended(life));
         });
