@@ -301,6 +301,20 @@ fn what_both_images_have_lost_is_restored_from_neither() {
     }
 }
 
+#[test]
+fn an_image_that_was_asked_for_by_name_is_not_replaced_by_another() {
+    let Some(ground) = Ground::new() else { return };
+    harm(&ground.packs[1], MIDDLE);
+    let (out, said) = ground.lab.run_with(&["restore", "j/2"], [] as [&str; 0]).ends_with(66);
+    assert!(out.is_empty(), "{out}");
+    assert!(said.contains("image 000002") && said.contains("was asked for by name and cannot be used"), "{said}");
+    assert_eq!(said.matches("is marked as bad").count(), 1, "{said}");
+    // A run takes what there is.
+    let mut run = ground.again();
+    run.wait_said("the job is back from image 000001");
+    finish(&ground.lab, run);
+}
+
 fn packing() -> Packing {
     Packing { compression: Compression::Auto, key: None, bounds: Bounds { rate: None, threads: 1 } }
 }

@@ -49,6 +49,43 @@ fn no_image_is_taken_of_a_job_that_has_yet_to_hear_of_a_death() {
     finish(&lab, run);
 }
 
+/// Removes a file that the job needs once its parent is dead, as helpers of MPI and Python do.
+const TIDY: &str = r#"
+import os, sys, time
+folder, n = sys.argv[1], 0
+if os.fork() == 0:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    os.remove(folder + "/needed")
+    os._exit(0)
+while not os.path.exists(folder + "/finish"):
+    n += 1
+    os.write(1, b"n %d\n" % n)
+    time.sleep(0.02)
+"#;
+
+#[test]
+fn what_outlives_the_job_does_nothing_any_more() {
+    let Some(lab) = Lab::new() else { return };
+    std::fs::write(lab.file("needed"), "").unwrap();
+    let mut run = lab.run(["python3", "-c", TIDY, lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    for back in 1..=2 {
+        // However long the supervisor takes to hear of it.
+        let pid = run.job_pid(&lab);
+        run.signal(Signal::SIGSTOP);
+        kill(pid, Signal::SIGKILL);
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(lab.file("needed").exists(), "{back}");
+        run.signal(Signal::SIGCONT);
+        run.wait_said_times("the job is back from image 000001", back);
+        count_on(&lab, &mut run, 5);
+    }
+    finish(&lab, run);
+}
+
 #[test]
 fn a_parent_that_never_waits_has_its_images() {
     let Some(lab) = Lab::new() else { return };

@@ -83,7 +83,6 @@ fn a_tool_that_looks_at_a_process_has_its_rights_and_nothing_of_ours() {
         let (secret, ours) = (by_tool.contains("of-"), by_tool.contains("/root/secret"));
         assert!(!secret && !ours && !by_tool.contains("REKINDLE_"), "{text}");
         run.signal(nix::sys::signal::Signal::SIGINT);
-        run.signal(nix::sys::signal::Signal::SIGINT);
         drop(run);
         assert!(comes(LIMIT, || lab.processes().is_empty()));
     }

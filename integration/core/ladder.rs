@@ -81,6 +81,40 @@ fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
 }
 
 #[test]
+fn after_a_crash_an_image_is_taken_whose_files_are_still_there() {
+    let Some(lab) = Lab::new() else { return };
+    let text = format!(
+        "import mmap, os, time\n\
+         n, data, folder = 0, None, {:?}\n\
+         while not os.path.exists(folder + '/finish'):\n\
+         \x20   n += 1\n\
+         \x20   os.write(1, b'n %d\\n' % n)\n\
+         \x20   if data is None and os.path.exists(folder + '/data'):\n\
+         \x20       file = open(folder + '/data', 'rb')\n\
+         \x20       data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n\
+         \x20       os.write(1, b'mapped\\n')\n\
+         \x20   time.sleep(0.02)\n\
+         os.write(1, b'done\\n')\n",
+        lab.path().to_str().unwrap()
+    );
+    let mut run = lab.run(["python3", "-c", &text]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    std::fs::write(lab.file("data"), "of the job").unwrap();
+    run.wait_printed("mapped\n");
+    run.snapshot(&lab);
+    run.snapshot(&lab);
+    // As a survivor that cleans up does.
+    std::fs::remove_file(lab.file("data")).unwrap();
+    run.crash(&lab);
+    run.wait_said("the job is back from image 000001");
+    assert_eq!(run.err().matches("and is not marked as bad").count(), 2, "{}", run.err());
+    assert_eq!(lab.good(), [3, 2, 1]);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+#[test]
 fn commands_and_their_images() {
     let Some(lab) = Lab::new() else { return };
     let mut run = until_after_snapshot(&lab, "plain");

@@ -272,7 +272,7 @@ fn a_snapshot_that_takes_longer_than_the_limit_is_no_hang() {
     run.wait_for("the journal has both", || told(&lab) == ["snapshot", "hung Output notify"]);
     run.signal(Signal::SIGTERM);
     run.wait_said("received SIGTERM");
-    run.signal(Signal::SIGTERM);
+    run.second_stop(Signal::SIGTERM);
     run.ends_with(143);
 }
 

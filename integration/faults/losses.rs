@@ -119,7 +119,7 @@ fn a_restart_whose_cuda_restore_fails_is_tried_again() {
     supervisor.assert_unharmed(1);
     rig.criu_fault("rm -f \"$0-fault\"; kill -9 $$");
     supervisor.kill_job();
-    supervisor.said("can not restore image");
+    supervisor.said("was not restored, and is not marked as bad");
     supervisor.said("the job is back from image");
     supervisor.assert_unharmed(1);
     assert!(rig.images().iter().all(rekindle::store::Image::is_good));

@@ -166,6 +166,7 @@ fn a_kernel_that_is_longer_than_the_lock_timeout_refuses_the_snapshot() {
     supervisor.signal(nix::sys::signal::Signal::SIGINT);
     // While the lock of the last snapshot is tried again and again.
     supervisor.said("received SIGINT");
+    std::thread::sleep(Duration::from_millis(2100));
     supervisor.signal(nix::sys::signal::Signal::SIGINT);
     assert_eq!(supervisor.wait(), Some(130));
     rig.assert_nothing_left();

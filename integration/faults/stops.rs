@@ -70,12 +70,13 @@ fn a_second_stop_in_each_phase_is_at_once() {
     let Some(rig) = Rig::new() else { return };
     for (phase, hold) in PHASES {
         let mut supervisor = rig.start();
-        eprintln!("SIGTERM twice: {phase}");
+        eprintln!("SIGTERM, and stop --now: {phase}");
         in_phase(&rig, &mut supervisor, hold);
         supervisor.signal(Signal::SIGTERM);
         std::thread::sleep(Duration::from_millis(30));
         if !supervisor.has_ended() {
-            supervisor.signal(Signal::SIGTERM);
+            // As a second signal two seconds later, for which no phase is long enough.
+            rig.ask(&["stop", "j", "--now", "--no-wait"]);
         }
         let asked = Instant::now();
         assert_eq!(supervisor.wait(), Some(143), "{phase}");

@@ -433,6 +433,12 @@ impl Running {
         kill(self.pid(), signal);
     }
 
+    /// A second request to stop: signals that come together are one.
+    pub(crate) fn second_stop(&self, signal: Signal) {
+        std::thread::sleep(Duration::from_millis(2100));
+        self.signal(signal);
+    }
+
     /// Whether it still runs.
     pub(crate) fn runs(&mut self) -> bool {
         self.child.try_wait().unwrap().is_none()

@@ -143,6 +143,9 @@ fn reap(args: &Args, envp: *const *const c_char) -> ! {
             Ok(sys::SIGCHLD) => {
                 while let Ok(Some((pid, status))) = sys::wait_any(sys::WNOHANG) {
                     if pid == job {
+                        if status != 0 {
+                            freeze_the_others();
+                        }
                         end_like(status, parent != 0);
                     }
                 }
@@ -221,6 +224,16 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
     let argv = unsafe { args.0.add(9) };
     let errno = sys::exec(program, argv, envp);
     failed(b"execute", errno, if errno == sys::ENOENT { 127 } else { 126 })
+}
+
+/// Stops all that is left in the job's PID namespace, in one step of the kernel. What outlives the job would clean up: remove
+/// files that an image needs. The supervisor ends the namespace a moment later; it may have to let processes go on before,
+/// so they are not killed here. A job that ended well is not restored, and its helpers may yet write what they have.
+fn freeze_the_others() {
+    // Nobody's parent is outside of the initial namespace: there this would stop the machine.
+    if sys::parent() == 0 {
+        let _ = sys::kill(-1, sys::SIGSTOP);
+    }
 }
 
 /// Ends as the job did: the same exit code, or the same signal.

@@ -21,6 +21,7 @@ const EINTR: Errno = Errno(4);
 
 pub(crate) const SIGKILL: i32 = 9;
 pub(crate) const SIGCHLD: i32 = 17;
+pub(crate) const SIGSTOP: i32 = 19;
 pub(crate) const WNOHANG: usize = 1;
 pub(crate) const MS_NOSUID: usize = 2;
 pub(crate) const MS_NODEV: usize = 4;

@@ -19,6 +19,8 @@ pub enum Exit {
     Missing,
     /// Stopped with a fresh image, to be queued again: the code that the scheduler wants, EX_TEMPFAIL where there is none.
     Requeue(u8),
+    /// Stopped, and the last image could not be brought from memory to the store (EX_IOERR).
+    OnlyInMemory,
     /// The configuration is wrong (EX_CONFIG).
     Config,
     /// Rekindle's own failure.
@@ -40,6 +42,7 @@ impl Exit {
             Exit::Job(code) | Exit::Requeue(code) => code,
             Exit::NoUsableImage => 66,
             Exit::Missing => 69,
+            Exit::OnlyInMemory => 74,
             Exit::Config => 78,
             Exit::Internal => 125,
             Exit::NotExecutable => 126,

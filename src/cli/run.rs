@@ -22,7 +22,7 @@ use crate::store::staging::Area;
 use crate::store::{
     Access, BadWhy, Image, ImageId, JobFolder, JobName, JobPath, JobRecord, Outcome, State, Store, Trust, WriterLock,
 };
-use crate::supervisor::state::{Finish, Obstacle, Stop};
+use crate::supervisor::state::{Finish, NO_USABLE_IMAGE, Obstacle, Stop};
 use crate::supervisor::{self, Setup};
 use crate::sys::cgroup;
 use crate::sys::criu::Criu;
@@ -114,10 +114,11 @@ pub(crate) struct NoRights;
 /// There is something to go on from, and it cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "job {job} has images, and none of them can be used. It is not started from nothing over them (restart.cold-start). `rekindle list {job}` says what is wrong with each; `rekindle unmark {job}/ID` takes a mark back; `rekindle restore {job}/ID` goes on from one image; `rekindle run --fresh` with the same command starts the job from nothing"
+    "{why}. `rekindle list {job}` says what is wrong with each; `rekindle unmark {job}/ID` takes a mark back; `rekindle restore {job}/ID` goes on from one image; `rekindle run --fresh` with the same command starts the job from nothing"
 )]
 pub(crate) struct NoUsableImage {
     job: JobName,
+    why: String,
 }
 
 pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
@@ -195,8 +196,13 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     let known = || Misuse(format!("image {} has no readable manifest: `rekindle verify` says more", image.id));
     let manifest = image.manifest().ok_or_else(known)?.clone();
     let command: Vec<OsString> = manifest.command.iter().map(OsString::from).collect();
+    let named = !job_args::means_newest(&folder, &args.image);
     let mut config = config;
     args.accepted.apply(&mut config);
+    if config.restart.cold_start == ColdStart::Allow {
+        // Who asks for an image does not ask for the job's beginning.
+        config.restart.cold_start = ColdStart::NoImages;
+    }
     let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
     restart::check_user(&manifest, user.as_ref())?;
     let ground = Ground::prepare(config, manifest.directory.to_path_buf(), &command)?;
@@ -213,7 +219,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
         true => (manifest.lineage, None),
         false => (supervisor::new_lineage(), Some(image.id)),
     };
-    supervise(ground, folder, lock, Start { from: From::Image(image.id), lineage, base }, &args.devices.pairs)
+    supervise(ground, folder, lock, Start { from: From::Image(image.id), lineage, base, named }, &args.devices.pairs)
 }
 
 /// What is there before the job's folder is touched.
@@ -291,6 +297,8 @@ struct Start {
     from: From,
     lineage: String,
     base: Option<ImageId>,
+    /// Whether the image was asked for by name.
+    named: bool,
 }
 
 fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, map: &[Pair]) -> anyhow::Result<Exit> {
@@ -317,7 +325,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
     let staging = staging_area(&config, &folder, &lock);
     let interposer = interposer(&config, &mut spec, &folder, staging.as_ref());
     prepare_nccl(&config, &mut spec, interposer.is_some());
-    let Start { from, base, lineage } = start;
+    let Start { from, base, lineage, named } = start;
     let seen = trust::seen(&config, &folder);
     let visible = spec.environment.get(OsStr::new("CUDA_VISIBLE_DEVICES")).map(|value| value.to_string_lossy());
     if let Some(visible) = visible.filter(|visible| names_instance(visible)) {
@@ -354,6 +362,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
         beats,
         word,
         from,
+        named,
         base,
         wishes,
         scheduler: scheduler.clone(),
@@ -492,7 +501,8 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
     let signalled = |n: i32| u8::try_from(n).ok().and_then(|n| n.checked_add(128)).map_or(Exit::Internal, Exit::Job);
     match finish {
         Finish::Completed => Exit::Success,
-        Finish::Stopped(Stop::Requeue) => {
+        // Where it is queued again, the image before is better than nothing.
+        Finish::Stopped(Stop::Requeue) | Finish::StoppedInMemory { stop: Stop::Requeue, .. } => {
             if requeue == Requeue::Scontrol
                 && let Err(error) = scheduler.requeue()
             {
@@ -501,6 +511,7 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
             Exit::Requeue(scheduler.requeue_code())
         }
         Finish::Stopped(Stop::Signal(n)) => signalled(n),
+        Finish::StoppedInMemory { stop: Stop::Signal(_), .. } => Exit::OnlyInMemory,
         Finish::Impossible { why, obstacle } => {
             tracing::error!("the job can not be started: {why}");
             match obstacle {
@@ -508,8 +519,8 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
                 Obstacle::Configuration => Exit::Config,
             }
         }
-        Finish::NoUsableImage => {
-            tracing::error!("given up: {}", NoUsableImage { job: job.clone() });
+        Finish::NoUsableImage { why } => {
+            tracing::error!("given up: {}", NoUsableImage { job: job.clone(), why });
             Exit::NoUsableImage
         }
         Finish::Failed { why, last } => {
@@ -525,7 +536,7 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
 
 /// Goes on from the newest good image where the last run did not complete.
 fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart) -> anyhow::Result<Start> {
-    let anew = || Start { from: From::Cold, lineage: supervisor::new_lineage(), base: None };
+    let anew = || Start { from: From::Cold, lineage: supervisor::new_lineage(), base: None, named: false };
     let Some(record) = folder.record()? else { return Ok(anew()) };
     if fresh || record.outcome == Outcome::Completed {
         return Ok(anew());
@@ -548,14 +559,14 @@ fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart
     let lost = |image: &Image| image.manifest().is_none() || ours(image);
     if from == From::Cold && images.iter().any(lost) {
         if cold != ColdStart::Allow {
-            return Err(NoUsableImage { job: folder.name().clone() }.into());
+            return Err(NoUsableImage { job: folder.name().clone(), why: NO_USABLE_IMAGE.into() }.into());
         }
         tracing::warn!(
             "no image of the interrupted run can be used; `rekindle list {}` says why. The job starts from nothing (restart.cold-start)",
             folder.name()
         );
     }
-    Ok(Start { from, lineage: record.lineage, base: record.base })
+    Ok(Start { from, lineage: record.lineage, base: record.base, named: false })
 }
 
 /// Going on from an image runs what was launched then, whatever is typed now.

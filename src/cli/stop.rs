@@ -64,19 +64,23 @@ pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
     };
     let stored = newest.is_some_and(|image| folder.is_stored(image));
     let name = folder.name();
+    // Who wants it at once does not wait for the store.
+    let is_short_of_one = outcome == Some("stopped") && newest.is_some() && !stored && !args.now;
     match (global.format(), outcome) {
         (Format::Json, _) => print_json(&Stopped { job: name, outcome, image: newest, stored })?,
         (Format::Text, None) => print_text(&format!("job {name} is being stopped"))?,
         (Format::Text, Some(outcome)) => {
             let image = match newest {
                 Some(image) if stored => format!("; image {image} is in the store"),
-                Some(image) => format!("; image {image} is in memory only, and lost when the machine restarts"),
+                Some(image) => format!(
+                    "; image {image} is in memory only, and lost when the machine restarts: make room in the store and run the job again on this machine"
+                ),
                 None => "; it has no image".into(),
             };
             print_text(&format!("job {name} is over ({outcome}){}", if outcome == "completed" { "" } else { &image }))?;
         }
     }
-    Ok(Exit::Success)
+    Ok(if is_short_of_one { Exit::OnlyInMemory } else { Exit::Success })
 }
 
 /// Until nobody supervises the job.

@@ -36,6 +36,8 @@ pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
     let deadline = Instant::now() + LIMIT;
     let (done, results) = mpsc::channel();
     for pid in pids.into_iter().filter(|pid| cuda::is_candidate(*pid).unwrap_or(false)) {
+        // The reaper stops all when the job has ended, and the driver works with a thread of the process.
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGCONT);
         let done = done.clone();
         // No call of the driver can be called off: a thread that waits in one for ever ends with the kill of its process.
         let work = move || drop(done.send((pid, checkpoint(pid))));

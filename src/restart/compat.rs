@@ -53,6 +53,12 @@ impl Difference {
         Difference { advice: advice.into(), ..self }
     }
 
+    /// Whether it is about a file that the job had mapped or open.
+    #[must_use]
+    pub fn is_a_file(&self) -> bool {
+        self.what.starts_with(files::WHAT)
+    }
+
     /// Whether a restore can not work.
     #[must_use]
     pub fn is_fatal(&self) -> bool {

@@ -135,8 +135,12 @@ const KILLED: Ended = Ended::Signal(libc::SIGKILL);
 pub enum Blame {
     /// Its files are not what was written.
     Damaged,
-    /// It does not come back here.
+    /// It was refused for a reason that is in the image, as far as can be told.
     Image,
+    /// It is not known, or was somebody outside: that is no evidence against the image.
+    Unknown,
+    /// It took too long, which says nothing about the image either; another try would take as long.
+    Slow,
     /// The machine: another image would not do better, and this one is as good as it was.
     Machine,
     /// Files that the job wrote to and that are not here as they should be: an older image may not need them.
@@ -190,12 +194,16 @@ impl Error {
             // The kernel, short of memory, or somebody with a kill -9: neither CRIU nor a task ends this way by itself.
             Error::Criu(
                 criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },
-            ) => Blame::Machine,
-            Error::Criu(criu::RunError::Refused { log }) if log.says_killed() => Blame::Machine,
+            ) => Blame::Unknown,
+            Error::Criu(criu::RunError::Refused { log }) if log.says_killed() || log.errors().is_empty() => {
+                Blame::Unknown
+            }
+            Error::Criu(criu::RunError::Lost { .. }) => Blame::Unknown,
+            Error::Criu(criu::RunError::Timeout { .. }) => Blame::Slow,
             // Another program has it, which may go; the job's own dead connections were ended before.
             Error::Criu(criu::RunError::Refused { log }) if log.says_port_taken() => Blame::Machine,
             Error::Rollback(error) if error.is_the_machines() => Blame::Machine,
-            Error::Rollback(RollbackError::Io { .. }) => Blame::Image,
+            Error::Rollback(RollbackError::Io { .. }) => Blame::Unknown,
             // Somebody can make room.
             Error::Rollback(RollbackError::NoRoom { .. } | RollbackError::TooMany(_)) => Blame::Machine,
             // An older image has not its content either, and would lose work on top.
@@ -203,6 +211,13 @@ impl Error {
             Error::Rollback(_) => Blame::Files,
             Error::Criu(_) => Blame::Image,
         }
+    }
+
+    /// Whether files that the job had mapped or open are all that keeps it from being restored here.
+    #[must_use]
+    pub fn is_about_files(&self) -> bool {
+        let Error::Misfit { differences, .. } = self else { return false };
+        differences.iter().filter(|difference| difference.is_fatal()).all(Difference::is_a_file)
     }
 
     /// Whether a step of ours failed while CRIU waited.

@@ -1,15 +1,23 @@
 //! What to do after a job ended: a pure function from facts to a decision.
 //!
-//! The ladder: the newest good image of this lineage; one that the job dies from twice at once, or that does not
-//! restore, is marked and the next older one is taken; then the job is started anew, where that is allowed, which by itself
-//! it is only where there is no image at all; then it is given up, with the reason.
+//! The ladder: the newest good image of this lineage; then the next older one, at once; then from the top again, after a
+//! pause; then the job is started anew, where that is allowed, which by itself it is only where there is no image at all;
+//! then it is given up, with the reason.
+//!
+//! An image is passed over for this run when the job died soon after a restore from it, or it was not restored, more than
+//! once. It is marked, so that no later run takes it either, only on evidence: the same failure twice, and nothing but the
+//! image that explains it. Nothing is evidence against an image that is proven, which the job has lived on from: its state
+//! can go on, so that something else is wrong.
 
-use std::collections::{BTreeMap, VecDeque};
+mod suspects;
+
+use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::config::{ColdStart, Restart};
-use crate::store::ImageId;
+use crate::store::{BadWhy, ImageId};
 use crate::sys::spawn::Ended;
+use suspects::{Evidence, Finding, Suspects};
 
 /// What a life of the job began with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,6 +42,8 @@ impl std::fmt::Display for From {
 pub enum Death {
     /// It ended by itself.
     Ended(Ended),
+    /// The same, and what is known of the reason is no fault of an image: want of memory, a GPU that failed.
+    Excused(Ended),
     /// A snapshot could not set it going again, so it was killed.
     Lost,
     /// The rest of its memory did not come, so it was killed. That says nothing about the image.
@@ -42,20 +52,50 @@ pub enum Death {
     Judged,
 }
 
+/// Why an image was not restored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Failure {
+    /// Its bytes are not what was written. It is marked already.
+    Damaged,
+    /// It was refused, in these words, and all that is known of the reason is the image.
+    Refused(String),
+    /// It was not restored, in these words, and the reason is not known, or is none of the image.
+    Unexplained(String),
+    /// Another one has to do: a further try would take too long, or there is one to go back to.
+    NotNow(String),
+    /// It needs files that are not here any more. Another one may not.
+    FilesGone(String),
+}
+
 /// The images that a job could go on from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Images {
     /// The good ones of its line, newest first.
     pub good: Vec<ImageId>,
+    /// Those that the job has lived on from.
+    pub proven: BTreeSet<ImageId>,
     /// Whether there are others: marked as bad, or with a manifest that cannot be read.
     pub others: bool,
 }
 
+impl Failure {
+    /// What is known of the reason, where nobody was told of it yet.
+    #[must_use]
+    pub fn why(&self) -> Option<&str> {
+        match self {
+            Failure::Damaged => None,
+            Failure::Refused(why) | Failure::Unexplained(why) | Failure::NotNow(why) | Failure::FilesGone(why) => {
+                Some(why)
+            }
+        }
+    }
+}
+
 impl Images {
-    /// None but these good ones.
+    /// None but these good ones, not proven.
     #[must_use]
     pub fn good(ids: impl IntoIterator<Item = ImageId>) -> Images {
-        Images { good: ids.into_iter().collect(), others: false }
+        Images { good: ids.into_iter().collect(), ..Images::default() }
     }
 }
 
@@ -66,12 +106,23 @@ pub struct History {
     restarts: VecDeque<Instant>,
     /// In a row, without healthy uptime between: the exponent of the back-off.
     in_a_row: u32,
-    /// Deaths soon after a restore, by image.
-    early: BTreeMap<ImageId, u32>,
+    /// What speaks against images.
+    suspects: Suspects,
     /// Deaths soon after a start from nothing, in a row.
     early_cold: u32,
     /// Failures in a row that are no image's fault.
     machine: u32,
+}
+
+/// An image that no run shall take, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mark {
+    /// Which.
+    pub image: ImageId,
+    /// What was seen.
+    pub why: BadWhy,
+    /// The same in words.
+    pub detail: String,
 }
 
 /// What comes next.
@@ -85,24 +136,37 @@ pub enum Decision {
         from: From,
         /// After this long.
         after: Duration,
-        /// An image to be marked first: the job died from it too often.
-        mark: Option<ImageId>,
+        /// An image to be marked first.
+        mark: Option<Mark>,
     },
     /// No more.
     GiveUp {
         /// Why, in words.
         why: String,
         /// An image to be marked first.
-        mark: Option<ImageId>,
+        mark: Option<Mark>,
     },
     /// There are images and none can be used, and the job must not be started from nothing over them.
     NoUsableImage {
         /// An image to be marked first.
-        mark: Option<ImageId>,
+        mark: Option<Mark>,
     },
 }
 
-/// So often may a job die soon after a restore of one image, or soon after a start from nothing.
+impl Decision {
+    /// The image to be marked first.
+    #[must_use]
+    pub fn mark(&self) -> Option<&Mark> {
+        match self {
+            Decision::Complete => None,
+            Decision::Again { mark, .. } | Decision::GiveUp { mark, .. } | Decision::NoUsableImage { mark } => {
+                mark.as_ref()
+            }
+        }
+    }
+}
+
+/// So often may a job die soon after a start from nothing.
 const EARLY_DEATHS: u32 = 2;
 /// So often is a restore tried again when the machine, not the image, was the reason.
 const MACHINE_FAILURES: u32 = 5;
@@ -120,7 +184,7 @@ impl History {
         now: Instant,
     ) -> Decision {
         self.machine = 0;
-        if let Death::Ended(ended) = death {
+        if let Death::Ended(ended) | Death::Excused(ended) = death {
             match judge(ended, policy) {
                 Verdict::Complete => return Decision::Complete,
                 Verdict::Never(why) => return Decision::GiveUp { why, mark: None },
@@ -131,25 +195,44 @@ impl History {
             *self = History::default();
         }
         let early = uptime < policy.min_uptime && death != Death::Unloaded;
-        let mut mark = None;
         match from {
             From::Image(id) if early => {
-                let deaths = self.early.entry(id).or_default();
-                *deaths += 1;
-                mark = (*deaths >= EARLY_DEATHS).then_some(id);
+                let evidence = if images.proven.contains(&id) { None } else { evidence(death) };
+                let finding = self.suspects.add(id, evidence);
+                self.go_on(id, finding, images, policy, now)
             }
-            From::Image(_) => {}
-            From::Cold if early => self.early_cold += 1,
-            From::Cold => self.early_cold = 0,
+            From::Image(id) => {
+                self.suspects.clear(id);
+                self.choose(images, policy, now, None)
+            }
+            From::Cold => {
+                self.early_cold = if early { self.early_cold + 1 } else { 0 };
+                self.choose(images, policy, now, None)
+            }
         }
-        let good = images.good.iter().copied().filter(|id| Some(*id) != mark).collect();
-        self.choose(&Images { good, others: images.others || mark.is_some() }, policy, now, mark)
     }
 
-    /// An image could not be restored, and was marked. `images` are those that are left.
+    /// An image was not restored. `images` are those that are left.
     #[must_use]
-    pub fn after_bad_image(&mut self, images: &Images, policy: &Restart, now: Instant) -> Decision {
-        self.choose(images, policy, now, None)
+    pub fn after_image_failure(
+        &mut self,
+        id: ImageId,
+        failure: &Failure,
+        images: &Images,
+        policy: &Restart,
+        now: Instant,
+    ) -> Decision {
+        let finding = match failure {
+            // A copy of it may be whole.
+            Failure::Damaged => Finding::PassOver,
+            Failure::Refused(why) if !images.proven.contains(&id) => {
+                self.suspects.add(id, Some(Evidence::Refused(why.clone())))
+            }
+            Failure::Refused(_) | Failure::Unexplained(_) => self.suspects.add(id, None),
+            Failure::NotNow(_) => self.suspects.pass_over(id),
+            Failure::FilesGone(_) => self.suspects.leave(id),
+        };
+        self.go_on(id, finding, images, policy, now)
     }
 
     /// A start failed for a reason that another image would not change.
@@ -163,7 +246,28 @@ impl History {
         Decision::Again { from, after: back_off(self.machine, policy), mark: None }
     }
 
-    fn choose(&mut self, images: &Images, policy: &Restart, now: Instant, mark: Option<ImageId>) -> Decision {
+    /// Goes on after a failure of this image.
+    fn go_on(&mut self, id: ImageId, finding: Finding, images: &Images, policy: &Restart, now: Instant) -> Decision {
+        match finding {
+            Finding::TryAgain => self.choose(images, policy, now, None),
+            Finding::PassOver => self.next(images, policy, now, None),
+            Finding::Mark { why, detail } => {
+                let good = images.good.iter().copied().filter(|other| *other != id).collect();
+                let left = Images { good, others: true, ..images.clone() };
+                self.next(&left, policy, now, Some(Mark { image: id, why, detail }))
+            }
+        }
+    }
+
+    /// The next older image, at once: no wait would make it better. Where there is none, from the top.
+    fn next(&mut self, images: &Images, policy: &Restart, now: Instant, mark: Option<Mark>) -> Decision {
+        match images.good.iter().find(|id| !self.suspects.is_passed_over(**id)) {
+            Some(id) => Decision::Again { from: From::Image(*id), after: Duration::ZERO, mark },
+            None => self.choose(images, policy, now, mark),
+        }
+    }
+
+    fn choose(&mut self, images: &Images, policy: &Restart, now: Instant, mark: Option<Mark>) -> Decision {
         while self.restarts.front().is_some_and(|at| now.saturating_duration_since(*at) > policy.window) {
             self.restarts.pop_front();
         }
@@ -172,13 +276,19 @@ impl History {
             let why = format!("{} restarts within {window} (restart.max-restarts)", self.restarts.len());
             return Decision::GiveUp { why, mark };
         }
-        let from = match (images.good.first(), policy.cold_start) {
+        if images.good.iter().all(|id| self.suspects.is_passed_over(*id)) {
+            // The end of the ladder: what was passed over without evidence has its turn again.
+            self.suspects.forget_passed_over();
+        }
+        let image = images.good.iter().find(|id| !self.suspects.is_passed_over(**id));
+        let others = images.others || !images.good.is_empty();
+        let from = match (image, policy.cold_start) {
             (Some(id), _) => From::Image(*id),
             (None, ColdStart::Never) => {
                 let why = "there is no good image, and restart.cold-start is \"never\"".to_string();
                 return Decision::GiveUp { why, mark };
             }
-            (None, ColdStart::NoImages) if images.others => return Decision::NoUsableImage { mark },
+            (None, ColdStart::NoImages) if others => return Decision::NoUsableImage { mark },
             (None, ColdStart::NoImages | ColdStart::Allow) if self.early_cold >= EARLY_DEATHS => {
                 let min = humantime::format_duration(policy.min_uptime);
                 let why = format!(
@@ -191,6 +301,18 @@ impl History {
         self.restarts.push_back(now);
         self.in_a_row += 1;
         Decision::Again { from, after: back_off(self.in_a_row, policy), mark }
+    }
+}
+
+/// What a death soon after a restore says about the image.
+fn evidence(death: Death) -> Option<Evidence> {
+    // Somebody outside sends these; what goes wrong inside a program sends others.
+    const FROM_OUTSIDE: [i32; 4] = [libc::SIGKILL, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+    match death {
+        Death::Ended(Ended::Signal(signal)) if FROM_OUTSIDE.contains(&signal) => None,
+        Death::Ended(ended) => Some(Evidence::Died(Some(ended))),
+        Death::Judged => Some(Evidence::Died(None)),
+        Death::Excused(_) | Death::Lost | Death::Unloaded => None,
     }
 }
 

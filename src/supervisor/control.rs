@@ -13,11 +13,13 @@ use crate::store::{Change, Image, ImageId};
 use crate::telemetry::events::What;
 use crate::telemetry::log::chain;
 
+use std::time::Instant;
+
 use signal_hook::consts::SIGTERM;
 
 use super::events::{image_of, micros};
 use super::state::{Ending, Event, State, Stop, Then, Wish};
-use super::{Message, Owner};
+use super::{Message, Owner, stops};
 
 /// What comes from other threads.
 pub(super) enum Incoming {
@@ -101,7 +103,7 @@ impl Owner<'_> {
     pub(super) fn heard_late(&mut self, incoming: Incoming) {
         match incoming {
             Incoming::Call(Call { request: Request::Stop(stop), reply }) => {
-                self.count_stop(stop.now);
+                self.stops.command(stop.now, Instant::now());
                 reply(Ok(Answer::Stopping {}));
             }
             Incoming::Call(Call { request: Request::Status, reply }) => {
@@ -141,23 +143,17 @@ impl Owner<'_> {
                 self.step(Event::Resume);
             }
             Request::Stop(stop) => {
-                let first = self.stops == 0;
-                self.count_stop(stop.now);
+                let request = self.stops.command(stop.now, Instant::now());
                 reply(Ok(Answer::Stopping {}));
                 let how = Stop::Signal(SIGTERM);
-                match stop.now {
-                    true => self.step(Event::StopNow(how)),
-                    false if first => self.step(Event::Stop(how)),
-                    false => {}
+                match request {
+                    stops::Request::AtOnce => self.step(Event::StopNow(how)),
+                    stops::Request::First => self.step(Event::Stop(how)),
+                    stops::Request::Repeated => {}
                 }
             }
             Request::Rewind(rewind) => self.look_at_target(rewind.to, reply),
         }
-    }
-
-    /// As signals are counted: with the second one nothing more is waited for.
-    fn count_stop(&mut self, now: bool) {
-        self.stops = if now { self.stops.max(1) + 1 } else { self.stops.max(1) };
     }
 
     /// Goes back to an image, because somebody or something asked for it.

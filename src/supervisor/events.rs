@@ -6,6 +6,7 @@ use super::Owner;
 use super::state::{Finish, State};
 use super::watch::interrupted;
 use crate::launch::Job;
+use crate::restart::cause::Cause;
 use crate::restart::gpus::Moved;
 use crate::restart::policy::From;
 use crate::snapshot::Taken;
@@ -65,15 +66,19 @@ impl Owner<'_> {
         };
         let cause = self.why_ended(ended);
         self.tell(What::Ended { exit_code, signal, cause: Some(cause.clone()) });
+        if matches!(cause, Cause::OutOfMemory | Cause::GpuFault { .. }) {
+            self.step(super::state::Event::Excused);
+        }
         self.judge_end(ended, &cause);
     }
 
     pub(super) fn tell_finish(&mut self, finish: &Finish, exit_code: Option<i32>) {
         let (outcome, why) = match finish {
             Finish::Completed => ("completed", None),
-            Finish::Stopped(_) => ("stopped", None),
-            Finish::Impossible { why, .. } | Finish::Failed { why, .. } => ("failed", Some(why.clone())),
-            Finish::NoUsableImage => ("failed", Some(super::state::NO_USABLE_IMAGE.into())),
+            Finish::Stopped(_) | Finish::StoppedInMemory { .. } => ("stopped", None),
+            Finish::Impossible { why, .. } | Finish::Failed { why, .. } | Finish::NoUsableImage { why } => {
+                ("failed", Some(why.clone()))
+            }
         };
         self.write_result(finish, exit_code);
         self.tell(What::Finished { outcome: outcome.into(), exit_code, why });

@@ -148,6 +148,7 @@ impl Owner<'_> {
                 Event::SnapshotTaken { freeze: taken.freeze, persist }
             }
             Err(error) => {
+                let stops = self.machine.is_stopping();
                 let (lost, may_pass) = (error.job_is_lost(), error.may_pass());
                 self.answer_not_taken(&chain(&error));
                 self.word_of_end(Err(&chain(&error)));
@@ -156,7 +157,9 @@ impl Owner<'_> {
                     self.keep_criu_log("dump", error.criu_log());
                     match error {
                         _ if lost => tracing::error!("the snapshot failed and the job can not go on: {why}"),
+                        snapshot::Error::Cancelled if stops => tracing::info!("the last snapshot was called off"),
                         snapshot::Error::Cancelled => tracing::info!("the snapshot was called off; the job runs on"),
+                        _ if stops => tracing::error!("the last snapshot failed: {why}"),
                         snapshot::Error::JobEnded => tracing::info!("no snapshot: {why}"),
                         _ => tracing::error!("the snapshot failed, the job runs on: {why}"),
                     }
@@ -358,26 +361,28 @@ impl Owner<'_> {
     }
 
     /// The job is over: what is only in memory goes to the store, and memory is given back. A second signal to stop ends
-    /// the wait.
-    pub(super) fn leave_memory(&mut self, finish: &Finish, messages: &mpsc::Receiver<Message>) {
+    /// the wait. Answers the image that did not get to the store, though it was waited for.
+    pub(super) fn leave_memory(&mut self, finish: &Finish, messages: &mpsc::Receiver<Message>) -> Option<ImageId> {
         // One that an earlier run left is given back too, though this one makes its images elsewhere.
         let left = if self.shared.staging.is_none() { Area::left_behind(&self.shared.folder) } else { None };
-        let Some(area) = self.shared.staging.as_ref().or(left.as_ref()) else { return };
+        let area = self.shared.staging.as_ref().or(left.as_ref())?;
         if *finish == Finish::Completed {
             // Nobody goes on from it.
             self.persist.iter().for_each(|persist| persist.cancel.store(true, Ordering::Relaxed));
-        } else if self.stops < 2 {
+        } else if !self.stops.is_at_once() {
             self.persist_newest();
         }
         // A second signal means at once.
         while self.persist.is_some() {
-            if self.stops > 1 || !self.holds_the_lock() {
+            if self.stops.is_at_once() || !self.holds_the_lock() {
                 self.persist.iter().for_each(|persist| persist.cancel.store(true, Ordering::Relaxed));
             }
             match messages.recv_timeout(PROGRESS) {
                 Ok(Message::Persisted(outcome)) => self.persisted(*outcome),
                 Ok(Message::Replicated(report)) => self.replicated(*report),
-                Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => self.stops += 1,
+                Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => {
+                    let _ = self.stops.signal(Instant::now());
+                }
                 Ok(Message::Control(incoming)) => self.heard_late(*incoming),
                 Ok(Message::Hook(report)) => self.hook_failed(report),
                 Ok(_) => {}
@@ -386,19 +391,30 @@ impl Owner<'_> {
             }
         }
         if self.taken_over.is_some() {
-            return;
+            return None;
         }
         match self.only_in_memory().filter(|_| *finish != Finish::Completed) {
-            Some(image) => tracing::warn!(
-                "image {} is in memory only, at {}: it is lost when the machine restarts; the same command again goes on from it",
-                image.id,
-                area.path().display()
-            ),
+            Some(image) => {
+                let (id, at, store) = (image.id, area.path().display(), self.shared.folder.path().display());
+                if self.stops.is_at_once() {
+                    tracing::warn!(
+                        "image {id} is in memory only, at {at}: it is lost when the machine restarts; the same command again goes on from it"
+                    );
+                    return None;
+                }
+                let why =
+                    self.published.persist_failure.clone().unwrap_or_else(|| "it was not brought to the store".into());
+                tracing::error!(
+                    "the job is over, and its last image {id} is in memory only, at {at} ({why}). It is lost when the machine restarts, and with a container at its end. Make room in {store} and run the same command again on this machine: it goes on from this image"
+                );
+                Some(id)
+            }
             None => {
                 area.slots().iter().for_each(|slot| self.shared.folder.drop_links(slot));
                 if let Err(error) = area.close() {
                     tracing::warn!("memory is not given back: {}", chain(&error));
                 }
+                None
             }
         }
     }

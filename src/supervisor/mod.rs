@@ -26,6 +26,7 @@ mod result;
 pub use result::RunResult;
 mod start;
 pub mod state;
+mod stops;
 mod watch;
 mod word;
 pub use watch::LastEnd;
@@ -42,14 +43,14 @@ use signal_hook::consts as sig;
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output, uplink};
 use crate::restart::gpus::Wishes;
-use crate::restart::policy::{From, Images};
+use crate::restart::policy::{From, Images, Mark};
 use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
 use crate::store::manifest::Reason;
 use crate::store::persist::Packing;
 use crate::store::staging::Area;
-use crate::store::{BadWhy, HEARTBEAT, ImageId, JobFolder, Outcome, WriterLock};
+use crate::store::{HEARTBEAT, ImageId, JobFolder, Outcome, WriterLock};
 use crate::sys::clock;
 use crate::sys::criu::Criu;
 use crate::sys::inherited;
@@ -91,6 +92,8 @@ pub struct Setup {
     pub word: Option<crate::word::server::Socket>,
     /// What to begin with.
     pub from: From,
+    /// Whether that image was asked for by name, and nothing else is to be taken in its place.
+    pub named: bool,
     /// An image of another lineage that this one began from, and may go back to.
     pub base: Option<ImageId>,
     /// Which GPUs it shall come back on, where the user said so.
@@ -168,6 +171,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     let signals = listen(sender.clone()).map_err(|source| Error::Io { what: "handling signals", source })?;
     let (machine, actions) = Machine::new(&shared.config, shared.from);
     let machine = machine.recalling(record::recall(&shared));
+    let machine = if shared.named { machine.asked_for() } else { machine };
     let mut owner = Owner {
         shared: &shared,
         listeners: hooks::Listeners::new(&shared, &sender),
@@ -179,7 +183,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         life: 0,
         ended: None,
         cancel: Arc::new(AtomicBool::new(false)),
-        stops: 0,
+        stops: stops::Stops::default(),
         published: publish::Published::new(&shared.launch.lineage),
         remarks: Vec::new(),
         proofs: proof::Proofs::default(),
@@ -231,13 +235,16 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         }
     }
     let finish = owner.finish.take();
-    let finish = finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
+    let mut finish =
+        finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
     if owner.taken_over.is_some() {
         tracing::error!("the job is ended: another supervisor may have it by now");
     }
     owner.end_job();
     if owner.taken_over.is_none() {
-        owner.leave_memory(&finish, &messages);
+        if let (Some(image), Finish::Stopped(stop)) = (owner.leave_memory(&finish, &messages), &finish) {
+            finish = Finish::StoppedInMemory { stop: *stop, image };
+        }
         owner.leave_replica(&finish, &messages);
     }
     owner.close_control();
@@ -291,8 +298,8 @@ struct Owner<'a> {
     ended: Option<Ended>,
     /// Set to call off the start or the snapshot under way.
     cancel: Arc<AtomicBool>,
-    /// Signals that asked to stop.
-    stops: u32,
+    /// Who asked to stop.
+    stops: stops::Stops,
     published: publish::Published,
     /// What the last snapshot remarked on, which need not be said of the next one again.
     remarks: Vec<String>,
@@ -448,8 +455,9 @@ impl Owner<'_> {
                     self.spawn("kill", move || job.kill());
                 }
             }
-            Action::MarkDiesAgain(id) => {
-                self.mark_copies(id, BadWhy::DiesAgain, "the job died from it twice within restart.min-uptime");
+            Action::Mark(Mark { image, why, detail }) => self.mark_copies(image, why, &detail),
+            Action::NotRestored { image, why } => {
+                tracing::error!("image {image} was not restored, and is not marked as bad: {why}");
             }
             Action::Announce { from, after } => {
                 self.published.restarts += 1;
@@ -485,9 +493,11 @@ impl Owner<'_> {
         let event = match signal {
             sig::SIGUSR1 => Event::SnapshotNow(Reason::Signal),
             signal if STOPS.contains(&signal) => {
-                self.stops += 1;
                 let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
-                if self.stops > 1 && signal != sig::SIGUSR2 { Event::StopNow(stop) } else { Event::Stop(stop) }
+                match self.stops.signal(Instant::now()) {
+                    stops::Request::AtOnce if signal != sig::SIGUSR2 => Event::StopNow(stop),
+                    stops::Request::AtOnce | stops::Request::First | stops::Request::Repeated => Event::Stop(stop),
+                }
             }
             other if self.job.is_none() => return self.unsent.push(other),
             other => return self.signal(other),
@@ -533,7 +543,7 @@ impl Owner<'_> {
         let images = self.images_to_go_on_from().unwrap_or_else(|error| {
             tracing::error!("can not read the images: {}", chain(&error));
             // What cannot be read may be there.
-            Images { good: Vec::new(), others: true }
+            Images { others: true, ..Images::default() }
         });
         // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
@@ -577,9 +587,9 @@ impl Owner<'_> {
     fn wrap_up(&mut self, finish: &Finish) -> Result<(), Error> {
         let (outcome, code) = match finish {
             Finish::Completed => (Outcome::Completed, Some(0)),
-            Finish::Stopped(_) => (Outcome::Stopped, None),
+            Finish::Stopped(_) | Finish::StoppedInMemory { .. } => (Outcome::Stopped, None),
             Finish::Impossible { why, .. } => (Outcome::Failed { why: why.clone() }, None),
-            Finish::NoUsableImage => (Outcome::Failed { why: state::NO_USABLE_IMAGE.into() }, None),
+            Finish::NoUsableImage { why } => (Outcome::Failed { why: why.clone() }, None),
             Finish::Failed { why, last } => {
                 let code = last.and_then(|l| if let Ended::Exit(code) = l { Some(code) } else { None });
                 (Outcome::Failed { why: why.clone() }, code)

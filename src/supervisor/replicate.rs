@@ -158,19 +158,21 @@ impl Owner<'_> {
         if *finish == Finish::Completed {
             self.replication.next = None;
             self.replication.tell(|flags| &flags.cancel);
-        } else if self.stops < 2 {
+        } else if !self.stops.is_at_once() {
             self.replication.tell(|flags| &flags.hurry);
             self.replicate_newest();
             self.replication.tell(|flags| &flags.hurry);
         }
         while self.replication.is_running() {
-            if self.stops > 1 || !self.holds_the_lock() {
+            if self.stops.is_at_once() || !self.holds_the_lock() {
                 self.replication.next = None;
                 self.replication.tell(|flags| &flags.cancel);
             }
             match messages.recv_timeout(PROGRESS) {
                 Ok(Message::Replicated(report)) => self.replicated(*report),
-                Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => self.stops += 1,
+                Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => {
+                    let _ = self.stops.signal(Instant::now());
+                }
                 Ok(Message::Control(incoming)) => self.heard_late(*incoming),
                 Ok(Message::Hook(report)) => self.hook_failed(report),
                 Ok(_) => {}
@@ -188,7 +190,7 @@ impl Owner<'_> {
             record.map_or(Ok(()), |record| replica?.put_record(&record, &|| false))
         });
         if let Some(Err(error)) = said
-            && self.stops < 2
+            && !self.stops.is_at_once()
         {
             let warning = match finish {
                 Finish::Completed => {

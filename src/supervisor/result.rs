@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Owner;
 use super::events::micros;
-use super::state::{Finish, NO_USABLE_IMAGE};
+use super::state::Finish;
 use super::watch::LastEnd;
 use crate::store::{Image, ImageId, JobFolder};
 use crate::sys::durable;
@@ -79,9 +79,10 @@ impl Owner<'_> {
     pub(super) fn write_result(&self, finish: &Finish, exit_code: Option<i32>) {
         let (outcome, why) = match finish {
             Finish::Completed => ("completed", None),
-            Finish::Stopped(_) => ("stopped", None),
-            Finish::Impossible { why, .. } | Finish::Failed { why, .. } => ("failed", Some(why.clone())),
-            Finish::NoUsableImage => ("failed", Some(NO_USABLE_IMAGE.into())),
+            Finish::Stopped(_) | Finish::StoppedInMemory { .. } => ("stopped", None),
+            Finish::Impossible { why, .. } | Finish::Failed { why, .. } | Finish::NoUsableImage { why } => {
+                ("failed", Some(why.clone()))
+            }
         };
         let images = self.shared.folder.images().unwrap_or_default();
         let launch = &self.shared.launch;

@@ -13,7 +13,7 @@ use crate::control::Reply;
 use crate::control::protocol::{Code, Fault};
 use crate::restart;
 use crate::restart::compat::{self, Difference, Here};
-use crate::restart::policy::{From, Images};
+use crate::restart::policy::{Failure, From, Images};
 use crate::store::{Image, ImageId, LATEST, State};
 use crate::telemetry::log::chain;
 
@@ -88,7 +88,8 @@ impl Owner<'_> {
     /// What the job can go on from, and whether there is more that it cannot.
     pub(super) fn images_to_go_on_from(&self) -> Result<Images, crate::store::Error> {
         let others = self.shared.folder.copies()?.iter().any(|image| !image.is_good() && self.line.may_have(image));
-        Ok(Images { good: self.good_images()?, others })
+        let proven = self.shared.folder.proven()?;
+        Ok(Images { good: self.good_images()?, proven, others })
     }
 
     /// Whether it is good, and of this lineage or what that began from.
@@ -123,20 +124,20 @@ impl Owner<'_> {
 
     /// A start has not worked. Where it was the one of a rewind, the job goes on from where it was.
     pub(super) fn did_not_arrive(&mut self, event: Event) -> Event {
-        match (&event, self.line.target) {
-            (_, None) | (Event::StartFailed { .. }, _) => event,
-            (Event::Impossible { why, .. }, Some(target)) => {
-                self.line.target = None;
-                tracing::error!("the job can not go back to image {}: {why}", target.image);
-                match self.images_to_go_on_from() {
-                    Ok(images) => Event::ImageFailed { images },
-                    Err(error) => Event::StartFailed { why: chain(&error) },
-                }
-            }
-            (_, Some(_)) => {
-                self.line.target = None;
-                event
-            }
+        let Some(target) = self.line.target else { return event };
+        let why = match &event {
+            Event::StartFailed { .. } => return event,
+            Event::Impossible { why, .. } => why.clone(),
+            Event::ImageFailed { failure, .. } => failure.why().unwrap_or("it is damaged").to_owned(),
+            _ => String::new(),
+        };
+        self.line.target = None;
+        tracing::error!("the job cannot go back to image {}, and goes on from where it was", target.image);
+        match (event, self.images_to_go_on_from()) {
+            (event @ Event::ImageFailed { failure: Failure::Damaged, .. }, _) => event,
+            // A second try would be one too many for a job that ran well.
+            (_, Ok(images)) => Event::ImageFailed { image: target.image, failure: Failure::NotNow(why), images },
+            (_, Err(error)) => Event::StartFailed { why: chain(&error) },
         }
     }
 }

@@ -18,11 +18,11 @@ use crate::launch::world::{FIRST_PID, Network, World};
 use crate::launch::{self, Job, output};
 use crate::restart::compat::{self, Difference, Here};
 use crate::restart::gpus::{Moved, Wishes};
-use crate::restart::policy::From;
+use crate::restart::policy::{Failure, From};
 use crate::restart::{self, Blame};
 use crate::store::persist::Progress;
 use crate::store::unpack;
-use crate::store::{BadMark, BadWhy, Image, ImageId};
+use crate::store::{BadMark, BadWhy, Image, ImageId, JobName};
 use crate::sys::criu::lazy::Daemon;
 use crate::telemetry::events::What;
 use crate::telemetry::log::chain;
@@ -129,6 +129,8 @@ impl Owner<'_> {
         }
         self.spawn("wait", move || {
             let _ = waiting.root.wait_for_end();
+            // At once, whatever the owner of the state is about: what is left of the job must not clean up after it.
+            waiting.kill();
             drop(waiting);
             let _ = sender.send(Message::Ended(life));
         });
@@ -162,8 +164,11 @@ impl Owner<'_> {
     fn restore_failed(&mut self, image: Image, error: &restart::Error) -> Event {
         let why = chain(error);
         self.keep_criu_log("restore", error.criu_log());
-        let bad = match error.blame() {
+        let id = image.id;
+        let failure = match error.blame() {
             Blame::Nobody => return Event::StartFailed { why },
+            // The machine is the one that the job ran on just now; what differs are files that it has removed since.
+            Blame::Here if self.life > 0 && error.is_about_files() => Failure::FilesGone(why),
             Blame::Here => return impossible(self.advise_misfit(&image, error)),
             Blame::Configuration => {
                 let why = format!("{why}. The image is kept and is as good as it was");
@@ -173,32 +178,32 @@ impl Owner<'_> {
                 tracing::error!("can not restore image {} now: {why}", image.id);
                 return Event::StartFailed { why };
             }
-            Blame::Damaged => BadWhy::Damaged,
             Blame::Files if self.life == 0 && !self.can_fall_back(&image) => {
                 return impossible(self.advise_files(&image, &why));
             }
-            Blame::Files => BadWhy::DoesNotRestore,
-            Blame::Image => BadWhy::DoesNotRestore,
-        };
-        tracing::error!("image {} does not restore: {why}", image.id);
-        let id = image.id;
-        let other_copy = match bad {
-            // The other one was not looked at.
-            BadWhy::Damaged => {
-                self.tell(What::ImageBad { image: id, why: format!("{bad}: {why}") });
-                mark(image, bad, &why) && self.has_good_copy(id)
-            }
-            _ => {
-                self.mark_copies(id, bad, &why);
-                false
+            Blame::Files => Failure::FilesGone(why),
+            Blame::Image => Failure::Refused(why),
+            Blame::Unknown => Failure::Unexplained(why),
+            Blame::Slow => Failure::NotNow(why),
+            Blame::Damaged => {
+                // The other copy was not looked at.
+                self.tell(What::ImageBad { image: id, why: format!("{}: {why}", BadWhy::Damaged) });
+                let name = self.shared.folder.name().clone();
+                if !(mark(&name, image, BadWhy::Damaged, &why) && self.has_good_copy(id)) {
+                    return match self.images_to_go_on_from() {
+                        Ok(mut images) => {
+                            images.good.retain(|other| *other != id);
+                            images.others = true;
+                            Event::ImageFailed { image: id, failure: Failure::Damaged, images }
+                        }
+                        Err(error) => Event::StartFailed { why: chain(&error) },
+                    };
+                }
+                Failure::Damaged
             }
         };
         match self.images_to_go_on_from() {
-            Ok(mut images) => {
-                images.good.retain(|other| *other != id || other_copy);
-                images.others |= !other_copy;
-                Event::ImageFailed { images }
-            }
+            Ok(images) => Event::ImageFailed { image: id, failure, images },
             Err(error) => Event::StartFailed { why: chain(&error) },
         }
     }
@@ -251,12 +256,17 @@ impl Owner<'_> {
     /// Marks the image in memory and in the store: one is as good as the other.
     pub(super) fn mark_copies(&mut self, id: ImageId, why: BadWhy, detail: &str) {
         self.tell(What::ImageBad { image: id, why: format!("{why}: {detail}") });
-        match self.shared.folder.copies() {
-            Ok(copies) => copies.into_iter().filter(|image| image.id == id).for_each(|image| {
-                mark(image, why, detail);
-            }),
-            Err(error) => tracing::error!("can not mark image {id} as bad: {}", chain(&error)),
+        let copies = match self.shared.folder.copies() {
+            Ok(copies) => copies,
+            Err(error) => return tracing::error!("cannot mark image {id} as bad: {}", chain(&error)),
+        };
+        let mark = BadMark { why, detail: detail.into(), when: Utc::now() };
+        for mut image in copies.into_iter().filter(|image| image.id == id) {
+            if let Err(error) = image.mark_bad(mark.clone()) {
+                tracing::error!("cannot mark image {id} as bad: {}", chain(&error));
+            }
         }
+        say_marked(self.shared.folder.name(), id, why, detail);
     }
 }
 
@@ -265,13 +275,19 @@ fn impossible(why: String) -> Event {
 }
 
 /// Answers whether it is marked now.
-fn mark(mut image: Image, why: BadWhy, detail: &str) -> bool {
+fn mark(job: &JobName, mut image: Image, why: BadWhy, detail: &str) -> bool {
     let marked = image.mark_bad(BadMark { why, detail: detail.into(), when: Utc::now() });
     match &marked {
-        Ok(()) => tracing::warn!("image {} is marked as bad ({why}); it is kept", image.id),
-        Err(error) => tracing::error!("can not mark image {} as bad: {}", image.id, chain(error)),
+        Ok(()) => say_marked(job, image.id, why, detail),
+        Err(error) => tracing::error!("image {} {why} ({detail}) and cannot be marked: {}", image.id, chain(error)),
     }
     marked.is_ok()
+}
+
+fn say_marked(job: &JobName, id: ImageId, why: BadWhy, detail: &str) {
+    tracing::error!(
+        "image {id} is marked as bad and is kept; {why}: {detail}. `rekindle unmark {job}/{id}` takes the mark back"
+    );
 }
 
 fn network(setup: &Setup) -> Network<'_> {

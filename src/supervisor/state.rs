@@ -37,7 +37,7 @@ pub use states::{Ending, Life, State, Then};
 
 use super::interval::{Choice, Failures, Pace};
 use crate::config::Config;
-use crate::restart::policy::{Death, Decision, From, History, Images};
+use crate::restart::policy::{Death, Decision, Failure, From, History, Images, Mark};
 use crate::store::ImageId;
 use crate::store::manifest::Reason;
 use crate::sys::spawn::Ended;
@@ -63,6 +63,15 @@ impl Postponed {
 const SOON: u32 = 2;
 const MISSED: Duration = Duration::from_secs(1);
 
+/// Why the job is to start from an image that the ladder has not chosen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Asked {
+    /// The run began with it (`rekindle restore`).
+    Restore,
+    /// The job was told to go back to it.
+    Rewind,
+}
+
 /// The state with what it needs to decide.
 #[derive(Debug)]
 pub struct Machine<'a> {
@@ -77,6 +86,10 @@ pub struct Machine<'a> {
     postponed: Option<Postponed>,
     /// What the end of this life leads to, where that is decided.
     verdict: Option<Verdict>,
+    /// Whether the end of this life has a reason that is no fault of an image.
+    excused: bool,
+    /// Whether the image that the job is to start from was asked for.
+    asked: Option<Asked>,
     /// See [`Machine::no_interval_from`].
     quiet: Option<Instant>,
     /// Until when the job holds snapshots off at most. Only while it runs.
@@ -99,11 +112,19 @@ impl<'a> Machine<'a> {
             pace: Pace::default(),
             postponed: None,
             verdict: None,
+            excused: false,
+            asked: None,
             quiet: None,
             held: None,
             last_takes: None,
         };
         (machine, vec![Action::Start(from)])
+    }
+
+    /// What it begins with was asked for by name: nothing else is taken in its place.
+    #[must_use]
+    pub fn asked_for(self) -> Machine<'a> {
+        Machine { asked: Some(Asked::Restore), ..self }
     }
 
     /// When [`Event::Tick`] is wanted.
@@ -214,6 +235,9 @@ impl<'a> Machine<'a> {
             Event::LoadBegan => self.loading = true,
             Event::LoadEnded(_) => self.loading = false,
             Event::Judged(ref verdict) => self.verdict = Some(verdict.clone()),
+            Event::Excused => self.excused = true,
+            Event::Rewind { .. } if !self.is_stopping() => self.asked = Some(Asked::Rewind),
+            Event::Started => self.asked = None,
             Event::Hold(until) => self.hold(until),
             Event::Release => self.held = None,
             _ => {}
@@ -240,6 +264,7 @@ impl<'a> Machine<'a> {
         }
         if next.life().is_none() {
             self.verdict = None;
+            self.excused = false;
             self.loading = false;
         }
         if next.name() != self.state.name() || !actions.is_empty() {
@@ -272,10 +297,7 @@ impl<'a> Machine<'a> {
                 Event::ImageFailed { .. } | Event::StartFailed { .. } | Event::Impossible { .. } | Event::Ended { .. },
                 Some(Then::Rewind(image)),
             ) => start(From::Image(image)),
-            (Event::ImageFailed { images }, _) => {
-                let decision = self.history.after_bad_image(&images, &self.config.restart, now);
-                decided(decision, None, now)
-            }
+            (Event::ImageFailed { image, failure, images }, _) => self.not_restored(image, &failure, &images, now),
             (Event::StartFailed { why }, _) => {
                 let decision = self.history.after_machine_failure(from, &why, &self.config.restart);
                 decided(decision, None, now)
@@ -290,6 +312,37 @@ impl<'a> Machine<'a> {
             }
             (_, then) => (State::Starting { from, then }, vec![]),
         }
+    }
+
+    fn not_restored(
+        &mut self,
+        image: ImageId,
+        failure: &Failure,
+        images: &Images,
+        now: Instant,
+    ) -> (State, Vec<Action>) {
+        let decision = self.history.after_image_failure(image, failure, images, &self.config.restart, now);
+        let said = match (failure.why(), decision.mark()) {
+            (Some(why), None) => vec![Action::NotRestored { image, why: why.into() }],
+            _ => vec![],
+        };
+        let other = |wanted: fn(&From, ImageId) -> bool| matches!(&decision, Decision::Again { from, .. } if wanted(from, image));
+        let stops = match self.asked {
+            // What somebody names is not replaced by something else.
+            Some(Asked::Restore) => other(|from, image| *from != From::Image(image)),
+            Some(Asked::Rewind) => other(|from, _| *from == From::Cold),
+            None => false,
+        };
+        let (state, actions) = if stops {
+            let mark = decision.mark().cloned();
+            let why = failure.why().unwrap_or("its content is damaged");
+            let why = format!("image {image} was asked for by name and cannot be used: {why}");
+            let finish = Action::Finish(Finish::NoUsableImage { why });
+            (State::Done, mark.map(Action::Mark).into_iter().chain([finish]).collect())
+        } else {
+            decided(decision, None, now)
+        };
+        (state, [said, actions].concat())
     }
 
     fn running(&mut self, life: Life, event: Event, now: Instant) -> (State, Vec<Action>) {
@@ -529,7 +582,7 @@ impl<'a> Machine<'a> {
 
     fn died(&mut self, mut death: Death, life: &Life, images: &Images, now: Instant) -> (State, Vec<Action>) {
         let last = match death {
-            Death::Ended(ended) => Some(ended),
+            Death::Ended(ended) | Death::Excused(ended) => Some(ended),
             // It was killed for that.
             Death::Judged => Some(Ended::Signal(libc::SIGKILL)),
             Death::Lost | Death::Unloaded => None,
@@ -542,6 +595,9 @@ impl<'a> Machine<'a> {
                 Some(Verdict::Restart) => death = Death::Judged,
                 None => {}
             }
+        }
+        if let (Death::Ended(ended), true) = (death, self.excused) {
+            death = Death::Excused(ended);
         }
         let uptime = now.saturating_duration_since(life.since);
         let policy = &self.config.restart;
@@ -594,7 +650,7 @@ fn kill(stop: Ending, life: Life) -> (State, Vec<Action>) {
 }
 
 fn decided(decision: Decision, last: Option<Ended>, now: Instant) -> (State, Vec<Action>) {
-    let marked = |mark: Option<ImageId>| mark.map(Action::MarkDiesAgain);
+    let marked = |mark: Option<Mark>| mark.map(Action::Mark);
     match decision {
         Decision::Complete => finish(Finish::Completed),
         Decision::Again { from, after, mark } => {
@@ -606,7 +662,7 @@ fn decided(decision: Decision, last: Option<Ended>, now: Instant) -> (State, Vec
             (State::Done, marked(mark).into_iter().chain([end]).collect())
         }
         Decision::NoUsableImage { mark } => {
-            let end = Action::Finish(Finish::NoUsableImage);
+            let end = Action::Finish(Finish::NoUsableImage { why: NO_USABLE_IMAGE.into() });
             (State::Done, marked(mark).into_iter().chain([end]).collect())
         }
     }

@@ -7,6 +7,9 @@ use super::{Difference, FileHere, Here, Severity};
 use crate::store::Manifest;
 use crate::store::manifest::MappedFile;
 
+/// What a difference of these begins with.
+pub(super) const WHAT: &str = "file ";
+
 pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
     let found = manifest.mapped_files.iter().filter_map(|file| Some((file, here.files.get(file.path.as_path())?)));
     found.filter_map(|(file, now)| difference(file, now)).collect()
@@ -29,6 +32,6 @@ fn difference(file: &MappedFile, now: &FileHere) -> Option<Difference> {
             _ => return None,
         },
     };
-    let difference = Difference::new(Severity::Fatal, format!("file {}", file.path.display()), then, now);
+    let difference = Difference::new(Severity::Fatal, format!("{WHAT}{}", file.path.display()), then, now);
     Some(difference.advise("the job has it mapped or open: bring back the very file, with its mode"))
 }

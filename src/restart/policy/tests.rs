@@ -10,7 +10,8 @@ fn id(n: u32) -> ImageId {
     ImageId::new(n, Utc::now())
 }
 
-const CRASH: Death = Death::Ended(Ended::Signal(9));
+const CRASH: Death = Death::Ended(Ended::Signal(libc::SIGSEGV));
+const KILLED: Death = Death::Ended(Ended::Signal(libc::SIGKILL));
 const SOON: Duration = Duration::from_secs(1);
 const LATER: Duration = Duration::from_secs(100);
 
@@ -49,9 +50,12 @@ fn down_the_ladder() {
     let second = history.after_death(CRASH, From::Image(new), SOON, &Images::good([new, old]), &p, now);
     assert_eq!(from(&second), From::Image(new));
     let third = history.after_death(CRASH, From::Image(new), SOON, &Images::good([new, old]), &p, now);
-    assert!(matches!(third, Decision::Again { from: From::Image(i), mark: Some(m), .. } if i == old && m == new));
-    // The older one does not restore at all; then from nothing, twice; then no more.
-    assert_eq!(from(&history.after_bad_image(&Images::good([]), &p, now)), From::Cold);
+    let Decision::Again { from: then, after, mark: Some(mark) } = third else { panic!("{third:?}") };
+    assert_eq!((then, after, mark.image, mark.why), (From::Image(old), Duration::ZERO, new, BadWhy::DiesAgain));
+    assert!(mark.detail.contains("signal SIGSEGV"), "{}", mark.detail);
+    // The older one is damaged; then from nothing, twice; then no more.
+    let damaged = history.after_image_failure(old, &Failure::Damaged, &Images::good([]), &p, now);
+    assert_eq!(from(&damaged), From::Cold);
     assert_eq!(from(&history.after_death(CRASH, From::Cold, SOON, &Images::good([]), &p, now)), From::Cold);
     let last = history.after_death(CRASH, From::Cold, SOON, &Images::good([]), &p, now);
     assert!(matches!(last, Decision::GiveUp { ref why, .. } if why.contains("no good image")), "{last:?}");
@@ -60,23 +64,25 @@ fn down_the_ladder() {
 #[test]
 fn a_job_is_not_started_from_nothing_over_its_images() {
     let (p, now) = (policy(), Instant::now());
-    let others = Images { good: Vec::new(), others: true };
+    let others = Images { others: true, ..Images::default() };
+    let damaged =
+        |images: &Images, p: &Restart| History::default().after_image_failure(id(9), &Failure::Damaged, images, p, now);
     let stranded = |decision: &Decision| matches!(decision, Decision::NoUsableImage { .. });
-    assert!(stranded(&History::default().after_bad_image(&others, &p, now)));
+    assert!(stranded(&damaged(&others, &p)));
     assert!(stranded(&History::default().after_death(CRASH, From::Cold, LATER, &others, &p, now)));
     // The last good one is marked just now.
     let mut history = History::default();
     let (last, images) = (From::Image(id(1)), Images::good([id(1)]));
     assert_eq!(from(&history.after_death(CRASH, last, SOON, &images, &p, now)), last);
     let second = history.after_death(CRASH, last, SOON, &images, &p, now);
-    assert_eq!(second, Decision::NoUsableImage { mark: Some(id(1)) });
+    assert!(stranded(&second) && second.mark().is_some_and(|mark| mark.image == id(1)), "{second:?}");
     // Without any image there is nothing to lose, and with a usable one nothing to decide.
     let cold = History::default().after_death(CRASH, From::Cold, LATER, &Images::default(), &p, now);
     assert_eq!(from(&cold), From::Cold);
-    let some = Images { good: vec![id(1)], others: true };
+    let some = Images { others: true, ..Images::good([id(1)]) };
     assert_eq!(from(&History::default().after_death(CRASH, From::Cold, LATER, &some, &p, now)), From::Image(id(1)));
     let allowed = Restart { cold_start: ColdStart::Allow, ..p };
-    assert_eq!(from(&History::default().after_bad_image(&others, &allowed, now)), From::Cold);
+    assert_eq!(from(&damaged(&others, &allowed)), From::Cold);
 }
 
 #[test]
@@ -137,4 +143,126 @@ fn the_machine_is_not_the_images_fault() {
     }
     let last = history.after_machine_failure(From::Image(id(1)), "no driver", &p);
     assert!(matches!(last, Decision::GiveUp { ref why, mark: None } if why.contains("no driver")));
+}
+
+/// Feeds one history; answers what is taken each time, how long it waits, and what is marked.
+struct Walk {
+    history: History,
+    images: Images,
+    policy: Restart,
+}
+
+impl Walk {
+    fn new(good: &[u32]) -> Walk {
+        Walk { history: History::default(), images: Images::good(good.iter().map(|n| id(*n))), policy: policy() }
+    }
+
+    fn step(&mut self, decision: Decision) -> (u32, bool, Option<u32>) {
+        let mark = decision.mark().map(|mark| mark.image);
+        self.images.good.retain(|id| Some(*id) != mark);
+        match decision {
+            Decision::Again { from: From::Image(id), after, .. } => {
+                (id.sequence(), after.is_zero(), mark.map(|id| id.sequence()))
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn dies(&mut self, image: u32, death: Death) -> (u32, bool, Option<u32>) {
+        let now = Instant::now();
+        let decision = self.history.after_death(death, From::Image(id(image)), SOON, &self.images, &self.policy, now);
+        self.step(decision)
+    }
+
+    fn fails(&mut self, image: u32, failure: Failure) -> (u32, bool, Option<u32>) {
+        let now = Instant::now();
+        let decision = self.history.after_image_failure(id(image), &failure, &self.images, &self.policy, now);
+        self.step(decision)
+    }
+}
+
+const WAITS: bool = false;
+const AT_ONCE: bool = true;
+
+#[test]
+fn a_mark_needs_the_same_failure_twice() {
+    let refused = |why: &str| Failure::Refused(why.into());
+    let mut walk = Walk::new(&[3, 2, 1]);
+    assert_eq!(walk.fails(3, refused("bad size")), (3, WAITS, None));
+    assert_eq!(walk.fails(3, refused("bad size")), (2, AT_ONCE, Some(3)));
+    assert_eq!(walk.fails(2, refused("bad size")), (2, WAITS, None));
+    assert_eq!(walk.fails(2, refused("bad mode")), (1, AT_ONCE, None), "another reason each time");
+    assert_eq!(walk.fails(1, refused("x")), (1, WAITS, None));
+    assert_eq!(walk.dies(1, CRASH), (2, WAITS, None), "nor is a refusal a death; and what was passed over comes back");
+    let mut walk = Walk::new(&[2, 1]);
+    let exit = |code| Death::Ended(Ended::Exit(code));
+    assert_eq!(walk.dies(2, exit(3)), (2, WAITS, None));
+    assert_eq!(walk.dies(2, exit(4)), (1, AT_ONCE, None));
+}
+
+#[test]
+fn nothing_from_outside_is_evidence() {
+    for death in [KILLED, Death::Excused(Ended::Exit(1)), Death::Lost, Death::Ended(Ended::Signal(libc::SIGTERM))] {
+        let mut walk = Walk::new(&[2, 1]);
+        for _ in 0..3 {
+            assert_eq!(walk.dies(2, death), (2, WAITS, None), "{death:?}");
+        }
+        assert_eq!(walk.dies(2, death), (1, AT_ONCE, None), "{death:?}");
+        // Each has its turn, for ever, and none is marked.
+        for _ in 0..3 {
+            assert_eq!(walk.dies(1, death), (1, WAITS, None));
+        }
+        assert_eq!(walk.dies(1, death), (2, WAITS, None));
+    }
+    let mut walk = Walk::new(&[2, 1]);
+    let unexplained = || Failure::Unexplained("CRIU refused: it gave no reason in its log".into());
+    for _ in 0..3 {
+        assert_eq!(walk.fails(2, unexplained()), (2, WAITS, None));
+    }
+    assert_eq!(walk.fails(2, unexplained()), (1, AT_ONCE, None));
+    assert_eq!(walk.fails(1, Failure::NotNow("CRIU did not finish".into())), (2, WAITS, None));
+}
+
+#[test]
+fn one_that_is_proven_is_passed_over_and_never_marked() {
+    let mut walk = Walk::new(&[2, 1]);
+    walk.images.proven = [id(2)].into();
+    for _ in 0..3 {
+        assert_eq!(walk.dies(2, CRASH), (2, WAITS, None));
+    }
+    assert_eq!(walk.dies(2, CRASH), (1, AT_ONCE, None));
+    walk.images = Images { others: true, ..walk.images };
+    walk.images.good.retain(|other| *other != id(1));
+    assert_eq!(walk.fails(1, Failure::Damaged), (2, WAITS, None));
+    assert_eq!(walk.fails(2, Failure::Refused("bad size".into())), (2, WAITS, None));
+}
+
+#[test]
+fn a_life_that_is_long_enough_clears_an_image() {
+    let mut walk = Walk::new(&[2, 1]);
+    assert_eq!(walk.dies(2, CRASH), (2, WAITS, None));
+    let lived = walk.history.after_death(CRASH, From::Image(id(2)), LATER, &walk.images, &walk.policy, Instant::now());
+    assert_eq!(from(&lived), From::Image(id(2)));
+    assert_eq!(walk.dies(2, CRASH), (2, WAITS, None));
+}
+
+#[test]
+fn the_walk_down_is_not_counted_and_files_that_are_gone_stay_gone() {
+    let mut walk = Walk::new(&[9, 8, 7, 6, 5, 4, 3, 2, 1]);
+    walk.policy.max_restarts = 1;
+    let gone = || Failure::FilesGone("/tmp/x is not here".into());
+    for n in (2..=9).rev() {
+        assert_eq!(walk.fails(n, gone()), (n - 1, AT_ONCE, None));
+    }
+    let last = walk.history.after_image_failure(id(1), &gone(), &walk.images, &walk.policy, Instant::now());
+    assert_eq!(last, Decision::NoUsableImage { mark: None }, "no second walk");
+    // What is passed over for other reasons has another turn; each of them counts.
+    let mut walk = Walk::new(&[2, 1]);
+    walk.policy.max_restarts = 1;
+    let slow = || Failure::NotNow("slow".into());
+    assert_eq!(walk.fails(2, slow()), (1, AT_ONCE, None));
+    assert_eq!(walk.fails(1, slow()), (2, WAITS, None));
+    assert_eq!(walk.fails(2, slow()), (1, AT_ONCE, None));
+    let last = walk.history.after_image_failure(id(1), &slow(), &walk.images, &walk.policy, Instant::now());
+    assert!(matches!(last, Decision::GiveUp { ref why, mark: None } if why.contains("max-restarts")), "{last:?}");
 }

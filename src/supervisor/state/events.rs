@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::restart::policy::{From, Images};
+use crate::restart::policy::{Failure, From, Images, Mark};
 use crate::store::ImageId;
 use crate::store::manifest::Reason;
 use crate::sys::spawn::Ended;
@@ -23,6 +23,13 @@ pub enum Finish {
     Completed,
     /// Stopped as asked; it can be continued.
     Stopped(Stop),
+    /// The same, and its last image is lost with the machine's memory: it could not be brought to the store.
+    StoppedInMemory {
+        /// Who asked for it.
+        stop: Stop,
+        /// The image.
+        image: ImageId,
+    },
     /// It can not be started here at all.
     Impossible {
         /// Why, in words.
@@ -38,7 +45,10 @@ pub enum Finish {
         last: Option<Ended>,
     },
     /// There are images and none can be used; the job is not started from nothing over them.
-    NoUsableImage,
+    NoUsableImage {
+        /// The same in words.
+        why: String,
+    },
 }
 
 /// Why a run ended with [`Finish::NoUsableImage`], in words.
@@ -65,8 +75,12 @@ pub enum Verdict {
 pub enum Event {
     /// The job runs.
     Started,
-    /// The image cannot be restored and was marked; these are left.
+    /// An image was not restored.
     ImageFailed {
+        /// Which.
+        image: ImageId,
+        /// Why.
+        failure: Failure,
         /// What there is to go on from.
         images: Images,
     },
@@ -127,6 +141,8 @@ pub enum Event {
     Condemn(Verdict),
     /// What the end that is reported next leads to.
     Judged(Verdict),
+    /// The end that is reported next has a reason that is no fault of an image: want of memory, a GPU that failed.
+    Excused,
     /// Take a last one within `snapshot.grace`, then stop.
     Stop(Stop),
     /// Take a last one until then, then stop.
@@ -159,8 +175,15 @@ pub enum Action {
     Terminate,
     /// End it.
     Kill,
-    /// Note that the job dies from this image.
-    MarkDiesAgain(ImageId),
+    /// Note that this image is of no use, and say so.
+    Mark(Mark),
+    /// Say that this image was not restored, and is not marked.
+    NotRestored {
+        /// Which.
+        image: ImageId,
+        /// Why, in words.
+        why: String,
+    },
     /// Say why it is tried again, and when.
     Announce {
         /// From what.

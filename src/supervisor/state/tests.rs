@@ -371,6 +371,51 @@ fn a_rewind_ends_the_life_that_there_is_and_starts_the_next_at_once() {
 }
 
 #[test]
+fn what_is_asked_for_by_name_is_not_replaced_by_something_else() {
+    let config = Config {
+        restart: crate::config::Restart { cold_start: crate::config::ColdStart::Allow, ..Config::default().restart },
+        ..Config::default()
+    };
+    let now = Instant::now();
+    let failed = |n, failure: Failure, good: &[u32]| Event::ImageFailed {
+        image: id(n),
+        failure,
+        images: Images::good(good.iter().map(|n| id(*n))),
+    };
+    let refused = || Failure::Refused("bad size".into());
+    let (machine, _) = Machine::new(&config, From::Image(id(1)));
+    let mut machine = machine.asked_for();
+    // A second try is another thing.
+    let first = machine.step(failed(1, refused(), &[1]), now);
+    assert!(
+        matches!(first[..], [Action::NotRestored { .. }, Action::Announce { from: From::Image(i), .. }] if i == id(1)),
+        "{first:?}"
+    );
+    machine.step(Event::Tick, now + Duration::from_secs(60));
+    let second = machine.step(failed(1, refused(), &[1]), now);
+    let [Action::Mark(mark), Action::Finish(Finish::NoUsableImage { why })] = &second[..] else { panic!("{second:?}") };
+    assert!(mark.image == id(1) && why.contains("asked for by name") && why.contains("bad size"), "{why}");
+    assert_eq!(machine.state(), &State::Done);
+    // Once it ran, an end is one as any other.
+    let (machine, _) = Machine::new(&config, From::Image(id(1)));
+    let mut machine = machine.asked_for();
+    machine.step(Event::Started, now);
+    machine.step(killed(&[1]), now + Duration::from_secs(60));
+    machine.step(Event::Tick, now + Duration::from_secs(120));
+    let actions = machine.step(failed(1, Failure::Damaged, &[]), now);
+    assert!(matches!(actions[..], [Action::Announce { from: From::Cold, .. }]), "{actions:?}");
+    // A rewind goes back to where the job was, and never to its beginning.
+    for (good, ends) in [(&[2][..], false), (&[], true)] {
+        let (mut machine, _) = Machine::new(&config, From::Cold);
+        machine.step(Event::Started, now);
+        machine.step(rewind(1), now);
+        assert_eq!(machine.step(killed(&[2, 1]), now), [Action::Start(From::Image(id(1)))]);
+        let actions = machine.step(failed(1, Failure::NotNow("no".into()), good), now);
+        assert_eq!(machine.state() == &State::Done, ends, "{actions:?}");
+    }
+}
+
+#[test]
 fn a_rewind_is_no_failure() {
     let config = auto();
     let now = Instant::now();

@@ -19,7 +19,14 @@ fn event() -> impl Strategy<Value = Event> {
         n.dedup();
         n.into_iter().rev().map(id).collect::<Vec<_>>()
     });
-    let images = (images, any::<bool>()).prop_map(|(good, others)| Images { good, others });
+    let images = (images, any::<bool>()).prop_map(|(good, others)| Images { others, ..Images::good(good) });
+    let failure = prop_oneof![
+        Just(Failure::Damaged),
+        Just(Failure::Refused("why".into())),
+        Just(Failure::Unexplained("why".into())),
+        Just(Failure::NotNow("why".into())),
+        Just(Failure::FilesGone("why".into())),
+    ];
     let ended = prop_oneof![Just(Ended::Exit(0)), Just(Ended::Exit(1)), Just(Ended::Signal(9))];
     let stop = prop_oneof![Just(TERM), Just(Stop::Requeue)];
     prop_oneof![
@@ -40,7 +47,9 @@ fn event() -> impl Strategy<Value = Event> {
         1 => Just(Event::LoadEnded(Harm::Lost)),
         1 => Just(Event::StartFailed { why: "why".into() }),
         1 => Just(Event::Impossible { why: "why".into(), obstacle: Obstacle::Machine }),
-        1 => images.clone().prop_map(|images| Event::ImageFailed { images }),
+        1 => (1u32..4, failure, images.clone())
+            .prop_map(|(n, failure, images)| Event::ImageFailed { image: id(n), failure, images }),
+        1 => Just(Event::Excused),
         2 => (ended, images).prop_map(|(ended, images)| Event::Ended { ended, images }),
         1 => verdict().prop_map(Event::Condemn),
         1 => verdict().prop_map(Event::Judged),

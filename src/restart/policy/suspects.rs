@@ -1,0 +1,120 @@
+//! What speaks against images, in this run.
+
+use std::collections::BTreeMap;
+
+use crate::store::{BadWhy, ImageId};
+use crate::sys::spawn::Ended;
+
+/// A failure that nothing but the image explains.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Evidence {
+    /// The job died like this soon after a restore; None where it was ended for what it did, or did not do.
+    Died(Option<Ended>),
+    /// It was not restored, for this reason.
+    Refused(String),
+}
+
+impl Evidence {
+    fn mark(&self) -> Finding {
+        match self {
+            Evidence::Died(ended) => {
+                let how = ended.map(|ended| format!(" ({ended})")).unwrap_or_default();
+                let detail = format!("the job died from it twice within restart.min-uptime{how}");
+                Finding::Mark { why: BadWhy::DiesAgain, detail }
+            }
+            Evidence::Refused(why) => Finding::Mark { why: BadWhy::DoesNotRestore, detail: why.clone() },
+        }
+    }
+}
+
+/// What a failure of an image leads to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Finding {
+    /// Another try with it.
+    TryAgain,
+    /// Another image has its turn.
+    PassOver,
+    /// The same, and it is marked.
+    Mark {
+        /// What was seen.
+        why: BadWhy,
+        /// The same in words.
+        detail: String,
+    },
+}
+
+/// An image may fail so often where there is evidence.
+const TRIES: u32 = 2;
+/// And where there is none: most of what fails from outside is over soon, and an older image costs work.
+const TRIES_WITHOUT_EVIDENCE: u32 = 4;
+
+#[derive(Debug, Clone, Default)]
+struct Suspect {
+    failures: u32,
+    /// Of the last failure.
+    evidence: Option<Evidence>,
+    passed: Passed,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Passed {
+    #[default]
+    No,
+    /// Until all have had their turn.
+    ForNow,
+    /// For this run.
+    ForGood,
+}
+
+/// What speaks against images.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Suspects(BTreeMap<ImageId, Suspect>);
+
+impl Suspects {
+    /// A failure more.
+    pub(super) fn add(&mut self, id: ImageId, evidence: Option<Evidence>) -> Finding {
+        let suspect = self.0.entry(id).or_default();
+        suspect.failures += 1;
+        let before = std::mem::replace(&mut suspect.evidence, evidence);
+        match &suspect.evidence {
+            Some(now) if before.as_ref() == Some(now) => {
+                suspect.passed = Passed::ForNow;
+                now.mark()
+            }
+            now => {
+                let tries = if now.is_some() && before.is_some() { TRIES } else { TRIES_WITHOUT_EVIDENCE };
+                if suspect.failures < tries {
+                    return Finding::TryAgain;
+                }
+                suspect.passed = Passed::ForNow;
+                Finding::PassOver
+            }
+        }
+    }
+
+    /// Another one has its turn.
+    pub(super) fn pass_over(&mut self, id: ImageId) -> Finding {
+        self.0.entry(id).or_default().passed = Passed::ForNow;
+        Finding::PassOver
+    }
+
+    /// It is of no use in this run.
+    pub(super) fn leave(&mut self, id: ImageId) -> Finding {
+        self.0.entry(id).or_default().passed = Passed::ForGood;
+        Finding::PassOver
+    }
+
+    /// The job has lived on from it.
+    pub(super) fn clear(&mut self, id: ImageId) {
+        self.0.remove(&id);
+    }
+
+    pub(super) fn is_passed_over(&self, id: ImageId) -> bool {
+        self.0.get(&id).is_some_and(|suspect| suspect.passed != Passed::No)
+    }
+
+    /// Begins anew with those that are not left for good.
+    pub(super) fn forget_passed_over(&mut self) {
+        self.0.retain(|_, suspect| suspect.passed == Passed::ForGood);
+    }
+}

@@ -1,0 +1,90 @@
+//! Requests to stop: what counts as one, and what as a second one, which stops at once.
+
+use std::time::{Duration, Instant};
+
+/// Signals that come together are one request. GNU timeout signals its child and its group, a shell passes on what the
+/// terminal sent to both, and a scheduler signals each process of a job.
+const TOGETHER: Duration = Duration::from_secs(2);
+
+/// The requests so far.
+#[derive(Debug, Default)]
+pub(super) struct Stops {
+    first: Option<Instant>,
+    /// Whether there was a second one.
+    at_once: bool,
+}
+
+/// What a request is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Request {
+    /// The first: there is time for a last image.
+    First,
+    /// The same again.
+    Repeated,
+    /// Another one: nothing more is waited for.
+    AtOnce,
+}
+
+impl Stops {
+    /// A signal that asks for the end.
+    pub(super) fn signal(&mut self, now: Instant) -> Request {
+        match self.first {
+            None => {
+                self.first = Some(now);
+                Request::First
+            }
+            Some(first) if !self.at_once && now.saturating_duration_since(first) < TOGETHER => Request::Repeated,
+            Some(_) => {
+                self.at_once = true;
+                Request::AtOnce
+            }
+        }
+    }
+
+    /// A command that asks for the end, by a program that says which of the two it wants.
+    pub(super) fn command(&mut self, at_once: bool, now: Instant) -> Request {
+        let request = if self.first.is_none() { Request::First } else { Request::Repeated };
+        self.first.get_or_insert(now);
+        self.at_once |= at_once;
+        if at_once { Request::AtOnce } else { request }
+    }
+
+    /// Whether nothing more is to be waited for.
+    pub(super) fn is_at_once(&self) -> bool {
+        self.at_once
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_that_come_together_are_one_request() {
+        let now = Instant::now();
+        let at = |millis| now + Duration::from_millis(millis);
+        let mut stops = Stops::default();
+        assert_eq!(stops.signal(at(0)), Request::First);
+        assert_eq!((stops.signal(at(20)), stops.signal(at(1999))), (Request::Repeated, Request::Repeated));
+        assert!(!stops.is_at_once());
+        assert_eq!(
+            stops.signal(at(2000)),
+            Request::AtOnce,
+            "from the first one on, or a sender that repeats is never heard"
+        );
+        assert!(stops.is_at_once());
+        assert_eq!(stops.signal(at(2001)), Request::AtOnce);
+    }
+
+    #[test]
+    fn a_command_says_what_it_wants() {
+        let now = Instant::now();
+        let mut stops = Stops::default();
+        assert_eq!(stops.command(false, now), Request::First);
+        assert_eq!(stops.command(false, now + Duration::from_secs(9)), Request::Repeated);
+        assert!(!stops.is_at_once());
+        assert_eq!(stops.command(true, now), Request::AtOnce);
+        assert!(stops.is_at_once());
+        assert_eq!(stops.signal(now), Request::AtOnce);
+    }
+}
