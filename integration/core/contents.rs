@@ -86,6 +86,19 @@ fn a_file_that_was_removed_since_is_made_again() {
     finish(&lab, run);
 }
 
+/// What survives the first process of a job removes its temporary files before it dies: orted, gcc, resource trackers.
+#[test]
+fn temporary_files_that_are_only_read_are_made_again() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "reader");
+    let id = run.snapshot(&lab);
+    fs::remove_dir_all(lab.file("session")).unwrap();
+    run.crash(&lab);
+    assert!(run.err().contains(&format!("back from image {id:06}-")), "{}", run.err());
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
 /// The kernel keeps a link in /proc/PID/map_files with the mode of the mapping that was there first.
 #[test]
 fn a_writable_mapping_where_a_read_only_one_was() {
@@ -101,6 +114,28 @@ fn a_writable_mapping_where_a_read_only_one_was() {
     run.crash(&lab);
     assert!(run.err().contains(&format!("back from image {id:06}-")), "{}", run.err());
     count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// CRIU takes the lock again, and loses it when it closes the descriptor that it mapped the file with. Two writers of one
+/// database would both have the right to write then.
+#[test]
+fn a_lock_on_a_file_that_is_mapped_is_held_after_a_restore() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "locked");
+    let holder = || {
+        let file = fs::File::options().read(true).write(true).open(lab.file("locked")).unwrap();
+        let mut lock = libc::flock { l_type: 1, l_whence: 0, l_start: 0, l_len: 0, l_pid: 0 };
+        nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_GETLK(&mut lock)).unwrap();
+        (lock.l_type == 1).then_some(lock.l_pid)
+    };
+    assert_eq!(holder(), Some(run.job_pid(&lab)));
+    for _ in 0..3 {
+        run.snapshot(&lab);
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+        assert_eq!(holder(), Some(run.job_pid(&lab)));
+    }
     finish(&lab, run);
 }
 

@@ -8,6 +8,7 @@ not. Once FOLDER/finish is there, it makes its last checks, prints "done" and en
 """
 
 import ctypes
+import fcntl
 import mmap
 import os
 import random
@@ -63,7 +64,7 @@ def mapped(name, size, flags, access, address=0):
     return found
 
 
-ROWS = 2000
+ROWS = 3000
 FILLER = "x" * 2000
 
 
@@ -285,7 +286,34 @@ def mapped_twice():
     count(check)
 
 
+def reader():
+    # What it only reads is removed by whoever cleans up behind it.
+    os.mkdir(path("session"))
+    for name in "open", "mapped":
+        with open(path("session/" + name), "wb") as file:
+            file.write(name.encode() * 1000)
+    file = open(path("session/open"), "rb", buffering=0)
+    address = mapped("session/mapped", 6000, os.O_RDONLY, mmap.PROT_READ)
+
+    def check(n):
+        need(os.pread(file.fileno(), 4, 0) == b"open", "the open file is another, at", n)
+        need(ctypes.string_at(address, 6) == b"mapped", "the mapped file is another, at", n)
+
+    count(check)
+
+
+def locked():
+    # A lock on a file that is mapped too.
+    file = open(path("locked"), "w+b", buffering=0)
+    file.truncate(4096)
+    mapped("locked", 4096, os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE)
+    fcntl.lockf(file, fcntl.LOCK_EX)
+    count(lambda n: None)
+
+
 KINDS = {
+    "locked": locked,
+    "reader": reader,
     "sqlite-wal": lambda: sqlite("wal"),
     "sqlite-journal": lambda: sqlite("delete"),
     "sqlite-in-a-transaction": sqlite_in_a_transaction,

@@ -1,29 +1,31 @@
 //! The content of files, put back as it was at the snapshot.
 //!
-//! What is replaced is kept beside it as NAME.rolled-back.N: of a large file by its name alone, without a copy, and only
-//! the newest of them. What lies in memory (tmpfs) is not kept. Files that appeared since in a tracked folder, or that would
+//! What is replaced is kept beside it as NAME.rolled-back.N: of a large file the blocks that differ, in a file of holes, and
+//! only the newest of them. What lies in memory (tmpfs) is not kept. Files that appeared since in a tracked folder, or that would
 //! be taken for a part of a database, are moved aside.
 
 use std::ffi::OsString;
 use std::fs::{self, File, FileTimes, Permissions};
-use std::io::{self, Read, Seek, SeekFrom};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 use super::rollback::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room, options};
 use crate::store::JobPath;
-use crate::store::manifest::{OpenFile, TrackedFolder, TrackedKind};
+use crate::store::manifest::{MappedFile, OpenFile, TrackedFolder, TrackedKind};
 use crate::sys::blocks::Medium;
 use crate::sys::durable::{self, Unfinished};
 use crate::sys::sparse;
 
-/// A file up to this size is kept by a copy, each time under another name; a larger one by its name alone.
+/// A file up to this size is kept whole, each time under another name.
 const COPIED_UP_TO: u64 = 4 << 20;
-/// Compared at once.
-const STRETCH: usize = 1 << 20;
+/// Compared and overwritten at once.
+const BLOCK: usize = 64 << 10;
 
-/// Gives a file the content that it had. Answers what of the present one is kept, where that differs.
+/// Gives a file the content that it had. Answers what of the present one is kept, where that differs. Always in place: other
+/// names and open descriptors stay with the file, and SQLite compares the inode of a database with what it remembers.
 pub(super) fn replace(
     present: &File,
     file: &OpenFile,
@@ -33,40 +35,106 @@ pub(super) fn replace(
     let path = &*file.path;
     let metadata = present.metadata().map_err(failed("stat", path))?;
     let size = content.metadata().map_err(failed("stat", path))?.size();
-    if metadata.size() == size && is_equal(present, content).map_err(failed("read", path))? {
+    let end = metadata.size().max(size);
+    let differ = differences(present, content, end).map_err(failed("compare", path))?;
+    if differ.is_empty() && metadata.size() == size {
         return Ok(None);
     }
     let in_memory = Medium::of(present).map_err(failed("stat", path))? == Medium::Memory;
-    let kept = if in_memory {
-        RolledBack { path: path.clone(), kept: PathBuf::new(), bytes: 0 }
-    } else if aside.is_some() || metadata.size() > COPIED_UP_TO && metadata.nlink() == 1 {
-        let kept = match aside {
-            Some(aside) => aside.place(path)?,
-            None => free_name(path)?,
-        };
-        let kept = RolledBack { path: path.clone(), kept, bytes: metadata.size() };
-        let mut new = OsString::from(durable::TEMP_PREFIX);
-        new.push(path.file_name().unwrap_or_default());
-        new.push(".restored");
-        let new = Unfinished::in_place_of_leftover(&path.with_file_name(new)).map_err(no_room(path))?;
-        fill(new.file(), path, content, size)?;
-        // Only its owner's if we may not give it away: then it is the user's already.
-        let _ = std::os::unix::fs::fchown(new.file(), Some(metadata.uid()), Some(metadata.gid()));
-        new.file().set_permissions(metadata.permissions()).map_err(failed("chmod", path))?;
-        durable::publish_file(path, &kept.kept).map_err(failed("rename", path))?;
-        set_times(new.file(), file);
-        new.replace(path).map_err(failed("rename", path))?;
-        forget_older(path, &kept.kept);
-        return Ok(Some(kept));
-    } else {
-        let (kept, bytes) = keep_rest(present, path, 0)?;
-        RolledBack { path: path.clone(), kept, bytes }
+    let (kept, bytes) = match aside {
+        _ if in_memory => (PathBuf::new(), 0),
+        None if metadata.size() <= COPIED_UP_TO => keep_rest(present, path, 0)?,
+        _ => keep_blocks(present, path, &metadata, &differ, aside)?,
     };
-    // In place: other names and open descriptors of the file stay with it.
-    present.set_len(0).map_err(failed("truncate", path))?;
-    fill(present, path, content, size)?;
+    for range in &differ {
+        overwrite(present, content, range.start..range.end.min(size)).map_err(no_room(path))?;
+    }
+    present.set_len(size).map_err(failed("truncate", path))?;
     set_times(present, file);
-    Ok(Some(kept))
+    Ok(Some(RolledBack { path: path.clone(), kept, bytes }))
+}
+
+/// The blocks below `end` that differ. What is behind the end of a file differs from data and not from a hole.
+fn differences(present: &File, content: &File, end: u64) -> io::Result<Vec<Range<u64>>> {
+    let (mut here, mut there) = (vec![0; BLOCK], vec![0; BLOCK]);
+    let mut found: Vec<Range<u64>> = Vec::new();
+    let mut at = 0;
+    loop {
+        let data = [sparse::next_data(present, at, end)?, sparse::next_data(content, at, end)?];
+        let Some(start) = data.into_iter().flatten().map(|extent| extent.start.max(at)).min() else { return Ok(found) };
+        let block = start..start.saturating_add(BLOCK as u64).min(end);
+        read_block(present, &block, &mut here)?;
+        read_block(content, &block, &mut there)?;
+        if here != there {
+            match found.last_mut() {
+                Some(last) if last.end == block.start => last.end = block.end,
+                _ => found.push(block.clone()),
+            }
+        }
+        at = block.end;
+    }
+}
+
+/// Reads a block; what the file does not have of it is zero.
+fn read_block(file: &File, block: &Range<u64>, buffer: &mut [u8]) -> io::Result<()> {
+    buffer.fill(0);
+    let length = usize::try_from(block.end - block.start).map_err(io::Error::other)?;
+    let mut done = 0;
+    while done < length {
+        match file.read_at(buffer.get_mut(done..length).unwrap_or_default(), block.start + done as u64) {
+            Ok(0) => return Ok(()),
+            Ok(count) => done += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn overwrite(present: &File, content: &File, range: Range<u64>) -> io::Result<()> {
+    let mut buffer = vec![0; BLOCK];
+    let mut at = range.start;
+    while at < range.end {
+        let block = at..at.saturating_add(BLOCK as u64).min(range.end);
+        read_block(content, &block, &mut buffer)?;
+        let length = usize::try_from(block.end - block.start).map_err(io::Error::other)?;
+        present.write_all_at(buffer.get(..length).unwrap_or_default(), at)?;
+        at = block.end;
+    }
+    Ok(())
+}
+
+/// Keeps the blocks that differ at their place in a file of holes, on the disk before any of them is overwritten. It costs
+/// as much as the job has changed since, and only the newest is kept.
+fn keep_blocks(
+    present: &File,
+    path: &Path,
+    metadata: &fs::Metadata,
+    differ: &[Range<u64>],
+    aside: Option<&Aside<'_>>,
+) -> Result<(PathBuf, u64), RollbackError> {
+    let kept = match aside {
+        Some(aside) => aside.place(path)?,
+        None => free_name(path)?,
+    };
+    let mut temp = OsString::from(durable::TEMP_PREFIX);
+    temp.push(path.file_name().unwrap_or_default());
+    temp.push(".rolled-back");
+    let mut copy = Unfinished::in_place_of_leftover(&kept.with_file_name(temp)).map_err(no_room(path))?;
+    let mut bytes = 0;
+    for range in differ {
+        bytes += sparse::copy(present, range.clone(), copy.file(), range.start).map_err(no_room(path))?;
+    }
+    copy.file().set_len(metadata.size()).map_err(no_room(path))?;
+    // Only its owner's if we may not give it away: then it is the user's already.
+    let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
+    let mode = Permissions::from_mode(metadata.mode() & 0o777);
+    copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
+    copy.publish(&kept).map_err(no_room(path))?;
+    if aside.is_none() {
+        forget_older(path, &kept);
+    }
+    Ok((kept, bytes))
 }
 
 /// Makes a file that is not here.
@@ -84,6 +152,21 @@ pub(super) fn make(file: &OpenFile, content: &File, may_give: bool) -> Result<()
     Ok(())
 }
 
+/// Makes a file again that the job only reads. Answers whether it was gone.
+pub(super) fn make_read(file: &MappedFile, content: &File, may_give: bool) -> Result<bool, RollbackError> {
+    let Some(copy) = &file.copy else { return Ok(false) };
+    if fs::symlink_metadata(&*file.path).is_ok() {
+        return Ok(false);
+    }
+    let wanted = OpenFile {
+        mode: Some(file.mode.unwrap_or(0o100_644)),
+        owner: Some(copy.owner),
+        stamp: Some(copy.stamp),
+        ..OpenFile::new(file.path.clone(), file.size)
+    };
+    make(&wanted, content, may_give).map(|()| true)
+}
+
 fn fill(into: &File, path: &Path, content: &File, size: u64) -> Result<(), RollbackError> {
     sparse::copy(content, 0..size, into, 0).map_err(no_room(path))?;
     into.set_len(size).map_err(no_room(path))
@@ -94,25 +177,6 @@ fn set_times(file: &File, wanted: &OpenFile) {
     let Some(stamp) = wanted.stamp else { return };
     let since = Duration::from_nanos(u64::try_from(stamp.modified_ns).unwrap_or_default());
     let _ = file.set_times(FileTimes::new().set_modified(SystemTime::UNIX_EPOCH + since));
-}
-
-/// Whether two files of one size have the same content.
-fn is_equal(mut one: &File, mut other: &File) -> io::Result<bool> {
-    let (mut here, mut there) = (vec![0; STRETCH], vec![0; STRETCH]);
-    one.seek(SeekFrom::Start(0))?;
-    other.seek(SeekFrom::Start(0))?;
-    loop {
-        let count = one.read(&mut here)?;
-        if count == 0 {
-            return Ok(true);
-        }
-        let (here, there) = (here.get(..count).unwrap_or_default(), there.get_mut(..count).unwrap_or_default());
-        match other.read_exact(there) {
-            Ok(()) if here == there => {}
-            Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => return Err(error),
-            _ => return Ok(false),
-        }
-    }
 }
 
 fn rolled_back(path: &Path, n: u32) -> PathBuf {

@@ -78,6 +78,9 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
+    /// A process could not take a lock on a file again.
+    #[error(transparent)]
+    Lock(#[from] super::LockError),
     /// Device memory could not be put where the driver looks for it.
     #[error(transparent)]
     Landing(#[from] super::LandingError),
@@ -184,6 +187,7 @@ impl Error {
             | Error::Unpack(_)
             | Error::Staging(_)
             | Error::Recreate { .. }
+            | Error::Lock(_)
             | Error::Landing(_) => Blame::Machine,
             // It may be a zombie of the life before, which pid 1 has yet to reap.
             Error::PidTaken(_) => Blame::Machine,

@@ -13,6 +13,7 @@ mod error;
 pub mod gpus;
 mod guard;
 mod landing;
+mod locks;
 mod moved;
 mod own;
 mod plain;
@@ -33,6 +34,7 @@ use crate::store::manifest::PidNamespace;
 use crate::store::persist::Progress;
 use crate::store::staging::Area;
 use crate::store::{Image, JobFolder, Manifest};
+use crate::sys::criu::image::LostLock;
 use crate::sys::criu::lazy::{self, Daemon};
 use crate::sys::criu::{self, Criu, Hooks, Memory, Notify, Place, Plugin, RestoreOptions};
 use crate::sys::spawn::Ended;
@@ -46,6 +48,7 @@ pub use error::{Blame, Error};
 pub use guard::{Fault, Refused};
 pub(crate) use guard::{foresee, note};
 pub use landing::Error as LandingError;
+pub use locks::Error as LockError;
 pub use plain::Unpacked;
 pub use rollback::{PutBack, RollbackError, RolledBack};
 pub use user::{OtherUser, check_user};
@@ -155,6 +158,7 @@ pub fn restore(
     if cancelled() {
         return Err(Error::Cancelled);
     }
+    let lost_locks = criu::image::lost_locks(&request.image.dir.join("criu")).map_err(criu::RunError::Image)?;
     let world = timed.run("world", || match manifest.tree.pid_namespace {
         PidNamespace::Private => {
             World::private(request.reaper, world::last_pid_for(&manifest.tree.ids), request.network)
@@ -178,24 +182,31 @@ pub fn restore(
         Ok(loader) => (loader, None),
         Err(error) => (None, Some(error)),
     };
-    let root = match timed.run("criu", || run_criu(request, manifest, &world, loader.as_mut(), cancelled)) {
-        Ok(root) => root,
-        Err(error) => {
-            // Dead and not reaped it would keep its namespace from ending.
-            drop(loader);
-            world.end(None);
-            return Err(match error {
-                Error::Criu(criu::RunError::Cancelled) => Error::Cancelled,
-                Error::Criu(error)
-                    if matches!(world, World::Host) && error.log().is_some_and(criu::Log::says_pid_taken) =>
-                {
-                    Error::PidTaken(error)
-                }
-                other => other,
-            });
-        }
-    };
+    let root =
+        match timed.run("criu", || run_criu(request, manifest, &world, (loader.as_mut(), &lost_locks), cancelled)) {
+            Ok(root) => root,
+            Err(error) => {
+                // Dead and not reaped it would keep its namespace from ending.
+                drop(loader);
+                world.end(None);
+                return Err(match error {
+                    Error::Criu(criu::RunError::Cancelled) => Error::Cancelled,
+                    Error::Criu(error)
+                        if matches!(world, World::Host) && error.log().is_some_and(criu::Log::says_pid_taken) =>
+                    {
+                        Error::PidTaken(error)
+                    }
+                    other => other,
+                });
+            }
+        };
     let job = Job::restored(world, root, manifest.tree.job);
+    if let Err(error) = timed.run("locks", || locks::take_again(job.root.pid(), &lost_locks, &manifest.tree.cuda)) {
+        job.kill();
+        drop(loader);
+        job.end();
+        return Err(error.into());
+    }
     // A job that ends from here on was restored, and has ended: whether its image is to blame is what the policy counts
     // early deaths for. One kill at this moment must not cost a good image.
     let pairs = relocation.as_ref().map_or(&[][..], |relocation| &relocation.pairs);
@@ -351,7 +362,7 @@ fn run_criu(
     request: &Request<'_>,
     manifest: &Manifest,
     world: &World,
-    mut loader: Option<&mut Daemon>,
+    (mut loader, lost_locks): (Option<&mut Daemon>, &[LostLock]),
     cancelled: &dyn Fn() -> bool,
 ) -> Result<crate::sys::spawn::Child, Error> {
     let images = request.image.dir.join("criu");
@@ -379,6 +390,7 @@ fn run_criu(
             refused = Some(error);
             return Err(why);
         }
+        locks::hold(root, lost_locks);
         // CRIU would send it only after it has let go: until then a thread could look for memory that is not back yet,
         // or take a lock of the driver with it into its sleep.
         if !manifest.tree.cuda.is_empty() {

@@ -297,6 +297,15 @@ pub(super) fn put_back(
 ) -> Result<Vec<PutBack>, RollbackError> {
     let mut done = Vec::new();
     let may_give = request.identity.is_none();
+    for file in &manifest.mapped_files {
+        let Some(copy) = &file.copy else { continue };
+        let path = image.dir.join(&copy.part);
+        let content = copy.part.open(&image.dir).map_err(failed("read", &path))?;
+        let make = || contents::make_read(file, &content, may_give);
+        if with_rights(&file.path, request.identity, make)? {
+            done.push(PutBack::Made(file.path.to_path_buf()));
+        }
+    }
     let mut asides = Vec::new();
     for folder in &manifest.tracked_folders {
         let put = || {
@@ -597,17 +606,25 @@ mod tests {
     }
     /// Nobody needs a second copy of a database at each restart, and nobody wants to wait for it.
     #[test]
-    fn of_a_large_file_only_the_newest_state_is_kept_and_not_by_a_copy() {
+    fn of_a_large_file_only_what_differs_is_kept_and_only_the_newest() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("data.db");
         let then = vec![1; 5 << 20];
         for round in 0..3_u8 {
-            std::fs::write(&path, vec![round + 2; 6 << 20]).unwrap();
+            let mut now = then.clone();
+            now[1 << 20..][..10].fill(round + 2);
+            now.resize(6 << 20, round + 2);
+            std::fs::write(&path, now).unwrap();
             let inode = std::fs::metadata(&path).unwrap().ino();
             let back = kept(put_one_back(&file(&path, then.len() as u64, false), Some(&then)));
             assert!(std::fs::read(&path).unwrap() == then);
-            assert_eq!(std::fs::metadata(&back.kept).unwrap().ino(), inode, "it is the file itself");
-            assert!(std::fs::read(&back.kept).unwrap().iter().all(|byte| *byte == round + 2));
+            assert_eq!(std::fs::metadata(&path).unwrap().ino(), inode, "it is the same file");
+            let kept = std::fs::read(&back.kept).unwrap();
+            assert_eq!((kept.len(), &kept[1 << 20..][..11]), (6 << 20, &[&[round + 2; 10][..], &[1]].concat()[..]));
+            assert!(
+                kept[..1 << 20].iter().all(|byte| *byte == 0) && kept[5 << 20..].iter().all(|byte| *byte == round + 2)
+            );
+            assert!(back.bytes < 2 << 20, "{}", back.bytes);
             assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
         }
     }

@@ -25,7 +25,7 @@ use std::time::{Duration, SystemTime};
 use bytesize::ByteSize;
 
 use crate::launch::identity::Identity;
-use crate::store::manifest::{OpenFile, Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
+use crate::store::manifest::{KeptCopy, OpenFile, Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
 use crate::store::{JobPath, PartPath};
 use crate::sys::blocks::{self, Medium};
 use crate::sys::process::path_in;
@@ -58,6 +58,10 @@ const AHEAD_FROM: u64 = 1 << 20;
 /// A file that was changed less than this before its copy began may have been changed after without another time: the clock
 /// that files are stamped with moves every few milliseconds.
 const SETTLED: Duration = Duration::from_millis(100);
+
+/// A larger file that is only read is not copied, nor are more than so many bytes of all of them.
+const READ_UP_TO: u64 = 16 << 20;
+const ALL_READ_UP_TO: u64 = 128 << 20;
 
 /// A copy that was made before the freeze.
 #[derive(Debug)]
@@ -95,6 +99,8 @@ pub(super) struct Captured {
     pub(super) tracked: Vec<TrackedFolder>,
     /// What is to be told of files that are not in the image.
     pub(super) notes: Vec<String>,
+    /// Files that are only read, and that may be gone when the job is restored.
+    pub(super) read: BTreeMap<PathBuf, KeptCopy>,
 }
 
 /// A file that was opened.
@@ -220,6 +226,39 @@ impl Contents {
         let left_out = files.iter().filter(|file| file.part.is_none() && file.stamp.is_some());
         captured.notes.extend(note(left_out, self.limit));
         Ok(captured)
+    }
+
+    /// Copies small files that the job only reads, where they may go when it dies: what survives the first process of a job
+    /// cleans up behind it.
+    pub(super) fn keep_read(
+        &mut self,
+        read: Vec<PathBuf>,
+        began: SystemTime,
+        view: View<'_>,
+        draft: &Path,
+    ) -> io::Result<BTreeMap<PathBuf, KeptCopy>> {
+        let files: Vec<_> = view.with(|way| {
+            let open = |path: PathBuf| {
+                let file = durable::open_for_reading(&way(&path)).ok()?;
+                let (metadata, medium) = (file.metadata().ok()?, Medium::of(&file).ok()?);
+                let is_ours = self.ours.iter().any(|ours| path.starts_with(ours));
+                let is_small = metadata.size() <= READ_UP_TO;
+                let may_go = select::may_go(&path, &metadata, medium, began);
+                (!is_ours && is_small && may_go).then_some((path, file, metadata))
+            };
+            read.into_iter().filter_map(open).collect()
+        })?;
+        let mut kept = BTreeMap::new();
+        let mut left = ALL_READ_UP_TO;
+        for (path, file, metadata) in files {
+            let Some(rest) = left.checked_sub(metadata.size()) else { continue };
+            left = rest;
+            let part = self.next_part()?;
+            copy::whole(&file, metadata.size(), &create(draft, &part)?, &|| false)?;
+            let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };
+            kept.insert(path, KeptCopy { part, owner, stamp: Stamp::of(&metadata) });
+        }
+        Ok(kept)
     }
 
     /// Reads what shares blocks with files of the job, which runs again.

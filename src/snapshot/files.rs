@@ -44,9 +44,9 @@ pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
     Ok(found)
 }
 
-/// The folders that a restore needs: those in which files are written and sockets are bound, those where processes stand, and
+/// The folders that a restore needs: those in which files are written, or `read` and kept, and sockets are bound, those where processes stand, and
 /// all above them, but for `ours`. A job removes some as it goes on (multiprocessing's temporary ones), and CRIU makes none.
-pub(super) fn folders(criu_dir: &Path, root: i32, ours: &[&Path]) -> Result<Vec<Folder>, image::Error> {
+pub(super) fn folders(criu_dir: &Path, root: i32, ours: &[&Path], read: &[&Path]) -> Result<Vec<Folder>, image::Error> {
     let mut wanted: BTreeSet<PathBuf> = BTreeSet::new();
     let mut add = |path: &Path| wanted.extend(path.ancestors().map(Path::to_path_buf));
     for file in image::open_files(criu_dir)? {
@@ -59,7 +59,8 @@ pub(super) fn folders(criu_dir: &Path, root: i32, ours: &[&Path]) -> Result<Vec<
             file.path.parent().into_iter().for_each(&mut add);
         }
     }
-    image::bound_paths(criu_dir)?.iter().filter_map(|path| path.parent()).for_each(add);
+    image::bound_paths(criu_dir)?.iter().filter_map(|path| path.parent()).for_each(&mut add);
+    read.iter().filter_map(|path| path.parent()).for_each(add);
     let folder = |path: PathBuf| {
         let metadata = std::fs::metadata(path_in(root, &path)).ok().filter(|metadata| metadata.is_dir())?;
         let path = JobPath::new(path).ok()?;

@@ -9,7 +9,7 @@ use std::path::Path;
 use super::Error;
 use super::phases::Work;
 use crate::store::JobPath;
-use crate::store::manifest::MappedFile;
+use crate::store::manifest::{KeptCopy, MappedFile};
 use crate::sys::criu::image::{self, CheckedFile};
 
 /// The files of the dump in `criu_dir` that nobody puts back.
@@ -20,7 +20,13 @@ pub(super) fn files(criu_dir: &Path, work: &Work<'_>) -> Result<Vec<MappedFile>,
             || work.landing.iter().any(|landing| landing.path == path)
     };
     let found = image::checked_files(criu_dir)?.into_iter();
-    Ok(found.filter(|file| !put_back(&file.path) && is_seen_from_here(file)).filter_map(described).collect())
+    let kept = &work.captured.read;
+    let is_known = |file: &CheckedFile| kept.contains_key(&file.path) || is_seen_from_here(file);
+    let described = |file: CheckedFile| {
+        let copy = kept.get(&file.path).cloned();
+        described(file, copy)
+    };
+    Ok(found.filter(|file| !put_back(&file.path) && is_known(file)).filter_map(described).collect())
 }
 
 /// Whether we see it under that name as CRIU did: in a mount of the job's own there may be another file, and at a restore
@@ -30,8 +36,8 @@ fn is_seen_from_here(file: &CheckedFile) -> bool {
         .is_ok_and(|now| now.is_file() && now.len() == file.size && file.mode.is_none_or(|mode| mode == now.mode()))
 }
 
-fn described(file: CheckedFile) -> Option<MappedFile> {
+fn described(file: CheckedFile, copy: Option<KeptCopy>) -> Option<MappedFile> {
     let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     let path = JobPath::new(file.path).ok()?;
-    Some(MappedFile { path, size: file.size, mode: file.mode, build_id: file.build_id.map(hex) })
+    Some(MappedFile { path, size: file.size, mode: file.mode, build_id: file.build_id.map(hex), copy })
 }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use chrono::{DateTime, Utc};
 
@@ -225,7 +225,7 @@ impl<'a> Work<'a> {
     /// Folders of ours, in which the job has its output and its device memory.
     fn ours(&self) -> Vec<PathBuf> {
         let staging = self.subject.staging.map(|area| area.path().to_path_buf());
-        staging.into_iter().chain([self.subject.folder.log_dir()]).collect()
+        staging.into_iter().chain([self.subject.folder.path().to_path_buf()]).collect()
     }
 
     /// Memory has no room for files on disk beside the job's memory.
@@ -386,13 +386,21 @@ impl<'a> Work<'a> {
                 .capture(&mut self.open_files, mapped, view, &image_dir)
                 .map_err(|error| format!("cannot copy the files that the job writes to: {error}"))?;
             self.notes.append(&mut self.captured.notes);
+            let read = criu::image::checked_files(&dir).map_err(|e| chain(&e))?.into_iter().map(|file| file.path);
+            let read = read.filter(|path| !self.open_files.iter().any(|open| open.path == *path)).collect();
+            let began = std::fs::metadata(subject.folder.path()).and_then(|folder| folder.created());
+            let began = began.unwrap_or_else(|_| SystemTime::now());
+            self.captured.read = contents
+                .keep_read(read, began, view, &image_dir)
+                .map_err(|error| format!("cannot copy the files that the job reads: {error}"))?;
             let corrected = criu::image::correct_access(&dir).map_err(|e| chain(&e))?;
             tracing::debug!(corrected, "mappings of files that CRIU took for read-only");
             let user = subject.launch.identity.as_ref();
             let noted = restart::note(root, user, privileges).map_err(|error| chain(&error))?;
             (self.given_files, self.rights) = (noted.given, Some(noted.rights));
             let ours: Vec<&Path> = ours.iter().map(PathBuf::as_path).collect();
-            self.folders = files::folders(&dir, root, &ours).map_err(|e| e.to_string())?;
+            let read: Vec<&Path> = self.captured.read.keys().map(PathBuf::as_path).collect();
+            self.folders = files::folders(&dir, root, &ours, &read).map_err(|e| e.to_string())?;
             self.saved_links =
                 files::save_links(&dir, root, &id, subject.launch.identity.as_ref()).map_err(|e| e.to_string())?;
             files::name_by_saved(&mut self.open_files, &self.saved_links);

@@ -19,8 +19,8 @@ use thiserror::Error;
 pub use contents::{Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
 pub(in crate::store) use fields::hex;
 pub use fields::{
-    Chunks, Folder, GivenFile, Gpu, Host, JobRights, JobTree, Landing, Manifest, MappedFile, OpenFile, Part, Phase,
-    PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
+    Chunks, Folder, GivenFile, Gpu, Host, JobRights, JobTree, KeptCopy, Landing, Manifest, MappedFile, OpenFile, Part,
+    Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
 };
 
 use super::id::{ImageId, JobName};
@@ -206,6 +206,8 @@ impl Manifest {
         }
         let named = self.recreate.iter().map(|file| &file.part);
         let named = named.chain(self.landing.iter().map(|landing| &landing.part));
+        let copies = self.mapped_files.iter().filter_map(|file| file.copy.as_ref());
+        let named = named.chain(copies.map(|copy| &copy.part));
         let named = named.chain(self.open_files.iter().filter_map(|file| file.part.as_ref()));
         match named.into_iter().find(|part| !seen.contains(part.as_str())) {
             Some(part) => Err(ManifestError::NoSuchPart(part.to_string())),

@@ -11,6 +11,8 @@
 //! traced from their birth and let run too. The helpers end by themselves; an image must not hold them, so the end of
 //! [`Alone`] waits for that.
 
+mod lock;
+
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +21,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::process;
+pub use lock::{PosixLock, take_lock};
 
 /// The thread, running. Dropped, it stops with the others again.
 #[derive(Debug)]

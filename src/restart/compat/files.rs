@@ -18,6 +18,7 @@ pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
 fn difference(file: &MappedFile, now: &FileHere) -> Option<Difference> {
     let (then, now) = match now {
         FileHere::Unknown => return None,
+        FileHere::Missing if file.copy.is_some() => return None,
         FileHere::Missing => ("it".to_string(), "nothing of that name".to_string()),
         FileHere::NotAFile => ("a file".into(), "something else of that name".into()),
         FileHere::File { size, .. } if *size != file.size => {

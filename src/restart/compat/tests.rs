@@ -34,7 +34,8 @@ fn image() -> (Manifest, Here) {
     manifest.driver = Some("580.159.04".into());
     manifest.gpus = vec![gpu("NVIDIA H200", 0xa), gpu("NVIDIA H200", 0xb)];
     let build_id = Some("0123abcd".to_string());
-    let file = MappedFile { path: PROGRAM.into(), size: 1000, mode: Some(0o100_755), build_id: build_id.clone() };
+    let file =
+        MappedFile { path: PROGRAM.into(), size: 1000, mode: Some(0o100_755), build_id: build_id.clone(), copy: None };
     manifest.mapped_files = vec![file];
     let now = FileHere::File { size: 1000, mode: 0o100_755, build_id };
     let here = Here {
@@ -219,7 +220,13 @@ fn the_worst_comes_first_and_a_summary_is_bounded() {
     here.host.kernel = "5.15.0".into();
     for n in 0..12 {
         let path = PathBuf::from(format!("/lib/{n}"));
-        manifest.mapped_files.push(MappedFile { path: path.clone().into(), size: 1, mode: None, build_id: None });
+        manifest.mapped_files.push(MappedFile {
+            path: path.clone().into(),
+            size: 1,
+            mode: None,
+            build_id: None,
+            copy: None,
+        });
         here.files.insert(path, FileHere::Missing);
     }
     let all = compare(&manifest, &here);
@@ -235,7 +242,13 @@ fn facts_are_those_of_this_machine() {
     manifest.tree.cuda.clear();
     let this = std::env::current_exe().unwrap();
     let folder = tempfile::tempdir().unwrap();
-    let file = |path: PathBuf| MappedFile { path: path.into(), size: 0, mode: None, build_id: Some(String::new()) };
+    let file = |path: PathBuf| MappedFile {
+        path: path.into(),
+        size: 0,
+        mode: None,
+        build_id: Some(String::new()),
+        copy: None,
+    };
     let gone = folder.path().join("gone");
     manifest.mapped_files = [this.clone(), folder.path().into(), gone.clone()].map(file).into();
     let here = Here::look(&manifest, None, &Wishes::default());

@@ -7,8 +7,10 @@ use std::io::Read;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use crate::store::manifest::{Owner, TrackedKind};
+use crate::sys::blocks::Medium;
 use crate::sys::durable;
 use crate::sys::process::path_in;
 
@@ -63,6 +65,16 @@ fn written_mapping(line: &[u8]) -> Option<PathBuf> {
     let name = fields.nth(3)?.trim_ascii_start();
     let is_named = name.starts_with(b"/") && !name.ends_with(b" (deleted)");
     (is_written && is_named).then(|| PathBuf::from(OsString::from_vec(name.to_vec())))
+}
+
+/// Where programs put files that they remove themselves.
+const TEMPORARY: [&str; 4] = ["/tmp", "/var/tmp", "/run", "/dev/shm"];
+
+/// Whether a file may be gone when the job is restored: it is a temporary one, or younger than the job.
+pub(super) fn may_go(path: &Path, metadata: &fs::Metadata, medium: Medium, began: SystemTime) -> bool {
+    let is_temporary = TEMPORARY.iter().any(|folder| path.starts_with(folder));
+    let is_young = metadata.modified().is_ok_and(|modified| modified > began);
+    medium != Medium::Kernel && (medium == Medium::Memory || is_temporary || is_young)
 }
 
 /// What SQLite gives the files beside a database: the write-ahead log, its index, and the rollback journal.

@@ -319,6 +319,20 @@ pub struct MappedFile {
     /// The build-id of an ELF file as CRIU keeps it: hexadecimal, padded to a multiple of four bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub build_id: Option<String>,
+    /// A copy, where the file is small and may go with the job that made it: a restore makes it again if it is gone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub copy: Option<KeptCopy>,
+}
+
+/// A file that is in the image in case that it is gone at a restore.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeptCopy {
+    /// The part with its content.
+    pub part: PartPath,
+    /// Who owned it.
+    pub owner: Owner,
+    /// Its state.
+    pub stamp: Stamp,
 }
 
 /// The landing file of a CUDA process: CRIU's image names it, and the driver reads it back at the restore.

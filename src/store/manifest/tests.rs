@@ -92,7 +92,7 @@ fn full() -> Manifest {
         folders: vec![Folder { path: "/data".into(), mode: 0o40_755, uid: 0, gid: 0 }],
         saved_links: vec![SavedLink { link: "/data/l".into(), saved: "/data/.rekindle-link-1".into() }],
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "a".into() }],
-        mapped_files: vec![MappedFile { path: "/lib/m".into(), size: 1, mode: None, build_id: None }],
+        mapped_files: vec![MappedFile { path: "/lib/m".into(), size: 1, mode: None, build_id: None, copy: None }],
         landing: vec![Landing { pid: 7, path: "/run/l/7".into(), part: "a".into(), bytes: 3 }],
         parts: vec![part("a")],
         ..manifest()

@@ -355,6 +355,25 @@ pub(crate) struct KobjIds {
     pub files: u32,
 }
 
+/// `file_lock_entry`.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct FileLockEntry {
+    /// What kind.
+    #[prost(uint32, required, tag = "1")]
+    pub flag: u32,
+    /// For reading or writing.
+    #[prost(uint32, required, tag = "2")]
+    pub kind: u32,
+    #[prost(int32, required, tag = "3")]
+    pub pid: i32,
+    #[prost(int32, required, tag = "4")]
+    pub fd: i32,
+    #[prost(int64, required, tag = "5")]
+    pub start: i64,
+    #[prost(int64, required, tag = "6")]
+    pub length: i64,
+}
+
 /// `mm_entry`, what is read of it.
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct MmEntry {
