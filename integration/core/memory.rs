@@ -267,6 +267,48 @@ fn kill_9_before_the_image_is_in_the_store() {
     finish(&lab, run);
 }
 
+/// What the memory of supervisors that are gone is taken for.
+fn left_in_memory(lab: &Lab) -> serde_json::Value {
+    let status = lab.rekindle(&["status", "j", "--json"]);
+    let row: serde_json::Value = serde_json::from_slice(&status.stdout).unwrap();
+    row["left-in-memory"].clone()
+}
+
+#[test]
+fn memory_that_a_dead_supervisor_left_is_found_and_given_back_where_nobody_needs_it() {
+    let Some(lab) = Lab::new() else { return };
+    let other = |lab: &Lab| lab.run_with(&["run", "--name", "k", "--"], ["true"]).ends_with(0).1;
+    let mut run = start(&lab);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    assert!(left_in_memory(&lab).is_null(), "it is in use");
+    assert!(!other(&lab).contains("supervisor that is gone") && lab.mounted().len() == 1);
+    lab.kill_9(run);
+    let left = left_in_memory(&lab);
+    assert!(left["bytes"].as_u64().unwrap() > 1 << 20 && left["needed"].is_null(), "{left}");
+    let status = String::from_utf8(lab.rekindle(&["status"]).stdout).unwrap();
+    assert!(status.contains("a supervisor that is gone left") && status.contains("gives it back"), "{status}");
+    let said = other(&lab);
+    assert!(said.contains("job j: a supervisor that is gone left") && said.contains("given back"), "{said}");
+    assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
+    assert!(left_in_memory(&lab).is_null());
+    // An image that is nowhere else stays.
+    let lab = lab.set("store.persist-rate", "\"1MiB\"").set("store.compression", "\"none\"");
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    let staged = stage(&lab, &mut run);
+    lab.kill_9(run);
+    assert_eq!(left_in_memory(&lab)["needed"], staged.to_string());
+    let said = other(&lab);
+    assert!(said.contains(&format!("and image {staged} is only there")) && said.contains("umount"), "{said}");
+    assert_eq!(lab.mounted().len(), 1);
+    let lab = lab.without("store.persist-rate");
+    let mut run = again(&lab);
+    run.wait_said(&format!("goes on from image {staged}"));
+    count_on(&lab, &mut run, 2);
+    finish(&lab, run);
+}
+
 #[test]
 fn a_stop_waits_for_the_store() {
     let Some(lab) = Lab::new() else { return };
