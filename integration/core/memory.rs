@@ -232,7 +232,9 @@ fn a_full_store_keeps_the_image_in_memory() {
     count_on(&lab, &mut run, 5);
     pin_all(&lab);
     store.fill();
-    run.signal(Signal::SIGTERM);
+    let stopped = lab.rekindle(&["stop", "j"]);
+    assert_eq!(stopped.status.code(), Some(74), "{stopped:?}");
+    assert!(String::from_utf8_lossy(&stopped.stdout).contains("is in memory only"), "{stopped:?}");
     let (_, said) = run.ends_with(74);
     let only = lab.job().copies().unwrap().first().cloned().unwrap();
     assert!(only.is_staged() && said.contains(&format!("its last image {} is in memory only, at", only.id)), "{said}");

@@ -6,8 +6,8 @@
 //!
 //! An image is passed over for this run when the job died soon after a restore from it, or it was not restored, more than
 //! once. It is marked, so that no later run takes it either, only on evidence: the same failure twice, and nothing but the
-//! image that explains it. Nothing is evidence against an image that is proven, which the job has lived on from: its state
-//! can go on, so that something else is wrong.
+//! image that explains it. That the job dies is no evidence against an image that is proven, which it has lived on from
+//! before: its state can go on, so that something else is wrong.
 
 mod suspects;
 
@@ -225,10 +225,8 @@ impl History {
         let finding = match failure {
             // A copy of it may be whole.
             Failure::Damaged => Finding::PassOver,
-            Failure::Refused(why) if !images.proven.contains(&id) => {
-                self.suspects.add(id, Some(Evidence::Refused(why.clone())))
-            }
-            Failure::Refused(_) | Failure::Unexplained(_) => self.suspects.add(id, None),
+            Failure::Refused(why) => self.suspects.add(id, Some(Evidence::Refused(why.clone()))),
+            Failure::Unexplained(_) => self.suspects.add(id, None),
             Failure::NotNow(_) => self.suspects.pass_over(id),
             Failure::FilesGone(_) => self.suspects.leave(id),
         };

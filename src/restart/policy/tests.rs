@@ -224,7 +224,7 @@ fn nothing_from_outside_is_evidence() {
 }
 
 #[test]
-fn one_that_is_proven_is_passed_over_and_never_marked() {
+fn one_that_is_proven_is_not_marked_for_a_death() {
     let mut walk = Walk::new(&[2, 1]);
     walk.images.proven = [id(2)].into();
     for _ in 0..3 {
@@ -234,7 +234,11 @@ fn one_that_is_proven_is_passed_over_and_never_marked() {
     walk.images = Images { others: true, ..walk.images };
     walk.images.good.retain(|other| *other != id(1));
     assert_eq!(walk.fails(1, Failure::Damaged), (2, WAITS, None));
+    // That it is refused, for one reason, is another thing.
     assert_eq!(walk.fails(2, Failure::Refused("bad size".into())), (2, WAITS, None));
+    let last = Failure::Refused("bad size".into());
+    let last = walk.history.after_image_failure(id(2), &last, &walk.images, &walk.policy, Instant::now());
+    assert!(matches!(last, Decision::NoUsableImage { mark: Some(_) }), "{last:?}");
 }
 
 #[test]
