@@ -4,8 +4,8 @@
 //! pause; then the job is started anew, where that is allowed, which by itself it is only where there is no image at all;
 //! then it is given up, with the reason.
 //!
-//! An image is passed over for this run when the job died soon after a restore from it, or it was not restored, more than
-//! once. It is marked, so that no later run takes it either, only on evidence: the same failure twice, and nothing but the
+//! An image is passed over for this run when the job died soon after a restore from it, or it was not restored, several
+//! times. It is marked, so that no later run takes it either, only on evidence: the same failure twice, and nothing but the
 //! image that explains it. That the job dies is no evidence against an image that is proven, which it has lived on from
 //! before: its state can go on, so that something else is wrong.
 
@@ -197,7 +197,7 @@ impl History {
         let early = uptime < policy.min_uptime && death != Death::Unloaded;
         match from {
             From::Image(id) if early => {
-                let evidence = if images.proven.contains(&id) { None } else { evidence(death) };
+                let evidence = if images.proven.contains(&id) { None } else { evidence(death, uptime) };
                 let finding = self.suspects.add(id, evidence);
                 self.go_on(id, finding, images, policy, now)
             }
@@ -303,13 +303,13 @@ impl History {
 }
 
 /// What a death soon after a restore says about the image.
-fn evidence(death: Death) -> Option<Evidence> {
+fn evidence(death: Death, uptime: Duration) -> Option<Evidence> {
     // Somebody outside sends these; what goes wrong inside a program sends others.
     const FROM_OUTSIDE: [i32; 4] = [libc::SIGKILL, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
     match death {
         Death::Ended(Ended::Signal(signal)) if FROM_OUTSIDE.contains(&signal) => None,
-        Death::Ended(ended) => Some(Evidence::Died(Some(ended))),
-        Death::Judged => Some(Evidence::Died(None)),
+        Death::Ended(ended) => Some(Evidence::Died { ended: Some(ended), uptime }),
+        Death::Judged => Some(Evidence::Died { ended: None, uptime }),
         Death::Excused(_) | Death::Lost | Death::Unloaded => None,
     }
 }

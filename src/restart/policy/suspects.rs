@@ -1,6 +1,7 @@
 //! What speaks against images, in this run.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use crate::store::{BadWhy, ImageId};
 use crate::sys::spawn::Ended;
@@ -8,16 +9,36 @@ use crate::sys::spawn::Ended;
 /// A failure that nothing but the image explains.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Evidence {
-    /// The job died like this soon after a restore; None where it was ended for what it did, or did not do.
-    Died(Option<Ended>),
+    /// The job died soon after a restore.
+    Died {
+        /// How; None where it was ended for what it did, or did not do.
+        ended: Option<Ended>,
+        /// After so long.
+        uptime: Duration,
+    },
     /// It was not restored, for this reason.
     Refused(String),
 }
 
+/// What is wrong in an image shows at one moment after each restore. What comes from outside, such as a child of the job that
+/// is killed, has the same end and comes at any time.
+const AT_ONE_MOMENT: Duration = Duration::from_millis(250);
+
 impl Evidence {
+    /// Whether it is the same failure.
+    fn is_like(&self, other: &Evidence) -> bool {
+        match (self, other) {
+            (Evidence::Died { ended, uptime }, Evidence::Died { ended: other, uptime: before }) => {
+                ended == other && uptime.abs_diff(*before) <= AT_ONE_MOMENT.max(*uptime.min(before) / 4)
+            }
+            (Evidence::Refused(why), Evidence::Refused(other)) => why == other,
+            (Evidence::Died { .. }, Evidence::Refused(_)) | (Evidence::Refused(_), Evidence::Died { .. }) => false,
+        }
+    }
+
     fn mark(&self) -> Finding {
         match self {
-            Evidence::Died(ended) => {
+            Evidence::Died { ended, .. } => {
                 let how = ended.map(|ended| format!(" ({ended})")).unwrap_or_default();
                 let detail = format!("the job died from it twice within restart.min-uptime{how}");
                 Finding::Mark { why: BadWhy::DiesAgain, detail }
@@ -43,10 +64,9 @@ pub(super) enum Finding {
     },
 }
 
-/// An image may fail so often where there is evidence.
-const TRIES: u32 = 2;
-/// And where there is none: most of what fails from outside is over soon, and an older image costs work.
-const TRIES_WITHOUT_EVIDENCE: u32 = 4;
+/// An image may fail so often without the same failure twice in a row: most of what comes from outside is over soon, and an
+/// older image costs work.
+const TRIES: u32 = 4;
 
 #[derive(Debug, Clone, Default)]
 struct Suspect {
@@ -77,15 +97,12 @@ impl Suspects {
         suspect.failures += 1;
         let before = std::mem::replace(&mut suspect.evidence, evidence);
         match &suspect.evidence {
-            Some(now) if before.as_ref() == Some(now) => {
+            Some(now) if before.is_some_and(|before| now.is_like(&before)) => {
                 suspect.passed = Passed::ForNow;
                 now.mark()
             }
-            now => {
-                let tries = if now.is_some() && before.is_some() { TRIES } else { TRIES_WITHOUT_EVIDENCE };
-                if suspect.failures < tries {
-                    return Finding::TryAgain;
-                }
+            _ if suspect.failures < TRIES => Finding::TryAgain,
+            _ => {
                 suspect.passed = Passed::ForNow;
                 Finding::PassOver
             }

@@ -191,13 +191,28 @@ fn a_mark_needs_the_same_failure_twice() {
     assert_eq!(walk.fails(3, refused("bad size")), (3, WAITS, None));
     assert_eq!(walk.fails(3, refused("bad size")), (2, AT_ONCE, Some(3)));
     assert_eq!(walk.fails(2, refused("bad size")), (2, WAITS, None));
-    assert_eq!(walk.fails(2, refused("bad mode")), (1, AT_ONCE, None), "another reason each time");
-    assert_eq!(walk.fails(1, refused("x")), (1, WAITS, None));
-    assert_eq!(walk.dies(1, CRASH), (2, WAITS, None), "nor is a refusal a death; and what was passed over comes back");
+    assert_eq!(walk.fails(2, refused("bad mode")), (2, WAITS, None), "another reason each time");
+    assert_eq!(walk.fails(2, refused("bad size")), (2, WAITS, None));
+    assert_eq!(walk.dies(2, CRASH), (1, AT_ONCE, None), "nor is a refusal a death");
     let mut walk = Walk::new(&[2, 1]);
     let exit = |code| Death::Ended(Ended::Exit(code));
     assert_eq!(walk.dies(2, exit(3)), (2, WAITS, None));
-    assert_eq!(walk.dies(2, exit(4)), (1, AT_ONCE, None));
+    assert_eq!(walk.dies(2, exit(4)), (2, WAITS, None));
+    assert_eq!(walk.dies(2, exit(4)), (1, AT_ONCE, Some(2)));
+}
+
+#[test]
+fn deaths_at_different_times_are_not_the_same_failure() {
+    let seconds = Duration::from_secs_f64;
+    let marks = |first: f64, second: f64| {
+        let (mut history, images, now) = (History::default(), Images::good([id(1)]), Instant::now());
+        let mut dies =
+            |uptime| history.after_death(CRASH, From::Image(id(1)), seconds(uptime), &images, &policy(), now);
+        assert!(dies(first).mark().is_none());
+        dies(second).mark().is_some()
+    };
+    assert!(marks(0.1, 0.2) && marks(0.0, 0.25) && marks(8.0, 9.9));
+    assert!(!marks(0.1, 0.9) && !marks(8.0, 11.0) && !marks(11.0, 8.0));
 }
 
 #[test]
