@@ -8,6 +8,9 @@
 //! times. It is marked, so that no later run takes it either, only on evidence: the same failure twice, and nothing but the
 //! image that explains it. That the job dies is no evidence against an image that is proven, which it has lived on from
 //! before: its state can go on, so that something else is wrong.
+//!
+//! Lives that end soon and alike, one after the other, and each of which takes an image before it ends, are of a state that
+//! has gone wrong earlier: then the newest proven image has its turn.
 
 mod suspects;
 
@@ -198,11 +201,20 @@ impl History {
         match from {
             From::Image(id) if early => {
                 let evidence = if images.proven.contains(&id) { None } else { evidence(death, uptime) };
+                if self.suspects.is_row(evidence.as_ref()) {
+                    self.suspects.pass_over_newer_than(images.good.iter().copied(), &images.proven);
+                }
+                // A life that took an image has gone on from this one: what ended it may be of any moment since.
+                let newest = images.good.iter().find(|id| !self.suspects.is_passed_over(**id));
+                if newest.is_some_and(|newest| *newest > id) {
+                    return self.choose(images, policy, now, None);
+                }
                 let finding = self.suspects.add(id, evidence);
                 self.go_on(id, finding, images, policy, now)
             }
             From::Image(id) => {
                 self.suspects.clear(id);
+                self.suspects.end_row();
                 self.choose(images, policy, now, None)
             }
             From::Cold => {

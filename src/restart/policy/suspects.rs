@@ -1,6 +1,6 @@
 //! What speaks against images, in this run.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use crate::store::{BadWhy, ImageId};
@@ -86,14 +86,21 @@ enum Passed {
     ForGood,
 }
 
+/// So many deaths that are alike, in a row, from whichever images.
+const ROW: u32 = 4;
+
 /// What speaks against images.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Suspects(BTreeMap<ImageId, Suspect>);
+pub(super) struct Suspects {
+    images: BTreeMap<ImageId, Suspect>,
+    /// The last death soon after a restore, and how many before it were alike.
+    row: Option<(Evidence, u32)>,
+}
 
 impl Suspects {
     /// A failure more.
     pub(super) fn add(&mut self, id: ImageId, evidence: Option<Evidence>) -> Finding {
-        let suspect = self.0.entry(id).or_default();
+        let suspect = self.images.entry(id).or_default();
         suspect.failures += 1;
         let before = std::mem::replace(&mut suspect.evidence, evidence);
         match &suspect.evidence {
@@ -111,27 +118,55 @@ impl Suspects {
 
     /// Another one has its turn.
     pub(super) fn pass_over(&mut self, id: ImageId) -> Finding {
-        self.0.entry(id).or_default().passed = Passed::ForNow;
+        self.images.entry(id).or_default().passed = Passed::ForNow;
         Finding::PassOver
+    }
+
+    /// A death soon after a restore, from whichever image. Answers whether it makes the row long enough, which begins anew then.
+    pub(super) fn is_row(&mut self, evidence: Option<&Evidence>) -> bool {
+        let Some(now) = evidence else {
+            self.row = None;
+            return false;
+        };
+        let before = self.row.take().filter(|(before, _)| now.is_like(before)).map_or(0, |(_, count)| count);
+        if before + 1 >= ROW {
+            return true;
+        }
+        self.row = Some((now.clone(), before + 1));
+        false
+    }
+
+    /// A life was long enough.
+    pub(super) fn end_row(&mut self) {
+        self.row = None;
+    }
+
+    /// The newest proven image has its turn, if there is one.
+    pub(super) fn pass_over_newer_than(&mut self, good: impl Iterator<Item = ImageId>, proven: &BTreeSet<ImageId>) {
+        let good: Vec<ImageId> = good.collect();
+        let Some(newest_proven) = good.iter().copied().filter(|id| proven.contains(id)).max() else { return };
+        for id in good.into_iter().filter(|id| *id > newest_proven) {
+            self.pass_over(id);
+        }
     }
 
     /// It is of no use in this run.
     pub(super) fn leave(&mut self, id: ImageId) -> Finding {
-        self.0.entry(id).or_default().passed = Passed::ForGood;
+        self.images.entry(id).or_default().passed = Passed::ForGood;
         Finding::PassOver
     }
 
     /// The job has lived on from it.
     pub(super) fn clear(&mut self, id: ImageId) {
-        self.0.remove(&id);
+        self.images.remove(&id);
     }
 
     pub(super) fn is_passed_over(&self, id: ImageId) -> bool {
-        self.0.get(&id).is_some_and(|suspect| suspect.passed != Passed::No)
+        self.images.get(&id).is_some_and(|suspect| suspect.passed != Passed::No)
     }
 
     /// Begins anew with those that are not left for good.
     pub(super) fn forget_passed_over(&mut self) {
-        self.0.retain(|_, suspect| suspect.passed == Passed::ForGood);
+        self.images.retain(|_, suspect| suspect.passed == Passed::ForGood);
     }
 }

@@ -285,3 +285,33 @@ fn the_walk_down_is_not_counted_and_files_that_are_gone_stay_gone() {
     let last = walk.history.after_image_failure(id(1), &slow(), &walk.images, &walk.policy, Instant::now());
     assert!(matches!(last, Decision::GiveUp { ref why, mark: None } if why.contains("max-restarts")), "{last:?}");
 }
+
+#[test]
+fn a_life_that_took_an_image_says_nothing_about_the_one_before() {
+    let mut walk = Walk::new(&[1]);
+    for newest in 2..9 {
+        // Restored from the one before, it takes another and dies; at another time each time.
+        walk.images.good.insert(0, id(newest));
+        let (now, uptime) = (Instant::now(), Duration::from_secs(u64::from(newest % 2) * 9 + 1));
+        let death =
+            walk.history.after_death(CRASH, From::Image(id(newest - 1)), uptime, &walk.images, &walk.policy, now);
+        assert_eq!((from(&death), death.mark()), (From::Image(id(newest)), None));
+    }
+}
+
+#[test]
+fn lives_that_end_alike_after_an_image_each_go_back_to_the_proven_one() {
+    let mut walk = Walk::new(&[2, 1]);
+    walk.images.proven = [id(1)].into();
+    walk.policy.max_restarts = 100;
+    for newest in 3..6 {
+        walk.images.good.insert(0, id(newest));
+        assert_eq!(walk.dies(newest - 1, CRASH), (newest, WAITS, None));
+    }
+    walk.images.good.insert(0, id(6));
+    assert_eq!(walk.dies(5, CRASH).0, 1, "none of those since is taken, and none is marked");
+    // From there it lives: what it takes then is the newest.
+    walk.images.good.insert(0, id(7));
+    let lived = walk.history.after_death(CRASH, From::Image(id(1)), LATER, &walk.images, &walk.policy, Instant::now());
+    assert_eq!(from(&lived), From::Image(id(7)));
+}
