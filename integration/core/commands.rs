@@ -136,7 +136,7 @@ fn what_does_not_fit_into_the_store_stays_in_memory() {
         "{shown}"
     );
     run.signal(Signal::SIGTERM);
-    let (_, said) = run.ends_with(143);
+    let (_, said) = run.ends_with(74);
     assert!(said.contains("is in memory only, at"), "{said}");
     let lab = lab.set("store.min-free", "\"1MiB\"");
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);

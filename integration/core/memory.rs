@@ -232,7 +232,9 @@ fn a_full_store_keeps_the_image_in_memory() {
     count_on(&lab, &mut run, 5);
     pin_all(&lab);
     store.fill();
-    run.signal(Signal::SIGTERM);
+    let stopped = lab.rekindle(&["stop", "j"]);
+    assert_eq!(stopped.status.code(), Some(74), "{stopped:?}");
+    assert!(String::from_utf8_lossy(&stopped.stdout).contains("is in memory only"), "{stopped:?}");
     let (_, said) = run.ends_with(74);
     let only = lab.job().copies().unwrap().first().cloned().unwrap();
     assert!(only.is_staged() && said.contains(&format!("its last image {} is in memory only, at", only.id)), "{said}");
@@ -264,6 +266,48 @@ fn kill_9_before_the_image_is_in_the_store() {
     count_on(&lab, &mut run, 5);
     assert_eq!(stored(&lab), [image]);
     assert_sound(&lab);
+    finish(&lab, run);
+}
+
+/// What the memory of supervisors that are gone is taken for.
+fn left_in_memory(lab: &Lab) -> serde_json::Value {
+    let status = lab.rekindle(&["status", "j", "--json"]);
+    let row: serde_json::Value = serde_json::from_slice(&status.stdout).unwrap();
+    row["left-in-memory"].clone()
+}
+
+#[test]
+fn memory_that_a_dead_supervisor_left_is_found_and_given_back_where_nobody_needs_it() {
+    let Some(lab) = Lab::new() else { return };
+    let other = |lab: &Lab| lab.run_with(&["run", "--name", "k", "--"], ["true"]).ends_with(0).1;
+    let mut run = start(&lab);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    assert!(left_in_memory(&lab).is_null(), "it is in use");
+    assert!(!other(&lab).contains("supervisor that is gone") && lab.mounted().len() == 1);
+    lab.kill_9(run);
+    let left = left_in_memory(&lab);
+    assert!(left["bytes"].as_u64().unwrap() > 1 << 20 && left["needed"].is_null(), "{left}");
+    let status = String::from_utf8(lab.rekindle(&["status"]).stdout).unwrap();
+    assert!(status.contains("a supervisor that is gone left") && status.contains("gives it back"), "{status}");
+    let said = other(&lab);
+    assert!(said.contains("job j: a supervisor that is gone left") && said.contains("given back"), "{said}");
+    assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
+    assert!(left_in_memory(&lab).is_null());
+    // An image that is nowhere else stays.
+    let lab = lab.set("store.persist-rate", "\"1MiB\"").set("store.compression", "\"none\"");
+    let mut run = again(&lab);
+    count_on(&lab, &mut run, 5);
+    let staged = stage(&lab, &mut run);
+    lab.kill_9(run);
+    assert_eq!(left_in_memory(&lab)["needed"], staged.to_string());
+    let said = other(&lab);
+    assert!(said.contains(&format!("and image {staged} is only there")) && said.contains("umount"), "{said}");
+    assert_eq!(lab.mounted().len(), 1);
+    let lab = lab.without("store.persist-rate");
+    let mut run = again(&lab);
+    run.wait_said(&format!("goes on from image {staged}"));
+    count_on(&lab, &mut run, 2);
     finish(&lab, run);
 }
 

@@ -18,7 +18,7 @@ use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
 use crate::snapshot::Launch;
 use crate::store::persist::Packing;
-use crate::store::staging::Area;
+use crate::store::staging::{Area, leftovers};
 use crate::store::{
     Access, BadWhy, Image, ImageId, JobFolder, JobName, JobPath, JobRecord, Outcome, State, Store, Trust, WriterLock,
 };
@@ -285,6 +285,9 @@ impl Ground {
                 "the job was supervised by {holder}, who has been silent for {silent}: it is taken for dead"
             );
         }
+        let (gone, left) = leftovers::give_back(&self.store, name);
+        gone.iter().for_each(|gone| tracing::info!("job {}: {gone}: given back", gone.job));
+        left.iter().for_each(|left| tracing::info!("job {}: {left}: {}", left.job, left.advice()));
         for path in folder.sweep_leftovers(&lock)? {
             tracing::info!("removed {}, left by an interrupted run", path.display());
         }

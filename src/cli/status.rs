@@ -11,6 +11,7 @@ use super::output::{Format, print_json, print_table, print_text};
 use super::{Exit, Global};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
+use crate::store::staging::leftovers::Leftover;
 use crate::store::{JobFolder, JobName, JobRecord, Outcome, Store};
 use crate::supervisor::Published;
 use crate::telemetry::clean;
@@ -50,6 +51,9 @@ struct Row {
     #[serde(flatten)]
     published: Option<Shown>,
     command: Vec<String>,
+    /// Memory that its supervisor has left, which is gone.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    left_in_memory: Option<Leftover>,
 }
 
 /// What is published, without what a row says itself.
@@ -140,6 +144,7 @@ fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: D
         last_age_s: published.as_ref().and_then(|it| it.last_image).map(|image| seconds(now - image.taken())),
         command: record.map(|JobRecord { command, .. }| command).unwrap_or_default(),
         published: published.map(Shown::new),
+        left_in_memory: Leftover::of(folder)?,
     })
 }
 
@@ -208,6 +213,7 @@ fn notes(row: &Row) -> Vec<String> {
         notes.push(failure(it.persist_failure.as_ref(), "not in the store"));
         notes.push(failure(it.replica_failure.as_ref(), "not in the replica"));
     }
+    notes.push(row.left_in_memory.as_ref().map(|left| format!("{left}: {}", left.advice())));
     notes.into_iter().flatten().collect()
 }
 

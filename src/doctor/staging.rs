@@ -7,7 +7,9 @@ use super::{Check, memory, nvidia, size, trial};
 use crate::config::{Config, Interposer, Staging};
 use crate::launch::interposer;
 use crate::snapshot::pages;
+use crate::store::staging::leftovers::{self, Leftover};
 use crate::store::staging::{self, HugePages};
+use crate::store::{Access, Store};
 use crate::telemetry::log::chain;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -18,6 +20,10 @@ pub(super) struct Facts {
     /// Bytes that a FIFO may hold.
     pub(super) pipe: Option<u64>,
     pub(super) preload: Result<(), String>,
+    /// What supervisors of the store's jobs have left.
+    pub(super) left: Vec<Leftover>,
+    /// Places in memory that no job of the store knows of.
+    pub(super) strangers: Vec<PathBuf>,
 }
 
 /// What came of mounting one.
@@ -46,7 +52,11 @@ pub(super) fn gather(config: &Config) -> Facts {
         Some(_) => &base,
         None => &config.store.directory,
     };
+    // Signatures do not count for what takes memory.
+    let jobs = Store::open(&config.store.directory, Access::Read).ok();
     Facts {
+        left: jobs.as_ref().map(leftovers::find).unwrap_or_default(),
+        strangers: jobs.as_ref().map(|store| leftovers::strangers(&base, store)).unwrap_or_default(),
         base: base.clone(),
         tmpfs,
         pipe: pages::fifo_room().ok(),
@@ -88,6 +98,7 @@ pub(super) fn judge(
         room(memory.available, headroom, config.snapshot.memory_reserve.bytes()),
         pipes(facts),
         preload(facts, config.snapshot.interposer, nvidia),
+        left_behind(facts),
     ]
 }
 
@@ -96,7 +107,8 @@ const HUGE_PAGES: &str = "staging.huge-pages";
 const ROOM: &str = "staging.memory";
 const PIPES: &str = "staging.pipes";
 const PRELOAD: &str = "staging.interposer";
-const NAMES: [&str; 5] = [TMPFS, HUGE_PAGES, ROOM, PIPES, PRELOAD];
+const LEFT: &str = "staging.left-behind";
+const NAMES: [&str; 6] = [TMPFS, HUGE_PAGES, ROOM, PIPES, PRELOAD, LEFT];
 
 const NOT_TRIED: &str = "only root can try it";
 
@@ -116,6 +128,20 @@ fn tmpfs(facts: &Facts) -> Check {
             ),
         ),
     }
+}
+
+fn left_behind(facts: &Facts) -> Check {
+    let left = facts.left.iter().map(|left| (format!("job {}: {left}", left.job), left.advice()));
+    let strangers = facts.strangers.iter().map(|path| {
+        let found = format!("{} is mounted, and no job of this store has it", path.display());
+        (found, format!("if no supervisor of another store runs it: umount {}", path.display()))
+    });
+    let all: Vec<(String, String)> = left.chain(strangers).collect();
+    if all.is_empty() {
+        return Check::ok(LEFT, "no memory is held for a supervisor that is gone");
+    }
+    let (found, fixes): (Vec<String>, Vec<String>) = all.into_iter().unzip();
+    Check::warn(LEFT, found.join("; "), fixes.join("; "))
 }
 
 /// "deny" counts for all mounts, whatever their options (Documentation/admin-guide/mm/transhuge.rst).
@@ -201,7 +227,14 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     fn facts(tmpfs: Tmpfs) -> Facts {
-        Facts { base: "/run/rekindle".into(), tmpfs, pipe: Some(pages::FIFO_ROOM), preload: Ok(()) }
+        Facts {
+            base: "/run/rekindle".into(),
+            tmpfs,
+            pipe: Some(pages::FIFO_ROOM),
+            preload: Ok(()),
+            left: Vec::new(),
+            strangers: Vec::new(),
+        }
     }
 
     fn mounted() -> Tmpfs {
@@ -256,6 +289,22 @@ mod tests {
         assert_eq!(preload(&bad, Interposer::Auto, &with).state, State::Warn);
         assert_eq!(preload(&bad, Interposer::Auto, &without).state, State::NotHere);
         assert_eq!(preload(&bad, Interposer::Off, &with).state, State::NotHere);
+    }
+
+    #[test]
+    fn memory_that_is_held_for_nobody_is_named_with_what_to_do() {
+        let mut facts = facts(Tmpfs::NotRoot);
+        assert_eq!(left_behind(&facts).state, super::super::State::Ok);
+        let image = crate::store::ImageId::new(7, chrono::DateTime::UNIX_EPOCH);
+        let left =
+            |needed| Leftover { job: "j".parse().unwrap(), path: "/run/rekindle/j-1".into(), bytes: 5 << 20, needed };
+        facts.left = vec![left(None), left(Some(image))];
+        facts.strangers = vec!["/run/rekindle/k-2".into()];
+        let check = left_behind(&facts);
+        let fix = check.fix.unwrap();
+        assert_eq!(check.state, super::super::State::Warn);
+        assert!(check.found.contains("nobody needs") && check.found.contains("image 000007"), "{}", check.found);
+        assert!(fix.contains("rekindle run") && fix.contains("umount /run/rekindle/k-2"), "{fix}");
     }
 
     #[test]

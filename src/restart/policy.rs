@@ -4,10 +4,13 @@
 //! pause; then the job is started anew, where that is allowed, which by itself it is only where there is no image at all;
 //! then it is given up, with the reason.
 //!
-//! An image is passed over for this run when the job died soon after a restore from it, or it was not restored, more than
-//! once. It is marked, so that no later run takes it either, only on evidence: the same failure twice, and nothing but the
-//! image that explains it. Nothing is evidence against an image that is proven, which the job has lived on from: its state
-//! can go on, so that something else is wrong.
+//! An image is passed over for this run when the job died soon after a restore from it, or it was not restored, several
+//! times. It is marked, so that no later run takes it either, only on evidence: the same failure twice, and nothing but the
+//! image that explains it. That the job dies is no evidence against an image that is proven, which it has lived on from
+//! before: its state can go on, so that something else is wrong.
+//!
+//! Lives that end soon and alike, one after the other, and each of which takes an image before it ends, are of a state that
+//! has gone wrong earlier: then the newest proven image has its turn.
 
 mod suspects;
 
@@ -197,12 +200,21 @@ impl History {
         let early = uptime < policy.min_uptime && death != Death::Unloaded;
         match from {
             From::Image(id) if early => {
-                let evidence = if images.proven.contains(&id) { None } else { evidence(death) };
+                let evidence = if images.proven.contains(&id) { None } else { evidence(death, uptime) };
+                if self.suspects.is_row(evidence.as_ref()) {
+                    self.suspects.pass_over_newer_than(images.good.iter().copied(), &images.proven);
+                }
+                // A life that took an image has gone on from this one: what ended it may be of any moment since.
+                let newest = images.good.iter().find(|id| !self.suspects.is_passed_over(**id));
+                if newest.is_some_and(|newest| *newest > id) {
+                    return self.choose(images, policy, now, None);
+                }
                 let finding = self.suspects.add(id, evidence);
                 self.go_on(id, finding, images, policy, now)
             }
             From::Image(id) => {
                 self.suspects.clear(id);
+                self.suspects.end_row();
                 self.choose(images, policy, now, None)
             }
             From::Cold => {
@@ -225,10 +237,8 @@ impl History {
         let finding = match failure {
             // A copy of it may be whole.
             Failure::Damaged => Finding::PassOver,
-            Failure::Refused(why) if !images.proven.contains(&id) => {
-                self.suspects.add(id, Some(Evidence::Refused(why.clone())))
-            }
-            Failure::Refused(_) | Failure::Unexplained(_) => self.suspects.add(id, None),
+            Failure::Refused(why) => self.suspects.add(id, Some(Evidence::Refused(why.clone()))),
+            Failure::Unexplained(_) => self.suspects.add(id, None),
             Failure::NotNow(_) => self.suspects.pass_over(id),
             Failure::FilesGone(_) => self.suspects.leave(id),
         };
@@ -305,13 +315,13 @@ impl History {
 }
 
 /// What a death soon after a restore says about the image.
-fn evidence(death: Death) -> Option<Evidence> {
+fn evidence(death: Death, uptime: Duration) -> Option<Evidence> {
     // Somebody outside sends these; what goes wrong inside a program sends others.
     const FROM_OUTSIDE: [i32; 4] = [libc::SIGKILL, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
     match death {
         Death::Ended(Ended::Signal(signal)) if FROM_OUTSIDE.contains(&signal) => None,
-        Death::Ended(ended) => Some(Evidence::Died(Some(ended))),
-        Death::Judged => Some(Evidence::Died(None)),
+        Death::Ended(ended) => Some(Evidence::Died { ended: Some(ended), uptime }),
+        Death::Judged => Some(Evidence::Died { ended: None, uptime }),
         Death::Excused(_) | Death::Lost | Death::Unloaded => None,
     }
 }

@@ -131,8 +131,8 @@ pub struct Rotation {
     stop: Arc<EventFd>,
 }
 
-/// Between two looks at files that grow. A job that writes 2 GB/s gets 200 MB further meanwhile.
-const PAUSE: Duration = Duration::from_millis(100);
+/// Between two looks at files that grow. A job that writes 2 GB/s gets 40 MB further meanwhile.
+const PAUSE: Duration = Duration::from_millis(20);
 
 impl Rotation {
     /// Rotates until this is dropped.

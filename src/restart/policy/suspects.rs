@@ -1,6 +1,7 @@
 //! What speaks against images, in this run.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
 
 use crate::store::{BadWhy, ImageId};
 use crate::sys::spawn::Ended;
@@ -8,16 +9,36 @@ use crate::sys::spawn::Ended;
 /// A failure that nothing but the image explains.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Evidence {
-    /// The job died like this soon after a restore; None where it was ended for what it did, or did not do.
-    Died(Option<Ended>),
+    /// The job died soon after a restore.
+    Died {
+        /// How; None where it was ended for what it did, or did not do.
+        ended: Option<Ended>,
+        /// After so long.
+        uptime: Duration,
+    },
     /// It was not restored, for this reason.
     Refused(String),
 }
 
+/// What is wrong in an image shows at one moment after each restore. What comes from outside, such as a child of the job that
+/// is killed, has the same end and comes at any time.
+const AT_ONE_MOMENT: Duration = Duration::from_millis(250);
+
 impl Evidence {
+    /// Whether it is the same failure.
+    fn is_like(&self, other: &Evidence) -> bool {
+        match (self, other) {
+            (Evidence::Died { ended, uptime }, Evidence::Died { ended: other, uptime: before }) => {
+                ended == other && uptime.abs_diff(*before) <= AT_ONE_MOMENT.max(*uptime.min(before) / 4)
+            }
+            (Evidence::Refused(why), Evidence::Refused(other)) => why == other,
+            (Evidence::Died { .. }, Evidence::Refused(_)) | (Evidence::Refused(_), Evidence::Died { .. }) => false,
+        }
+    }
+
     fn mark(&self) -> Finding {
         match self {
-            Evidence::Died(ended) => {
+            Evidence::Died { ended, .. } => {
                 let how = ended.map(|ended| format!(" ({ended})")).unwrap_or_default();
                 let detail = format!("the job died from it twice within restart.min-uptime{how}");
                 Finding::Mark { why: BadWhy::DiesAgain, detail }
@@ -43,10 +64,9 @@ pub(super) enum Finding {
     },
 }
 
-/// An image may fail so often where there is evidence.
-const TRIES: u32 = 2;
-/// And where there is none: most of what fails from outside is over soon, and an older image costs work.
-const TRIES_WITHOUT_EVIDENCE: u32 = 4;
+/// An image may fail so often without the same failure twice in a row: most of what comes from outside is over soon, and an
+/// older image costs work.
+const TRIES: u32 = 4;
 
 #[derive(Debug, Clone, Default)]
 struct Suspect {
@@ -66,26 +86,30 @@ enum Passed {
     ForGood,
 }
 
+/// So many deaths that are alike, in a row, from whichever images.
+const ROW: u32 = 4;
+
 /// What speaks against images.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Suspects(BTreeMap<ImageId, Suspect>);
+pub(super) struct Suspects {
+    images: BTreeMap<ImageId, Suspect>,
+    /// The last death soon after a restore, and how many before it were alike.
+    row: Option<(Evidence, u32)>,
+}
 
 impl Suspects {
     /// A failure more.
     pub(super) fn add(&mut self, id: ImageId, evidence: Option<Evidence>) -> Finding {
-        let suspect = self.0.entry(id).or_default();
+        let suspect = self.images.entry(id).or_default();
         suspect.failures += 1;
         let before = std::mem::replace(&mut suspect.evidence, evidence);
         match &suspect.evidence {
-            Some(now) if before.as_ref() == Some(now) => {
+            Some(now) if before.is_some_and(|before| now.is_like(&before)) => {
                 suspect.passed = Passed::ForNow;
                 now.mark()
             }
-            now => {
-                let tries = if now.is_some() && before.is_some() { TRIES } else { TRIES_WITHOUT_EVIDENCE };
-                if suspect.failures < tries {
-                    return Finding::TryAgain;
-                }
+            _ if suspect.failures < TRIES => Finding::TryAgain,
+            _ => {
                 suspect.passed = Passed::ForNow;
                 Finding::PassOver
             }
@@ -94,27 +118,55 @@ impl Suspects {
 
     /// Another one has its turn.
     pub(super) fn pass_over(&mut self, id: ImageId) -> Finding {
-        self.0.entry(id).or_default().passed = Passed::ForNow;
+        self.images.entry(id).or_default().passed = Passed::ForNow;
         Finding::PassOver
+    }
+
+    /// A death soon after a restore, from whichever image. Answers whether it makes the row long enough, which begins anew then.
+    pub(super) fn is_row(&mut self, evidence: Option<&Evidence>) -> bool {
+        let Some(now) = evidence else {
+            self.row = None;
+            return false;
+        };
+        let before = self.row.take().filter(|(before, _)| now.is_like(before)).map_or(0, |(_, count)| count);
+        if before + 1 >= ROW {
+            return true;
+        }
+        self.row = Some((now.clone(), before + 1));
+        false
+    }
+
+    /// A life was long enough.
+    pub(super) fn end_row(&mut self) {
+        self.row = None;
+    }
+
+    /// The newest proven image has its turn, if there is one.
+    pub(super) fn pass_over_newer_than(&mut self, good: impl Iterator<Item = ImageId>, proven: &BTreeSet<ImageId>) {
+        let good: Vec<ImageId> = good.collect();
+        let Some(newest_proven) = good.iter().copied().filter(|id| proven.contains(id)).max() else { return };
+        for id in good.into_iter().filter(|id| *id > newest_proven) {
+            self.pass_over(id);
+        }
     }
 
     /// It is of no use in this run.
     pub(super) fn leave(&mut self, id: ImageId) -> Finding {
-        self.0.entry(id).or_default().passed = Passed::ForGood;
+        self.images.entry(id).or_default().passed = Passed::ForGood;
         Finding::PassOver
     }
 
     /// The job has lived on from it.
     pub(super) fn clear(&mut self, id: ImageId) {
-        self.0.remove(&id);
+        self.images.remove(&id);
     }
 
     pub(super) fn is_passed_over(&self, id: ImageId) -> bool {
-        self.0.get(&id).is_some_and(|suspect| suspect.passed != Passed::No)
+        self.images.get(&id).is_some_and(|suspect| suspect.passed != Passed::No)
     }
 
     /// Begins anew with those that are not left for good.
     pub(super) fn forget_passed_over(&mut self) {
-        self.0.retain(|_, suspect| suspect.passed == Passed::ForGood);
+        self.images.retain(|_, suspect| suspect.passed == Passed::ForGood);
     }
 }

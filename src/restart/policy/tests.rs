@@ -191,13 +191,28 @@ fn a_mark_needs_the_same_failure_twice() {
     assert_eq!(walk.fails(3, refused("bad size")), (3, WAITS, None));
     assert_eq!(walk.fails(3, refused("bad size")), (2, AT_ONCE, Some(3)));
     assert_eq!(walk.fails(2, refused("bad size")), (2, WAITS, None));
-    assert_eq!(walk.fails(2, refused("bad mode")), (1, AT_ONCE, None), "another reason each time");
-    assert_eq!(walk.fails(1, refused("x")), (1, WAITS, None));
-    assert_eq!(walk.dies(1, CRASH), (2, WAITS, None), "nor is a refusal a death; and what was passed over comes back");
+    assert_eq!(walk.fails(2, refused("bad mode")), (2, WAITS, None), "another reason each time");
+    assert_eq!(walk.fails(2, refused("bad size")), (2, WAITS, None));
+    assert_eq!(walk.dies(2, CRASH), (1, AT_ONCE, None), "nor is a refusal a death");
     let mut walk = Walk::new(&[2, 1]);
     let exit = |code| Death::Ended(Ended::Exit(code));
     assert_eq!(walk.dies(2, exit(3)), (2, WAITS, None));
-    assert_eq!(walk.dies(2, exit(4)), (1, AT_ONCE, None));
+    assert_eq!(walk.dies(2, exit(4)), (2, WAITS, None));
+    assert_eq!(walk.dies(2, exit(4)), (1, AT_ONCE, Some(2)));
+}
+
+#[test]
+fn deaths_at_different_times_are_not_the_same_failure() {
+    let seconds = Duration::from_secs_f64;
+    let marks = |first: f64, second: f64| {
+        let (mut history, images, now) = (History::default(), Images::good([id(1)]), Instant::now());
+        let mut dies =
+            |uptime| history.after_death(CRASH, From::Image(id(1)), seconds(uptime), &images, &policy(), now);
+        assert!(dies(first).mark().is_none());
+        dies(second).mark().is_some()
+    };
+    assert!(marks(0.1, 0.2) && marks(0.0, 0.25) && marks(8.0, 9.9));
+    assert!(!marks(0.1, 0.9) && !marks(8.0, 11.0) && !marks(11.0, 8.0));
 }
 
 #[test]
@@ -224,7 +239,7 @@ fn nothing_from_outside_is_evidence() {
 }
 
 #[test]
-fn one_that_is_proven_is_passed_over_and_never_marked() {
+fn one_that_is_proven_is_not_marked_for_a_death() {
     let mut walk = Walk::new(&[2, 1]);
     walk.images.proven = [id(2)].into();
     for _ in 0..3 {
@@ -234,7 +249,11 @@ fn one_that_is_proven_is_passed_over_and_never_marked() {
     walk.images = Images { others: true, ..walk.images };
     walk.images.good.retain(|other| *other != id(1));
     assert_eq!(walk.fails(1, Failure::Damaged), (2, WAITS, None));
+    // That it is refused, for one reason, is another thing.
     assert_eq!(walk.fails(2, Failure::Refused("bad size".into())), (2, WAITS, None));
+    let last = Failure::Refused("bad size".into());
+    let last = walk.history.after_image_failure(id(2), &last, &walk.images, &walk.policy, Instant::now());
+    assert!(matches!(last, Decision::NoUsableImage { mark: Some(_) }), "{last:?}");
 }
 
 #[test]
@@ -265,4 +284,34 @@ fn the_walk_down_is_not_counted_and_files_that_are_gone_stay_gone() {
     assert_eq!(walk.fails(2, slow()), (1, AT_ONCE, None));
     let last = walk.history.after_image_failure(id(1), &slow(), &walk.images, &walk.policy, Instant::now());
     assert!(matches!(last, Decision::GiveUp { ref why, mark: None } if why.contains("max-restarts")), "{last:?}");
+}
+
+#[test]
+fn a_life_that_took_an_image_says_nothing_about_the_one_before() {
+    let mut walk = Walk::new(&[1]);
+    for newest in 2..9 {
+        // Restored from the one before, it takes another and dies; at another time each time.
+        walk.images.good.insert(0, id(newest));
+        let (now, uptime) = (Instant::now(), Duration::from_secs(u64::from(newest % 2) * 9 + 1));
+        let death =
+            walk.history.after_death(CRASH, From::Image(id(newest - 1)), uptime, &walk.images, &walk.policy, now);
+        assert_eq!((from(&death), death.mark()), (From::Image(id(newest)), None));
+    }
+}
+
+#[test]
+fn lives_that_end_alike_after_an_image_each_go_back_to_the_proven_one() {
+    let mut walk = Walk::new(&[2, 1]);
+    walk.images.proven = [id(1)].into();
+    walk.policy.max_restarts = 100;
+    for newest in 3..6 {
+        walk.images.good.insert(0, id(newest));
+        assert_eq!(walk.dies(newest - 1, CRASH), (newest, WAITS, None));
+    }
+    walk.images.good.insert(0, id(6));
+    assert_eq!(walk.dies(5, CRASH).0, 1, "none of those since is taken, and none is marked");
+    // From there it lives: what it takes then is the newest.
+    walk.images.good.insert(0, id(7));
+    let lived = walk.history.after_death(CRASH, From::Image(id(1)), LATER, &walk.images, &walk.policy, Instant::now());
+    assert_eq!(from(&lived), From::Image(id(7)));
 }

@@ -20,6 +20,7 @@
 //! next one finds the tmpfs and goes on from what is in it.
 
 pub mod admission;
+pub mod leftovers;
 mod slot;
 mod take;
 
