@@ -257,7 +257,8 @@ pub(super) fn put_folder_back(aside: &Aside<'_>, may_give: bool) -> Result<(), R
     let folder = aside.folder;
     for entry in &folder.entries {
         let path = &*entry.path;
-        let present = fs::symlink_metadata(path).ok();
+        // The folder itself may be reached by a link.
+        let present = if entry.path == folder.path { fs::metadata(path) } else { fs::symlink_metadata(path) }.ok();
         let is_same = present.as_ref().is_some_and(|present| match &entry.kind {
             TrackedKind::File => present.is_file(),
             TrackedKind::Folder { .. } => present.is_dir(),

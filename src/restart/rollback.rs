@@ -662,6 +662,7 @@ mod tests {
         let folder = TrackedFolder {
             path: data.as_path().into(),
             entries: vec![
+                TrackedEntry { path: data.as_path().into(), kind: TrackedKind::Folder { mode: 0o40_755, owner } },
                 entry("sub", TrackedKind::Folder { mode: 0o40_700, owner }),
                 entry("sub/gone", TrackedKind::File),
                 entry("table", TrackedKind::File),

@@ -15,7 +15,7 @@
 mod copy;
 mod select;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -103,17 +103,26 @@ pub(super) struct Captured {
     pub(super) read: BTreeMap<PathBuf, KeptCopy>,
 }
 
-/// A file that was opened.
+/// A file that was looked at.
 struct Found {
     path: PathBuf,
-    file: File,
     metadata: fs::Metadata,
     medium: Medium,
     mapped: bool,
+    /// Whether the job's user can read it.
+    is_readable: bool,
     /// What it is put back together with.
     group: PathBuf,
+}
+
+/// A file while it is captured.
+struct Opened {
+    file: File,
     shared: Option<File>,
 }
+
+/// So many files are open at a time: a database has thousands.
+const OPEN_AT_A_TIME: usize = 200;
 
 impl Contents {
     pub(super) fn new(tracked: &[PathBuf], ours: Vec<PathBuf>, limit: u64) -> Contents {
@@ -153,15 +162,17 @@ impl Contents {
             if cancelled() {
                 break;
             }
-            if file.shares_blocks(view) {
+            // It may be gone by now.
+            let Some(Opened { file: open, shared }) = view.with(|way| file.open(way, true))?? else { continue };
+            if shared.is_some() {
                 // Sharing writes what is dirty to the disk first: better now than in the freeze.
-                let _ = file.file.sync_data();
+                let _ = open.sync_data();
                 continue;
             }
             let part = self.next_part()?;
             let began = SystemTime::now();
-            let stamp = Stamp::of(&file.file.metadata()?);
-            match copy::whole(&file.file, stamp.size, &create(draft, &part)?, cancelled) {
+            let stamp = Stamp::of(&open.metadata()?);
+            match copy::whole(&open, stamp.size, &create(draft, &part)?, cancelled) {
                 Err(_) if cancelled() => break,
                 done => done?,
             }
@@ -187,37 +198,40 @@ impl Contents {
         for path in mapped {
             written.entry(path).or_default().mapped = true;
         }
-        let (mut found, absent, tracked) = self.find(written, view)?;
+        let (found, absent, tracked) = self.find(written, view)?;
         let kept = self.within_limit(&found);
-        self.share(&mut found, &kept, view)?;
         let mut captured = Captured { tracked, ..Captured::default() };
-        let mut copies = Vec::new();
-        for file in found {
-            let is_kept = kept.contains(&file.group);
-            let part = match is_kept {
-                true => Some(self.take(&file, draft, &mut copies)?),
-                false => None,
-            };
-            let stamp = Stamp::of(&file.metadata);
-            let path = job_path(&file.path)?;
-            let group = (file.group != file.path).then(|| job_path(&file.group)).transpose()?;
-            let known = match files.iter_mut().find(|known| known.path == path) {
-                Some(known) => known,
-                None => {
-                    files.push(OpenFile::new(path, stamp.size));
-                    files.last_mut().ok_or(io::ErrorKind::OutOfMemory)?
-                }
-            };
-            known.size = stamp.size;
-            known.mode = Some(file.metadata.mode());
-            known.owner = part.is_some().then(|| Owner { uid: file.metadata.uid(), gid: file.metadata.gid() });
-            (known.part, known.stamp, known.group) = (part, Some(stamp), group);
-            if let (None, Some(shared)) = (&known.part, file.shared) {
-                drop(shared);
+        let places = files.iter().enumerate().map(|(at, file)| (file.path.to_path_buf(), at));
+        let places: HashMap<PathBuf, usize> = places.collect();
+        for batch in found.chunks(OPEN_AT_A_TIME) {
+            let copied: Vec<&Found> =
+                batch.iter().filter(|file| kept.contains(&file.group) && !self.is_copied(file)).collect();
+            // A switch of rights for all of them: each takes a thread.
+            let opened = view.with(|way| {
+                let shares = self.shared.len() < OPEN_AT_A_TIME;
+                let open = |file: &&Found| file.open(way, shares && !self.ahead.contains_key(&file.path));
+                copied.iter().map(open).collect::<io::Result<Vec<_>>>()
+            })??;
+            let mut opened: HashMap<&Path, Opened> =
+                copied.iter().zip(opened).filter_map(|(file, opened)| Some((file.path.as_path(), opened?))).collect();
+            let mut copies = Vec::new();
+            for file in batch {
+                let part = match kept.contains(&file.group) {
+                    true => Some(self.take(file, opened.remove(file.path.as_path()), draft, &mut copies)?),
+                    false => None,
+                };
+                let known = match places.get(&file.path).and_then(|at| files.get_mut(*at)) {
+                    Some(known) => known,
+                    None => {
+                        files.push(OpenFile::new(job_path(&file.path)?, 0));
+                        files.last_mut().ok_or(io::ErrorKind::OutOfMemory)?
+                    }
+                };
+                file.describe(part, known)?;
             }
+            copy::all(copies, &|| false)?;
         }
-        tracing::debug!(files = files.len(), stretches = copies.len(), shared = self.shared.len(), "files of the job");
-        copy::all(copies, &|| false)?;
+        tracing::debug!(files = found.len(), shared = self.shared.len(), "files of the job");
         captured.absent = absent.iter().map(|path| job_path(path)).collect::<io::Result<_>>()?;
         // One that was closed since is in no image.
         for (_, ahead) in std::mem::take(&mut self.ahead) {
@@ -269,21 +283,33 @@ impl Contents {
         Ok(())
     }
 
+    /// Whether the copy from before the freeze is right.
+    fn is_copied(&self, file: &Found) -> bool {
+        let same = |ahead: &Ahead| ahead.is_telling && ahead.stamp == Stamp::of(&file.metadata);
+        !file.mapped && self.ahead.get(&file.path).is_some_and(same)
+    }
+
     /// Has the content of a file come into the image: it is there, or will be read later, or is to be copied now.
-    fn take(&mut self, file: &Found, draft: &Path, copies: &mut Vec<copy::Job>) -> io::Result<PartPath> {
+    fn take(
+        &mut self,
+        file: &Found,
+        opened: Option<Opened>,
+        draft: &Path,
+        copies: &mut Vec<copy::Job>,
+    ) -> io::Result<PartPath> {
         let size = file.metadata.size();
-        if let Some(shared) = &file.shared {
-            let part = self.next_part()?;
-            self.shared.push(Shared { copy: shared.try_clone()?, part: part.clone(), size });
-            return Ok(part);
-        }
+        let is_copied = self.is_copied(file);
         let ahead = self.ahead.remove(&file.path);
-        if let Some(ahead) = &ahead
-            && ahead.is_telling
-            && !file.mapped
-            && ahead.stamp == Stamp::of(&file.metadata)
-        {
+        if let Some(ahead) = ahead.as_ref().filter(|_| is_copied) {
             return Ok(ahead.part.clone());
+        }
+        let gone =
+            || io::Error::new(io::ErrorKind::NotFound, format!("{} cannot be read any more", file.path.display()));
+        let Opened { file: open, shared } = opened.ok_or_else(gone)?;
+        if let Some(copy) = shared {
+            let part = self.next_part()?;
+            self.shared.push(Shared { copy, part: part.clone(), size });
+            return Ok(part);
         }
         let (part, into) = match ahead {
             Some(ahead) => {
@@ -296,11 +322,11 @@ impl Contents {
                 (part, into)
             }
         };
-        copies.extend(copy::jobs(file.file.try_clone()?, size, file.has_holes(), into)?);
+        copies.extend(copy::jobs(open, size, file.has_holes(), into)?);
         Ok(part)
     }
 
-    /// Opens the files, those that belong to them and those of tracked folders. Answers the names too that are missing beside
+    /// Looks at the files, at those that belong to them and those of tracked folders. Answers the names too that are missing beside
     /// databases, and what is in tracked folders.
     #[allow(clippy::type_complexity, reason = "three lists, used at two places in this file")]
     fn find(
@@ -313,6 +339,10 @@ impl Contents {
             wanted.retain(|path, _| !self.ours.iter().any(|ours| path.starts_with(ours)));
             for folder in &self.tracked {
                 let entries = select::below(folder, way);
+                if entries.is_empty() {
+                    // It is not there.
+                    continue;
+                }
                 for (path, kind) in &entries {
                     if *kind == TrackedKind::File {
                         wanted.entry(path.clone()).or_default().append = false;
@@ -333,15 +363,26 @@ impl Contents {
                     absent.extend(missing);
                 }
             }
-            let found = wanted.into_iter().filter_map(|(path, usage)| self.open(path, usage, way)).collect();
-            (found, absent.into_iter().collect(), tracked)
-        })
+            let mut found = Vec::new();
+            for (path, usage) in wanted {
+                found.extend(self.look(path, usage, way)?);
+            }
+            Ok((found, absent.into_iter().collect(), tracked))
+        })?
     }
 
-    /// None where its content is no part of the job's state, or cannot be read: then its size is all that is known.
-    fn open(&self, path: PathBuf, usage: select::Use, way: &dyn Fn(&Path) -> PathBuf) -> Option<Found> {
-        let file = durable::open_for_reading(&way(&path)).ok()?;
-        let (metadata, medium) = (file.metadata().ok()?, Medium::of(&file).ok()?);
+    /// None where its content is no part of the job's state, or it is gone: then its size is all that is known.
+    fn look(&self, path: PathBuf, usage: select::Use, way: &dyn Fn(&Path) -> PathBuf) -> io::Result<Option<Found>> {
+        let (metadata, medium, is_readable) = match durable::open_for_reading(&way(&path)) {
+            Ok(file) => (file.metadata()?, Medium::of(&file)?, true),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => match fs::symlink_metadata(way(&path)) {
+                Ok(metadata) if metadata.is_file() => (metadata, Medium::Disk, false),
+                _ => return Ok(None),
+            },
+            // Nothing is left out because we are short of something.
+            Err(error) if is_ours(&error) => return Err(error),
+            Err(_) => return Ok(None),
+        };
         let is_state = match medium {
             Medium::Memory => true,
             Medium::Kernel => false,
@@ -351,7 +392,7 @@ impl Contents {
             Some(folder) => folder.clone(),
             None => select::database_of(&path, way).unwrap_or_else(|| path.clone()),
         };
-        is_state.then_some(Found { path, file, metadata, medium, mapped: usage.mapped, group, shared: None })
+        Ok(is_state.then_some(Found { path, metadata, medium, mapped: usage.mapped, is_readable, group }))
     }
 
     fn is_tracked(&self, path: &Path) -> bool {
@@ -363,8 +404,11 @@ impl Contents {
         let mut groups: BTreeMap<&Path, (u64, bool)> = BTreeMap::new();
         for file in found {
             let group = groups.entry(&file.group).or_insert((0, true));
-            group.0 += file.bytes();
+            group.0 = group.0.saturating_add(file.bytes());
             group.1 &= file.medium == Medium::Memory;
+            if !file.is_readable {
+                group.0 = u64::MAX;
+            }
         }
         let mut groups: Vec<_> =
             groups.into_iter().map(|(path, (bytes, in_memory))| (in_memory, bytes, path)).collect();
@@ -380,28 +424,6 @@ impl Contents {
             kept.insert(path.to_path_buf());
         }
         kept
-    }
-
-    /// Makes copies that share blocks, of all that are large enough for it to matter. A file system that cannot is asked once.
-    fn share(&self, found: &mut [Found], kept: &BTreeSet<PathBuf>, view: View<'_>) -> io::Result<()> {
-        let mut cannot = BTreeSet::new();
-        let large = |file: &&mut Found| file.medium == Medium::Disk && file.metadata.size() >= AHEAD_FROM;
-        let mut large: Vec<_> = found.iter_mut().filter(|file| kept.contains(&file.group)).filter(large).collect();
-        large.retain(|file| !self.ahead.contains_key(&file.path));
-        if large.is_empty() {
-            return Ok(());
-        }
-        view.with(|way| {
-            for file in large {
-                let Some(folder) = file.path.parent().filter(|_| !cannot.contains(&file.metadata.dev())) else {
-                    continue;
-                };
-                match blocks::shared_copy(&file.file, &way(folder)) {
-                    Ok(copy) => file.shared = Some(copy),
-                    Err(_) => drop(cannot.insert(file.metadata.dev())),
-                }
-            }
-        })
     }
 
     fn next_part(&mut self) -> io::Result<PartPath> {
@@ -421,11 +443,36 @@ impl Found {
         self.metadata.blocks() * 512 < self.metadata.size()
     }
 
-    fn shares_blocks(&self, view: View<'_>) -> bool {
-        let folder = self.path.parent().unwrap_or(&self.path);
-        self.medium == Medium::Disk
-            && view.with(|way| blocks::shared_copy(&self.file, &way(folder)).is_ok()).unwrap_or(false)
+    /// None where it is gone. With a copy that shares its blocks if that is wanted, the file is large enough for it to matter,
+    /// and the file system can.
+    fn open(&self, way: &dyn Fn(&Path) -> PathBuf, shares: bool) -> io::Result<Option<Opened>> {
+        let file = match durable::open_for_reading(&way(&self.path)) {
+            Err(error) if is_ours(&error) => return Err(error),
+            Err(_) => return Ok(None),
+            Ok(file) => file,
+        };
+        let is_large = self.medium == Medium::Disk && self.metadata.size() >= AHEAD_FROM;
+        let folder = self.path.parent().filter(|_| shares && is_large);
+        let shared = folder.and_then(|folder| blocks::shared_copy(&file, &way(folder)).ok());
+        Ok(Some(Opened { file, shared }))
     }
+
+    /// Notes what is known of it, beside its descriptors.
+    fn describe(&self, part: Option<PartPath>, known: &mut OpenFile) -> io::Result<()> {
+        let stamp = Stamp::of(&self.metadata);
+        known.size = stamp.size;
+        known.mode = Some(self.metadata.mode());
+        known.owner = part.is_some().then(|| Owner { uid: self.metadata.uid(), gid: self.metadata.gid() });
+        known.group = (self.group != self.path).then(|| job_path(&self.group)).transpose()?;
+        (known.part, known.stamp) = (part, Some(stamp));
+        Ok(())
+    }
+}
+
+/// Whether it says something of us, or of the machine, and nothing of the file.
+fn is_ours(error: &io::Error) -> bool {
+    let codes = [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::EIO];
+    error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
 fn is_settled(stamp: &Stamp, now: SystemTime) -> bool {
@@ -459,7 +506,7 @@ fn note<'a>(left_out: impl Iterator<Item = &'a OpenFile>, limit: u64) -> Option<
     }
     let limit = match limit {
         0 => "memory has no room for it".to_owned(),
-        limit => format!("it does not fit into snapshot.file-limit, {}", ByteSize::b(limit)),
+        limit => format!("it does not fit into snapshot.file-limit, {}, or cannot be read", ByteSize::b(limit)),
     };
     Some(format!(
         "the job rewrites {names}, and the content is not in the image, because {limit}. A restore is refused if one of \

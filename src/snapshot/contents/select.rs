@@ -126,9 +126,11 @@ pub(super) fn data_folders(tree: &[i32]) -> Vec<PathBuf> {
     found
 }
 
-/// All that is below a folder, each folder before what is in it. What cannot be read is left out.
+/// A folder and all that is below it, each folder before what is in it. What cannot be read is left out.
 pub(super) fn below(folder: &Path, way: &dyn Fn(&Path) -> PathBuf) -> Vec<(PathBuf, TrackedKind)> {
-    let mut all = Vec::new();
+    let Some(metadata) = fs::metadata(way(folder)).ok().filter(fs::Metadata::is_dir) else { return Vec::new() };
+    let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };
+    let mut all = vec![(folder.to_path_buf(), TrackedKind::Folder { mode: metadata.mode(), owner })];
     let mut left = vec![folder.to_path_buf()];
     while let Some(folder) = left.pop() {
         let Ok(entries) = fs::read_dir(way(&folder)) else { continue };
