@@ -6,8 +6,9 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
 
-use super::{ptrace, wait_for_stop};
+use super::{PAUSE, ptrace, wait_for_stop};
 use crate::sys::process;
 
 /// A lock as fcntl(2) has it: `F_RDLCK` or `F_WRLCK`, the first byte, and how many; 0 is up to the end.
@@ -37,6 +38,8 @@ pub fn take_lock(pid: i32, fd: i32, lock: PosixLock) -> io::Result<()> {
 const SYSCALL: [u8; 2] = [0x0f, 0x05];
 /// Read at once of a program.
 const CHUNK: usize = 1 << 20;
+/// How long the thread may take to stop again, on a machine without a processor for it.
+const STOPS_AGAIN: Duration = Duration::from_secs(10);
 /// More steps are not needed: one, and one for each stop that was in the queue.
 const STEPS: usize = 100;
 
@@ -129,8 +132,12 @@ impl Drop for Guest {
     fn drop(&mut self) {
         let _ = ptrace(libc::PTRACE_SETREGS, self.tid, 0, (&raw const self.registers).addr());
         let _ = ptrace(libc::PTRACE_SETSIGMASK, self.tid, size_of::<u64>(), (&raw const self.mask).addr());
-        // It stops again with the others.
         let _ = ptrace(libc::PTRACE_DETACH, self.tid, 0, 0);
+        // It stops again with the others before it executes an instruction, but not before this call returns.
+        let deadline = Instant::now() + STOPS_AGAIN;
+        while !matches!(process::state(self.tid), None | Some('T' | 'Z' | 'X')) && Instant::now() < deadline {
+            std::thread::sleep(PAUSE);
+        }
     }
 }
 
@@ -171,7 +178,6 @@ fn find_syscall(pid: i32, memory: &File) -> io::Result<u64> {
 #[cfg(test)]
 mod tests {
     use std::process::{Command, Stdio};
-    use std::time::Duration;
 
     use super::*;
     use crate::sys::ptrace::{go_on, stop};
