@@ -212,6 +212,23 @@ fn kill_tree(root: i32) {
     }
 }
 
+/// How long what a failed restore left may take to end.
+const LEFTOVERS_END: Duration = Duration::from_secs(5);
+
+/// Ends what a failed restore left in the host's namespaces of the process that is `root` there. It is a child of ours, and
+/// as long as it is there, alive or not reaped, the next restore finds its pid taken.
+pub(crate) fn end_leftovers(root: i32) {
+    let deadline = std::time::Instant::now() + LEFTOVERS_END;
+    while let Some(left) = crate::sys::criu::find_restored(root) {
+        if std::time::Instant::now() > deadline {
+            return;
+        }
+        kill_tree(left);
+        spawn::reap_strays();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 fn ends_within(child: &Child, limit: Duration) -> bool {
     let deadline = std::time::Instant::now() + limit;
     while std::time::Instant::now() < deadline {

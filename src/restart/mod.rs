@@ -189,6 +189,9 @@ pub fn restore(
                 // Dead and not reaped it would keep its namespace from ending.
                 drop(loader);
                 world.end(None);
+                if matches!(world, World::Host) {
+                    world::end_leftovers(manifest.tree.root);
+                }
                 return Err(match error {
                     Error::Criu(criu::RunError::Cancelled) => Error::Cancelled,
                     Error::Criu(error)
