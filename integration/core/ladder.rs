@@ -100,7 +100,8 @@ fn after_a_crash_an_image_is_taken_whose_files_are_still_there() {
     let mut run = lab.run(["python3", "-c", &text]);
     count_on(&lab, &mut run, 5);
     run.snapshot(&lab);
-    std::fs::write(lab.file("data"), "of the job").unwrap();
+    // Too large for a copy in the image.
+    std::fs::write(lab.file("data"), vec![b'x'; 20 << 20]).unwrap();
     run.wait_printed("mapped\n");
     run.snapshot(&lab);
     run.snapshot(&lab);
