@@ -21,7 +21,9 @@ pub(super) fn files(criu_dir: &Path, work: &Work<'_>) -> Result<Vec<MappedFile>,
     };
     let found = image::checked_files(criu_dir)?.into_iter();
     let kept = &work.captured.read;
-    let is_known = |file: &CheckedFile| kept.contains_key(&file.path) || is_seen_from_here(file);
+    // One that is kept may be gone already.
+    let is_gone = |file: &CheckedFile| kept.contains_key(&file.path) && std::fs::symlink_metadata(&file.path).is_err();
+    let is_known = |file: &CheckedFile| is_gone(file) || is_seen_from_here(file);
     let described = |file: CheckedFile| {
         let copy = kept.get(&file.path).cloned();
         described(file, copy)
