@@ -109,11 +109,10 @@ fn criu_fails_with(staging: &str, image: &str) {
     let after = |what: &str| format!("\"$real\" \"$@\"; {what}; exit 0");
     // What was received from a FIFO is out of reach.
     let pages = if staging == "ram" { "pagemap-*" } else { "pages-*" };
-    let cases: [(String, &[&str]); 8] = [
+    // A kill at any other moment is no case: while its code is in a process, that ends with SIGTRAP, and the job is restored.
+    let cases: [(String, &[&str]); 7] = [
         ("exit 1".into(), &["dump: ", "without an answer (exit code 1)"]),
         ("kill -9 $$".into(), &["dump: ", "without an answer (signal SIGKILL)"]),
-        // In the middle of its work.
-        ("( sleep 0.03; kill -9 $$ ) & exec \"$real\" \"$@\"".into(), &["dump: "]),
         ("exec sleep 600".into(), &["dump: ", "did not finish within 1s"]),
         (after(&format!("truncate -s 8 {image}/criu/{pages}.img")), &["dump: the image is not whole"]),
         (after(&format!("rm {image}/criu/pagemap-*.img")), &["dump: the image is not whole"]),
