@@ -59,7 +59,7 @@ def main():
     rules = {rule["action"]: rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"] if "onExitCodes" in rule}
     codes = exit_codes()
     assert rules["Ignore"] == [75, 128 + 15]
-    again = ["Usage", "Missing", "Config", "NotExecutable", "NotFound"]
+    again = ["Usage", "NoUsableImage", "Missing", "Config", "NotExecutable", "NotFound"]
     assert sorted(rules["FailJob"]) == sorted(codes[name] for name in again), (rules, codes)
     added = set(container["securityContext"]["capabilities"]["add"])
     assert added == essential_capabilities(), added ^ essential_capabilities()
