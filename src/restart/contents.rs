@@ -12,7 +12,7 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::rollback::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room, options};
+use super::rollback::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room};
 use crate::store::JobPath;
 use crate::store::manifest::{MappedFile, OpenFile, TrackedFolder, TrackedKind};
 use crate::sys::blocks::Medium;
@@ -137,19 +137,24 @@ fn keep_blocks(
     Ok((kept, bytes))
 }
 
-/// Makes a file that is not here.
+/// Makes a file that is not here. It has its name only when it is whole, with its mode and owner: who is killed before leaves
+/// none, and nobody reads it meanwhile.
 pub(super) fn make(file: &OpenFile, content: &File, may_give: bool) -> Result<(), RollbackError> {
     let path = &*file.path;
-    let made = options().create_new(true).open(path).map_err(failed("create", path))?;
+    let mut temp = OsString::from(durable::TEMP_PREFIX);
+    temp.push(path.file_name().unwrap_or_default());
+    temp.push(".restored");
+    let unfinished = Unfinished::in_place_of_leftover(&path.with_file_name(temp)).map_err(failed("create", path))?;
+    let made = unfinished.file();
     let size = content.metadata().map_err(failed("stat", path))?.size();
-    fill(&made, path, content, size)?;
+    fill(made, path, content, size)?;
     if let Some(owner) = file.owner.filter(|_| may_give) {
-        std::os::unix::fs::fchown(&made, Some(owner.uid), Some(owner.gid)).map_err(failed("chown", path))?;
+        std::os::unix::fs::fchown(made, Some(owner.uid), Some(owner.gid)).map_err(failed("chown", path))?;
     }
     let mode = Permissions::from_mode(file.mode.unwrap_or_default() & 0o7777);
     made.set_permissions(mode).map_err(failed("chmod", path))?;
-    set_times(&made, file);
-    Ok(())
+    set_times(made, file);
+    unfinished.replace(path).map_err(failed("rename", path))
 }
 
 /// Makes a file again that the job only reads. Answers whether it was gone.

@@ -359,7 +359,7 @@ fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Opt
     }
 }
 
-pub(super) fn options() -> OpenOptions {
+fn options() -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
     options

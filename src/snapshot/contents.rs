@@ -198,8 +198,11 @@ impl Contents {
         for path in mapped {
             written.entry(path).or_default().mapped = true;
         }
-        let (found, absent, tracked) = self.find(written, view)?;
+        let (found, mut absent, mut tracked) = self.find(written, view)?;
         let kept = self.within_limit(&found);
+        // What is not put back is left whole: nothing in it is moved aside.
+        tracked.retain(|folder| kept.contains(folder.path.as_path()));
+        absent.retain(|path| select::beside(path).is_some_and(|database| kept.contains(&database)));
         let mut captured = Captured { tracked, ..Captured::default() };
         let places = files.iter().enumerate().map(|(at, file)| (file.path.to_path_buf(), at));
         let places: HashMap<PathBuf, usize> = places.collect();

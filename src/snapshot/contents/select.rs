@@ -82,12 +82,16 @@ const BESIDE: [&str; 3] = ["-wal", "-shm", "-journal"];
 /// What a database of SQLite begins with.
 const SQLITE: &[u8; 16] = b"SQLite format 3\0";
 
+/// The database that a file belongs to, by its name.
+pub(super) fn beside(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?.as_bytes();
+    let stem = BESIDE.iter().find_map(|ending| name.strip_suffix(ending.as_bytes()))?;
+    Some(path.with_file_name(OsString::from_vec(stem.to_vec())))
+}
+
 /// The database that a file is, or belongs to.
 pub(super) fn database_of(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> Option<PathBuf> {
-    let name = path.file_name()?.as_bytes();
-    let stem = BESIDE.iter().find_map(|ending| name.strip_suffix(ending.as_bytes()));
-    let database = stem.map(|stem| path.with_file_name(OsString::from_vec(stem.to_vec())));
-    [database, Some(path.to_path_buf())].into_iter().flatten().find(|path| is_database(&way(path)))
+    [beside(path), Some(path.to_path_buf())].into_iter().flatten().find(|path| is_database(&way(path)))
 }
 
 fn is_database(path: &Path) -> bool {

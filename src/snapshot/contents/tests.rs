@@ -65,6 +65,10 @@ fn what_is_beyond_the_limit_is_left_out_with_all_that_belongs_to_it_and_named() 
     assert!(files.iter().all(|file| file.stamp.is_some()));
     let [note] = captured.notes.as_slice() else { panic!("{captured:?}") };
     assert!(note.contains("data.db") && note.contains("snapshot.file-limit"), "{note}");
+    assert!(captured.absent.is_empty(), "nothing is moved aside beside a database that is not put back");
+    let (mut all, draft_of_all) = (written(&[&database]), tempfile::tempdir().unwrap());
+    let mut unlimited = Contents::new(&[], Vec::new(), 1 << 30);
+    let captured = unlimited.capture(&mut all, Vec::new(), here(), draft_of_all.path()).unwrap();
     assert_eq!(
         captured.absent.iter().map(|path| path.to_path_buf()).collect::<Vec<_>>(),
         [dir.path().join("data.db-journal"), dir.path().join("data.db-shm")]
