@@ -506,9 +506,13 @@ impl Running {
     pub(crate) fn job_pid(&mut self, lab: &Lab) -> i32 {
         let begun = self.begun;
         let own = || lab.published().filter(|published| published.begun >= begun);
-        let pid = || own().filter(|p| p.state == "running" && p.pid.is_some_and(alive)).and_then(|p| p.pid);
-        self.wait_for("the job runs", || pid().is_some());
-        pid().unwrap()
+        // Kept as it was seen: a snapshot that begins a moment later changes the state again.
+        let mut pid = None;
+        self.wait_for("the job runs", || {
+            pid = own().filter(|p| p.state == "running" && p.pid.is_some_and(alive)).and_then(|p| p.pid);
+            pid.is_some()
+        });
+        pid.unwrap()
     }
 
     /// Kills the job's first process, and waits until the job is back.
