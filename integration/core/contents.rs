@@ -120,7 +120,7 @@ fn a_writable_mapping_where_a_read_only_one_was() {
 /// CRIU takes the lock again, and loses it when it closes the descriptor that it mapped the file with. Two writers of one
 /// database would both have the right to write then.
 #[test]
-fn a_lock_on_a_file_that_is_mapped_is_held_after_a_restore() {
+fn a_lock_on_a_file_that_is_mapped_is_held_when_the_job_runs_again() {
     let Some(lab) = Lab::new() else { return };
     let mut run = start(&lab, "locked");
     let holder = || {
@@ -135,7 +135,10 @@ fn a_lock_on_a_file_that_is_mapped_is_held_after_a_restore() {
         run.crash(&lab);
         count_on(&lab, &mut run, 5);
         assert_eq!(holder(), Some(run.job_pid(&lab)));
+        assert!(!run.err().contains("cannot take its lock"), "another process had it in between:\n{}", run.err());
     }
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    assert!(!lab.output().contains("WRONG"), "{}", lab.output());
     finish(&lab, run);
 }
 

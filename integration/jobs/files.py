@@ -127,9 +127,12 @@ def sqlite_in_a_transaction():
 
 
 def two_writers():
+    made = os.pipe()
     child = os.fork()
-    data = Database("wal", ROWS if child == 0 else 0)
     if child == 0:
+        # SQLite does not wait for a lock while it changes the journal's mode: one at a time.
+        os.read(made[0], 1)
+        data = Database("wal", ROWS)
         n = 0
         while not os.path.exists(path("finish")):
             n += 1
@@ -137,6 +140,8 @@ def two_writers():
             time.sleep(0.01)
         data.check(data.rows)
         os._exit(0)
+    data = Database("wal", 0)
+    os.write(made[1], b"x")
 
     def last():
         need(os.waitpid(child, 0)[1] == 0, "the child has found something wrong")
@@ -308,6 +313,17 @@ def locked():
     file.truncate(4096)
     mapped("locked", 4096, os.O_RDWR, mmap.PROT_READ | mmap.PROT_WRITE)
     fcntl.lockf(file, fcntl.LOCK_EX)
+    if os.fork() == 0:
+        # A child has none of its parent's locks.
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            # Where its parent died, it does not live so long.
+            time.sleep(2)
+            say("WRONG: the lock was free")
+            os._exit(7)
     count(lambda n: None)
 
 

@@ -1,12 +1,13 @@
 //! Locks on files that CRIU loses ([`image::lost_locks`]), taken again before the job runs.
 //!
-//! Each process that held one stands still from the moment that CRIU lets it go until it has its locks back.
+//! Each process that uses a file with a lost lock is stopped from the moment that CRIU lets it go until all such locks are
+//! held again. Otherwise a process that held none could take one first.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::sys::criu::image::LostLock;
+use crate::sys::criu::image::LostLocks;
 use crate::sys::{process, ptrace};
 
 /// How long the threads of a process may take to stop.
@@ -22,29 +23,24 @@ pub struct Error {
     source: io::Error,
 }
 
-/// Has the processes of the tree below `root` that lost locks stand still as soon as CRIU lets them go.
-pub(super) fn hold(root: i32, lost: &[LostLock]) {
-    let had = |pid: &i32| process::inner_pid(*pid).is_some_and(|inner| lost.iter().any(|lost| lost.pid == inner));
-    process::tree(root).into_iter().filter(had).for_each(|pid| drop(ptrace::stop_when_let_go(pid)));
+/// Stops the processes of the tree below `root` that use a file with a lost lock, as soon as CRIU lets them go.
+pub(super) fn hold(root: i32, lost: &LostLocks) {
+    for pid in users(root, lost) {
+        drop(ptrace::stop_when_let_go(pid));
+    }
 }
 
-/// Has them take their locks. Those that are also `held` for something else stay stopped, the others go on.
-pub(super) fn take_again(root: i32, lost: &[LostLock], held: &[i32]) -> Result<(), Error> {
-    if lost.is_empty() {
-        return Ok(());
-    }
+/// Takes the locks again for the processes that held them. Those that are also `held` for something else stay stopped, the
+/// others go on.
+pub(super) fn take_again(root: i32, lost: &LostLocks, held: &[i32]) -> Result<(), Error> {
     let mut waiting = Vec::new();
-    for pid in process::tree(root) {
+    for pid in users(root, lost) {
         let Some(inner) = process::inner_pid(pid) else { continue };
-        let own: Vec<_> = lost.iter().filter(|lost| lost.pid == inner).collect();
-        if own.is_empty() {
-            continue;
-        }
-        for lost in own {
-            let failed = |source| Error { pid: inner, path: lost.path.clone(), source };
+        let failed = |path: &Path, source| Error { pid: inner, path: path.into(), source };
+        for own in lost.locks.iter().filter(|lock| lock.pid == inner) {
             // It runs until the SIGSTOP has come that waits for it.
-            ptrace::stop(pid, STOP_TIMEOUT).map_err(failed)?;
-            ptrace::take_lock(pid, lost.fd, lost.lock).map_err(failed)?;
+            ptrace::stop(pid, STOP_TIMEOUT).map_err(|error| failed(&own.path, error))?;
+            ptrace::take_lock(pid, own.fd, own.lock).map_err(|error| failed(&own.path, error))?;
         }
         if !held.contains(&inner) {
             waiting.push(pid);
@@ -55,4 +51,13 @@ pub(super) fn take_again(root: i32, lost: &[LostLock], held: &[i32]) -> Result<(
         let _ = ptrace::go_on(pid);
     }
     Ok(())
+}
+
+/// The processes that use a file with a lost lock, as we see them.
+fn users(root: i32, lost: &LostLocks) -> Vec<i32> {
+    if lost.users.is_empty() {
+        return Vec::new();
+    }
+    let uses = |pid: &i32| process::inner_pid(*pid).is_some_and(|inner| lost.users.contains(&inner));
+    process::tree(root).into_iter().filter(uses).collect()
 }

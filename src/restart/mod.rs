@@ -34,7 +34,7 @@ use crate::store::manifest::PidNamespace;
 use crate::store::persist::Progress;
 use crate::store::staging::Area;
 use crate::store::{Image, JobFolder, Manifest};
-use crate::sys::criu::image::LostLock;
+use crate::sys::criu::image::LostLocks;
 use crate::sys::criu::lazy::{self, Daemon};
 use crate::sys::criu::{self, Criu, Hooks, Memory, Notify, Place, Plugin, RestoreOptions};
 use crate::sys::spawn::Ended;
@@ -365,7 +365,7 @@ fn run_criu(
     request: &Request<'_>,
     manifest: &Manifest,
     world: &World,
-    (mut loader, lost_locks): (Option<&mut Daemon>, &[LostLock]),
+    (mut loader, lost_locks): (Option<&mut Daemon>, &LostLocks),
     cancelled: &dyn Fn() -> bool,
 ) -> Result<crate::sys::spawn::Child, Error> {
     let images = request.image.dir.join("criu");

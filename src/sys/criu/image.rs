@@ -20,7 +20,7 @@ use prost::Message;
 
 pub use checked::{CheckedFile, checked_files};
 pub use devices::{Replaced, without_devices};
-pub use locks::{LostLock, lost_locks};
+pub use locks::{LostLocks, lost_locks};
 pub use mappings::{correct_access, written_by_mappings};
 pub use queues::{Queues, Stuck, keep_in_flight};
 pub use sockets::{TcpSocket, close_connections_outwards, tcp_sockets};

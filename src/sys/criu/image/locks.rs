@@ -5,7 +5,7 @@
 //! that file (fcntl(2)). So those on files that it has mapped too are gone: SQLite's on the index of a write-ahead log, with
 //! which two processes would write to one place. `restart::locks` has the processes take them again.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use super::devices::{MM, images};
@@ -32,14 +32,23 @@ pub struct LostLock {
     pub lock: PosixLock,
 }
 
+/// The locks that a restore loses, and whom that concerns.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LostLocks {
+    /// The locks.
+    pub locks: Vec<LostLock>,
+    /// The processes that use one of their files, as they see themselves. While a lock is lost, any of these could take it.
+    pub users: BTreeSet<i32>,
+}
+
 /// The locks of the image that a restore loses.
 ///
 /// # Errors
 /// When an image file is missing or damaged.
-pub fn lost_locks(dir: &Path) -> Result<Vec<LostLock>, Error> {
+pub fn lost_locks(dir: &Path) -> Result<LostLocks, Error> {
     let path_of_locks = dir.join("filelocks.img");
     if !path_of_locks.exists() {
-        return Ok(Vec::new());
+        return Ok(LostLocks::default());
     }
     let locks: Vec<FileLockEntry> = Records::open(path_of_locks.clone(), FILE_LOCKS)?.all()?;
     let locks = locks.into_iter().filter(|lock| lock.flag & POSIX != 0);
@@ -49,10 +58,8 @@ pub fn lost_locks(dir: &Path) -> Result<Vec<LostLock>, Error> {
             Some(names) => names,
             None => files.insert(names(dir)?),
         };
-        let ids: Option<KobjIds> = Records::open(dir.join(format!("ids-{}.img", lock.pid)), IDS)?.next()?;
-        let Some(ids) = ids else { continue };
-        let table: Vec<FdinfoEntry> = Records::open(dir.join(format!("fdinfo-{}.img", ids.files)), FDINFO)?.all()?;
-        let file = table.iter().find(|entry| entry.fd.cast_signed() == lock.fd).map(|entry| entry.id);
+        let file =
+            table_of(dir, lock.pid)?.iter().find(|entry| entry.fd.cast_signed() == lock.fd).map(|entry| entry.id);
         let Some(path) = file.and_then(|id| names.get(&id)) else { continue };
         let mapped: BTreeSet<&PathBuf> = mapped_files(dir, lock.pid)?.iter().filter_map(|id| names.get(id)).collect();
         if mapped.contains(path) {
@@ -61,7 +68,31 @@ pub fn lost_locks(dir: &Path) -> Result<Vec<LostLock>, Error> {
             found.push(LostLock { pid: lock.pid, fd: lock.fd, path: path.clone(), lock: held });
         }
     }
-    Ok(found)
+    let mut lost = LostLocks { locks: found, users: BTreeSet::new() };
+    if let (false, Some(names)) = (lost.locks.is_empty(), files) {
+        lost.users = users(dir, &lost.locks, &names)?;
+    }
+    Ok(lost)
+}
+
+/// The processes that have a file of these locks open or mapped.
+fn users(dir: &Path, locks: &[LostLock], names: &BTreeMap<u32, PathBuf>) -> Result<BTreeSet<i32>, Error> {
+    let is_one = |id: &u32| names.get(id).is_some_and(|path| locks.iter().any(|lock| lock.path == *path));
+    let mut users = BTreeSet::new();
+    for (pid, _) in images(dir, "ids-")? {
+        let Ok(pid) = pid.parse() else { continue };
+        if table_of(dir, pid)?.iter().any(|entry| is_one(&entry.id)) || mapped_files(dir, pid)?.iter().any(is_one) {
+            users.insert(pid);
+        }
+    }
+    Ok(users)
+}
+
+/// The descriptors of a process.
+fn table_of(dir: &Path, pid: i32) -> Result<Vec<FdinfoEntry>, Error> {
+    let ids: Option<KobjIds> = Records::open(dir.join(format!("ids-{pid}.img")), IDS)?.next()?;
+    let table = ids.map(|ids| dir.join(format!("fdinfo-{}.img", ids.files))).filter(|table| table.exists());
+    table.map_or(Ok(Vec::new()), |table| Records::open(table, FDINFO)?.all())
 }
 
 fn mapped_files(dir: &Path, pid: i32) -> Result<BTreeSet<u32>, Error> {
