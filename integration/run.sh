@@ -128,7 +128,8 @@ step 'clippy of the reaper' cargo clippy --quiet --manifest-path reaper/Cargo.to
 step 'clippy of the interposer' cargo clippy --quiet --manifest-path preload/Cargo.toml --all-targets -- -D warnings
 step 'clippy of the plugin' cargo clippy --quiet --manifest-path plugin/Cargo.toml --all-targets -- -D warnings
 step 'build' cargo build --quiet --workspace --locked
-step 'tests' cargo test --quiet --workspace --locked
+# All of them, so that one run names all that fails.
+step 'tests' cargo test --quiet --workspace --locked --no-fail-fast
 step 'tests of the interposer' cargo test --quiet --manifest-path preload/Cargo.toml
 step 'tests of the plugin' cargo test --quiet --manifest-path plugin/Cargo.toml
 step 'documentation' env RUSTDOCFLAGS='-D warnings' cargo doc --quiet --workspace --no-deps --locked

@@ -283,7 +283,7 @@ mod tests {
         (0..MOST + 2).for_each(|_| webhook.send(b"{}".to_vec()));
         let began = Instant::now();
         webhook.close(began + Duration::from_millis(300));
-        assert!(began.elapsed() < Duration::from_secs(5));
+        assert!(began.elapsed() < Duration::from_secs(20));
         let said: Vec<String> = reports.try_iter().map(|report| report.why).collect();
         assert!(said.iter().any(|why| why.contains("left out")) && said.iter().any(|why| why.contains("not all")));
     }

@@ -137,7 +137,7 @@ fn a_flood_is_read_slowly_and_a_deaf_client_stops_nothing() {
     }
     let begun = Instant::now();
     drop(hall.server);
-    assert!(begun.elapsed() < Duration::from_secs(1));
+    assert!(begun.elapsed() < Duration::from_secs(10));
 }
 
 #[test]
