@@ -223,3 +223,28 @@ fn a_job_in_the_host_pid_namespace() {
     finish(&lab, run);
     assert_counts_up(&lab.read("daemon.txt"));
 }
+
+/// CRIU dumps it, and refuses to restore it.
+#[test]
+fn a_connection_that_nobody_outside_accepts_is_refused_while_it_is_there() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.retry-after", "\"1h\"").set("snapshot.retry-max", "\"1h\""))
+    else {
+        return;
+    };
+    let outside = std::os::unix::net::UnixListener::bind(lab.file("outside")).unwrap();
+    let mut run = lab.python("kinds.py", &["outside", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(nix::sys::signal::Signal::SIGUSR1);
+    run.wait_said("of process 1001 waits for a program outside the job to accept its connection");
+    count_on(&lab, &mut run, 5);
+    assert!(lab.good().is_empty());
+    std::fs::write(lab.file("close"), "").unwrap();
+    run.wait_for("it is closed", || !lab.file("close").exists());
+    drop(outside);
+    // The tries that follow at once and after a second may take one already.
+    run.signal(nix::sys::signal::Signal::SIGUSR1);
+    run.wait_for("an image", || !lab.good().is_empty());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}

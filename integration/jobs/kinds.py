@@ -531,7 +531,21 @@ def mixed():
     count(check, last)
 
 
+def outside():
+    """A connection that nobody outside has accepted, until the file `close` is there."""
+    stream = socket.socket(socket.AF_UNIX)
+    stream.connect(path("outside"))
+
+    def check(n):
+        if os.path.exists(path("close")):
+            stream.close()
+            os.remove(path("close"))
+
+    count(check)
+
+
 KINDS = {
+    "outside": outside,
     "plain": count,
     "threads": lambda: threads(8),
     "200-threads": lambda: threads(200),

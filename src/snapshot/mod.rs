@@ -51,6 +51,7 @@ use crate::store::retention::survey::NoRoom;
 use crate::store::staging::{self, Area, admission};
 use crate::store::{Image, JobFolder, JobPath, PublishError, WriterLock};
 use crate::supervisor::interval::Choice;
+use crate::sys::criu::image::Dangling;
 use crate::sys::criu::{self, Criu};
 use crate::sys::cuda;
 use crate::sys::sharing;
@@ -159,6 +160,9 @@ pub enum Error {
     /// A process was killed, and the job has yet to hear of it.
     #[error("{0}: no image is taken in which the job has yet to hear of that")]
     Unnoticed(Unnoticed),
+    /// CRIU would refuse to restore the image.
+    #[error("dump: {}", in_words(.0))]
+    Dangling(Vec<Dangling>),
     /// The image CRIU wrote is not whole.
     #[error("dump: the image is not whole: {0}")]
     Image(#[from] criu::image::Error),
@@ -213,6 +217,19 @@ pub enum Error {
     },
 }
 
+fn in_words(sockets: &[Dangling]) -> String {
+    let one = |socket: &Dangling| match socket.process {
+        Some(pid) => format!("UNIX socket {} of process {pid}", socket.inode),
+        None => format!("UNIX socket {}", socket.inode),
+    };
+    let list: Vec<String> = sockets.iter().map(one).collect();
+    format!(
+        "{} waits for a program outside the job to accept its connection, which no restore brings back: see `ss -xp` for \
+         that program, start it inside the job, or close the connection before a snapshot",
+        list.join(", ")
+    )
+}
+
 impl From<staging::TakeError> for Error {
     fn from(error: staging::TakeError) -> Error {
         match error {
@@ -233,7 +250,7 @@ impl Error {
     #[must_use]
     pub fn may_pass(&self) -> bool {
         match self {
-            Error::InFlight(_) | Error::Restless { .. } | Error::Unnoticed(_) => true,
+            Error::InFlight(_) | Error::Restless { .. } | Error::Unnoticed(_) | Error::Dangling(_) => true,
             Error::Dump(criu::RunError::TaskDied { .. }) => true,
             // Neither CRIU nor a helper of it ends this way by itself.
             Error::Dump(criu::RunError::Gone { ended, .. }) => *ended == Ended::Signal(libc::SIGKILL),

@@ -439,8 +439,10 @@ impl<'a> Work<'a> {
         }
         let target = self.target.as_ref().ok_or(Error::Cancelled)?;
         self.contents.complete(target.dir()).map_err(copied)?;
-        criu::image::check_pages(&target.dir().join(CRIU_DIR))?;
-        Ok(())
+        let criu = target.dir().join(CRIU_DIR);
+        criu::image::check_pages(&criu)?;
+        let dangling = criu::image::dangling_sockets(&criu)?;
+        if dangling.is_empty() { Ok(()) } else { Err(Error::Dangling(dangling)) }
     }
 
     fn undo_dump(&mut self) -> Result<(), String> {

@@ -304,6 +304,9 @@ pub(crate) struct ConnectedEntry {
     /// `SOCK_STREAM` and others.
     #[prost(uint32, required, tag = "3")]
     pub kind: u32,
+    /// `USK_CALLBACK` and others of criu/sk-unix.c.
+    #[prost(uint32, required, tag = "6")]
+    pub marks: u32,
     /// The inode of what it is connected to; 0 of one that is not.
     #[prost(uint32, required, tag = "8")]
     pub peer: u32,

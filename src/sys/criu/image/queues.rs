@@ -115,7 +115,7 @@ fn queues(path: &Path) -> Result<BTreeMap<u32, Queue>, Error> {
 
 /// The processes that have each file open. Of several with one table of descriptors it is the first, the one for which
 /// CRIU opens them (`shared_fdt_prepare`).
-fn holders(dir: &Path) -> Result<BTreeMap<u32, BTreeSet<i32>>, Error> {
+pub(super) fn holders(dir: &Path) -> Result<BTreeMap<u32, BTreeSet<i32>>, Error> {
     let mut all: BTreeMap<u32, BTreeSet<i32>> = BTreeMap::new();
     let mut tables = HashSet::new();
     for pid in ids(dir)?.processes {

@@ -46,7 +46,7 @@ impl Scenery {
     }
 
     fn socket_of(mut self, kind: u32, id: u32, peer: u32, pids: &[u32]) -> Scenery {
-        let unix = ConnectedEntry { ino: id + 100, kind, peer: if peer == 0 { 0 } else { peer + 100 } };
+        let unix = ConnectedEntry { ino: id + 100, kind, marks: 0, peer: if peer == 0 { 0 } else { peer + 100 } };
         let mut record = QueuedFileEntry { kind: UNIX, id, unix: None }.encode_to_vec();
         let mut content = unix.encode_to_vec();
         content.extend(UNKNOWN);

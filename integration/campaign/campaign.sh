@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# campaign.sh: kills jobs, their children, their supervisors and CRIU at random moments, fills the disk, loses memory and
+# machines, and fails where anything was lost, was wrong, began anew, was blamed on an image, or is left behind.
+#
+#   integration/campaign/campaign.sh [--kills N] [--jobs N] [--seed N] [--gpu] [--rekindle FILE] [--dir DIR] [--logs DIR]
+#                                    [--minutes M] [--python FILE] [--debug]
+#
+# --kills    faults in all, 60 by default, spread over --jobs jobs at the same time, 2 by default
+# --seed     repeats the faults of a run, as far as the clock allows     --debug    logs of rekindle at level debug
+# --gpu      the jobs have a tensor of 512 MiB on a GPU (needs PyTorch in --python, /usr/bin/python3 by default)
+# --dir      a folder on a disk, /var/tmp by default    --logs     where the logs of a failed job go
+# --minutes  begins no fault after this time
+#
+# Needs root and CRIU 4.2 (REKINDLE_CRIU, or .deps/criu from scripts/deps.sh). docs/campaign.md has what came of it.
+set -euo pipefail
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../.." && pwd)
+target=${CARGO_TARGET_DIR:-$root/target}
+[ "$(id -u)" -eq 0 ] || { echo 'campaign: run it as root' >&2; exit 69; }
+rekindle=$target/debug/rekindle
+[ -x "$rekindle" ] || rekindle=$target/release/rekindle
+if [ -z "${REKINDLE_CRIU:-}" ]; then
+  "$root/scripts/deps.sh" criu
+  export REKINDLE_CRIU=$root/.deps/criu/criu
+fi
+# -B: no folders of byte code in the working tree.
+exec python3 -B "$root/integration/campaign/campaign.py" --rekindle "$rekindle" "$@"
