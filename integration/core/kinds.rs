@@ -51,6 +51,10 @@ macro_rules! kinds {
 }
 
 kinds! {
+    a_lease_on_a_file: "read-lease",
+    terminals_of_the_job_in_several_sessions: "terminals",
+    a_filter_that_one_thread_has: "one-thread-filtered",
+    a_descriptor_on_its_way_in_one_direction: "sent",
     threads: "threads",
     two_hundred_threads: "200-threads",
     children_and_pipes_in_flight: "pipes",
@@ -242,6 +246,24 @@ fn a_connection_that_nobody_outside_accepts_is_refused_while_it_is_there() {
     run.wait_for("it is closed", || !lab.file("close").exists());
     drop(outside);
     // The tries that follow at once and after a second may take one already.
+    run.signal(nix::sys::signal::Signal::SIGUSR1);
+    run.wait_for("an image", || !lab.good().is_empty());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// To look for a build-id CRIU opens the file, which breaks the lease.
+#[test]
+fn no_snapshot_breaks_a_write_lease() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = lab.python("kinds.py", &["write-lease", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(nix::sys::signal::Signal::SIGUSR1);
+    run.wait_said(&format!("has a write lease on {}", lab.file("leased").display()));
+    count_on(&lab, &mut run, 5);
+    std::fs::write(lab.file("release"), "").unwrap();
+    run.wait_for("it is released", || !lab.file("release").exists());
     run.signal(nix::sys::signal::Signal::SIGUSR1);
     run.wait_for("an image", || !lab.good().is_empty());
     run.crash(&lab);

@@ -544,7 +544,112 @@ def outside():
     count(check)
 
 
+def lease(kind):
+    """Any open(2) by somebody else breaks a write lease, with a signal that ends the job; a read lease, one for writing."""
+    with open(path("leased"), "wb") as file:
+        file.write(b"leased")
+    leased = open(path("leased"), "rb" if kind == fcntl.F_RDLCK else "r+b", buffering=0)
+    set_lease, get_lease = 1024, 1025
+    fcntl.fcntl(leased, set_lease, kind)
+
+    held = [kind]
+
+    def check(n):
+        if os.path.exists(path("release")):
+            held[0] = fcntl.F_UNLCK
+            fcntl.fcntl(leased, set_lease, fcntl.F_UNLCK)
+            os.remove(path("release"))
+        need(fcntl.fcntl(leased, get_lease) == held[0], "the lease is gone")
+
+    count(check)
+
+
+def terminals():
+    """One terminal with both ends here, one whose other end has a child in a session of its own, one that leads it."""
+    own, both = os.openpty(), os.openpty()
+    if os.fork() == 0:
+        os.close(both[0])
+        os.setsid()
+        while True:
+            os.write(both[1], b"from a session\n")
+            time.sleep(0.02)
+    os.close(both[1])
+    pid, leader = os.forkpty()
+    if pid == 0:
+        while True:
+            os.write(1, b"from a leader\n")
+            time.sleep(0.02)
+
+    def check(n):
+        os.write(own[1], b"%d\n" % n)
+        need(b"%d\r\n" % n in os.read(own[0], 100), "the terminal of one process")
+        need(b"session" in os.read(both[0], 10000), "the terminal of two sessions")
+        need(b"leader" in os.read(leader, 10000), "the controlling terminal")
+
+    count(check)
+
+
+def one_thread_filtered():
+    """A seccomp filter that one thread has and the others do not: no getcwd."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    class Step(ctypes.Structure):
+        _fields_ = [("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32)]
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_uint16), ("steps", ctypes.POINTER(Step))]
+
+    getcwd, refuse, allow = 79, 0x00050001, 0x7FFF0000
+    steps = (Step * 4)(Step(0x20, 0, 0, 0), Step(0x15, 0, 1, getcwd), Step(6, 0, 0, refuse), Step(6, 0, 0, allow))
+    ready, seen = threading.Event(), [0]
+
+    def filtered():
+        no_new_privileges, set_seccomp, filter_mode = 38, 22, 2
+        need(libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0, "no-new-privileges")
+        need(libc.prctl(set_seccomp, filter_mode, ctypes.byref(Program(4, steps)), 0, 0) == 0, "the filter")
+        ready.set()
+        while True:
+            try:
+                need(not os.getcwd(), "the filter is gone")
+            except PermissionError:
+                seen[0] += 1
+            time.sleep(0.01)
+
+    threading.Thread(target=filtered, daemon=True).start()
+    ready.wait()
+    before = [-1]
+
+    def check(n):
+        os.getcwd()
+        if n % 50 == 0:
+            need(seen[0] > before[0], "the thread stands still")
+            before[0] = seen[0]
+
+    count(check)
+
+
+def sent():
+    """A descriptor on its way in one direction."""
+    pair = socket.socketpair(socket.AF_UNIX)
+    with open(path("sent"), "w+") as file:
+        file.write("what was sent")
+        file.flush()
+        pair[0].sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", file.fileno()))])
+
+    def last(n):
+        _, control, _, _ = pair[1].recvmsg(10, 100)
+        fd = struct.unpack("i", control[0][2][:4])[0]
+        need(os.pread(fd, 100, 0) == b"what was sent", "what was sent is not what is received")
+
+    count(last=last)
+
+
 KINDS = {
+    "read-lease": lambda: lease(fcntl.F_RDLCK),
+    "write-lease": lambda: lease(fcntl.F_WRLCK),
+    "terminals": terminals,
+    "one-thread-filtered": one_thread_filtered,
+    "sent": sent,
     "outside": outside,
     "plain": count,
     "threads": lambda: threads(8),

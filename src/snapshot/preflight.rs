@@ -7,6 +7,7 @@ use bytesize::ByteSize;
 use super::Subject;
 use crate::launch::interposer;
 use crate::sys::cgroup;
+use crate::sys::leases::WriteLease;
 use crate::sys::nvml::{Gpu, GpuInventory, Mig, names_instance};
 use crate::sys::process;
 
@@ -53,6 +54,19 @@ pub enum Refusal {
         /// What helps.
         hint: &'static str,
     },
+    /// Somebody has to know of every open of a file.
+    #[error(
+        "process {pid} ({name}) has a write lease on {path} (fcntl F_SETLEASE), which a snapshot would break, and that ends \
+         most programs: snapshots are taken again once the lease is released"
+    )]
+    Lease {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+        /// The file.
+        path: String,
+    },
     /// What a process shares with others can not be seen.
     #[error(
         "process {pid} ({name}) uses NCCL without the interposer, so that GPU memory it shares with others can not be seen, and its restore would not survive that: set gpu.nccl = \"auto\" and leave snapshot.interposer at \"auto\", or put NCCL_P2P_DISABLE=1 and NCCL_CUMEM_HOST_ENABLE=0 in the job's environment"
@@ -94,7 +108,16 @@ pub enum Refusal {
 /// What is asked before every snapshot: whether CRIU can dump what the processes have.
 pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
     let root = subject.job.root.pid();
-    tree.iter().try_for_each(|pid| check_process(*pid, root))
+    tree.iter().try_for_each(|pid| check_process(*pid, root))?;
+    // CRIU opens files to look for a build-id, and the holder, which stands still, does not answer.
+    match WriteLease::all().into_iter().find(|lease| tree.contains(&lease.pid)) {
+        None => Ok(()),
+        Some(lease) => {
+            let (pid, name) = shown(lease.pid);
+            let path = lease.path().map_or_else(|| "a file".into(), |path| path.display().to_string());
+            Err(Refusal::Lease { pid, name, path })
+        }
+    }
 }
 
 /// Whether the CUDA processes are on whole GPUs: the driver (580) checkpoints neither instances of a divided one (MIG) nor

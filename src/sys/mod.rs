@@ -11,6 +11,7 @@ pub mod durable;
 pub mod elf;
 pub mod identity;
 pub mod inherited;
+pub mod leases;
 pub mod netns;
 pub mod nvml;
 pub mod pages;

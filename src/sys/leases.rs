@@ -1,0 +1,57 @@
+//! Leases on files (fcntl(2), `F_SETLEASE`).
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+/// A write lease: it is broken by any open(2) of its file, and the holder is sent a signal, SIGIO, that ends most programs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WriteLease {
+    /// Who holds it.
+    pub pid: i32,
+    inode: u64,
+}
+
+impl WriteLease {
+    /// Those that are held now, by /proc/locks.
+    #[must_use]
+    pub fn all() -> Vec<WriteLease> {
+        parse(&fs::read_to_string("/proc/locks").unwrap_or_default())
+    }
+
+    /// The file. None where the holder has closed it since.
+    #[must_use]
+    pub fn path(&self) -> Option<PathBuf> {
+        // The device of /proc/locks is not that of stat(2) on btrfs.
+        let is_it = |metadata: &fs::Metadata| metadata.ino() == self.inode && metadata.is_file();
+        let mut entries = fs::read_dir(format!("/proc/{}/fd", self.pid)).ok()?.flatten();
+        let entry = entries.find(|entry| fs::metadata(entry.path()).is_ok_and(|metadata| is_it(&metadata)))?;
+        fs::read_link(entry.path()).ok()
+    }
+}
+
+fn parse(locks: &str) -> Vec<WriteLease> {
+    // "8: LEASE  ACTIVE    WRITE 3002 fe:00:740782 0 EOF"
+    let of = |line: &str| {
+        let fields: Vec<&str> = line.split_ascii_whitespace().collect();
+        match fields[..] {
+            [_, "LEASE", _, "WRITE", pid, file, ..] => {
+                Some(WriteLease { pid: pid.parse().ok()?, inode: file.rsplit(':').next()?.parse().ok()? })
+            }
+            _ => None,
+        }
+    };
+    locks.lines().filter_map(of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_locks_and_lines_that_say_nothing_are_left_out() {
+        let locks = "1: POSIX  ADVISORY  READ 3176 fe:00:740693 128 128\n2: LEASE  ACTIVE    WRITE 12 fe:00:7 0 EOF\n\
+                     3: LEASE  BREAKING  READ 1 00:1b:8 0 EOF\n3: -> FLOCK  ADVISORY  WRITE 1 fe:00:9 0 EOF\n\n4: LEASE\n";
+        assert_eq!(parse(locks), [WriteLease { pid: 12, inode: 7 }]);
+    }
+}
