@@ -3,7 +3,7 @@
 #
 #   integration/run.sh
 #
-# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,disks,lint  what must be there: a test that lacks it then fails, where it would else say SKIP
+# REKINDLE_TEST_REQUIRE=root,criu,devices,s3,slurm,package,k8s,systemd,chromium,prometheus,uplink,databases,disks,stacks,lint  what must be there: a test that lacks it then fails, where it would else say SKIP
 # REKINDLE_CRIU=FILE               the CRIU to test with, instead of .deps/criu/criu
 #
 # Ends at the first failure, with a non-zero code. integration/gpu.sh is its counterpart for a machine with an NVIDIA GPU.
@@ -88,6 +88,11 @@ if required disks; then
   step 'dependencies: file systems' scripts/deps.sh disks
 elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh disks; then
   skip 'tests with XFS and btrfs' 'what makes them could not be had, the reason is above'
+fi
+if required stacks; then
+  step 'dependencies: Open MPI, LMDB and TensorBoard' scripts/deps.sh stacks
+elif [ "$(id -u)" -ne 0 ] || ! scripts/deps.sh stacks; then
+  skip 'tests with Open MPI, LMDB and TensorBoard' 'they could not be had, the reason is above'
 fi
 if required chromium; then
   step 'dependencies: a browser' scripts/deps.sh browser
@@ -178,6 +183,7 @@ fi
 if [ "$(id -u)" -eq 0 ] && [ -n "${REKINDLE_CRIU:-}" ]; then
   step 'example: crash loop' examples/crash-loop.sh --rekindle "$rekindle"
   step 'example: demonstration' examples/demo.sh --only cpu --rekindle "$rekindle"
+  step 'campaign of kills' integration/campaign/campaign.sh --kills 60 --jobs 3 --rekindle "$rekindle"
   # Measures nothing here; it shows that the script still gets through before somebody rents a GPU for it.
   step 'measuring script for GPUs' integration/bench-gpu.sh --self-test --rekindle "$rekindle"
   step 'workload matrix' integration/gpu-matrix.sh --self-test --rekindle "$rekindle"

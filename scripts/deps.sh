@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [lint]: gets what the demo and the tests need on Debian or Ubuntu;
+# deps.sh [build] [python] [criu] [s3] [slurm] [package] [k8s] [browser] [prometheus] [uplink] [databases] [disks] [stacks] [lint]: gets what the demo and the tests need on Debian or Ubuntu;
 # without arguments the first three.
 #   build   a C compiler as linker for cargo (and a look whether cargo is there)
 #   python  .deps/venv with numpy and scikit-learn as pinned in scripts/requirements.txt
@@ -13,6 +13,7 @@
 #   uplink  slirp4netns, for tests of jobs with a network of their own
 #   databases  PostgreSQL and Redis, as jobs
 #   disks   what makes file systems of XFS and btrfs
+#   stacks  Open MPI with mpi4py, and .deps/stacks, a Python environment with LMDB and TensorBoard
 #   lint    shellcheck, and .deps/cargo/bin/cargo-deny, which takes some minutes to build
 # Installs only what is missing, and says nothing and takes no time when nothing is. Delete .deps to start anew.
 set -euo pipefail
@@ -85,6 +86,11 @@ databases() {
 
 disks() { packages xfsprogs btrfs-progs; }
 
+stacks() {
+  packages openmpi-bin python3-mpi4py
+  environment stacks requirements-stacks.txt 'LMDB and TensorBoard'
+}
+
 cargo_deny=0.20.2
 
 lint() {
@@ -107,8 +113,8 @@ criu() { "$root/scripts/install-criu.sh" "$deps/criu"; }
 [ $# -gt 0 ] || set -- build python criu
 for what; do
   case $what in
-    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | lint) "$what" ;;
-    -h | --help) sed -n '2,17s/^# //p' "${BASH_SOURCE[0]}" ;;
-    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks or lint"; exit 2 ;;
+    build | python | criu | s3 | slurm | package | k8s | browser | prometheus | uplink | databases | disks | stacks | lint) "$what" ;;
+    -h | --help) sed -n '2,18s/^# //p' "${BASH_SOURCE[0]}" ;;
+    *) say "unknown part '$what': use build, python, criu, s3, slurm, package, k8s, browser, prometheus, uplink, databases, disks, stacks or lint"; exit 2 ;;
   esac
 done

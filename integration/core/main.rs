@@ -40,6 +40,7 @@ mod passing;
 mod paths;
 mod proven;
 mod repair;
+mod stacks;
 mod stop;
 mod sweep;
 mod trees;
