@@ -141,6 +141,7 @@ pub fn restore(
         check_user(manifest, request.identity)?;
         let relocation = fits(request, manifest, warn, cancelled)?;
         rollback::check(manifest, request.folder, request.identity, request.changed_files)?;
+        rollback::warn_of_unknown(manifest, request.folder);
         Ok(relocation)
     })?;
     let plain::Plain { image, folder: unpacked } = timed.run("verify", || plain::make(request, cancelled))?;

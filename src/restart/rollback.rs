@@ -14,10 +14,11 @@
 
 use std::ffi::OsString;
 use std::fmt;
-use std::fs::{File, OpenOptions, Permissions};
+use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use bytesize::ByteSize;
 
@@ -194,6 +195,35 @@ pub(super) fn check(
 ) -> Result<(), RollbackError> {
     let mut theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
     theirs.try_for_each(|file| with_rights(&file.path, user, || check_one(file, changed)))
+}
+
+/// Names the files that an image of an older rekindle does not put back, if they were changed since.
+pub(super) fn warn_of_unknown(manifest: &Manifest, folder: &JobFolder) {
+    let taken = SystemTime::from(manifest.taken);
+    let theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
+    let unknown: Vec<String> =
+        theirs.filter(|file| is_unknown(file, taken)).map(|file| file.path.display().to_string()).collect();
+    if let Some((named, more)) = unknown.split_at_checked(NAMED.min(unknown.len())).filter(|_| !unknown.is_empty()) {
+        let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
+        tracing::warn!(
+            "image {} is of an older rekindle, which did not keep the content of files that the job rewrites: {}{more} \
+             changed after the snapshot, and may not fit the job's memory",
+            manifest.id,
+            named.join(", ")
+        );
+    }
+}
+
+/// So many files are named.
+const NAMED: usize = 5;
+
+/// Whether the job rewrites it, the image is of a rekindle that noted neither its content nor its times, and it was changed
+/// after the snapshot.
+fn is_unknown(file: &OpenFile, taken: SystemTime) -> bool {
+    let has_changed = |metadata: Metadata| metadata.modified().is_ok_and(|modified| modified > taken);
+    let is_of_the_kernel = ["/proc", "/sys"].iter().any(|folder| file.path.starts_with(folder));
+    let is_noted = file.part.is_some() || file.stamp.is_some() || file.append || is_of_the_kernel;
+    !is_noted && std::fs::symlink_metadata(&*file.path).is_ok_and(has_changed)
 }
 
 fn check_one(file: &OpenFile, changed: ChangedFiles) -> Result<(), RollbackError> {

@@ -219,3 +219,20 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
     assert_eq!(std::fs::read_to_string(beside.join("table")).unwrap(), "changed");
     assert!(Aside::of(&folder).unwrap().finish().is_none(), "nothing differs any more");
 }
+
+/// Images of older versions have neither content nor times.
+#[test]
+fn what_an_older_image_does_not_put_back_is_known() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("data");
+    std::fs::write(&path, "now").unwrap();
+    let changed = std::fs::metadata(&path).unwrap().modified().unwrap();
+    let (before, after) = (changed - std::time::Duration::from_secs(1), changed + std::time::Duration::from_secs(1));
+    let rewritten = file(&path, 3, false);
+    assert!(is_unknown(&rewritten, before));
+    assert!(!is_unknown(&rewritten, after), "it is what it was");
+    assert!(!is_unknown(&file(&path, 3, true), before), "it is cut");
+    let stamp = Some(Stamp::of(&std::fs::metadata(&path).unwrap()));
+    assert!(!is_unknown(&OpenFile { stamp, ..rewritten }, before), "the restore is refused");
+    assert!(!is_unknown(&file(Path::new("/proc/self/comm"), 0, false), before));
+}
