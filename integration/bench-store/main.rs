@@ -22,9 +22,9 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use rekindle::config;
+use rekindle::config::{self, Copies};
 use rekindle::store::chunk::{ChunkId, Codec, Compression};
-use rekindle::store::pack::{Entry, PackIndex, PackName};
+use rekindle::store::pack::{Entry, PackIndex, PackName, Unread};
 use rekindle::store::persist::{self, Bounds, Packing, Progress};
 use rekindle::store::unpack::{self, unpack};
 use rekindle::store::{Access, Image, ImageId, JobFolder, Manifest, Place, Share, State, Store, check_packs};
@@ -173,7 +173,8 @@ fn persist(
     let job = job(store)?;
     let lock = job.lock()?;
     let image = image(folder, number)?;
-    let packing = Packing { compression, key: None, bounds: Bounds { rate: None, threads } };
+    let bounds = Bounds { rate: None, threads };
+    let packing = Packing { compression, key: None, bounds, copies: Copies::One, unread: Unread::default() };
     let progress = Progress::default();
     let began = Instant::now();
     let stored = persist::persist(&image, &job, &lock, &packing, &progress, &|| false)?;

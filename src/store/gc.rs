@@ -10,6 +10,9 @@
 //! 5. packs that nothing is needed of get a mark, `NAME.gone`;
 //! 6. what is needed of packs that are mostly not is copied to new packs, checked on the way; the old ones get a mark.
 //!
+//! A chunk may be kept in two packs (`store.copies`). A second copy that is there stays for as long as any image needs the
+//! chunk, and both go when none does. Where one copy is enough, the other is content that nobody needs.
+//!
 //! Invariants: while any image or pack can not be read, nothing is marked, swept or copied: it may be needed. (One that was
 //! read and is damaged needs what its map still names.) A pack with a mark is still read from. Between mark and sweep lies at least the grace period by the clock of
 //! the wall; when that was set back, the mark is renewed.
@@ -33,9 +36,9 @@ use super::lock::WriterLock;
 use super::pack::PackName;
 use super::pack::set::{Index, Lost, Packs};
 use super::{FileError, failed};
-use crate::config::{self, Repack};
+use crate::config::{self, Copies, Repack};
 use crate::sys::durable;
-use needed::Needed;
+pub(in crate::store) use needed::Needed;
 
 /// What one round may do.
 #[derive(Debug, Clone, Copy)]
@@ -46,6 +49,8 @@ pub struct Bounds<'k> {
     pub repack: Option<u64>,
     /// What packs are encrypted with.
     pub key: Option<&'k Key>,
+    /// In how many packs a chunk may stay. One that is in more packs is needed in those only that a reader prefers.
+    pub copies: Copies,
 }
 
 impl<'k> Bounds<'k> {
@@ -56,7 +61,7 @@ impl<'k> Bounds<'k> {
             Repack::Off => None,
             Repack::UpTo(size) => Some(size.bytes()),
         };
-        Bounds { sweep_after: store.sweep_after, repack, key }
+        Bounds { sweep_after: store.sweep_after, repack, key, copies: store.copies }
     }
 }
 
@@ -137,7 +142,7 @@ pub fn collect(
     let mut index = packs.index()?;
     reindex(&packs, &index, &mut done)?;
     let needed = Needed::of(folder)?;
-    let uses = needed.of_packs(&packs, &index)?;
+    let uses = needed.of_packs(&packs, &index, bounds.copies)?;
     for pack in &uses {
         lock.still_held()?;
         let is_gone = index.is_gone(pack.name);
@@ -157,7 +162,7 @@ pub fn collect(
     }
     sweep_remains(&packs, &index)?;
     if let Some(bound) = bounds.repack {
-        repack::run(&packs, &index, &needed, &uses, bound, bounds.key, lock, now, cancelled, &mut done)?;
+        repack::run(&packs, &index, &needed, &uses, bounds, bound, lock, now, cancelled, &mut done)?;
     }
     Ok(done)
 }
@@ -167,8 +172,8 @@ pub fn collect(
 ///
 /// # Errors
 /// As [`collect`].
-pub fn sweep_now(folder: &JobFolder, lock: &WriterLock) -> Result<u64, Error> {
-    let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None };
+pub fn sweep_now(folder: &JobFolder, lock: &WriterLock, copies: Copies) -> Result<u64, Error> {
+    let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None, copies };
     let round = || collect(folder, lock, &bounds, Utc::now(), &|| false);
     // The first marks, the second sweeps.
     Ok(round()?.freed + round()?.freed)
@@ -236,9 +241,9 @@ pub(super) struct PackUse {
 ///
 /// # Errors
 /// As [`collect`].
-pub fn usage(folder: &JobFolder) -> Result<(u64, u64), Error> {
+pub fn usage(folder: &JobFolder, copies: Copies) -> Result<(u64, u64), Error> {
     let packs = folder.packs();
-    let uses = Needed::of(folder)?.of_packs(&packs, &packs.index()?)?;
+    let uses = Needed::of(folder)?.of_packs(&packs, &packs.index()?, copies)?;
     Ok(uses.iter().fold((0, 0), |(bytes, needed), pack| (bytes + pack.bytes, needed + pack.needed)))
 }
 

@@ -606,7 +606,7 @@ impl Owner<'_> {
                 }
             }
             // Nobody comes back to sweep when the grace period is over.
-            if let Err(error) = gc::sweep_now(&self.shared.folder, &self.shared.lock) {
+            if let Err(error) = gc::sweep_now(&self.shared.folder, &self.shared.lock, self.shared.config.store.copies) {
                 tracing::warn!("what no image needs was not swept: {}", chain(&error));
             }
         }

@@ -9,6 +9,7 @@ use std::time::Duration;
 use chrono::DateTime;
 
 use super::*;
+use crate::config::Copies;
 use crate::store::chunk::{ChunkMap, Compression};
 use crate::store::gc::{self, Bounds};
 use crate::store::pack::{PackIndex, Packs};
@@ -94,7 +95,8 @@ impl Case {
     }
 
     fn collect(&self) -> Result<gc::Collected, gc::Error> {
-        let bounds = Bounds { sweep_after: Duration::from_secs(600), repack: None, key: self.key.as_ref() };
+        let bounds =
+            Bounds { sweep_after: Duration::from_secs(600), repack: None, key: self.key.as_ref(), copies: Copies::One };
         gc::collect(&self.ground.folder, &self.ground.lock, &bounds, DateTime::UNIX_EPOCH, &|| false)
     }
 

@@ -104,6 +104,14 @@ impl Index {
         Some(all.find(|other| !self.is_gone(other.pack)).unwrap_or(first))
     }
 
+    /// Those of its places that are to stay where content is kept in so many packs. A pack that is marked counts only where no
+    /// other has the chunk: what was copied out of it is not to come back.
+    pub fn kept(&self, id: &ChunkId, copies: usize) -> impl Iterator<Item = Location> {
+        let stays = self.all(id).filter(|at| !self.is_gone(at.pack)).take(copies.max(1));
+        let any = self.all(id).any(|at| !self.is_gone(at.pack));
+        stays.chain(self.all(id).take(if any { 0 } else { 1 }))
+    }
+
     /// All places of the chunk: where one is damaged, another may be whole.
     pub fn all(&self, id: &ChunkId) -> impl Iterator<Item = Location> {
         let prefix = prefix(id);
