@@ -118,11 +118,11 @@ pub enum Error {
         pack: PackName,
         /// Why.
         #[source]
-        source: repack::CopyError,
+        source: CopyError,
     },
 }
 
-pub use repack::CopyError;
+pub use super::pack::CopyError;
 
 /// One round. `now` is the time by which the grace period is counted.
 ///

@@ -30,6 +30,7 @@ mod files;
 mod folder;
 pub mod format;
 pub mod gc;
+pub mod heal;
 mod id;
 pub(crate) mod image;
 mod known;

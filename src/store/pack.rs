@@ -17,6 +17,7 @@ pub mod index;
 pub mod reader;
 pub mod record;
 pub mod set;
+pub(in crate::store) mod stored;
 pub(in crate::store) mod strike;
 pub mod writer;
 
@@ -24,6 +25,7 @@ pub use index::{Entry, PackIndex};
 pub use reader::{ReadChunkError, Reading, Visit, Want};
 pub use record::{PackHeader, RecordHeader};
 pub use set::{Index, Location, PackName, Packs, Problem};
+pub use stored::CopyError;
 pub use strike::Unread;
 pub use writer::{Making, PackWriter};
 

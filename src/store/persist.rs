@@ -113,6 +113,14 @@ pub enum Error {
         /// What is wrong with it.
         what: String,
     },
+    /// The disk does not give a loose image.
+    #[error("image {id} can not be read and stays as it is: {what}")]
+    Unread {
+        /// Which.
+        id: super::ImageId,
+        /// What can not be read.
+        what: String,
+    },
     /// A pack could not be written.
     #[error(transparent)]
     Pack(#[from] FileError),
@@ -228,7 +236,10 @@ fn check_loose(image: &Image) -> Result<(), Error> {
     }
     let damage = report.manifest.iter().map(ToString::to_string);
     let what = damage.chain(report.problems().take(5).map(ToString::to_string)).collect::<Vec<_>>().join(", ");
-    Err(Error::Damaged { id: image.id, what })
+    match report.is_damage() {
+        true => Err(Error::Damaged { id: image.id, what }),
+        false => Err(Error::Unread { id: image.id, what }),
+    }
 }
 
 /// The extents of the parts, from those of the stretches.

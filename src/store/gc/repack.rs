@@ -16,10 +16,10 @@ use super::{Bounds, Collected, Error, PackUse, mark};
 use crate::config::Copies;
 use crate::store::WriterLock;
 use crate::store::chunk::{ChunkId, Compression, Key};
-use crate::store::format::FormatError;
 use crate::store::pack::set::{Index, Packs};
+use crate::store::pack::stored::Stored;
 use crate::store::pack::writer::{Making, PackWriter};
-use crate::store::pack::{Entry, Location, PACK, PackName, RecordHeader, record};
+use crate::store::pack::{Entry, Location, PACK, PackName, RecordHeader};
 use crate::sys::durable;
 
 use super::needed::Needed;
@@ -29,23 +29,6 @@ const WORTH: u64 = 2;
 /// Smaller ones are brought together, as soon as there are [`MANY`]: each costs a file or two, and a seek.
 const SMALL: u64 = PACK / 8;
 const MANY: usize = 32;
-
-/// Why a record can not be copied.
-#[derive(Debug, thiserror::Error)]
-pub enum CopyError {
-    /// It can not be read.
-    #[error("can not read it")]
-    Read(#[from] io::Error),
-    /// It is not what was written.
-    #[error("the record at byte {offset} is damaged; `rekindle repair` says which images suffer")]
-    Damaged {
-        /// Where it begins.
-        offset: u64,
-        /// What is wrong.
-        #[source]
-        source: FormatError,
-    },
-}
 
 /// Which packs are worth it, those first that give back most for what is copied. `bound` is for the bytes copied.
 fn choose(uses: &[PackUse], usable: impl Fn(PackName) -> bool, bound: u64) -> Vec<PackUse> {
@@ -129,11 +112,11 @@ impl Copying<'_> {
         let is_kept = |entry: &Entry| self.index.kept(&entry.id, self.copies.count()).any(|place| place.pack == pack);
         entries.retain(|entry| self.needed.has(&entry.id) && is_kept(entry));
         entries.sort_unstable_by_key(|entry| entry.offset);
-        let (mut record, mut bytes) = (Record::default(), 0);
+        let (mut record, mut bytes) = (Stored::default(), 0);
         for entry in entries {
             lock.still_held()?;
             let at = Location::of(pack, &entry);
-            let header = match record.read(&file, &entry.id, &at, self.key) {
+            let header = match record.read(|bytes| file.read_exact_at(bytes, at.offset), &entry.id, &at, self.key) {
                 Ok(header) => header,
                 Err(source) => {
                     let whole = self.elsewhere(&entry.id, &at, &mut record);
@@ -146,17 +129,14 @@ impl Copying<'_> {
     }
 
     /// The same chunk from another pack that is encrypted as this one.
-    fn elsewhere(&self, id: &ChunkId, not: &Location, record: &mut Record) -> Option<RecordHeader> {
+    fn elsewhere(&self, id: &ChunkId, not: &Location, record: &mut Stored) -> Option<RecordHeader> {
         let same_key = |at: &Location| self.index.pack(at.pack).map(|info| info.key) == Some(self.key.map(Key::id));
         let mut others = self.index.all(id).filter(|at| at != not && same_key(at));
-        others.find_map(|at| {
-            let file = durable::open_for_reading(&self.packs.pack_path(at.pack)).ok()?;
-            record.read(&file, id, &at, self.key).ok()
-        })
+        others.find_map(|at| record.read_from_disk(self.packs, id, &at, self.key).ok())
     }
 
     /// To another pack than the one that has the chunk already.
-    fn write(&mut self, header: &RecordHeader, record: &Record) -> Result<u64, Error> {
+    fn write(&mut self, header: &RecordHeader, record: &Stored) -> Result<u64, Error> {
         let body = record.body(header);
         if self.written.insert(header.id) {
             return Ok(self.first.append(header, body)?);
@@ -168,33 +148,6 @@ impl Copying<'_> {
             Some(second) => Ok(second.append(header, body)?),
             None => Ok(0),
         }
-    }
-}
-
-/// A record as it is stored.
-#[derive(Default)]
-struct Record {
-    stored: Vec<u8>,
-    opened: Vec<u8>,
-    raw: Vec<u8>,
-}
-
-impl Record {
-    /// Reads and checks it.
-    fn read(&mut self, file: &File, id: &ChunkId, at: &Location, key: Option<&Key>) -> Result<RecordHeader, CopyError> {
-        self.stored.resize(usize::try_from(at.record_len()).unwrap_or(usize::MAX), 0);
-        file.read_exact_at(&mut self.stored, at.offset)?;
-        // Opened in place, an encrypted record is worth nothing afterwards.
-        self.opened.clear();
-        self.opened.extend_from_slice(&self.stored);
-        let damaged = |source| CopyError::Damaged { offset: at.offset, source };
-        record::read(&mut self.opened, id, key, &mut self.raw).map_err(damaged)
-    }
-
-    /// What follows its header.
-    fn body(&self, header: &RecordHeader) -> &[u8] {
-        let len = usize::try_from(header.stored_len).unwrap_or(0);
-        self.stored.get(self.stored.len().saturating_sub(len)..).unwrap_or_default()
     }
 }
 

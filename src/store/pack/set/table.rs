@@ -7,11 +7,13 @@
 //! What was read from files is one sorted list; what is added afterwards, for one image, a map beside it.
 
 use std::collections::HashMap;
+use std::io;
+use std::path::Path;
 
 use super::name::PackName;
-use super::{PackIndex, Problem};
+use super::{Lost, PackIndex, Problem};
 use crate::store::chunk::{ChunkId, Key};
-use crate::store::format::FormatError;
+use crate::store::format::{FormatError, ReadError};
 use crate::store::pack::index::Entry;
 use crate::store::pack::record::{HEADER_BYTES, PackHeader};
 
@@ -150,6 +152,18 @@ impl Index {
     #[must_use]
     pub fn problems(&self) -> &[Problem] {
         &self.problems
+    }
+
+    /// A pack of which nothing could be read, though it is there: it may have any chunk.
+    #[must_use]
+    pub fn unreadable(&self) -> Option<(&Path, io::Error)> {
+        self.problems.iter().find_map(|problem| match &problem.lost {
+            Lost::All(ReadError::Read { path, source }) if source.kind() != io::ErrorKind::NotFound => {
+                let again = source.raw_os_error().map_or_else(|| source.kind().into(), io::Error::from_raw_os_error);
+                Some((path.as_path(), again))
+            }
+            _ => None,
+        })
     }
 
     /// The number of places.
