@@ -40,6 +40,7 @@ mod passing;
 mod paths;
 mod proven;
 mod repair;
+mod rot;
 mod stop;
 mod sweep;
 mod trees;

@@ -2,7 +2,7 @@
 //! replica.
 //!
 //! 1. each is read from every pack that has it, from the disk itself; what is whole there counts as such;
-//! 2. a chunk of which one of two copies is left is copied to a new pack, where two are kept;
+//! 2. where two copies are kept, a chunk of which one is left is copied to a new pack;
 //! 3. what is whole nowhere here is fetched from the replica into new packs, each record checked as those of an image that is
 //!    fetched: by its name, and by the key where there is one;
 //! 4. the new packs are synced, named and indexed;
@@ -116,7 +116,11 @@ impl fmt::Display for Healed {
         }
         found.try_for_each(|(count, what)| write!(f, " and {count} {what}"))?;
         let all = self.damaged + self.unreadable + self.missing;
-        f.write_str(if all == 1 { " chunk" } else { " chunks" })?;
+        match all {
+            0 => {}
+            1 => f.write_str(" chunk")?,
+            _ => f.write_str(" chunks")?,
+        }
         if let Some(first) = self.packs.first() {
             write!(f, " in {}", first.display())?;
         }
@@ -134,7 +138,7 @@ impl fmt::Display for Healed {
         let said: Vec<String> =
             outcomes.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}")).collect();
         if !said.is_empty() {
-            write!(f, ": {}", said.join(", "))?;
+            write!(f, "{}{}", if all > 0 { ": " } else { "" }, said.join(", "))?;
         }
         match &self.replica_failure {
             Some(why) => write!(f, "; the replica was of no help: {why}"),
@@ -225,16 +229,15 @@ impl<'a> Work<'a> {
             return Ok(());
         };
         let stays = whole.iter().filter(|at| !self.index.is_gone(at.pack)).count();
-        let enough = if bad.is_empty() { 1 } else { self.healing.copies.count() };
-        if stays < enough
+        let mut copied = false;
+        if stays < self.healing.copies.count()
             && let Some(key) = self.key_of(first)
             && let Ok(header) = stored.read_from_disk(self.packs, id, first, key)
         {
             self.writers.append(key, &header, stored.body(&header))?;
+            copied = true;
         }
-        if !bad.is_empty() {
-            self.healed.from_copies += 1;
-        }
+        self.healed.from_copies += u64::from(copied || !bad.is_empty());
         self.strike.extend(bad.iter().map(|(at, _)| (at.pack, *id)));
         Ok(())
     }

@@ -49,6 +49,7 @@ pub mod repair;
 pub mod replica;
 pub mod retention;
 mod rights;
+pub mod scrub;
 mod seen;
 mod select;
 pub mod staging;
