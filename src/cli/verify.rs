@@ -10,8 +10,7 @@ use super::{Exit, Global, Misuse, job_args, progress};
 use crate::config::{self, Config};
 use crate::store::chunk::Key;
 use crate::store::{
-    DamageKind, Form, Image, JobFolder, JobName, PackReport, PacksReport, Place, Report, Share, Store, Trust,
-    check_packs,
+    Form, Image, JobFolder, JobName, PackReport, PacksReport, Place, Report, Share, Store, Trust, check_packs,
 };
 
 /// What to check, and how much of it to read.
@@ -190,8 +189,7 @@ fn print(format: Format, found: &Found) -> anyhow::Result<()> {
 
 fn of_image(ImageRow { report, read, .. }: &ImageRow) -> String {
     if let Some(damage) = &report.manifest {
-        let what = if damage.kind == DamageKind::Unreadable { "unreadable" } else { "damaged" };
-        return format!("{what}: {damage}");
+        return format!("{}: {damage}", damage.kind.word());
     }
     let problems: Vec<String> = report.problems().map(ToString::to_string).collect();
     match (problems.is_empty(), report.place, read) {

@@ -27,7 +27,7 @@ pub enum Error {
         what: String,
     },
     /// The disk does not give files of the image.
-    #[error("image {id} can not be read: {what}")]
+    #[error("image {id} cannot be read: {what}")]
     Unread {
         /// The image.
         id: crate::store::ImageId,

@@ -265,3 +265,27 @@ fn naming<T: ToString>(what: &str, all: &[T]) -> String {
 fn supervisor(holder: Option<&Holder>) -> String {
     holder.map_or_else(|| "another process".to_owned(), ToString::to_string)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::telemetry::log::chain;
+
+    #[test]
+    fn a_failing_disk_is_told_as_that_with_the_file_and_what_to_do() {
+        let eio = || io::Error::from_raw_os_error(libc::EIO);
+        let path = Path::new("/s/j/packs/x.pack");
+        let told = [
+            chain(&failed("write", path)(eio())),
+            chain(&Error::Read { path: path.to_owned(), source: eio() }),
+            chain(&Error::Write { path: path.to_owned(), source: eio() }),
+            chain(&super::super::format::ReadError::Read { path: path.to_owned(), source: eio() }),
+        ];
+        for text in told {
+            assert!(text.contains("/s/j/packs/x.pack, because the disk is failing (see the kernel log"), "{text}");
+            assert!(text.ends_with("Input/output error (os error 5)"), "{text}");
+        }
+        let other = chain(&failed("write", path)(io::ErrorKind::PermissionDenied.into()));
+        assert!(!other.contains("disk"), "{other}");
+    }
+}

@@ -4,7 +4,8 @@
 //! One round ([`collect`]) is this protocol; a crash after any step leaves what the next round goes on from:
 //!
 //! 1. which chunks the images need is read from all chunk maps, which chunks the packs have from all indexes;
-//! 2. an index that is missing or damaged, of a pack whose records are all whole, is written anew;
+//! 2. an index that is missing or damaged, of a pack whose headers are all whole, is written anew, without records that are
+//!    damaged;
 //! 3. a mark is taken back where the pack is needed after all;
 //! 4. packs whose mark is old enough are swept: index, pack, mark, in this order;
 //! 5. packs that nothing is needed of get a mark, `NAME.gone`;
@@ -33,8 +34,9 @@ use super::error::Error as StoreError;
 use super::folder::JobFolder;
 use super::id::ImageId;
 use super::lock::WriterLock;
-use super::pack::PackName;
 use super::pack::set::{Index, Lost, Packs};
+use super::pack::stored::Stored;
+use super::pack::{Location, PackIndex, PackName};
 use super::{FileError, failed};
 use crate::config::{self, Copies, Repack};
 use crate::sys::durable;
@@ -140,7 +142,10 @@ pub fn collect(
     let packs = folder.packs();
     let mut done = Collected::default();
     let mut index = packs.index()?;
-    reindex(&packs, &index, &mut done)?;
+    reindex(&packs, &index, bounds.key, &mut done)?;
+    if !done.reindexed.is_empty() {
+        index = packs.index()?;
+    }
     let needed = Needed::of(folder)?;
     let uses = needed.of_packs(&packs, &index, bounds.copies)?;
     for pack in &uses {
@@ -180,7 +185,7 @@ pub fn sweep_now(folder: &JobFolder, lock: &WriterLock, copies: Copies) -> Resul
 }
 
 /// Step 2. Whatever else is wrong with a pack ends the round.
-fn reindex(packs: &Packs, index: &Index, done: &mut Collected) -> Result<(), Error> {
+fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected) -> Result<(), Error> {
     for problem in index.problems() {
         let why = match &problem.lost {
             Lost::Nothing => None,
@@ -194,18 +199,28 @@ fn reindex(packs: &Packs, index: &Index, done: &mut Collected) -> Result<(), Err
         }
     }
     for problem in index.problems() {
-        write_index(packs, problem.pack)?;
+        write_index(packs, problem.pack, key)?;
         done.reindexed.push(problem.pack);
     }
     Ok(())
 }
 
-/// Writes the index of a pack anew, from its records.
-pub(super) fn write_index(packs: &Packs, pack: PackName) -> Result<(), Error> {
+/// Writes the index of a pack anew, from its records. One that is damaged was perhaps struck out of the index that was there
+/// ([`super::heal`]), and must not take the place of a whole copy: it is left out.
+fn write_index(packs: &Packs, pack: PackName, key: Option<&Key>) -> Result<(), Error> {
     let why = |error: &dyn std::error::Error| Error::Pack { pack, why: crate::telemetry::log::chain(error) };
     let scan = packs.scan(pack).map_err(|error| why(&error))?;
+    let mut entries = scan.index.entries().to_vec();
+    if let Ok(key) = scan.header.key_for(key) {
+        let mut stored = Stored::default();
+        entries.retain(|entry| {
+            let read = stored.read_from_disk(packs, &entry.id, &Location::of(pack, entry), key);
+            !matches!(read, Err(CopyError::Damaged { source, .. }) if !source.is_not_for_us())
+        });
+    }
     let path = packs.index_path(pack);
-    Ok(durable::write_file(&path, &scan.index.to_bytes(), 0o600).map_err(failed("write", &path))?)
+    let bytes = PackIndex::new(scan.index.pack_len(), entries).to_bytes();
+    Ok(durable::write_file(&path, &bytes, 0o600).map_err(failed("write", &path))?)
 }
 
 /// Step 4.

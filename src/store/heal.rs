@@ -8,7 +8,7 @@
 //! 4. the new packs are synced, named and indexed;
 //! 5. the damaged records are struck out of the indexes of their packs ([`strike`]), so that readers, sweeps and the next image
 //!    rely on whole ones only. A record that is damaged and whole nowhere is struck too: the next image that has the
-//!    chunk stores it again, which makes the older images whole as well. One that can not be read stays, for it may
+//!    chunk stores it again, which makes the older images whole as well. One that cannot be read stays, for it may
 //!    be there when the disk is repaired; it is noted, and the next image stores the chunk again ([`Unread`]).
 //!
 //! No content is removed, and no image is marked. When the power goes before 5, chunks are in more packs than before, and the next
@@ -63,10 +63,10 @@ impl fmt::Debug for Healing<'_> {
 /// Why chunks could not be healed. What was done by then stays.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The store can not be read or written, or the lock is not ours.
+    /// The store cannot be read or written, or the lock is not ours.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A pack can not be written.
+    /// A pack cannot be written.
     #[error(transparent)]
     File(#[from] FileError),
     /// It was not wanted any more.
@@ -163,7 +163,7 @@ impl Healing<'_> {
     /// Looks at these chunks, and makes them whole as far as that can be done.
     ///
     /// # Errors
-    /// When the store can not be listed or written. A replica that fails is part of the answer.
+    /// When the store cannot be listed or written. A replica that fails is part of the answer.
     pub fn heal(&self, ids: &BTreeSet<ChunkId>, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Healed, Error> {
         self.folder.check_lock(self.lock)?;
         let _alone = self.lock.packs();
@@ -221,7 +221,7 @@ impl<'a> Work<'a> {
         self.healed.unreadable += u64::from(has(Harm::Unreadable) || unread.is_some());
         self.healed.missing += u64::from(is_nowhere && unread.is_none());
         if let Some((path, source)) = unread.filter(|_| self.healed.why.is_empty()) {
-            self.healed.why = format!("can not read {}{}: {source}", path.display(), Failing(&source));
+            self.healed.why = format!("cannot read {}{}: {source}", path.display(), Failing(&source));
         }
         self.told.extend(bad.iter().map(|(at, _)| at.pack));
         let Some(first) = whole.first() else {
@@ -359,7 +359,7 @@ impl<'a> Writers<'a> {
     }
 }
 
-/// The images that refer to any of these chunks, newest first. One whose map can not be read is left out.
+/// The images that refer to any of these chunks, newest first. One whose map cannot be read is left out.
 ///
 /// # Errors
 /// [`StoreError::Read`].

@@ -114,11 +114,11 @@ pub enum Error {
         what: String,
     },
     /// The disk does not give a loose image.
-    #[error("image {id} can not be read and stays as it is: {what}")]
+    #[error("image {id} cannot be read and stays as it is: {what}")]
     Unread {
         /// Which.
         id: super::ImageId,
-        /// What can not be read.
+        /// What cannot be read.
         what: String,
     },
     /// A pack could not be written.
@@ -181,7 +181,7 @@ pub fn persist(
     let draft = folder.begin_image_as(lock, image.id)?;
     let packs = folder.packs();
     let index = packs.index()?;
-    // Which chunks have no image, though they are in a pack, is told by the maps. Where one of those can not be read, no
+    // Which chunks have no image, though they are in a pack, is told by the maps. Where one of those cannot be read, no
     // second copies are made this time.
     let shared = match packing.copies {
         Copies::One => None,

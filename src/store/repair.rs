@@ -142,7 +142,7 @@ pub enum Error {
     /// A file can not be written or removed.
     #[error(transparent)]
     File(#[from] FileError),
-    /// What is damaged can not be taken from elsewhere.
+    /// What is damaged cannot be taken from elsewhere.
     #[error(transparent)]
     Heal(#[from] heal::Error),
 }

@@ -86,7 +86,7 @@ impl Scrub {
     /// Reads one record, or goes on to another pack.
     ///
     /// # Errors
-    /// When the packs can not be listed.
+    /// When the packs cannot be listed.
     pub fn step(&mut self, now: Instant) -> Result<Step> {
         let Some(open) = &mut self.open else { return self.next(now) };
         let Some(entry) = open.left.pop() else {
@@ -148,7 +148,7 @@ impl Scrub {
         let mut memory = Aligned::new(span(0, usize::try_from(HEADER_BYTES).unwrap_or(0)).2);
         let opened = DirectFile::open(&path, Way::Direct).map_err(|error| error.to_string())?;
         let header = opened.read_at(&mut memory, 0, usize::try_from(HEADER_BYTES).unwrap_or(0));
-        let header = header.map_err(|error| format!("can not read {}: {error}", path.display()))?;
+        let header = header.map_err(|error| format!("cannot read {}: {error}", path.display()))?;
         let header = PackHeader::parse(header).map_err(|error| error.to_string())?;
         if header.key_for(self.key.as_deref()).is_err() {
             return Ok(None);

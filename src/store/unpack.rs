@@ -207,7 +207,7 @@ impl Unpacking<'_> {
             Ok(healed) => healed,
             Err(heal::Error::Cancelled) => return Err(Error::Cancelled),
             Err(error) => {
-                tracing::error!("damaged content of the store can not be replaced: {}", chain(&error));
+                tracing::error!("damaged content of the store cannot be replaced: {}", chain(&error));
                 // Without a first one, all that was wanted is there already.
                 return first.map_or(Ok(None), Err);
             }

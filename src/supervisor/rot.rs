@@ -79,7 +79,7 @@ pub(super) enum Report {
         /// Images that refer to what is whole nowhere.
         images: Vec<ImageId>,
     },
-    /// A pack that can not be used, and why.
+    /// A pack that cannot be used, and why.
     Pack(String),
     /// It could not be looked, or not be healed.
     Failed(String),
@@ -98,7 +98,7 @@ impl Owner<'_> {
         };
         match std::thread::Builder::new().name("verify".into()).spawn(work) {
             Ok(thread) => self.rot = Some(Rot { gate, thread }),
-            Err(error) => tracing::warn!("the store is not looked through for damage: can not start a thread: {error}"),
+            Err(error) => tracing::warn!("the store is not looked through for damage: cannot start a thread: {error}"),
         }
     }
 
@@ -127,7 +127,7 @@ impl Owner<'_> {
             Report::Chunks { healed, images } => (healed, images),
             Report::Pack(why) => {
                 tracing::error!(
-                    "a pack of the store can not be used: {why}. Stop the job and run `rekindle repair {}`",
+                    "a pack of the store cannot be used: {why}. Stop the job and run `rekindle repair {}`",
                     self.shared.folder.name()
                 );
                 self.tell(What::StoreDamaged { why, chunks: 0, replaced: 0, images: Vec::new() });

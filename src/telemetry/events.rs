@@ -219,7 +219,7 @@ pub enum What {
         chunks: u64,
         /// How many of them another pack or the replica had.
         replaced: u64,
-        /// The images that can not be restored for it.
+        /// The images that cannot be restored for it.
         images: Vec<ImageId>,
     },
     /// The job will be brought back.

@@ -212,3 +212,43 @@ fn what_is_not_for_us_is_left_alone_and_what_is_forged_is_not_used() {
     assert!(error.is_damage(), "{error:?}");
     assert!(three.ground.first(&three.images[0]).1.is_empty());
 }
+
+#[test]
+fn what_the_disk_does_not_give_is_stored_again_and_struck_only_then() {
+    let three = Three::new(Copies::One, None);
+    let (id, places) = three.ground.first(&three.images[0]);
+    three.unread.note((places[0].pack, id));
+    let packing = Packing { unread: three.unread.clone(), ..packed(Copies::One, None) };
+    assert_eq!(three.ground.first(&three.images[0]).1, places, "it may be whole");
+    let next = three.ground.persist_as(&three.ground.stage(4, &parts(3)), &packing).unwrap();
+    let now = three.ground.first(&three.images[0]).1;
+    assert!(now.len() == 1 && now[0].pack != places[0].pack, "{now:?}");
+    assert_eq!(next.manifest().unwrap().chunks.as_ref().unwrap().stored, CHUNK as u64 + 64);
+    three.assert_whole();
+    let packs = three.ground.packs(".pack").len();
+    three.ground.persist_as(&three.ground.stage(5, &parts(3)), &packing).unwrap();
+    assert_eq!(three.ground.packs(".pack").len(), packs, "once");
+}
+
+#[test]
+fn a_record_that_was_struck_does_not_take_the_place_of_the_whole_one_when_its_index_is_lost() {
+    for which in 0..2 {
+        let three = Three::new(Copies::Two, None);
+        let (_, places) = three.ground.first(&three.images[0]);
+        three.ground.harm(&places[which]);
+        let ids = BTreeSet::from([three.ground.first(&three.images[0]).0]);
+        three.healing(None).heal(&ids, &|| false).unwrap();
+        fs::remove_file(three.ground.folder.packs().index_path(places[which].pack)).unwrap();
+        for seconds in [0, 700, 1400] {
+            let bounds = crate::store::gc::Bounds {
+                sweep_after: std::time::Duration::from_secs(600),
+                repack: Some(u64::MAX),
+                key: None,
+                copies: Copies::One,
+            };
+            let now = chrono::DateTime::from_timestamp(1_800_000_000 + seconds, 0).unwrap();
+            crate::store::gc::collect(&three.ground.folder, &three.ground.lock, &bounds, now, &|| false).unwrap();
+        }
+        three.assert_whole();
+    }
+}

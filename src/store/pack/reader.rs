@@ -53,8 +53,8 @@ pub enum ReadChunkError {
     /// No pack has it.
     #[error("chunk {0} is in no pack")]
     Missing(ChunkId),
-    /// No pack that can be read has it, and one can not be read.
-    #[error("chunk {id} may be in {}, which can not be read{}", path.display(), Failing(source))]
+    /// No pack that can be read has it, and one cannot be read.
+    #[error("chunk {id} may be in {}, which cannot be read{}", path.display(), Failing(source))]
     Unread {
         /// The chunk.
         id: ChunkId,
@@ -90,7 +90,7 @@ impl ReadChunkError {
         }
     }
 
-    /// Whether another place may give the chunk: it is damaged, or can not be read.
+    /// Whether another place may give the chunk: it is damaged, or cannot be read.
     #[must_use]
     pub fn may_be_healed(&self) -> bool {
         self.is_damage() || matches!(self, ReadChunkError::Read { .. } | ReadChunkError::Unread { .. })

@@ -8,11 +8,11 @@ use crate::store::chunk::{ChunkId, Key};
 use crate::store::format::FormatError;
 use crate::sys::direct::{Aligned, DirectFile, Way, span};
 
-/// Why a record can not be copied.
+/// Why a record cannot be copied.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
-    /// It can not be read.
-    #[error("can not read it{}", crate::store::error::Failing(.0))]
+    /// It cannot be read.
+    #[error("cannot read it{}", crate::store::error::Failing(.0))]
     Read(#[from] io::Error),
     /// It is not what was written.
     #[error("the record at byte {offset} is damaged; `rekindle repair` says which images suffer")]

@@ -26,7 +26,7 @@ pub(super) struct Known {
     perhaps: Index,
     /// Of how many such packs there is not even an index.
     dark: usize,
-    /// Chunks with a record that is not whole, or can not be read.
+    /// Chunks with a record that is not whole, or cannot be read.
     pub(super) harmed: BTreeSet<ChunkId>,
 }
 

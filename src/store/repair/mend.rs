@@ -144,7 +144,7 @@ impl Mending<'_> {
         }
         if !unread.entries().is_empty() {
             let count = of_records(unread.entries().len());
-            said.push(format!("{count} can not be read, because the disk is failing (Input/output error): see the kernel log, and replace the disk"));
+            said.push(format!("{count} cannot be read, because the disk is failing (Input/output error): see the kernel log, and replace the disk"));
             outcome = if is_lost { Outcome::Lost } else { Outcome::Unreadable };
         }
         let report = PackRepair { pack: name, outcome, whole: whole.entries().len(), what: said.join("; ") };
@@ -210,7 +210,7 @@ fn has(index: &PackIndex, entry: &Entry) -> bool {
 }
 
 fn unreadable(error: &io::Error) -> String {
-    format!("it can not be read{}: {error}", Failing(error))
+    format!("it cannot be read{}: {error}", Failing(error))
 }
 
 /// Whether the disk does not give the record.
