@@ -176,13 +176,15 @@ impl FailingDisk {
         command("mkfs.ext4", &["-q", "-b", "4096", "-O", "^has_journal", &text(&back)]);
         fs::create_dir(&mount).unwrap();
         let device = command("losetup", &["--find", "--show", &text(&back)]);
+        // From here on it is taken apart, whatever fails.
+        let disk = FailingDisk { device: device.clone(), mount: mount.clone(), back, length, over: file.to_owned() };
         command("mount", &[&device, &text(&mount)]);
         fs::copy(file, mount.join("pack")).unwrap();
         // Anew, so that nothing of it is in memory.
         command("umount", &[&text(&mount)]);
         command("mount", &[&device, &text(&mount)]);
         command("mount", &["--bind", &text(&mount.join("pack")), &text(file)]);
-        FailingDisk { device, mount, back, length, over: file.to_owned() }
+        disk
     }
 
     /// What lies behind that byte of the file cannot be read any more.
@@ -191,7 +193,7 @@ impl FailingDisk {
         let blocks = command("debugfs", &["-R", "blocks /pack", back]);
         let blocks: Vec<u64> = blocks.split_whitespace().map(|block| block.parse().unwrap()).collect();
         let from = usize::try_from(byte.div_ceil(BLOCK)).unwrap();
-        assert!(blocks.windows(2).all(|pair| pair[0] < pair[1]) && from < blocks.len(), "{from} of {blocks:?}");
+        assert!(blocks.windows(2).all(|pair| pair[0] < pair[1]) && from < blocks.len(), "{from} of {}", blocks.len());
         self.ends_at(blocks[from] * BLOCK);
     }
 
@@ -229,7 +231,7 @@ fn of_newest(lab: &Lab) -> (PathBuf, u64) {
     let own = images[0].chunk_map().unwrap().unwrap();
     let index = job.packs().index().unwrap();
     let ids = own.chunks().map(|(id, _)| id).filter(|id| older.chunks().all(|(other, _)| other != *id));
-    let at = ids.map(|id| index.get(&id).unwrap()).max_by_key(|at| at.offset).unwrap();
+    let at = ids.map(|id| index.get(&id).unwrap()).max_by_key(|at| at.stored_len).unwrap();
     (job.packs().pack_path(at.pack), at.offset)
 }
 

@@ -133,7 +133,8 @@ fn the_second_copy_serves_and_is_two_again_afterwards() {
         let mut healed = None;
         // A reader that takes the whole copy first does not notice.
         for n in 1..=3 {
-            healed = healed.or(three.restore(n, None).unwrap());
+            let this_time = three.restore(n, None).unwrap();
+            healed = healed.or(this_time);
         }
         if let Some(healed) = healed {
             assert_eq!((healed.damaged, healed.from_copies, healed.from_replica), (1, 1, 0), "{healed:?}");
