@@ -152,9 +152,9 @@ pub enum Blame {
     Unknown,
     /// It took too long, which says nothing about the image either; another try would take as long.
     Slow,
-    /// The disk, which does not give what the image needs: another image may lie where it does. Nothing is wrong with this
-    /// one as far as is known.
-    Disk,
+    /// The disk, or the replica that has what is damaged here: it does not give what the image needs. Another image may need
+    /// none of that. Nothing is wrong with this one for good, as far as is known.
+    Unread,
     /// The machine: another image would not do better, and this one is as good as it was.
     Machine,
     /// Files that the job wrote to and that are not here as they should be: an older image may not need them.
@@ -186,8 +186,8 @@ impl Error {
             },
             // Our own steps in the middle: that the tree is found, that its memory is held back.
             Error::Criu(criu::RunError::Hook { .. }) => Blame::Machine,
-            Error::Unread { .. } => Blame::Disk,
-            Error::Unpack(error) if error.is_failing_disk() => Blame::Disk,
+            Error::Unread { .. } => Blame::Unread,
+            Error::Unpack(error) if error.may_pass() => Blame::Unread,
             // A wrong key stays one.
             Error::Unpack(error) if error.is_not_for_us() => Blame::Here,
             // Who has them may end.

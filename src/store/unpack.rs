@@ -63,6 +63,16 @@ pub enum Error {
         /// The pack, the place and what differs.
         source: Box<ReadChunkError>,
     },
+    /// A chunk is whole nowhere here, and may be in the replica, or could not be stored again.
+    #[error("image {id} cannot be unpacked now: content of it is damaged here, and was not replaced: {why}")]
+    NotHealed {
+        /// Which image.
+        id: ImageId,
+        /// Why it was not replaced.
+        why: String,
+        /// What is wrong with the first chunk.
+        source: Box<Error>,
+    },
     /// A file can not be written.
     #[error("can not write {}{}", path.display(), super::error::Failing(source))]
     Write {
@@ -96,6 +106,12 @@ impl Error {
             Error::Chunk { source, .. } => source.is_failing_disk(),
             _ => false,
         }
+    }
+
+    /// Whether the content may be had another time: the disk or the replica does not give it now.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        matches!(self, Error::NotHealed { .. }) || self.is_failing_disk()
     }
 
     /// Whether nothing is wrong with the image, and we can not read it: it is encrypted with another key, or newer than us.
@@ -207,15 +223,21 @@ impl Unpacking<'_> {
             Ok(healed) => healed,
             Err(heal::Error::Cancelled) => return Err(Error::Cancelled),
             Err(error) => {
-                tracing::error!("damaged content of the store cannot be replaced: {}", chain(&error));
-                // Without a first one, all that was wanted is there already.
-                return first.map_or(Ok(None), Err);
+                let why = chain(&error);
+                let Some(first) = first else {
+                    // All that was wanted is there already.
+                    tracing::warn!("damaged content of the store was not replaced: {why}");
+                    return Ok(None);
+                };
+                return Err(Error::NotHealed { id: image.id, why, source: first.into() });
             }
         };
         if places.iter().any(|(id, _)| healed.lost.contains(id)) {
             let Some(first) = first else { return Ok(Some(healed)) };
-            tracing::error!("image {}: {healed}", image.id);
-            return Err(first);
+            return Err(match healed.replica_failure {
+                Some(why) => Error::NotHealed { id: image.id, why, source: first.into() },
+                None => first,
+            });
         }
         // What was brought here lies in new packs.
         let index = packs.index()?;

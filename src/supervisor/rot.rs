@@ -228,3 +228,24 @@ fn heal(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_stands_still_while_there_is_something_else_and_ends_at_once() {
+        let gate = Arc::new(Gate { phase: Mutex::new(Phase::Busy), changed: Condvar::new() });
+        let mine = Arc::clone(&gate);
+        let entered = std::thread::spawn(move || (mine.enter(), mine.pause(Duration::from_secs(600)), mine.enter()));
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!entered.is_finished(), "something else is under way");
+        gate.set(Phase::Idle);
+        std::thread::sleep(Duration::from_millis(50));
+        gate.set(Phase::Busy);
+        gate.set(Phase::Over);
+        assert_eq!(entered.join().unwrap(), (true, false, false));
+        gate.set(Phase::Idle);
+        assert_eq!(gate.now(), Phase::Over, "over is over");
+    }
+}

@@ -185,7 +185,7 @@ impl Owner<'_> {
             Blame::Files => Failure::FilesGone(why),
             Blame::Image => Failure::Refused(why),
             Blame::Unknown => Failure::Unexplained(why),
-            Blame::Slow | Blame::Disk => Failure::NotNow(why),
+            Blame::Slow | Blame::Unread => Failure::NotNow(why),
             Blame::Damaged => {
                 // The other copy was not looked at.
                 self.tell(What::ImageBad { image: id, why: format!("{}: {why}", BadWhy::Damaged) });
