@@ -6,7 +6,7 @@
 //! 3. what is whole nowhere here is fetched from the replica into new packs, each record checked as those of an image that is
 //!    fetched: by its name, and by the key where there is one;
 //! 4. the new packs are synced, named and indexed;
-//! 5. the damaged records are struck out of the indexes of their packs ([`strike`]), so that readers, sweeps and the next image
+//! 5. the damaged records are struck out of the indexes of their packs (pack/strike.rs), so that readers, sweeps and the next image
 //!    rely on whole ones only. A record that is damaged and whole nowhere is struck too: the next image that has the
 //!    chunk stores it again, which makes the older images whole as well. One that cannot be read stays, for it may
 //!    be there when the disk is repaired; it is noted, and the next image stores the chunk again ([`Unread`]).
