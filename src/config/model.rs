@@ -492,7 +492,7 @@ impl Default for Store {
             sweep_after: seconds(600),
             repack: Repack::UpTo(ByteSize::new(10_000_000_000)),
             copies: Copies::default(),
-            // 1.7 TB a day, and 2 % of a processor.
+            // 1.7 TB a day, for 0.5 to 4 % of a processor.
             verify_rate: VerifyRate::PerSecond(ByteSize::new(20_000_000)),
             on_success: OnSuccess::default(),
         }
