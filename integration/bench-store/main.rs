@@ -4,11 +4,15 @@
 //! ```text
 //! bench-store make noise|weights|heap FILE MIB SEED
 //! bench-store change FILE PERCENT SEED
-//! bench-store persist STORE NUMBER FOLDER COMPRESSION THREADS
+//! bench-store persist STORE NUMBER FOLDER COMPRESSION THREADS [COPIES]
 //! bench-store unpack STORE NUMBER INTO
 //! bench-store entries STORE PACKS
 //! bench-store verify STORE THREADS
+//! bench-store scrub STORE
 //! ```
+//!
+//! COPIES is 1 or 2. `scrub` reads as the verification beside a running job does, without its pauses, and tells the time on
+//! the processor.
 //!
 //! THREADS is a number, or `auto` for what the configuration has by default on this machine.
 //!
@@ -22,10 +26,11 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use rekindle::config;
+use rekindle::config::{self, Copies};
 use rekindle::store::chunk::{ChunkId, Codec, Compression};
-use rekindle::store::pack::{Entry, PackIndex, PackName};
+use rekindle::store::pack::{Entry, PackIndex, PackName, Unread};
 use rekindle::store::persist::{self, Bounds, Packing, Progress};
+use rekindle::store::scrub::{AGAIN, Scrub, Step};
 use rekindle::store::unpack::{self, unpack};
 use rekindle::store::{Access, Image, ImageId, JobFolder, Manifest, Place, Share, State, Store, check_packs};
 use rekindle::sys::parallel;
@@ -41,11 +46,14 @@ fn main() -> anyhow::Result<()> {
     let answer = match words.as_slice() {
         ["make", kind, file, mib, seed] => make(kind, Path::new(file), mib.parse()?, seed.parse()?)?,
         ["change", file, percent, seed] => change(Path::new(file), percent.parse()?, seed.parse()?)?,
-        ["persist", store, number, folder, compression, threads] => {
-            persist(Path::new(store), number.parse()?, Path::new(folder), compression.parse()?, count(threads)?)?
+        ["persist", store, number, folder, compression, threads, rest @ ..] => {
+            let copies = if *rest == ["2"] { Copies::Two } else { Copies::One };
+            let (store, folder) = (Path::new(store), Path::new(folder));
+            persist(store, number.parse()?, folder, compression.parse()?, count(threads)?, copies)?
         }
         ["unpack", store, number, into] => out(Path::new(store), number.parse()?, Path::new(into))?,
         ["entries", store, packs] => entries(Path::new(store), packs.parse()?)?,
+        ["scrub", store] => scrub(Path::new(store))?,
         ["verify", store, threads] => verify(Path::new(store), count(threads)?)?,
         _ => anyhow::bail!("usage: see the head of integration/bench-store/main.rs"),
     };
@@ -169,11 +177,13 @@ fn persist(
     folder: &Path,
     compression: Compression,
     threads: usize,
+    copies: Copies,
 ) -> anyhow::Result<Value> {
     let job = job(store)?;
     let lock = job.lock()?;
     let image = image(folder, number)?;
-    let packing = Packing { compression, key: None, bounds: Bounds { rate: None, threads } };
+    let bounds = Bounds { rate: None, threads };
+    let packing = Packing { compression, key: None, bounds, copies, unread: Unread::default() };
     let progress = Progress::default();
     let began = Instant::now();
     let stored = persist::persist(&image, &job, &lock, &packing, &progress, &|| false)?;
@@ -221,6 +231,24 @@ fn verify(store: &Path, threads: usize) -> anyhow::Result<Value> {
     let seconds = began.elapsed().as_secs_f64();
     ensure!(report.is_sound(), "{report:?}");
     Ok(json!({ "seconds": seconds, "bytes": report.bytes, "peak_kib": peak()? }))
+}
+
+fn scrub(store: &Path) -> anyhow::Result<Value> {
+    let job = job(store)?;
+    let (began, mut bytes) = (Instant::now(), 0);
+    let mut scrub = Scrub::new(job.packs(), None, AGAIN);
+    loop {
+        match scrub.step(began)? {
+            Step::Read(more) => bytes += more,
+            Step::Round => {}
+            Step::Nothing(_) => break,
+            found @ (Step::Found(_) | Step::Unusable { .. }) => anyhow::bail!("{found:?}"),
+        }
+    }
+    let seconds = began.elapsed().as_secs_f64();
+    let stat = fs::read_to_string("/proc/self/stat")?;
+    let ticks = stat.split_whitespace().skip(13).take(2).map(str::parse::<u32>).sum::<Result<u32, _>>()?;
+    Ok(json!({ "seconds": seconds, "bytes": bytes, "cpu_seconds": f64::from(ticks) / 100.0, "peak_kib": peak()? }))
 }
 
 /// The most memory that this process had.

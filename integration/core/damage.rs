@@ -4,7 +4,9 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
+use rekindle::config::Copies;
 use rekindle::store::chunk::{ChunkMap, Compression};
+use rekindle::store::pack::Unread;
 use rekindle::store::persist::{Bounds, Packing, Progress, persist};
 use rekindle::store::unpack::unpack;
 use rekindle::store::{BadWhy, Form, Image, Manifest, Share, State, check_packs};
@@ -316,7 +318,8 @@ fn an_image_that_was_asked_for_by_name_is_not_replaced_by_another() {
 }
 
 fn packing() -> Packing {
-    Packing { compression: Compression::Auto, key: None, bounds: Bounds { rate: None, threads: 1 } }
+    let bounds = Bounds { rate: None, threads: 1 };
+    Packing { compression: Compression::Auto, key: None, bounds, copies: Copies::One, unread: Unread::default() }
 }
 
 /// Puts plain files in the place of a packed image, as an image has them until it is packed.

@@ -40,6 +40,7 @@ mod passing;
 mod paths;
 mod proven;
 mod repair;
+mod rot;
 mod stacks;
 mod stop;
 mod sweep;

@@ -12,5 +12,6 @@ mod ground;
 mod network;
 mod proxy;
 mod retention;
+mod rot;
 mod server;
 mod supervised;

@@ -178,7 +178,7 @@ impl ImageRow {
         let (state, detail) = match state {
             State::Good(_) => ("good", None),
             State::Bad { mark, .. } => ("bad", Some(format!("{}: {}", mark.why, mark.detail))),
-            State::Damaged { why } => ("damaged", Some(why.to_string())),
+            State::Damaged { why } => (why.kind.word(), Some(why.to_string())),
         };
         ImageRow {
             id,

@@ -123,7 +123,7 @@ enum Command {
     Report(report::ReportArgs),
     /// Check that nothing of the images is missing; with --read-data, every byte
     Verify(verify::VerifyArgs),
-    /// Mend what damage has left of the packs of a job, and mark the images that have lost something
+    /// Repair a job's damaged packs, with content from other packs and the replica, and mark the images that have lost something
     Repair(repair::RepairArgs),
     /// Remove images from the store that no rule keeps (store.keep-last and others) or that take too much; those in memory
     /// go by themselves

@@ -151,7 +151,7 @@ fn carry_out(folder: &JobFolder, policy: &Policy, config: &config::Store) -> any
     let bounds = gc::Bounds { repack: None, ..gc::Bounds::of(config, None) };
     let swept =
         gc::collect(folder, &lock, &bounds, Utc::now(), &|| false).and_then(|first| match first.marked.is_empty() {
-            false if config.sweep_after.is_zero() => gc::sweep_now(folder, &lock).map(|_| first),
+            false if config.sweep_after.is_zero() => gc::sweep_now(folder, &lock, config.copies).map(|_| first),
             _ => Ok(first),
         });
     match swept {

@@ -2,9 +2,10 @@
 
 use serde::Serialize;
 
-use super::output::{Format, print_json, print_table};
+use super::output::{Format, complain, print_json, print_table};
 use super::{Exit, Global, Misuse, job_args, progress};
-use crate::store::repair::{self, Loss, Mode, Repaired};
+use crate::store::repair::{self, Loss, Mode, Repaired, Sources};
+use crate::store::replica::{self, Patience, Replica};
 use crate::store::{Error as StoreError, JobFolder, JobName, Trust};
 
 /// What to repair.
@@ -29,8 +30,9 @@ struct Row {
 
 pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit> {
     let store = global.open_store()?;
-    let config = global.settings(global.overrides())?.store;
-    let trust = Trust::of(&config)?;
+    let all = global.settings(global.overrides())?;
+    let config = &all.store;
+    let trust = Trust::of(config)?;
     let key = trust.key();
     let folders: Vec<JobFolder> = match &args.job {
         Some(job) => {
@@ -48,8 +50,13 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
         let lock = if args.dry_run { None } else { Some(lock(folder)?) };
         let mode = lock.as_ref().map_or(Mode::DryRun, Mode::Repair);
         let what = format!("reading packs of {}", folder.name());
+        let open = || {
+            let url = all.replica.url.as_ref().ok_or(replica::Error::Cancelled)?;
+            Ok(Replica::open(url, folder.name(), Patience::Little)?.with_trust(folder.trust()))
+        };
+        let sources = Sources { copies: config.copies, replica: all.replica.url.is_some().then_some(&open) };
         let repaired =
-            progress::shown(&what, |progress| repair::repair(folder, mode, key, config.threads(), progress))?;
+            progress::shown(&what, |progress| repair::repair(folder, mode, key, &sources, config.threads(), progress))?;
         let whole = repaired.is_whole();
         rows.push(Row { job: folder.name().clone(), whole, dry_run: args.dry_run, repaired });
     }
@@ -58,6 +65,9 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
         Format::Text => {
             print_table(Format::Text, &["JOB", "WHAT", "STATE", "DETAIL"], rows.iter().flat_map(cells), &())?
         }
+    }
+    if args.dry_run && all.replica.url.is_some() && rows.iter().any(|row| !row.whole) {
+        complain("the replica was not asked: without --dry-run, what is lost here is taken from there where it can be");
     }
     Ok(if rows.iter().all(|row| row.whole) { Exit::Success } else { Exit::Unsound })
 }
@@ -85,7 +95,8 @@ fn cells(row: &Row) -> Vec<Vec<String>> {
         };
         cells(format!("image {}", image.image), &state, &image.what)
     });
-    let mut all: Vec<_> = packs.chain(images).collect();
+    let healed = row.repaired.healed.iter().map(|healed| cells("content".into(), "replaced", &healed.to_string()));
+    let mut all: Vec<_> = packs.chain(healed).chain(images).collect();
     if all.is_empty() {
         all.push(cells("everything".into(), "whole", "every record was read, and every image has all of its own"));
     }

@@ -107,7 +107,7 @@ pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
         }
         (_, None) => {
             let State::Damaged { why } = &image.state else { return Ok(Exit::Unsound) };
-            print_text(&format!("{}  damaged: {why}", image.id))?;
+            print_text(&format!("{}  {}: {why}", image.id, why.kind.word()))?;
             return Ok(Exit::Unsound);
         }
     }

@@ -7,9 +7,11 @@ use serde::Serialize;
 
 use super::output::{Format, complain, print_json, print_table};
 use super::{Exit, Global, Misuse, job_args, progress};
-use crate::config;
+use crate::config::{self, Config};
 use crate::store::chunk::Key;
-use crate::store::{Form, Image, JobFolder, JobName, PacksReport, Place, Report, Share, Store, Trust, check_packs};
+use crate::store::{
+    Form, Image, JobFolder, JobName, PackReport, PacksReport, Place, Report, Share, Store, Trust, check_packs,
+};
 
 /// What to check, and how much of it to read.
 #[derive(Debug, clap::Args)]
@@ -57,7 +59,8 @@ struct Found {
 
 pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit> {
     let store = global.open_store()?;
-    let config = global.settings(global.overrides())?.store;
+    let Config { store: config, replica, .. } = global.settings(global.overrides())?;
+    let from_there = if replica.url.is_some() { ", and takes what it can from the replica" } else { "" };
     let chosen = chosen(&store, args.image.as_deref())?;
     let share = match (args.read_data, args.read_data_subset) {
         (true, _) => Share::ALL,
@@ -88,7 +91,7 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
     for job in &unsound {
         complain(&format!(
             "job {job}: `rekindle repair --dry-run {job}` says which images have lost something, and `rekindle repair {job}` \
-             mends what can be mended"
+             mends what can be mended{from_there}"
         ));
     }
     Ok(if unsound.is_empty() { Exit::Success } else { Exit::Unsound })
@@ -178,9 +181,7 @@ fn print(format: Format, found: &Found) -> anyhow::Result<()> {
         let all = std::iter::once(cells("packs".to_owned(), of_packs(&row.report)));
         all.chain(row.report.problems.iter().map(move |pack| {
             let name = pack.path.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned());
-            let damaged =
-                if pack.chunks > 0 { format!("{} chunks damaged, the first: ", pack.chunks) } else { String::new() };
-            cells(name, format!("{damaged}{}", pack.why))
+            cells(name, of_pack(pack))
         }))
     });
     Ok(print_table(format, &["JOB", "IMAGE", "FINDING"], images.chain(packs), &())?)
@@ -188,7 +189,7 @@ fn print(format: Format, found: &Found) -> anyhow::Result<()> {
 
 fn of_image(ImageRow { report, read, .. }: &ImageRow) -> String {
     if let Some(damage) = &report.manifest {
-        return format!("damaged: {damage}");
+        return format!("{}: {damage}", damage.kind.word());
     }
     let problems: Vec<String> = report.problems().map(ToString::to_string).collect();
     match (problems.is_empty(), report.place, read) {
@@ -200,6 +201,18 @@ fn of_image(ImageRow { report, read, .. }: &ImageRow) -> String {
             report.parts.len()
         ),
     }
+}
+
+fn of_pack(pack: &PackReport) -> String {
+    let counts = [(pack.chunks, "damaged"), (pack.unreadable, "unreadable")];
+    let counts = counts.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} chunks {what}"));
+    let counts = counts.collect::<Vec<_>>().join(", ");
+    let counts = if counts.is_empty() { counts } else { format!("{counts}, the first: ") };
+    let elsewhere = match pack.elsewhere {
+        0 => String::new(),
+        count => format!("; another pack has {count} of them whole"),
+    };
+    format!("{counts}{}{elsewhere}", pack.why)
 }
 
 fn of_packs(report: &PacksReport) -> String {

@@ -129,6 +129,12 @@ pub(super) const KEYS: &[Key] = &[
     key("store.persist-threads", Shape::Text, "\"auto\" or a whole number from 1 to 64"),
     key("store.sweep-after", Shape::Text, DURATION),
     key("store.repack", Shape::Text, "\"off\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes"),
+    key("store.copies", Shape::Count, "1 or 2"),
+    key(
+        "store.verify-rate",
+        Shape::Text,
+        "\"off\", or a size for each second such as \"20MB\" or a whole number of bytes",
+    ),
     key("store.on-success", Shape::Text, "\"remove\" or \"keep\""),
     key(
         "replica.url",

@@ -47,7 +47,7 @@ pub use model::{
 };
 pub use network::{Network, NetworkMode, UplinkMode};
 pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
-pub use storage::{Compression, Repack, ReplicaUrl, Scheme, SizeLimit, Threads};
+pub use storage::{Compression, Copies, Repack, ReplicaUrl, Scheme, SizeLimit, Threads, VerifyRate};
 pub use tell::{Hooks, LogFormat, Metrics, OnError, WebhookUrl};
 pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate, Stdin, Umask};
 pub use watch::{

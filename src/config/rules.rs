@@ -8,7 +8,7 @@ use super::keys;
 use super::model::{Config, LIMITS, PidNamespace, VERSION};
 use super::network::{NetworkMode, UplinkMode};
 use super::scheduler::Deadline;
-use super::storage::{Repack, SizeLimit};
+use super::storage::{Repack, SizeLimit, VerifyRate};
 use super::value::{ByteSize, Interval, Rate, Stdin};
 use super::watch::RuleAction;
 
@@ -239,6 +239,14 @@ fn store(config: &Config, rules: &mut Rules) {
             format!("must be at least {LEAST_REPACK}, or \"off\", because content is written in packs of that size")
         });
     }
+    verify_rate(config, rules);
+}
+
+fn verify_rate(config: &Config, rules: &mut Rules) {
+    let VerifyRate::PerSecond(rate) = config.store.verify_rate else { return };
+    rules.that(rate >= SLOWEST, "store.verify-rate", || {
+        format!("must be at least {SLOWEST}, or \"off\", because a slower look at a store takes months")
+    });
 }
 
 fn replica(config: &Config, rules: &mut Rules) {

@@ -204,6 +204,81 @@ impl From<Repack> for String {
     }
 }
 
+/// In how many packs content is kept that several images of a job refer to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "NumberOrText", into = "NumberOrText")]
+pub enum Copies {
+    /// In one.
+    #[default]
+    One,
+    /// In two, so that damage to one of them costs nothing.
+    Two,
+}
+
+impl Copies {
+    /// How many packs that are.
+    #[must_use]
+    pub fn count(self) -> usize {
+        match self {
+            Copies::One => 1,
+            Copies::Two => 2,
+        }
+    }
+}
+
+impl TryFrom<NumberOrText> for Copies {
+    type Error = Malformed;
+
+    fn try_from(from: NumberOrText) -> Result<Copies, Malformed> {
+        let count = match from {
+            NumberOrText::Number(count) => count,
+            NumberOrText::Text(text) => text.parse().map_err(|_| Malformed)?,
+        };
+        match count {
+            1 => Ok(Copies::One),
+            2 => Ok(Copies::Two),
+            _ => Err(Malformed),
+        }
+    }
+}
+
+impl From<Copies> for NumberOrText {
+    fn from(copies: Copies) -> NumberOrText {
+        NumberOrText::Number(if copies == Copies::One { 1 } else { 2 })
+    }
+}
+
+/// How much of the store is read each second to find damage, while there is nothing else to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "NumberOrText", into = "String")]
+pub enum VerifyRate {
+    /// Nothing.
+    Off,
+    /// So many bytes.
+    PerSecond(ByteSize),
+}
+
+impl TryFrom<NumberOrText> for VerifyRate {
+    type Error = Malformed;
+
+    fn try_from(from: NumberOrText) -> Result<VerifyRate, Malformed> {
+        let size = match from {
+            NumberOrText::Text(text) if text == "off" => return Ok(VerifyRate::Off),
+            other => ByteSize::try_from(other)?,
+        };
+        Ok(if size.bytes() == 0 { VerifyRate::Off } else { VerifyRate::PerSecond(size) })
+    }
+}
+
+impl From<VerifyRate> for String {
+    fn from(rate: VerifyRate) -> String {
+        match rate {
+            VerifyRate::Off => "off".to_owned(),
+            VerifyRate::PerSecond(size) => size.to_string(),
+        }
+    }
+}
+
 /// What speaks at the address of a replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scheme {

@@ -102,6 +102,8 @@ persist-rate = "500MB"
 persist-threads = 64
 sweep-after = "0s"
 repack = "off"
+copies = 2
+verify-rate = 0
 on-success = "remove"
 [replica]
 url = "s3://bucket/a"
@@ -193,6 +195,7 @@ fn every_key_can_be_set() {
     assert_eq!(config.store.encryption_key.as_deref(), Some(Path::new("/etc/key")));
     assert_eq!((config.store.accept_unsigned, config.store.seen_directory.as_path()), (true, Path::new("/srv/seen")));
     assert_eq!((config.store.sweep_after, config.store.repack), (Duration::ZERO, Repack::Off));
+    assert_eq!((config.store.copies, config.store.verify_rate), (Copies::Two, VerifyRate::Off));
     assert_eq!(config.replica.url.as_ref().map(ReplicaUrl::bucket), Some("bucket"));
     assert_eq!(config.replica.rate, Rate::PerSecond(ByteSize::mib(1)));
     assert_eq!(config.restart.retry_exit_codes, [1, 255]);

@@ -23,6 +23,8 @@ pub enum Failure {
     GpuFault,
     /// An image can not be used any more.
     ImageBad,
+    /// Content of the store is damaged, or the disk does not give it.
+    StoreDamaged,
     /// The job was given up.
     GivenUp,
 }
@@ -43,6 +45,7 @@ impl Failure {
             }
             (_, What::GpuFault { gpu, words, .. }) => format!("GPU {gpu} has a fault: {words}"),
             (_, What::ImageBad { image, why }) => format!("image {image} is bad: {why}"),
+            (_, What::StoreDamaged { why, .. }) => format!("its store is damaged: {why}"),
             (_, What::Finished { why: Some(why), .. }) => format!("given up: {why}"),
             _ => "it failed".into(),
         }
@@ -77,6 +80,7 @@ impl Failures {
             What::Hung { .. } => return Some(Failure::Hung),
             What::GpuFault { .. } => return Some(Failure::GpuFault),
             What::ImageBad { .. } => return Some(Failure::ImageBad),
+            What::StoreDamaged { .. } => return Some(Failure::StoreDamaged),
             What::Finished { outcome, .. } if outcome == "failed" => return Some(Failure::GivenUp),
             _ => {}
         }

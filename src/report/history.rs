@@ -249,7 +249,7 @@ impl History {
                     (snapshot.stored_us, snapshot.written) = (Some(*took_us), Some(*written));
                 }
             }
-            What::NotStored { why, .. } => {
+            What::NotStored { why, .. } | What::StoreDamaged { why, .. } => {
                 self.pass(at);
                 self.fail(at, Trouble::Store, why.clone());
             }

@@ -114,7 +114,7 @@ pub fn event(what: &What) -> (String, String) {
         What::Replicated { image, took_us, sent } => {
             format!("image {image}, {} sent in {}", size(*sent), time(*took_us))
         }
-        What::NotStored { why, .. } => why.clone(),
+        What::NotStored { why, .. } | What::StoreDamaged { why, .. } => why.clone(),
         What::NotReplicated { image, why } | What::ImageBad { image, why } => format!("image {image}: {why}"),
         What::Restarting { image, after_us } => format!("from {} in {}", from(image), time(*after_us)),
         What::Finished { outcome, exit_code, why } => {

@@ -26,6 +26,14 @@ pub enum Error {
         /// The parts.
         what: String,
     },
+    /// The disk does not give files of the image.
+    #[error("image {id} cannot be read: {what}")]
+    Unread {
+        /// The image.
+        id: crate::store::ImageId,
+        /// The parts.
+        what: String,
+    },
     /// The image does not fit this machine; nothing was started.
     #[error("image {id} can not be restored on this machine as it is: {}", compat::summary(differences))]
     Misfit {
@@ -144,6 +152,9 @@ pub enum Blame {
     Unknown,
     /// It took too long, which says nothing about the image either; another try would take as long.
     Slow,
+    /// The disk, or the replica that has what is damaged here: it does not give what the image needs. Another image may need
+    /// none of that. Nothing is wrong with this one for good, as far as is known.
+    Unread,
     /// The machine: another image would not do better, and this one is as good as it was.
     Machine,
     /// Files that the job wrote to and that are not here as they should be: an older image may not need them.
@@ -175,6 +186,8 @@ impl Error {
             },
             // Our own steps in the middle: that the tree is found, that its memory is held back.
             Error::Criu(criu::RunError::Hook { .. }) => Blame::Machine,
+            Error::Unread { .. } => Blame::Unread,
+            Error::Unpack(error) if error.may_pass() => Blame::Unread,
             // A wrong key stays one.
             Error::Unpack(error) if error.is_not_for_us() => Blame::Here,
             // Who has them may end.

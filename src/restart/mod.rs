@@ -30,6 +30,7 @@ use crate::launch::identity::Identity;
 use crate::launch::world::{self, Network, World};
 use crate::launch::{Job, Privileges, embedded, output, plugin};
 use crate::store::chunk::Key;
+use crate::store::heal::Healing;
 use crate::store::manifest::PidNamespace;
 use crate::store::persist::Progress;
 use crate::store::staging::Area;
@@ -99,6 +100,8 @@ pub struct Unpacking<'a> {
     pub threads: usize,
     /// How far it is.
     pub progress: &'a Progress,
+    /// What damaged content is replaced with; None where it is an error.
+    pub healing: Option<&'a Healing<'a>>,
 }
 
 /// A job that is back.

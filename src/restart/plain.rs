@@ -12,7 +12,7 @@ use std::path::PathBuf;
 
 use super::{Error, Request};
 use crate::store::staging::{Need, TakeError};
-use crate::store::unpack::{self, unpack};
+use crate::store::unpack;
 use crate::store::{Form, Image, Manifest};
 use crate::sys::durable;
 use crate::telemetry::log::chain;
@@ -60,7 +60,10 @@ fn check(image: &Image) -> Result<(), Error> {
         return Ok(());
     }
     let what = report.problems().take(5).map(ToString::to_string).collect::<Vec<_>>().join(", ");
-    Err(Error::Damaged { id: image.id, what })
+    match report.is_damage() {
+        true => Err(Error::Damaged { id: image.id, what }),
+        false => Err(Error::Unread { id: image.id, what }),
+    }
 }
 
 /// None where memory has no room.
@@ -113,11 +116,16 @@ fn into_folder(
 }
 
 fn run(request: &Request<'_>, into: &std::path::Path, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<(), Error> {
-    let unpacking = request.unpacking;
-    unpack(request.image, request.folder, into, unpacking.key, unpacking.threads, unpacking.progress, cancelled)
-        .map_err(|error| match error {
-            unpack::Error::Cancelled => Error::Cancelled,
-            error if error.is_damage() => Error::Damaged { id: request.image.id, what: chain(&error) },
-            error => Error::Unpack(error),
-        })
+    let super::Unpacking { key, threads, progress, healing, .. } = request.unpacking;
+    let unpacking = unpack::Unpacking { key, threads, progress, cancelled, healing };
+    match unpacking.unpack(request.image, request.folder, into) {
+        Ok(None) => Ok(()),
+        Ok(Some(healed)) => {
+            tracing::warn!("image {}: {healed}; the restore goes on", request.image.id);
+            Ok(())
+        }
+        Err(unpack::Error::Cancelled) => Err(Error::Cancelled),
+        Err(error) if error.is_damage() => Err(Error::Damaged { id: request.image.id, what: chain(&error) }),
+        Err(error) => Err(Error::Unpack(error)),
+    }
 }

@@ -14,7 +14,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A file or folder could not be made, read, written or removed.
 #[derive(Debug, Error)]
-#[error("can not {what} {}", path.display())]
+#[error("can not {what} {}{}", path.display(), Failing(source))]
 pub struct FileError {
     /// What was tried.
     pub what: &'static str,
@@ -23,6 +23,27 @@ pub struct FileError {
     /// The kernel's answer.
     #[source]
     pub source: io::Error,
+}
+
+/// What an error of the disk itself means, and what to do about it: to be said before the kernel's words. Nothing for other
+/// errors.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Failing<'a>(pub(crate) &'a io::Error);
+
+impl std::fmt::Display for Failing<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match is_failing(self.0) {
+            true => f.write_str(
+                ", because the disk is failing (see the kernel log, and replace the disk; nothing is marked as bad for it)",
+            ),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Whether the disk itself has failed: what it did not give may be whole all the same.
+pub(crate) fn is_failing(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EIO)
 }
 
 /// This was tried, and has failed.
@@ -161,7 +182,7 @@ pub enum Error {
     #[error("image {0} is pinned; `rekindle unpin` takes that back")]
     Pinned(ImageId),
     /// Reading failed.
-    #[error("can not read {}", .path.display())]
+    #[error("can not read {}{}", .path.display(), Failing(.source))]
     Read {
         /// What.
         path: PathBuf,
@@ -169,7 +190,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Creating a folder failed.
-    #[error("can not create {}", .path.display())]
+    #[error("can not create {}{}", .path.display(), Failing(.source))]
     Create {
         /// What.
         path: PathBuf,
@@ -177,7 +198,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Writing failed.
-    #[error("can not write {}", .path.display())]
+    #[error("can not write {}{}", .path.display(), Failing(.source))]
     Write {
         /// What.
         path: PathBuf,
@@ -193,7 +214,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Removing failed; what is left is removed at the next start.
-    #[error("can not remove {}", .path.display())]
+    #[error("can not remove {}{}", .path.display(), Failing(.source))]
     Remove {
         /// What.
         path: PathBuf,
@@ -243,4 +264,28 @@ fn naming<T: ToString>(what: &str, all: &[T]) -> String {
 
 fn supervisor(holder: Option<&Holder>) -> String {
     holder.map_or_else(|| "another process".to_owned(), ToString::to_string)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::telemetry::log::chain;
+
+    #[test]
+    fn a_failing_disk_is_told_as_that_with_the_file_and_what_to_do() {
+        let eio = || io::Error::from_raw_os_error(libc::EIO);
+        let path = Path::new("/s/j/packs/x.pack");
+        let told = [
+            chain(&failed("write", path)(eio())),
+            chain(&Error::Read { path: path.to_owned(), source: eio() }),
+            chain(&Error::Write { path: path.to_owned(), source: eio() }),
+            chain(&super::super::format::ReadError::Read { path: path.to_owned(), source: eio() }),
+        ];
+        for text in told {
+            assert!(text.contains("/s/j/packs/x.pack, because the disk is failing (see the kernel log"), "{text}");
+            assert!(text.ends_with("Input/output error (os error 5)"), "{text}");
+        }
+        let other = chain(&failed("write", path)(io::ErrorKind::PermissionDenied.into()));
+        assert!(!other.contains("disk"), "{other}");
+    }
 }

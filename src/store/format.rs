@@ -9,6 +9,8 @@ use std::path::PathBuf;
 
 use thiserror::Error;
 
+use super::error::Failing;
+
 /// What was read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum What {
@@ -129,7 +131,7 @@ impl FormatError {
 #[derive(Debug, Error)]
 pub enum ReadError {
     /// It can not be opened or read; nothing is known of it.
-    #[error("can not read {}", .path.display())]
+    #[error("can not read {}{}", .path.display(), Failing(.source))]
     Read {
         /// The file.
         path: PathBuf,

@@ -4,11 +4,15 @@
 //! One round ([`collect`]) is this protocol; a crash after any step leaves what the next round goes on from:
 //!
 //! 1. which chunks the images need is read from all chunk maps, which chunks the packs have from all indexes;
-//! 2. an index that is missing or damaged, of a pack whose records are all whole, is written anew;
+//! 2. an index that is missing or damaged, of a pack whose headers are all whole, is written anew, without records that are
+//!    damaged;
 //! 3. a mark is taken back where the pack is needed after all;
 //! 4. packs whose mark is old enough are swept: index, pack, mark, in this order;
 //! 5. packs that nothing is needed of get a mark, `NAME.gone`;
 //! 6. what is needed of packs that are mostly not is copied to new packs, checked on the way; the old ones get a mark.
+//!
+//! A chunk may be kept in two packs (`store.copies`). A second copy that is there stays for as long as any image needs the
+//! chunk, and both go when none does. Where one copy is enough, the other is content that nobody needs.
 //!
 //! Invariants: while any image or pack can not be read, nothing is marked, swept or copied: it may be needed. (One that was
 //! read and is damaged needs what its map still names.) A pack with a mark is still read from. Between mark and sweep lies at least the grace period by the clock of
@@ -30,12 +34,13 @@ use super::error::Error as StoreError;
 use super::folder::JobFolder;
 use super::id::ImageId;
 use super::lock::WriterLock;
-use super::pack::PackName;
 use super::pack::set::{Index, Lost, Packs};
+use super::pack::stored::Stored;
+use super::pack::{Location, PackIndex, PackName};
 use super::{FileError, failed};
-use crate::config::{self, Repack};
+use crate::config::{self, Copies, Repack};
 use crate::sys::durable;
-use needed::Needed;
+pub(in crate::store) use needed::Needed;
 
 /// What one round may do.
 #[derive(Debug, Clone, Copy)]
@@ -46,6 +51,8 @@ pub struct Bounds<'k> {
     pub repack: Option<u64>,
     /// What packs are encrypted with.
     pub key: Option<&'k Key>,
+    /// In how many packs a chunk may stay. One that is in more packs is needed in those only that a reader prefers.
+    pub copies: Copies,
 }
 
 impl<'k> Bounds<'k> {
@@ -56,7 +63,7 @@ impl<'k> Bounds<'k> {
             Repack::Off => None,
             Repack::UpTo(size) => Some(size.bytes()),
         };
-        Bounds { sweep_after: store.sweep_after, repack, key }
+        Bounds { sweep_after: store.sweep_after, repack, key, copies: store.copies }
     }
 }
 
@@ -113,11 +120,11 @@ pub enum Error {
         pack: PackName,
         /// Why.
         #[source]
-        source: repack::CopyError,
+        source: CopyError,
     },
 }
 
-pub use repack::CopyError;
+pub use super::pack::CopyError;
 
 /// One round. `now` is the time by which the grace period is counted.
 ///
@@ -135,9 +142,12 @@ pub fn collect(
     let packs = folder.packs();
     let mut done = Collected::default();
     let mut index = packs.index()?;
-    reindex(&packs, &index, &mut done)?;
+    reindex(&packs, &index, bounds.key, &mut done)?;
+    if !done.reindexed.is_empty() {
+        index = packs.index()?;
+    }
     let needed = Needed::of(folder)?;
-    let uses = needed.of_packs(&packs, &index)?;
+    let uses = needed.of_packs(&packs, &index, bounds.copies)?;
     for pack in &uses {
         lock.still_held()?;
         let is_gone = index.is_gone(pack.name);
@@ -157,7 +167,7 @@ pub fn collect(
     }
     sweep_remains(&packs, &index)?;
     if let Some(bound) = bounds.repack {
-        repack::run(&packs, &index, &needed, &uses, bound, bounds.key, lock, now, cancelled, &mut done)?;
+        repack::run(&packs, &index, &needed, &uses, bounds, bound, lock, now, cancelled, &mut done)?;
     }
     Ok(done)
 }
@@ -167,15 +177,15 @@ pub fn collect(
 ///
 /// # Errors
 /// As [`collect`].
-pub fn sweep_now(folder: &JobFolder, lock: &WriterLock) -> Result<u64, Error> {
-    let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None };
+pub fn sweep_now(folder: &JobFolder, lock: &WriterLock, copies: Copies) -> Result<u64, Error> {
+    let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None, copies };
     let round = || collect(folder, lock, &bounds, Utc::now(), &|| false);
     // The first marks, the second sweeps.
     Ok(round()?.freed + round()?.freed)
 }
 
 /// Step 2. Whatever else is wrong with a pack ends the round.
-fn reindex(packs: &Packs, index: &Index, done: &mut Collected) -> Result<(), Error> {
+fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected) -> Result<(), Error> {
     for problem in index.problems() {
         let why = match &problem.lost {
             Lost::Nothing => None,
@@ -189,18 +199,28 @@ fn reindex(packs: &Packs, index: &Index, done: &mut Collected) -> Result<(), Err
         }
     }
     for problem in index.problems() {
-        write_index(packs, problem.pack)?;
+        write_index(packs, problem.pack, key)?;
         done.reindexed.push(problem.pack);
     }
     Ok(())
 }
 
-/// Writes the index of a pack anew, from its records.
-pub(super) fn write_index(packs: &Packs, pack: PackName) -> Result<(), Error> {
+/// Writes the index of a pack anew, from its records. One that is damaged was perhaps struck out of the index that was there
+/// ([`super::heal`]), and must not take the place of a whole copy: it is left out.
+fn write_index(packs: &Packs, pack: PackName, key: Option<&Key>) -> Result<(), Error> {
     let why = |error: &dyn std::error::Error| Error::Pack { pack, why: crate::telemetry::log::chain(error) };
     let scan = packs.scan(pack).map_err(|error| why(&error))?;
+    let mut entries = scan.index.entries().to_vec();
+    if let Ok(key) = scan.header.key_for(key) {
+        let mut stored = Stored::default();
+        entries.retain(|entry| {
+            let read = stored.read_from_disk(packs, &entry.id, &Location::of(pack, entry), key);
+            !matches!(read, Err(CopyError::Damaged { source, .. }) if !source.is_not_for_us())
+        });
+    }
     let path = packs.index_path(pack);
-    Ok(durable::write_file(&path, &scan.index.to_bytes(), 0o600).map_err(failed("write", &path))?)
+    let bytes = PackIndex::new(scan.index.pack_len(), entries).to_bytes();
+    Ok(durable::write_file(&path, &bytes, 0o600).map_err(failed("write", &path))?)
 }
 
 /// Step 4.
@@ -236,9 +256,9 @@ pub(super) struct PackUse {
 ///
 /// # Errors
 /// As [`collect`].
-pub fn usage(folder: &JobFolder) -> Result<(u64, u64), Error> {
+pub fn usage(folder: &JobFolder, copies: Copies) -> Result<(u64, u64), Error> {
     let packs = folder.packs();
-    let uses = Needed::of(folder)?.of_packs(&packs, &packs.index()?)?;
+    let uses = Needed::of(folder)?.of_packs(&packs, &packs.index()?, copies)?;
     Ok(uses.iter().fold((0, 0), |(bytes, needed), pack| (bytes + pack.bytes, needed + pack.needed)))
 }
 

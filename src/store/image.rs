@@ -102,6 +102,17 @@ pub enum DamageKind {
     Untrusted,
 }
 
+impl DamageKind {
+    /// What it is called.
+    #[must_use]
+    pub fn word(self) -> &'static str {
+        match self {
+            DamageKind::Unreadable => "unreadable",
+            DamageKind::Broken | DamageKind::Newer | DamageKind::Untrusted => "damaged",
+        }
+    }
+}
+
 impl std::fmt::Display for Damage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(&self.detail)

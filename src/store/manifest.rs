@@ -49,7 +49,7 @@ pub enum ManifestError {
     #[error("it has no {FILE_NAME}")]
     Missing,
     /// It can not be opened or read; nothing is known of the image.
-    #[error("its {FILE_NAME} can not be read: {0}")]
+    #[error("its {FILE_NAME} can not be read{why}: {0}", why = super::error::Failing(.0))]
     Read(#[source] io::Error),
     /// Larger than [`MAX_BYTES`].
     #[error("its {FILE_NAME} is larger than {MAX_BYTES} bytes")]

@@ -17,12 +17,16 @@ pub mod index;
 pub mod reader;
 pub mod record;
 pub mod set;
+pub(in crate::store) mod stored;
+pub(in crate::store) mod strike;
 pub mod writer;
 
 pub use index::{Entry, PackIndex};
 pub use reader::{ReadChunkError, Reading, Visit, Want};
 pub use record::{PackHeader, RecordHeader};
 pub use set::{Index, Location, PackName, Packs, Problem};
+pub use stored::CopyError;
+pub use strike::Unread;
 pub use writer::{Making, PackWriter};
 
 /// A pack is closed when it is about this large: large enough that a disk reads it in one go, small enough to be

@@ -35,12 +35,13 @@ use super::chunk::map::{self, ChunkMap};
 use super::chunk::{Compression, Key};
 use super::draft::PublishError;
 use super::folder::JobFolder;
+use super::gc::Needed;
 use super::image::{Form, Image};
 use super::lock::WriterLock;
 use super::manifest::Chunks;
-use super::pack::Making;
+use super::pack::{Making, Unread, strike};
 use super::trust::Trust;
-use crate::config::{self, Rate};
+use crate::config::{self, Copies, Rate};
 use crate::sys::parallel;
 
 pub use self::pace::Progress;
@@ -63,6 +64,10 @@ pub struct Packing {
     pub key: Option<Arc<Key>>,
     /// How much of the machine may be used.
     pub bounds: Bounds,
+    /// In how many packs chunks are kept that more than one image refers to.
+    pub copies: Copies,
+    /// Places that the disk does not give: what is in them is written again.
+    pub unread: Unread,
 }
 
 impl Packing {
@@ -80,7 +85,8 @@ impl Packing {
             config::Compression::Zstd(level) => Compression::Zstd(level),
         };
         let key = trust.key().cloned().map(Arc::new);
-        Packing { compression, key, bounds: Bounds { rate, threads: store.threads() } }
+        let bounds = Bounds { rate, threads: store.threads() };
+        Packing { compression, key, bounds, copies: store.copies, unread: Unread::default() }
     }
 }
 
@@ -105,6 +111,14 @@ pub enum Error {
         /// Which.
         id: super::ImageId,
         /// What is wrong with it.
+        what: String,
+    },
+    /// The disk does not give a loose image.
+    #[error("image {id} cannot be read and stays as it is: {what}")]
+    Unread {
+        /// Which.
+        id: super::ImageId,
+        /// What cannot be read.
         what: String,
     },
     /// A pack could not be written.
@@ -167,13 +181,19 @@ pub fn persist(
     let draft = folder.begin_image_as(lock, image.id)?;
     let packs = folder.packs();
     let index = packs.index()?;
+    // Which chunks have no image, though they are in a pack, is told by the maps. Where one of those cannot be read, no
+    // second copies are made this time.
+    let shared = match packing.copies {
+        Copies::One => None,
+        Copies::Two => Needed::of(folder).ok(),
+    };
     let pace = Pace { began: Instant::now(), rate: packing.bounds.rate, progress, cancelled };
     let work = Work {
         image,
         manifest: &manifest,
         packs: &packs,
         making: Making::new(packing.compression, packing.key.as_deref()),
-        known: Known::new(&packs, &index),
+        known: Known::new(&packs, &index, shared.as_ref(), &packing.unread),
         stretches: Mutex::new(Some(Stretches::new(&image.dir, &manifest.parts))),
         pace,
         lock,
@@ -181,8 +201,13 @@ pub fn persist(
     let worth = usize::try_from(manifest.bytes.div_ceil(WORTH_A_THREAD)).unwrap_or(usize::MAX);
     let workers = packing.bounds.threads.min(worth).clamp(1, MAX_WORKERS);
     let packed = parallel::in_parallel(vec![(); workers], workers, |()| work.run())?;
+    let again = work.known.written_again();
     drop(work);
     drop(index);
+    drop(shared);
+    // From here on the new place counts, and not the one that the disk does not give.
+    strike::strike(&packs, lock, &again)?;
+    packing.unread.forget(&again);
     // A slot that was begun anew in the meantime would have given parts of two images.
     if image.look_again().manifest() != Some(&manifest) {
         return Err(Error::Gone(image.id));
@@ -211,7 +236,10 @@ fn check_loose(image: &Image) -> Result<(), Error> {
     }
     let damage = report.manifest.iter().map(ToString::to_string);
     let what = damage.chain(report.problems().take(5).map(ToString::to_string)).collect::<Vec<_>>().join(", ");
-    Err(Error::Damaged { id: image.id, what })
+    match report.is_damage() {
+        true => Err(Error::Damaged { id: image.id, what }),
+        false => Err(Error::Unread { id: image.id, what }),
+    }
 }
 
 /// The extents of the parts, from those of the stretches.

@@ -1,10 +1,12 @@
 //! What damage has left of a job's packs: every record is read, indexes are written anew from those that are whole, and
 //! the images that have lost something are named.
 //!
+//! What is damaged and whole in another pack or the replica is taken from there ([`super::heal`]), before an image is judged.
+//!
 //! No content is removed. A record that is not what was written is left out of the index, so that the next image that has
 //! the same content stores it again; it stays in its pack until that goes as any other. The begin of a pack is written anew
 //! in its place where it is damaged, since all of it follows from the records. What can not be read for another reason
-//! than its content, or is not for us (a newer format, a key that we have not), stays as it is, and nothing is
+//! than its content (EIO: the disk is failing), or is not for us (a newer format, a key that we have not), stays as it is, and nothing is
 //! concluded from it. An image that has lost something is marked as bad, so that a restart passes it over; one that was
 //! marked and is whole after all keeps its mark, because what else speaks against it is not known here.
 //!
@@ -24,10 +26,13 @@ use super::FileError;
 use super::chunk::Key;
 use super::error::Error as StoreError;
 use super::folder::JobFolder;
+use super::heal::{self, Healed, Healing, OpenReplica};
 use super::id::ImageId;
 use super::lock::WriterLock;
-use super::pack::PackName;
+use super::pack::set::PackInfo;
+use super::pack::{PackName, Unread};
 use super::persist::Progress;
+use crate::config::Copies;
 use crate::sys::parallel;
 use images::Known;
 
@@ -36,6 +41,8 @@ use images::Known;
 pub struct Repaired {
     /// Packs that there is something to say of, by name.
     pub packs: Vec<PackRepair>,
+    /// What was taken from other packs or the replica, if anything.
+    pub healed: Option<Healed>,
     /// Images that have lost something, or of which that can not be told; newest first.
     pub images: Vec<Suffering>,
 }
@@ -44,7 +51,7 @@ impl Repaired {
     /// Whether every image is whole, as far as it can be told, and everything could be.
     #[must_use]
     pub fn is_whole(&self) -> bool {
-        let known = |pack: &PackRepair| matches!(pack.outcome, Outcome::Mended | Outcome::Lost);
+        let known = |pack: &PackRepair| matches!(pack.outcome, Outcome::Mended | Outcome::Lost | Outcome::Unreadable);
         self.images.is_empty() && self.packs.iter().all(known)
     }
 }
@@ -71,6 +78,9 @@ pub enum Outcome {
     Mended,
     /// What is left can be used again; the rest is lost. Whether an image needs that is told with the images.
     Lost,
+    /// The disk does not give some of it, which stays in its index: it may be whole. Whether an image needs that, and cannot
+    /// have it from elsewhere, is told with the images.
+    Unreadable,
     /// Its records can not be read without another key, only that they are there.
     NotChecked,
     /// Nothing could be told, and nothing was changed.
@@ -82,6 +92,7 @@ impl std::fmt::Display for Outcome {
         f.pad(match self {
             Outcome::Mended => "mended",
             Outcome::Lost => "lost some",
+            Outcome::Unreadable => "unreadable",
             Outcome::NotChecked => "not checked",
             Outcome::LeftAlone => "left alone",
         })
@@ -131,6 +142,24 @@ pub enum Error {
     /// A file can not be written or removed.
     #[error(transparent)]
     File(#[from] FileError),
+    /// What is damaged cannot be taken from elsewhere.
+    #[error(transparent)]
+    Heal(#[from] heal::Error),
+}
+
+/// Where content may come from that is damaged.
+#[derive(Clone, Copy, Default)]
+pub struct Sources<'a> {
+    /// In how many packs chunks are kept that images share.
+    pub copies: Copies,
+    /// The replica, if there is one.
+    pub replica: Option<OpenReplica<'a>>,
+}
+
+impl std::fmt::Debug for Sources<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Sources").field("copies", &self.copies).finish_non_exhaustive()
+    }
 }
 
 /// Reads everything on so many threads, and repairs what can be. `progress` counts the bytes of the packs.
@@ -141,6 +170,7 @@ pub fn repair(
     folder: &JobFolder,
     mode: Mode<'_>,
     key: Option<&Key>,
+    sources: &Sources<'_>,
     threads: usize,
     progress: &Progress,
 ) -> Result<Repaired, Error> {
@@ -154,10 +184,28 @@ pub fn repair(
     let hold = Hold::new(mode);
     let known = Mutex::new(Known::default());
     let mending = mend::Mending { packs: &packs, key, hold: &hold, known: &known, progress };
-    let mended = parallel::in_parallel(names, threads, |name| mending.pack(name))?;
-    let mut done = Repaired { packs: mended.into_iter().flatten().collect(), images: Vec::new() };
+    let mended = parallel::in_parallel(names.clone(), threads, |name| mending.pack(name))?;
+    let mut done = Repaired { packs: mended.into_iter().flatten().collect(), ..Repaired::default() };
     done.packs.sort_by_key(|report| report.pack);
-    let known = known.into_inner().unwrap_or_else(PoisonError::into_inner).sorted();
+    let mut known = known.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if let Mode::Repair(lock) = mode {
+        let unread = Unread::default();
+        let Sources { copies, replica } = *sources;
+        let healing = Healing { folder, lock, key, copies, unread: &unread, replica };
+        let mut wanted = std::mem::take(&mut known.harmed);
+        wanted.extend(heal::missing(folder)?);
+        if !wanted.is_empty() {
+            let healed = healing.heal(&wanted, &|| hold.keep().is_err())?;
+            done.healed = Some(healed).filter(|healed| healed.from_copies + healed.from_replica > 0);
+        }
+        for name in packs.names()?.into_iter().filter(|name| !names.contains(name)) {
+            if let Ok(pack) = packs.pack_index(name) {
+                let info = PackInfo { name, pack_len: pack.pack_len(), key: None, gone: false };
+                known.index.add(info, &pack);
+            }
+        }
+    }
+    let known = known.sorted();
     done.images = images::look(folder, &known, &hold)?;
     Ok(done)
 }

@@ -23,6 +23,7 @@
 //! What comes back is checked as what a stranger sent: manifests, maps and indexes by their own hashes, and the content chunk by chunk
 //! (fetch.rs).
 
+mod chunks;
 mod client;
 mod connect;
 mod cover;

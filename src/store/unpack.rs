@@ -2,15 +2,22 @@
 //!
 //! Every chunk is checked against its name, and the chunk map against the manifest, so that what was written is what was
 //! published. Zeros are left out: they are holes. Nothing is synced: the files are for now.
+//!
+//! A chunk that is damaged, or that the disk does not give, is taken from another pack that has it. What is whole nowhere
+//! here is brought from the replica ([`super::heal`]), where the caller allows that, and then read as any other.
 
+use std::collections::BTreeSet;
 use std::fs::{DirBuilder, File};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use super::chunk::{ChunkId, ChunkMap, Extent, Key};
+use super::error::is_failing;
 use super::folder::JobFolder;
 use super::format::{FormatError, ReadError, What, size_of};
+use super::heal::{self, Healed, Healing};
 use super::id::ImageId;
 use super::image::Image;
 use super::manifest::Manifest;
@@ -19,6 +26,7 @@ use super::pack::reader::{ReadChunkError, Reading, Visit, Want};
 use super::persist::Progress;
 use crate::sys::direct::Way;
 use crate::sys::pages::Writer;
+use crate::telemetry::log::chain;
 
 /// Threads for a restart, when the job needs no processor: more than there are, because each waits for the disk as well.
 #[must_use]
@@ -55,8 +63,18 @@ pub enum Error {
         /// The pack, the place and what differs.
         source: Box<ReadChunkError>,
     },
+    /// A chunk is whole nowhere here, and may be in the replica, or could not be stored again.
+    #[error("image {id} cannot be unpacked now: content of it is damaged here, and was not replaced: {why}")]
+    NotHealed {
+        /// Which image.
+        id: ImageId,
+        /// Why it was not replaced.
+        why: String,
+        /// What is wrong with the first chunk.
+        source: Box<Error>,
+    },
     /// A file can not be written.
-    #[error("can not write {}", path.display())]
+    #[error("can not write {}{}", path.display(), super::error::Failing(source))]
     Write {
         /// Which.
         path: PathBuf,
@@ -78,6 +96,22 @@ impl Error {
             Error::Chunk { source, .. } => source.is_damage(),
             _ => false,
         }
+    }
+
+    /// Whether the disk is what failed: the image may be whole all the same, and is not to be marked for it.
+    #[must_use]
+    pub fn is_failing_disk(&self) -> bool {
+        match self {
+            Error::Map { source: ReadError::Read { source, .. }, .. } => is_failing(source),
+            Error::Chunk { source, .. } => source.is_failing_disk(),
+            _ => false,
+        }
+    }
+
+    /// Whether the content may be had another time: the disk or the replica does not give it now.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        matches!(self, Error::NotHealed { .. }) || self.is_failing_disk()
     }
 
     /// Whether nothing is wrong with the image, and we can not read it: it is encrypted with another key, or newer than us.
@@ -111,7 +145,28 @@ pub(super) struct Place {
     pub(super) len: u32,
 }
 
-/// Writes every part of a packed image as a plain file below `into`, which exists and has none of them.
+/// How an image is unpacked.
+#[derive(Clone, Copy)]
+pub struct Unpacking<'a> {
+    /// What packs are encrypted with.
+    pub key: Option<&'a Key>,
+    /// Threads that read.
+    pub threads: usize,
+    /// How far it is.
+    pub progress: &'a Progress,
+    /// Whether it is not wanted any more.
+    pub cancelled: &'a (dyn Fn() -> bool + Sync),
+    /// What damaged chunks are healed with; without it they are an error.
+    pub healing: Option<&'a Healing<'a>>,
+}
+
+impl std::fmt::Debug for Unpacking<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Unpacking").field("threads", &self.threads).finish_non_exhaustive()
+    }
+}
+
+/// Writes every part of a packed image as a plain file below `into`, which exists and has none of them. Nothing is healed.
 ///
 /// # Errors
 /// Damage names the part and the pack. What was written by then stays, for the caller to remove.
@@ -124,29 +179,94 @@ pub fn unpack(
     progress: &Progress,
     cancelled: &(dyn Fn() -> bool + Sync),
 ) -> Result<(), Error> {
-    let wrong = |source| Error::Map { id: image.id, source };
-    let map = image.chunk_map().map_err(wrong)?.ok_or(Error::NotPacked(image.id))?;
-    let manifest = image.manifest().ok_or(Error::NotPacked(image.id))?;
-    let packs = folder.packs();
-    let index = packs.index()?;
-    progress.begin(manifest.bytes);
-    make_files(manifest, into)?;
-    let mut wants = Vec::with_capacity(map.parts.iter().map(Vec::len).sum());
-    let chunk = |place: Place, source| chunk_error(image.id, manifest, place, source);
-    plan(&map, &index, |want| match want {
-        Planned::Want(want) => {
-            wants.push(want);
-            Ok(())
+    Unpacking { key, threads, progress, cancelled, healing: None }.unpack(image, folder, into).map(drop)
+}
+
+impl Unpacking<'_> {
+    /// As [`unpack`]. Answers what was healed, where something had to be.
+    ///
+    /// # Errors
+    /// As [`unpack`]; where healing was tried in vain, what was wrong with the first chunk.
+    pub fn unpack(&self, image: &Image, folder: &JobFolder, into: &Path) -> Result<Option<Healed>, Error> {
+        let wrong = |source| Error::Map { id: image.id, source };
+        let map = image.chunk_map().map_err(wrong)?.ok_or(Error::NotPacked(image.id))?;
+        let manifest = image.manifest().ok_or(Error::NotPacked(image.id))?;
+        let packs = folder.packs();
+        let index = packs.index()?;
+        self.progress.begin(manifest.bytes);
+        make_files(manifest, into)?;
+        let mut wants = Vec::with_capacity(map.parts.iter().map(Vec::len).sum());
+        let writing = Writing { id: image.id, manifest, into, progress: self.progress, harmed: self.harmed() };
+        plan(&map, &index, |want| match want {
+            Planned::Want(want) => {
+                wants.push(want);
+                Ok(())
+            }
+            Planned::Zeros(len) => {
+                self.progress.add(len);
+                Ok(())
+            }
+            Planned::Missing(id, place) => writing.not_had(&[(id, place)], ReadChunkError::missing(id, &index)),
+        })?;
+        drop(map);
+        let Unpacking { key, threads, cancelled, .. } = *self;
+        let reading = Reading { packs: &packs, key, threads, way: Way::Direct, cancelled };
+        reading.read(&index, wants, &writing)?;
+        drop(index);
+        let (Some(harmed), Some(healing)) = (writing.harmed, self.healing) else { return Ok(None) };
+        let Harmed { mut ids, places, first } = harmed.into_inner().unwrap_or_else(PoisonError::into_inner);
+        ids.extend(places.iter().map(|(id, _)| *id));
+        if ids.is_empty() {
+            return Ok(None);
         }
-        Planned::Zeros(len) => {
-            progress.add(len);
-            Ok(())
+        let healed = match healing.heal(&ids, cancelled) {
+            Ok(healed) => healed,
+            Err(heal::Error::Cancelled) => return Err(Error::Cancelled),
+            Err(error) => {
+                let why = chain(&error);
+                let Some(first) = first else {
+                    // All that was wanted is there already.
+                    tracing::warn!("damaged content of the store was not replaced: {why}");
+                    return Ok(None);
+                };
+                return Err(Error::NotHealed { id: image.id, why, source: first.into() });
+            }
+        };
+        if places.iter().any(|(id, _)| healed.lost.contains(id)) {
+            let Some(first) = first else { return Ok(Some(healed)) };
+            return Err(match healed.replica_failure {
+                Some(why) => Error::NotHealed { id: image.id, why, source: first.into() },
+                None => first,
+            });
         }
-        Planned::Missing(id, place) => Err(chunk(place, ReadChunkError::Missing(id))),
-    })?;
-    drop(map);
-    let reading = Reading { packs: &packs, key, threads, way: Way::Direct, cancelled };
-    reading.read(&index, wants, &Writing { id: image.id, manifest, into, progress })
+        // What was brought here lies in new packs.
+        let index = packs.index()?;
+        let writing = Writing { harmed: None, id: image.id, manifest, into, progress: self.progress };
+        let mut wants = Vec::with_capacity(places.len());
+        for (id, target) in places {
+            match index.get(&id) {
+                Some(location) => wants.push(Want { id, location, target }),
+                None => writing.not_had(&[(id, target)], ReadChunkError::missing(id, &index))?,
+            }
+        }
+        reading.read(&index, wants, &writing)?;
+        Ok(Some(healed))
+    }
+
+    fn harmed(&self) -> Option<Mutex<Harmed>> {
+        self.healing.map(|_| Mutex::default())
+    }
+}
+
+/// What could not be had from where it was looked for first.
+#[derive(Default)]
+struct Harmed {
+    /// Chunks that another pack had.
+    ids: BTreeSet<ChunkId>,
+    /// Where chunks belong that no pack had.
+    places: Vec<(ChunkId, Place)>,
+    /// What is wrong with the first of those.
+    first: Option<Error>,
 }
 
 /// What an extent of a map means.
@@ -212,6 +332,26 @@ struct Writing<'a> {
     manifest: &'a Manifest,
     into: &'a Path,
     progress: &'a Progress,
+    /// What is to be healed; None where what can not be had ends it.
+    harmed: Option<Mutex<Harmed>>,
+}
+
+impl Writing<'_> {
+    /// A chunk is whole nowhere: an error, or something to be healed.
+    fn not_had(&self, places: &[(ChunkId, Place)], source: ReadChunkError) -> Result<(), Error> {
+        let Some((_, place)) = places.first() else { return Ok(()) };
+        let may_be_healed = source.may_be_healed();
+        let error = chunk_error(self.id, self.manifest, *place, source);
+        match self.harmed.as_ref().filter(|_| may_be_healed) {
+            None => Err(error),
+            Some(harmed) => {
+                let mut harmed = harmed.lock().unwrap_or_else(PoisonError::into_inner);
+                harmed.places.extend_from_slice(places);
+                harmed.first.get_or_insert(error);
+                Ok(())
+            }
+        }
+    }
 }
 
 impl Visit<Place> for Writing<'_> {
@@ -225,8 +365,13 @@ impl Visit<Place> for Writing<'_> {
         wants: &[Want<Place>],
         raw: Result<&[u8], ReadChunkError>,
     ) -> Result<(), Error> {
-        let Some(first) = wants.first() else { return Ok(()) };
-        let raw = raw.map_err(|source| chunk_error(self.id, self.manifest, first.target, source))?;
+        let raw = match raw {
+            Ok(raw) => raw,
+            Err(source) => {
+                let places: Vec<(ChunkId, Place)> = wants.iter().map(|want| (want.id, want.target)).collect();
+                return self.not_had(&places, source);
+            }
+        };
         for Want { id, target, .. } in wants {
             let path = || self.into.join(part_of(self.manifest, *target));
             if u64::from(target.len) != size_of(raw.len()) {
@@ -246,5 +391,11 @@ impl Visit<Place> for Writing<'_> {
             self.progress.add(raw.len());
         }
         Ok(())
+    }
+
+    fn elsewhere(&self, want: &Want<Place>, _: ReadChunkError) {
+        if let Some(harmed) = &self.harmed {
+            harmed.lock().unwrap_or_else(PoisonError::into_inner).ids.insert(want.id);
+        }
     }
 }

@@ -11,9 +11,10 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 
 use super::chunk::map;
+use super::error::{Failing, is_failing};
 use super::files::{self, Kind};
 use super::id::ImageId;
-use super::image::{Damage, Form, Image, Place, State};
+use super::image::{Damage, DamageKind, Form, Image, Place, State};
 use super::manifest::{self, Manifest, Part};
 use super::{mark, tags};
 use crate::sys::durable;
@@ -38,6 +39,13 @@ impl Report {
     #[must_use]
     pub fn is_sound(&self) -> bool {
         self.manifest.is_none() && self.problems().next().is_none()
+    }
+
+    /// Whether something is not what was published, and not only unreadable: what the disk does not give may be whole.
+    #[must_use]
+    pub fn is_damage(&self) -> bool {
+        let manifest = self.manifest.as_ref().is_some_and(|damage| damage.kind != DamageKind::Unreadable);
+        manifest || self.problems().any(|part| !matches!(part.finding, Finding::Unreadable { .. }))
     }
 
     /// The parts that are not as they should be.
@@ -182,7 +190,10 @@ fn is_ours(path: &Path) -> bool {
 }
 
 fn check(dir: &Path, part: &Part) -> Finding {
-    let unreadable = |error: std::io::Error| Finding::Unreadable { why: error.to_string() };
+    let unreadable = |error: std::io::Error| {
+        let why = if is_failing(&error) { format!("{error}{}", Failing(&error)) } else { error.to_string() };
+        Finding::Unreadable { why }
+    };
     let file = match part.path.open(dir) {
         Ok(file) => file,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Finding::Missing,

@@ -23,6 +23,7 @@ mod replicate;
 mod rewind;
 pub(crate) use rewind::new_lineage;
 mod result;
+mod rot;
 pub use result::RunResult;
 mod start;
 pub mod state;
@@ -147,6 +148,7 @@ enum Message {
     /// What the scheduler says of the job's end.
     End(deadline::Answer),
     Hook(crate::hooks::Report),
+    Rot(Box<rot::Report>),
 }
 
 impl Message {
@@ -191,6 +193,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         persist: None,
         files_go: Arc::default(),
         replication: replicate::Replication::default(),
+        rot: None,
         restoring: None,
         control: control::Control::default(),
         word: word::Word::new(&shared),
@@ -217,10 +220,12 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.persist_newest();
     owner.replicate_newest();
     owner.ask_for_the_end();
+    owner.open_rot();
     while owner.finish.is_none() && owner.holds_the_lock() {
         owner.mind_the_deadline();
         owner.mind_the_holds();
         owner.mind_the_proofs();
+        owner.mind_rot();
         owner.beat();
         let (patience, began) = (owner.patience(), clock::since_boot());
         let message = messages.recv_timeout(patience);
@@ -234,6 +239,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
             Err(mpsc::RecvTimeoutError::Disconnected) => break,
         }
     }
+    owner.close_rot();
     let finish = owner.finish.take();
     let mut finish =
         finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
@@ -313,6 +319,8 @@ struct Owner<'a> {
     files_go: Arc<Mutex<()>>,
     /// What is on its way to the replica.
     replication: replicate::Replication,
+    /// What looks through the store for damage.
+    rot: Option<rot::Rot>,
     /// The image that a start under way reads.
     restoring: Option<keep::Moving>,
     /// The life whose memory is still being brought back, and the image that it comes from.
@@ -486,6 +494,7 @@ impl Owner<'_> {
             Message::Word(call) => self.asked(*call),
             Message::End(answer) => self.end_is_known(answer),
             Message::Hook(report) => self.hook_failed(report),
+            Message::Rot(report) => self.rot_found(*report),
         }
     }
 
@@ -606,7 +615,7 @@ impl Owner<'_> {
                 }
             }
             // Nobody comes back to sweep when the grace period is over.
-            if let Err(error) = gc::sweep_now(&self.shared.folder, &self.shared.lock) {
+            if let Err(error) = gc::sweep_now(&self.shared.folder, &self.shared.lock, self.shared.config.store.copies) {
                 tracing::warn!("what no image needs was not swept: {}", chain(&error));
             }
         }

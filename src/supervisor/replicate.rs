@@ -203,6 +203,11 @@ impl Owner<'_> {
     }
 }
 
+/// The replica, for who needs something from there.
+pub(super) fn needed(setup: &Setup) -> replica::Result<Replica> {
+    open(setup, Patience::Little)?.ok_or(replica::Error::Cancelled)
+}
+
 fn open(setup: &Setup, patience: Patience) -> replica::Result<Option<Replica>> {
     let Some(url) = &setup.config.replica.url else { return Ok(None) };
     let rate = match setup.config.replica.rate {

@@ -11,7 +11,7 @@ use super::events::image_of;
 use super::keep::{Moving, shown};
 use super::proof::Proofs;
 use super::state::{Event, Obstacle, State};
-use super::{Message, Owner, Setup, load};
+use super::{Message, Owner, Setup, load, replicate};
 use crate::config::{Lazy, NetworkMode, PidNamespace};
 use crate::hooks::{Passed, Refused};
 use crate::launch::world::{FIRST_PID, Network, World};
@@ -20,6 +20,7 @@ use crate::restart::compat::{self, Difference, Here};
 use crate::restart::gpus::{Moved, Wishes};
 use crate::restart::policy::{Failure, From};
 use crate::restart::{self, Blame};
+use crate::store::heal::Healing;
 use crate::store::persist::Progress;
 use crate::store::unpack;
 use crate::store::{BadMark, BadWhy, Image, ImageId, JobName};
@@ -184,7 +185,7 @@ impl Owner<'_> {
             Blame::Files => Failure::FilesGone(why),
             Blame::Image => Failure::Refused(why),
             Blame::Unknown => Failure::Unexplained(why),
-            Blame::Slow => Failure::NotNow(why),
+            Blame::Slow | Blame::Unread => Failure::NotNow(why),
             Blame::Damaged => {
                 // The other copy was not looked at.
                 self.tell(What::ImageBad { image: id, why: format!("{}: {why}", BadWhy::Damaged) });
@@ -336,6 +337,15 @@ fn restore_job(
         Some(image) => image,
         None => setup.folder.find(&id.to_string()).map_err(StartFailure::Store)?,
     };
+    let open = || replicate::needed(setup);
+    let healing = Healing {
+        folder: &setup.folder,
+        lock: &setup.lock,
+        key: setup.packing.key.as_deref(),
+        copies: setup.packing.copies,
+        unread: &setup.packing.unread,
+        replica: setup.config.replica.url.is_some().then_some(&open),
+    };
     let mut request = restart::Request {
         image: &image,
         folder: &setup.folder,
@@ -356,6 +366,7 @@ fn restore_job(
             key: setup.packing.key.as_deref(),
             threads: unpack::threads(),
             progress,
+            healing: Some(&healing),
         },
     };
     let cancelled = || cancel.load(Ordering::Relaxed);

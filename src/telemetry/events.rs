@@ -211,6 +211,17 @@ pub enum What {
         /// Why, in words.
         why: String,
     },
+    /// Content of the store is not what was written, or the disk does not give it.
+    StoreDamaged {
+        /// What is wrong, and what became of it, in words.
+        why: String,
+        /// How many chunks; 0 where it is a whole pack.
+        chunks: u64,
+        /// How many of them another pack or the replica had.
+        replaced: u64,
+        /// The images that cannot be restored for it.
+        images: Vec<ImageId>,
+    },
     /// The job will be brought back.
     Restarting {
         /// From this image; without one it begins anew.

@@ -4,6 +4,7 @@ use std::collections::HashSet;
 use std::io;
 
 use super::{Error, PackUse};
+use crate::config::Copies;
 use crate::store::chunk::map::{self, ChunkMap};
 use crate::store::folder::JobFolder;
 use crate::store::format::ReadError;
@@ -16,11 +17,11 @@ type Prefix = [u8; 16];
 
 /// All chunks that an image needs.
 #[derive(Debug, Default)]
-pub(super) struct Needed(HashSet<Prefix>);
+pub(in crate::store) struct Needed(HashSet<Prefix>);
 
 impl Needed {
     /// Those of all images of the job, bad ones included: a mark may be wrong.
-    pub(super) fn of(folder: &JobFolder) -> Result<Needed, Error> {
+    pub(in crate::store) fn of(folder: &JobFolder) -> Result<Needed, Error> {
         let mut needed = Needed::default();
         for image in folder.images()? {
             needed.add(&image)?;
@@ -51,12 +52,12 @@ impl Needed {
         }
     }
 
-    pub(super) fn has(&self, id: &crate::store::chunk::ChunkId) -> bool {
+    pub(in crate::store) fn has(&self, id: &crate::store::chunk::ChunkId) -> bool {
         prefix(id.as_bytes()).is_some_and(|prefix| self.0.contains(&prefix))
     }
 
-    /// Of what use each pack is. Of a chunk that is in two packs the one counts that a reader would take.
-    pub(super) fn of_packs(&self, packs: &Packs, index: &Index) -> Result<Vec<PackUse>, Error> {
+    /// Of what use each pack is. Of a chunk that is in more packs than it is to be kept in, those count that a reader would take.
+    pub(super) fn of_packs(&self, packs: &Packs, index: &Index, copies: Copies) -> Result<Vec<PackUse>, Error> {
         let mut uses = Vec::new();
         for info in index.packs() {
             let pack = packs.pack_index(info.name).map_err(|problem| Error::Pack {
@@ -64,7 +65,7 @@ impl Needed {
                 why: problem.index.as_ref().map_or_else(|| "it is not there any more".into(), |error| chain(error)),
             })?;
             let from_here = |entry: &&crate::store::pack::index::Entry| {
-                self.has(&entry.id) && index.get(&entry.id).is_some_and(|place| place.pack == info.name)
+                self.has(&entry.id) && index.kept(&entry.id, copies.count()).any(|place| place.pack == info.name)
             };
             let needed = pack.entries().iter().filter(from_here).map(|entry| entry.end() - entry.offset).sum();
             uses.push(PackUse { name: info.name, bytes: pack.pack_len(), needed });

@@ -1,22 +1,25 @@
 //! Packs that are mostly not needed are written anew.
 //!
-//! What is needed is read, checked as at a restore, and copied record by record. The old pack gets its mark only when the new
-//! packs are on the disk with their indexes: a crash before that leaves chunks in two places, which costs space until the
-//! next round and nothing else.
+//! What is needed is read, checked as at a restore, and copied record by record; where it is damaged and another pack has it
+//! whole, that one is copied. Of two copies of a chunk each goes to a pack of its own. The old pack gets its mark only when
+//! the new packs are on the disk with their indexes: a crash before that leaves chunks in more places, which costs space
+//! until the next round and nothing else.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 
 use chrono::{DateTime, Utc};
 
-use super::{Collected, Error, PackUse, mark};
+use super::{Bounds, Collected, Error, PackUse, mark};
+use crate::config::Copies;
 use crate::store::WriterLock;
-use crate::store::chunk::{Compression, Key};
-use crate::store::format::FormatError;
+use crate::store::chunk::{ChunkId, Compression, Key};
 use crate::store::pack::set::{Index, Packs};
+use crate::store::pack::stored::Stored;
 use crate::store::pack::writer::{Making, PackWriter};
-use crate::store::pack::{PACK, PackName, RecordHeader, record};
+use crate::store::pack::{Entry, Location, PACK, PackName, RecordHeader};
 use crate::sys::durable;
 
 use super::needed::Needed;
@@ -26,23 +29,6 @@ const WORTH: u64 = 2;
 /// Smaller ones are brought together, as soon as there are [`MANY`]: each costs a file or two, and a seek.
 const SMALL: u64 = PACK / 8;
 const MANY: usize = 32;
-
-/// Why a record can not be copied.
-#[derive(Debug, thiserror::Error)]
-pub enum CopyError {
-    /// It can not be read.
-    #[error("can not read it")]
-    Read(#[from] io::Error),
-    /// It is not what was written.
-    #[error("the record at byte {offset} is damaged; `rekindle repair` says which images suffer")]
-    Damaged {
-        /// Where it begins.
-        offset: u64,
-        /// What is wrong.
-        #[source]
-        source: FormatError,
-    },
-}
 
 /// Which packs are worth it, those first that give back most for what is copied. `bound` is for the bytes copied.
 fn choose(uses: &[PackUse], usable: impl Fn(PackName) -> bool, bound: u64) -> Vec<PackUse> {
@@ -66,30 +52,34 @@ pub(super) fn run(
     index: &Index,
     needed: &Needed,
     uses: &[PackUse],
+    bounds: &Bounds<'_>,
     bound: u64,
-    key: Option<&Key>,
     lock: &WriterLock,
     now: DateTime<Utc>,
     cancelled: &dyn Fn() -> bool,
     done: &mut Collected,
 ) -> Result<(), Error> {
+    let key = bounds.key;
     // One under another key could be copied but not checked.
     let usable = |name| index.pack(name).is_some_and(|info| !info.gone && info.key == key.map(Key::id));
     let chosen = choose(uses, usable, bound);
     if chosen.is_empty() || cancelled() {
         return Ok(());
     }
-    let mut writer = PackWriter::new(packs, Making::new(Compression::None, key))?;
+    let making = Making::new(Compression::None, key);
+    let (first, second, written) = (PackWriter::new(packs, making)?, None, HashSet::new());
+    let mut copying = Copying { packs, index, needed, key, copies: bounds.copies, making, first, second, written };
     let mut copied = Vec::new();
     for pack in chosen {
         if cancelled() {
             break;
         }
-        let bytes = copy(packs, index, needed, pack.name, key, lock, &mut writer)?;
+        let bytes = copying.pack(pack.name, lock)?;
         copied.push((pack.name, bytes));
     }
     lock.still_held()?;
-    writer.finish()?;
+    copying.first.finish()?;
+    copying.second.map(PackWriter::finish).transpose()?;
     for (name, bytes) in copied {
         lock.still_held()?;
         mark::set(packs, name, now)?;
@@ -99,37 +89,66 @@ pub(super) fn run(
     Ok(())
 }
 
-/// Copies what is needed of one pack, in its order.
-fn copy(
-    packs: &Packs,
-    index: &Index,
-    needed: &Needed,
-    pack: PackName,
-    key: Option<&Key>,
-    lock: &WriterLock,
-    writer: &mut PackWriter<'_>,
-) -> Result<u64, Error> {
-    let failed = |source: CopyError| Error::Copy { pack, source };
-    let unreadable = |source: io::Error| failed(source.into());
-    let file: File = durable::open_for_reading(&packs.pack_path(pack)).map_err(unreadable)?;
-    let contents = packs.pack_index(pack).map_err(|_| unreadable(io::ErrorKind::NotFound.into()))?;
-    let mut entries: Vec<_> = contents.entries().to_vec();
-    entries.retain(|entry| needed.has(&entry.id) && index.get(&entry.id).is_some_and(|place| place.pack == pack));
-    entries.sort_unstable_by_key(|entry| entry.offset);
-    let (mut stored, mut opened, mut raw, mut bytes) = (Vec::new(), Vec::new(), Vec::new(), 0);
-    for entry in entries {
-        lock.still_held()?;
-        let damaged = |source| failed(CopyError::Damaged { offset: entry.offset, source });
-        stored.resize(usize::try_from(entry.end() - entry.offset).unwrap_or(usize::MAX), 0);
-        file.read_exact_at(&mut stored, entry.offset).map_err(unreadable)?;
-        // Opened in place, an encrypted record is worth nothing afterwards.
-        opened.clear();
-        opened.extend_from_slice(&stored);
-        let header: RecordHeader = record::read(&mut opened, &entry.id, key, &mut raw).map_err(damaged)?;
-        let body = stored.get(stored.len() - usize::try_from(header.stored_len).unwrap_or(0)..).unwrap_or_default();
-        bytes += writer.append(&header, body)?;
+struct Copying<'a> {
+    packs: &'a Packs,
+    index: &'a Index,
+    needed: &'a Needed,
+    key: Option<&'a Key>,
+    copies: Copies,
+    making: Making<'a>,
+    first: PackWriter<'a>,
+    /// For chunks that `first` has already.
+    second: Option<PackWriter<'a>>,
+    written: HashSet<ChunkId>,
+}
+
+impl Copying<'_> {
+    /// Copies what is needed of one pack, in its order.
+    fn pack(&mut self, pack: PackName, lock: &WriterLock) -> Result<u64, Error> {
+        let unreadable = |source: io::Error| Error::Copy { pack, source: source.into() };
+        let file: File = durable::open_for_reading(&self.packs.pack_path(pack)).map_err(unreadable)?;
+        let contents = self.packs.pack_index(pack).map_err(|_| unreadable(io::ErrorKind::NotFound.into()))?;
+        let mut entries: Vec<Entry> = contents.entries().to_vec();
+        let is_kept = |entry: &Entry| self.index.kept(&entry.id, self.copies.count()).any(|place| place.pack == pack);
+        entries.retain(|entry| self.needed.has(&entry.id) && is_kept(entry));
+        entries.sort_unstable_by_key(|entry| entry.offset);
+        let (mut record, mut bytes) = (Stored::default(), 0);
+        for entry in entries {
+            lock.still_held()?;
+            let at = Location::of(pack, &entry);
+            let header = match record.read(|bytes| file.read_exact_at(bytes, at.offset), &entry.id, &at, self.key) {
+                Ok(header) => header,
+                Err(source) => {
+                    let whole = self.elsewhere(&entry.id, &at, &mut record);
+                    whole.ok_or(Error::Copy { pack, source })?
+                }
+            };
+            bytes += self.write(&header, &record)?;
+        }
+        Ok(bytes)
     }
-    Ok(bytes)
+
+    /// The same chunk from another pack that is encrypted as this one.
+    fn elsewhere(&self, id: &ChunkId, not: &Location, record: &mut Stored) -> Option<RecordHeader> {
+        let same_key = |at: &Location| self.index.pack(at.pack).map(|info| info.key) == Some(self.key.map(Key::id));
+        let mut others = self.index.all(id).filter(|at| at != not && same_key(at));
+        others.find_map(|at| record.read_from_disk(self.packs, id, &at, self.key).ok())
+    }
+
+    /// To another pack than the one that has the chunk already.
+    fn write(&mut self, header: &RecordHeader, record: &Stored) -> Result<u64, Error> {
+        let body = record.body(header);
+        if self.written.insert(header.id) {
+            return Ok(self.first.append(header, body)?);
+        }
+        if self.second.is_none() {
+            self.second = Some(PackWriter::new(self.packs, self.making)?);
+        }
+        match &mut self.second {
+            Some(second) => Ok(second.append(header, body)?),
+            None => Ok(0),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -18,7 +18,7 @@ fn at(seconds: i64) -> DateTime<Utc> {
 const GRACE: Duration = Duration::from_secs(600);
 
 fn bounds(repack: Option<u64>) -> Bounds<'static> {
-    Bounds { sweep_after: GRACE, repack, key: None }
+    Bounds { sweep_after: GRACE, repack, key: None, copies: Copies::One }
 }
 
 impl Ground {
@@ -56,7 +56,7 @@ fn what_no_image_needs_is_marked_and_swept_when_the_grace_period_is_over() {
     assert_eq!((done.swept.len(), done.freed > 4 * CHUNK as u64), (1, true), "{done:?}");
     assert_eq!((ground.packs(".pack").len(), ground.packs(".idx").len(), ground.packs(".gone").len()), (1, 1, 0));
     ground.assert_holds(&kept, &four(2), None);
-    let (bytes, needed) = usage(&ground.folder).unwrap();
+    let (bytes, needed) = usage(&ground.folder, Copies::One).unwrap();
     assert_eq!(bytes - needed, 64, "all but the header of the pack");
 }
 
@@ -174,7 +174,7 @@ fn what_is_encrypted_stays_so_and_is_copied_with_its_key_only() {
     let kept = ground.persist_as(&ground.stage(2, &[("criu/a", noise(1, CHUNK))]), &with).unwrap();
     ground.drop_image(&old);
     assert_eq!(ground.repack(0).unwrap(), Collected::default(), "without the key it can not be checked");
-    let bounds = Bounds { sweep_after: Duration::ZERO, repack: Some(u64::MAX), key: Some(&key) };
+    let bounds = Bounds { sweep_after: Duration::ZERO, key: Some(&key), ..bounds(Some(u64::MAX)) };
     let done = collect(&ground.folder, &ground.lock, &bounds, at(0), &|| false).unwrap();
     assert_eq!(done.repacked.len(), 1);
     let done = collect(&ground.folder, &ground.lock, &bounds, at(1), &|| false).unwrap();

@@ -14,7 +14,7 @@ use std::thread;
 use super::record::{self, PackHeader};
 use super::{Index, Location, PackName, Packs};
 use crate::store::chunk::{ChunkId, Key};
-use crate::store::error::Error;
+use crate::store::error::{Error, Failing, is_failing};
 use crate::store::format::{FormatError, What, size};
 use crate::sys::direct::{Aligned, DirectFile, Way, span};
 
@@ -29,7 +29,7 @@ const READERS: usize = 4;
 #[derive(Debug, thiserror::Error)]
 pub enum ReadChunkError {
     /// The kernel does not give it.
-    #[error("can not read {} at byte {offset}", path.display())]
+    #[error("can not read {} at byte {offset}{}", path.display(), Failing(source))]
     Read {
         /// The pack.
         path: PathBuf,
@@ -53,6 +53,16 @@ pub enum ReadChunkError {
     /// No pack has it.
     #[error("chunk {0} is in no pack")]
     Missing(ChunkId),
+    /// No pack that can be read has it, and one cannot be read.
+    #[error("chunk {id} may be in {}, which cannot be read{}", path.display(), Failing(source))]
+    Unread {
+        /// The chunk.
+        id: ChunkId,
+        /// The pack, or its index.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
     /// The packs can not be listed again.
     #[error(transparent)]
     Store(#[from] Error),
@@ -62,6 +72,30 @@ pub enum ReadChunkError {
 }
 
 impl ReadChunkError {
+    /// That no place of the chunk is known, which is damage only where all packs could be read.
+    #[must_use]
+    pub fn missing(id: ChunkId, index: &Index) -> ReadChunkError {
+        match index.unreadable() {
+            Some((path, source)) => ReadChunkError::Unread { id, path: path.to_owned(), source },
+            None => ReadChunkError::Missing(id),
+        }
+    }
+
+    /// Whether the disk is what failed. The chunk may be whole all the same.
+    #[must_use]
+    pub fn is_failing_disk(&self) -> bool {
+        match self {
+            ReadChunkError::Read { source, .. } | ReadChunkError::Unread { source, .. } => is_failing(source),
+            _ => false,
+        }
+    }
+
+    /// Whether another place may give the chunk: it is damaged, or cannot be read.
+    #[must_use]
+    pub fn may_be_healed(&self) -> bool {
+        self.is_damage() || matches!(self, ReadChunkError::Read { .. } | ReadChunkError::Unread { .. })
+    }
+
     /// Whether the chunk is lost: not a wrong key, a newer format or a disk that does not answer.
     #[must_use]
     pub fn is_damage(&self) -> bool {
@@ -122,6 +156,9 @@ pub trait Visit<T>: Sync {
         wants: &[Want<T>],
         raw: Result<&[u8], ReadChunkError>,
     ) -> Result<(), Self::Error>;
+
+    /// The chunk could not be had from where it was looked for first, and another pack had it.
+    fn elsewhere(&self, _: &Want<T>, _: ReadChunkError) {}
 }
 
 impl Reading<'_> {
@@ -157,7 +194,7 @@ impl Reading<'_> {
         for want in vanished {
             match index.get(&want.id) {
                 Some(location) => found.push(Want { location, ..want }),
-                None => visit.chunk(&mut own, &[want], Err(ReadChunkError::Missing(want.id)))?,
+                None => visit.chunk(&mut own, &[want], Err(ReadChunkError::missing(want.id, &index)))?,
             }
         }
         self.pass(&index, found, visit, Fallback::Now).map(drop)
@@ -348,7 +385,7 @@ impl<T: Copy, V: Visit<T>> Pass<'_, T, V> {
             None => (Default::default(), false),
         };
         for group in wants.chunk_by(|a, b| a.location.offset == b.location.offset) {
-            let Some(Want { id, location, .. }) = group.first() else { continue };
+            let Some(first @ Want { id, location, .. }) = group.first() else { continue };
             let raw = match is_read {
                 true => {
                     let from = usize::try_from(location.offset - start).unwrap_or(usize::MAX);
@@ -363,7 +400,10 @@ impl<T: Copy, V: Visit<T>> Pass<'_, T, V> {
             let raw = match raw {
                 Ok(raw) => Ok(raw),
                 Err(error) => match self.elsewhere(id, location, &mut tools.raw) {
-                    Some(()) => Ok(tools.raw.as_slice()),
+                    Some(()) => {
+                        self.visit.elsewhere(first, error);
+                        Ok(tools.raw.as_slice())
+                    }
                     None => Err(error),
                 },
             };

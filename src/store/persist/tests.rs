@@ -11,6 +11,7 @@ use crate::store::manifest::Part;
 use crate::store::unpack::{self, unpack};
 use crate::store::{Access, ImageId, Manifest, Place, State, Store};
 
+mod copies;
 mod damage;
 mod full;
 mod killed;
@@ -111,7 +112,8 @@ fn blank(number: u32) -> Manifest {
 
 pub(in crate::store) fn packing(compression: Compression, key: Option<&Key>) -> Packing {
     let bounds = Bounds { rate: None, threads: 2 };
-    Packing { compression, key: key.cloned().map(Arc::new), bounds }
+    let (copies, unread) = (Copies::One, Unread::default());
+    Packing { compression, key: key.cloned().map(Arc::new), bounds, copies, unread }
 }
 
 fn plain() -> Packing {

@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use super::Error;
-use super::known::Known;
+use super::known::{Claim, Known};
 use super::pace::Pace;
 use super::stretches::{Stretch, Stretches};
 use crate::store::WriterLock;
@@ -58,18 +58,26 @@ impl Work<'_> {
 
     fn pack_all(&self) -> Result<Vec<Packed>, Error> {
         let mut writer = PackWriter::new(self.packs, self.making)?;
+        let mut second = None;
         let mut done = Vec::new();
         while let Some(stretch) = self.next() {
-            let extents = self.pack(&stretch, &mut writer)?;
+            let extents = self.pack(&stretch, &mut writer, &mut second)?;
             done.push(Packed { number: stretch.number, part: stretch.part, extents });
         }
         // What one of them wrote counts only with what all wrote, but it is whole, and the next try finds it.
         self.lock.still_held()?;
         writer.finish()?;
+        second.map(PackWriter::finish).transpose()?;
         Ok(done)
     }
 
-    fn pack(&self, stretch: &Stretch, writer: &mut PackWriter<'_>) -> Result<Vec<Extent>, Error> {
+    /// Second copies go to packs of their own, which the replica does without.
+    fn pack<'w>(
+        &'w self,
+        stretch: &Stretch,
+        writer: &mut PackWriter<'w>,
+        second: &mut Option<PackWriter<'w>>,
+    ) -> Result<Vec<Extent>, Error> {
         let path = self.part_path(stretch.part);
         let failed = |source| self.failed(&path, source);
         let file = durable::open_for_reading(&path).map_err(failed)?;
@@ -92,8 +100,19 @@ impl Work<'_> {
                 map::push(&mut extents, zero);
             } else {
                 let id = chunk_id(self.making.key, room);
-                if self.known.claim(&id)? {
-                    let written = writer.keep(id, *len)?;
+                let written = match self.known.claim(&id)? {
+                    Claim::None => 0,
+                    Claim::First => writer.keep(id, *len)?,
+                    Claim::Second => {
+                        if second.is_none() {
+                            *second = Some(PackWriter::new(self.packs, self.making)?);
+                        }
+                        let Some(copy) = second else { continue };
+                        copy.room(*len).copy_from_slice(room);
+                        copy.keep(id, *len)?
+                    }
+                };
+                if written > 0 {
                     self.pace.wrote(written).map_err(failed)?;
                 }
                 extents.push(Extent::Chunk { id, len: u32::try_from(*len).unwrap_or(0) });

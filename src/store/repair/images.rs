@@ -1,5 +1,6 @@
 //! Which images have lost something.
 
+use std::collections::BTreeSet;
 use std::io;
 
 use chrono::Utc;
@@ -25,6 +26,8 @@ pub(super) struct Known {
     perhaps: Index,
     /// Of how many such packs there is not even an index.
     dark: usize,
+    /// Chunks with a record that is not whole, or cannot be read.
+    pub(super) harmed: BTreeSet<ChunkId>,
 }
 
 impl Known {

@@ -1,12 +1,15 @@
 //! One pack: what is left of it, what is to be done about that, and doing it.
 
+use std::fs::File;
 use std::io;
+use std::os::unix::fs::FileExt;
 use std::sync::{Mutex, PoisonError};
 
 use super::images::Known;
 use super::salvage::{Begin, Salvage, Stop, salvage};
 use super::{Error, Hold, Outcome, PackRepair};
 use crate::store::chunk::Key;
+use crate::store::error::{Failing, is_failing};
 use crate::store::failed;
 use crate::store::format::ReadError;
 use crate::store::pack::set::PackInfo;
@@ -46,11 +49,11 @@ impl Mending<'_> {
         let file = match durable::open_for_reading(&self.packs.pack_path(name)) {
             Ok(file) => file,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return self.without_pack(name),
-            Err(error) => return left_alone(format!("it can not be read: {error}")),
+            Err(error) => return left_alone(unreadable(&error)),
         };
         let found = match salvage(&file, self.key, &on) {
             Ok(found) => found,
-            Err(Stop::Read(error)) => return left_alone(format!("it can not be read: {error}")),
+            Err(Stop::Read(error)) => return left_alone(unreadable(&error)),
             Err(Stop::NotForUs(error)) => return left_alone(error.to_string()),
             Err(Stop::Lock(error)) => return Err(error),
         };
@@ -61,7 +64,7 @@ impl Mending<'_> {
                     .to_owned(),
             );
         }
-        self.with(name, found)
+        self.with(name, &file, found)
     }
 
     /// Only an index or a mark. A sweep removes the index first, so one without a pack is of a pack that was lost.
@@ -77,10 +80,20 @@ impl Mending<'_> {
         Ok(Some(PackRepair { pack: name, outcome: Outcome::Lost, whole: 0, what }))
     }
 
-    fn with(&self, name: PackName, found: Salvage) -> Result<Option<PackRepair>, Error> {
-        let Salvage { entries, damaged, pack_len, begin, unchecked } = found;
+    fn with(&self, name: PackName, file: &File, found: Salvage) -> Result<Option<PackRepair>, Error> {
+        let Salvage { entries, mut unread, damaged, pack_len, begin, unchecked } = found;
         let contents = PackIndex::new(pack_len, entries);
         let before = Before::of(self.packs.read_index(name), &contents);
+        if let Before::Index(index) = &before {
+            let gone = index.entries().iter().filter(|entry| !has(&contents, entry));
+            unread.extend(gone.filter(|entry| is_unreadable(file, entry)));
+            let lost = index.entries().iter().filter(|entry| !has(&contents, entry)).map(|entry| entry.id);
+            self.known(|known| known.harmed.extend(lost));
+        }
+        // What the disk does not give stays in the index: it may be whole.
+        let unread = PackIndex::new(pack_len, unread);
+        let whole = contents.clone();
+        let contents = PackIndex::new(pack_len, contents.entries().iter().chain(unread.entries()).copied().collect());
         // What can not be checked counts as before: an index that leaves something out had a reason.
         let contents = match &before {
             Before::Index(index) if unchecked.is_some() => {
@@ -98,7 +111,14 @@ impl Mending<'_> {
         let plan = Plan { begin: mend, index: !same, remove_index: false };
         self.carry_out(name, &plan, Some(&contents))?;
         let info = PackInfo { name, pack_len, key: header.key, gone: false };
-        self.known(|known| known.index.add(info, &contents));
+        let whole = PackIndex::new(pack_len, whole.entries().iter().filter(|it| has(&contents, it)).copied().collect());
+        self.known(|known| known.index.add(info, &whole));
+        if !unread.entries().is_empty() {
+            self.known(|known| {
+                known.harmed.extend(unread.entries().iter().map(|entry| entry.id));
+                known.not_known(name, Some(unread.clone()));
+            });
+        }
 
         let lost = before.lost(&contents);
         let mut said = Vec::new();
@@ -122,7 +142,12 @@ impl Mending<'_> {
             said.push(format!("that its records are there was checked, and not what is in them: {why}"));
             outcome = if is_lost { Outcome::Lost } else { Outcome::NotChecked };
         }
-        let report = PackRepair { pack: name, outcome, whole: contents.entries().len(), what: said.join("; ") };
+        if !unread.entries().is_empty() {
+            let count = of_records(unread.entries().len());
+            said.push(format!("{count} cannot be read, because the disk is failing (Input/output error): see the kernel log, and replace the disk"));
+            outcome = if is_lost { Outcome::Lost } else { Outcome::Unreadable };
+        }
+        let report = PackRepair { pack: name, outcome, whole: whole.entries().len(), what: said.join("; ") };
         Ok((!said.is_empty()).then_some(report))
     }
 
@@ -182,6 +207,16 @@ impl Before {
 
 fn has(index: &PackIndex, entry: &Entry) -> bool {
     index.entries().binary_search_by_key(&entry.id, |known| known.id).is_ok()
+}
+
+fn unreadable(error: &io::Error) -> String {
+    format!("it cannot be read{}: {error}", Failing(error))
+}
+
+/// Whether the disk does not give the record.
+fn is_unreadable(file: &File, entry: &Entry) -> bool {
+    let mut bytes = vec![0; usize::try_from(entry.end().saturating_sub(entry.offset)).unwrap_or(0)];
+    file.read_exact_at(&mut bytes, entry.offset).is_err_and(|error| is_failing(&error))
 }
 
 fn of_records(count: usize) -> String {

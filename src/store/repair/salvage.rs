@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt;
 
 use super::Error;
 use crate::store::chunk::Key;
+use crate::store::error::is_failing;
 use crate::store::format::{self, FormatError, HEADER, What};
 use crate::store::pack::record::{self, HEADER_BYTES};
 use crate::store::pack::{Entry, PACK_MAX, PackHeader, RecordHeader};
@@ -14,6 +15,8 @@ use crate::store::pack::{Entry, PACK_MAX, PackHeader, RecordHeader};
 pub(super) struct Salvage {
     /// Its records that are whole, or whose header is where they can not be checked, in the order in which they lie.
     pub(super) entries: Vec<Entry>,
+    /// Records whose header is, and whose body the disk does not give.
+    pub(super) unread: Vec<Entry>,
     /// Places at which something is not what was written.
     pub(super) damaged: usize,
     /// The bytes of the pack.
@@ -71,7 +74,7 @@ pub(super) fn salvage(file: &File, key: Option<&Key>, on: &dyn Fn(u64) -> Result
         None => (vec![None], None),
     };
     let mut walk = Walk { file, candidates, record: Vec::new(), raw: Vec::new() };
-    let (mut entries, mut damaged, mut headers) = (Vec::new(), 0, 0_usize);
+    let (mut entries, mut unread, mut damaged, mut headers) = (Vec::new(), Vec::new(), 0, 0_usize);
     let (mut at, mut on_track) = (HEADER_BYTES, true);
     while at < pack_len {
         let header = header_at(file, at, pack_len)?;
@@ -79,11 +82,14 @@ pub(super) fn salvage(file: &File, key: Option<&Key>, on: &dyn Fn(u64) -> Result
             Some(header) => {
                 headers += 1;
                 let end = at + header.record_len();
-                let whole = walk.is_whole(at, &header)?;
-                if whole {
-                    entries.push(Entry::of(&header, at));
+                let state = walk.state(at, &header)?;
+                let whole = state == Body::Whole;
+                match state {
+                    Body::Whole => entries.push(Entry::of(&header, at)),
+                    Body::Unread if on_track => unread.push(Entry::of(&header, at)),
+                    Body::Unread => {}
+                    Body::Damaged => damaged += usize::from(on_track),
                 }
-                damaged += usize::from(!whole && on_track);
                 // A header that was searched for may be of content that looks like a pack: its length counts only when
                 // its content does.
                 if whole || on_track { Some(end) } else { search(file, at + 1, pack_len)? }
@@ -107,7 +113,7 @@ pub(super) fn salvage(file: &File, key: Option<&Key>, on: &dyn Fn(u64) -> Result
         (None, _) => Begin::Lost,
     };
     // A begin that is written anew may be longer than all that was there.
-    Ok(Salvage { entries, damaged, pack_len: pack_len.max(HEADER_BYTES), begin, unchecked })
+    Ok(Salvage { entries, unread, damaged, pack_len: pack_len.max(HEADER_BYTES), begin, unchecked })
 }
 
 impl Begin {
@@ -152,27 +158,31 @@ struct Walk<'a> {
 
 impl Walk<'_> {
     /// Whether the record is what was written, as far as that can be told.
-    fn is_whole(&mut self, at: u64, header: &RecordHeader) -> io::Result<bool> {
+    fn state(&mut self, at: u64, header: &RecordHeader) -> io::Result<Body> {
         for n in 0..self.candidates.len() {
             let Some(key) = self.candidates.get(n).copied() else { break };
             self.record.resize(usize::try_from(header.record_len()).unwrap_or(usize::MAX), 0);
             match self.file.read_exact_at(&mut self.record, at) {
                 Ok(()) => {}
-                // A bad sector is damage of this record; the others may be whole.
-                Err(error) if is_bad_sector(&error) => return Ok(false),
+                // A bad sector concerns this record; the others may be whole.
+                Err(error) if is_failing(&error) => return Ok(Body::Unread),
                 Err(error) => return Err(error),
             }
             if record::read(&mut self.record, &header.id, key, &mut self.raw).is_ok() {
                 self.candidates = vec![key];
-                return Ok(true);
+                return Ok(Body::Whole);
             }
         }
-        Ok(self.candidates.is_empty())
+        Ok(if self.candidates.is_empty() { Body::Whole } else { Body::Damaged })
     }
 }
 
-fn is_bad_sector(error: &io::Error) -> bool {
-    error.raw_os_error() == Some(libc::EIO)
+/// What is known of the body of a record.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Body {
+    Whole,
+    Damaged,
+    Unread,
 }
 
 /// Whether there is a header's worth of bytes, which are then in `bytes`.
@@ -182,7 +192,7 @@ fn read_at(file: &File, at: u64, pack_len: u64, bytes: &mut [u8; HEADER]) -> io:
     }
     match file.read_exact_at(bytes, at) {
         Ok(()) => Ok(true),
-        Err(error) if is_bad_sector(&error) => Ok(false),
+        Err(error) if is_failing(&error) => Ok(false),
         Err(error) => Err(error),
     }
 }
@@ -203,12 +213,12 @@ fn search(file: &File, mut from: u64, pack_len: u64) -> io::Result<Option<u64>> 
         let bytes = window.get_mut(..len).unwrap_or_default();
         match file.read_exact_at(bytes, from) {
             Ok(()) => {}
-            Err(error) if is_bad_sector(&error) && step > HEADER => {
+            Err(error) if is_failing(&error) && step > HEADER => {
                 step = if step == WINDOW { usize::try_from(PAGE).unwrap_or(WINDOW) } else { HEADER };
                 continue;
             }
             // What can not be read holds no header. The next page may.
-            Err(error) if is_bad_sector(&error) => {
+            Err(error) if is_failing(&error) => {
                 (from, step) = ((from / PAGE + 1) * PAGE, WINDOW);
                 continue;
             }

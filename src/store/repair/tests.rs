@@ -9,6 +9,7 @@ use std::time::Duration;
 use chrono::DateTime;
 
 use super::*;
+use crate::config::Copies;
 use crate::store::chunk::{ChunkMap, Compression};
 use crate::store::gc::{self, Bounds};
 use crate::store::pack::{PackIndex, Packs};
@@ -86,15 +87,18 @@ impl Case {
     }
 
     fn repair_with(&self, key: Option<&Key>) -> Repaired {
-        repair(&self.ground.folder, Mode::Repair(&self.ground.lock), key, 2, &Progress::default()).unwrap()
+        repair(&self.ground.folder, Mode::Repair(&self.ground.lock), key, &Sources::default(), 2, &Progress::default())
+            .unwrap()
     }
 
     fn dry_run(&self) -> Repaired {
-        repair(&self.ground.folder, Mode::DryRun, self.key.as_ref(), 2, &Progress::default()).unwrap()
+        repair(&self.ground.folder, Mode::DryRun, self.key.as_ref(), &Sources::default(), 2, &Progress::default())
+            .unwrap()
     }
 
     fn collect(&self) -> Result<gc::Collected, gc::Error> {
-        let bounds = Bounds { sweep_after: Duration::from_secs(600), repack: None, key: self.key.as_ref() };
+        let bounds =
+            Bounds { sweep_after: Duration::from_secs(600), repack: None, key: self.key.as_ref(), copies: Copies::One };
         gc::collect(&self.ground.folder, &self.ground.lock, &bounds, DateTime::UNIX_EPOCH, &|| false)
     }
 
@@ -254,7 +258,14 @@ fn who_was_taken_over_writes_nothing_more() {
     other["host"] = "elsewhere".into();
     fs::write(&file, other.to_string()).unwrap();
     let before = case.bytes();
-    let done = repair(&case.ground.folder, Mode::Repair(&case.ground.lock), None, 2, &Progress::default());
+    let done = repair(
+        &case.ground.folder,
+        Mode::Repair(&case.ground.lock),
+        None,
+        &Sources::default(),
+        2,
+        &Progress::default(),
+    );
     assert!(matches!(done, Err(Error::Store(StoreError::TakenOver { .. }))), "{done:?}");
     assert!(case.bytes() == before);
 }

@@ -15,6 +15,7 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
+use super::chunks::Indexes;
 use super::client::Cancelled;
 use super::error::{Error, Result};
 use super::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
@@ -107,11 +108,14 @@ impl Replica {
             }
         }
         packs.sort_by_key(|(name, found)| (std::cmp::Reverse(found.modified), *name));
-        for (name, found) in packs {
+        // The indexes of here first, which need not be fetched. Records that are damaged here are not in them.
+        for (indexes, (name, found)) in
+            [Indexes::Here, Indexes::There].into_iter().flat_map(|it| packs.iter().map(move |pack| (it, *pack)))
+        {
             if missing.is_empty() {
                 break;
             }
-            let index = match self.index_of(name, found, here, cancelled) {
+            let index = match self.index_by(indexes, name, found, here, cancelled) {
                 Ok(index) => index,
                 // Another may have the same chunks.
                 Err(Error::Damaged { .. }) => continue,
@@ -276,7 +280,11 @@ fn take_mark_back(path: &Path) -> Result<()> {
 }
 
 /// The record as it is stored, if it is what the index says.
-fn checked(bytes: &[u8], entry: &Entry, key: Option<&Key>) -> std::result::Result<(RecordHeader, Vec<u8>), String> {
+pub(super) fn checked(
+    bytes: &[u8],
+    entry: &Entry,
+    key: Option<&Key>,
+) -> std::result::Result<(RecordHeader, Vec<u8>), String> {
     let stored = bytes.get(HEADER..).unwrap_or_default().to_vec();
     // Opened in place: what is kept is the copy above.
     let (mut opened, mut raw) = (bytes.to_vec(), Vec::new());

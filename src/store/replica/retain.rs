@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use chrono::{DateTime, TimeDelta, Utc};
 
+use super::chunks::Indexes;
 use super::client::Cancelled;
 use super::cover::cover;
 use super::error::{Error, Result};
@@ -65,11 +66,16 @@ impl Replica {
             // Packs are needed by no image after one went, or after an upload that was given up; those wait for that.
             return Ok(removed);
         }
-        let (whole, needed) = match self.needed(&there, folder, cancelled)? {
+        let needed = match self.needed(&there, folder, cancelled)? {
             Ok(needed) => needed,
             Err(why) => return Ok(Removed { blocked: Some(why), ..removed }),
         };
-        let keep = match cover(needed, &whole) {
+        let mut keep = cover(needed.clone(), &self.whole(Indexes::Here, &there, folder, cancelled)?);
+        if keep.is_err() {
+            // It is damaged here, and not there.
+            keep = cover(needed, &self.whole(Indexes::There, &there, folder, cancelled)?);
+        }
+        let keep = match keep {
             Ok(keep) => keep,
             Err(chunk) => {
                 let why = format!("chunk {chunk:?} of an image there is in none of its packs");
@@ -86,14 +92,13 @@ impl Replica {
         Ok(removed)
     }
 
-    /// The packs that are whole, and the chunks that the images need; or why that can not be told.
-    #[allow(clippy::type_complexity, reason = "two lists, or a reason")]
+    /// The chunks that the images need, or why that can not be told.
     fn needed(
         &self,
         there: &Inventory,
         folder: &JobFolder,
         cancelled: Cancelled<'_>,
-    ) -> Result<std::result::Result<(Vec<(PackName, PackIndex)>, HashSet<ChunkId>), String>> {
+    ) -> Result<std::result::Result<HashSet<ChunkId>, String>> {
         let mut needed = HashSet::new();
         for (id, files) in there.published() {
             let image = self.look(id, files, cancelled)?;
@@ -105,17 +110,28 @@ impl Replica {
                 Err(error) => return Err(error),
             }
         }
+        Ok(Ok(needed))
+    }
+
+    /// The packs that are whole.
+    fn whole(
+        &self,
+        indexes: Indexes,
+        there: &Inventory,
+        folder: &JobFolder,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Vec<(PackName, PackIndex)>> {
         let mut whole = Vec::new();
         for (name, pack) in &there.packs {
             let RemotePack { pack: Some(pack), index: Some(_) } = pack else { continue };
-            match self.index_of(*name, *pack, &folder.packs(), cancelled) {
+            match self.index_by(indexes, *name, *pack, &folder.packs(), cancelled) {
                 Ok(index) => whole.push((*name, index)),
                 // It is as good as not there; what it may hold is then found missing.
                 Err(Error::Damaged { .. } | Error::NotWhole { .. }) => {}
                 Err(error) => return Err(error),
             }
         }
-        Ok(Ok((whole, needed)))
+        Ok(whole)
     }
 
     /// The chunk map of an image there, from here where it is here too.
@@ -147,15 +163,17 @@ impl Replica {
         Ok(map)
     }
 
-    /// The index of a pack there, from here where it is here too.
-    pub(super) fn index_of(
+    /// The index of a pack there, where it may be from here and is here too from here.
+    pub(super) fn index_by(
         &self,
+        indexes: Indexes,
         name: PackName,
         pack: Found,
         here: &Packs,
         cancelled: Cancelled<'_>,
     ) -> Result<PackIndex> {
-        if here.index_path(name).exists()
+        if indexes == Indexes::Here
+            && here.index_path(name).exists()
             && let Ok(index) = here.pack_index(name)
             && index.pack_len() == pack.size
         {

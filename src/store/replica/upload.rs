@@ -10,7 +10,7 @@ use super::error::{Error, Result};
 use super::layout::{self, Inventory, Of, PackFile, RemotePack};
 use super::send::Flow;
 use super::{Replica, read_mark};
-use crate::store::chunk::ChunkMap;
+use crate::store::chunk::{ChunkId, ChunkMap};
 use crate::store::image::State;
 use crate::store::manifest::{self, Manifest};
 use crate::store::pack::{Index, PackName, Packs};
@@ -166,11 +166,14 @@ impl Replica {
     }
 }
 
-/// The packs with all chunks of the map: of several places of a chunk one that is there already. None where a chunk is in
-/// no pack.
+/// The packs with all chunks of the map: of several places of a chunk one that is there already, or that is needed for
+/// another chunk. None where a chunk is in no pack.
 fn needed(map: &ChunkMap, index: &Index, there: &Inventory) -> Option<BTreeSet<PackName>> {
     let mut needed = BTreeSet::new();
-    for (id, _) in map.chunks() {
+    let has_choice = |id: &ChunkId| index.all(id).nth(1).is_some();
+    // What can be had from one pack only comes first.
+    let ids = || map.chunks().map(|(id, _)| id);
+    for id in ids().filter(|id| !has_choice(id)).chain(ids().filter(has_choice)) {
         let is_there = |name: PackName| needed.contains(&name) || is_whole(index, there, name);
         let place = index.all(&id).find(|place| is_there(place.pack)).or_else(|| index.get(&id))?;
         needed.insert(place.pack);

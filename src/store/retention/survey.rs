@@ -8,7 +8,7 @@ use chrono::{DateTime, Utc};
 
 use super::admission::{self, Admission, Need, Refusal, Removal};
 use super::{Facts, Gathering, Plan, Policy, Proof, Room, Sizes, Use, plan};
-use crate::config;
+use crate::config::{self, Copies};
 use crate::store::error::{Error, Result};
 use crate::store::folder::JobFolder;
 use crate::store::gc;
@@ -78,9 +78,10 @@ impl Survey {
             // What a map that can not be read names is counted for the other images only: too little is promised then.
             let Ok(Some(map)) = image.chunk_map() else { continue };
             for (id, _) in map.chunks() {
-                if let (Some(place), Some(prefix)) = (index.get(&id), id.as_bytes().first_chunk()) {
-                    sizes.share(image.id, *prefix, place.record_len());
-                }
+                let Some(prefix) = id.as_bytes().first_chunk() else { continue };
+                // With its second copy, where it has one: they go together.
+                let places = index.kept(&id, Copies::Two.count()).map(|place| place.record_len()).sum();
+                sizes.share(image.id, *prefix, places);
             }
         }
         let newest = images.iter().filter_map(Image::manifest).find_map(|manifest| manifest.chunks.as_ref());
@@ -170,7 +171,7 @@ pub fn make_room(
     }
     let gone = remove_all(folder, lock, removals.iter().map(|removal| removal.id))?;
     // Space is short: what no image needs does not wait for the grace period.
-    gc::sweep_now(folder, lock).map_err(Box::new)?;
+    gc::sweep_now(folder, lock, config.copies).map_err(Box::new)?;
     // Once only: a file system may give space back late (btrfs does), and more images would go for nothing.
     match look()? {
         (_, Admission::Admit) => Ok(removals.into_iter().filter(|removal| gone.contains(&removal.id)).collect()),

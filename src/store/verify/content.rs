@@ -1,5 +1,6 @@
 //! Reading what is in packs: all that an image needs, or all records of some packs.
 
+use std::collections::BTreeSet;
 use std::collections::hash_map::RandomState;
 use std::hash::BuildHasher;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +10,7 @@ use serde::Serialize;
 
 use super::packed::{self, Wrong};
 use super::{PartReport, Report};
-use crate::store::chunk::Key;
+use crate::store::chunk::{ChunkId, Key};
 use crate::store::folder::JobFolder;
 use crate::store::image::{Form, Image};
 use crate::store::pack::set::Lost;
@@ -71,6 +72,10 @@ pub struct PackReport {
     pub path: std::path::PathBuf,
     /// How many of its chunks are damaged, as far as it was read.
     pub chunks: u64,
+    /// How many of its chunks the disk does not give.
+    pub unreadable: u64,
+    /// How many of all these another pack has, which was read and is whole.
+    pub elsewhere: u64,
     /// What is wrong with it, or with the first of those.
     pub why: String,
 }
@@ -110,7 +115,7 @@ pub fn check_packs(
             let index = index.filter(|index| lost.as_ref() != Some(index));
             let index = index.map(|index| format!("its index can not be used: {index}"));
             let why = index.into_iter().chain(lost).collect::<Vec<_>>().join("; ");
-            PackReport { path: packs.pack_path(*pack), chunks: 0, why }
+            PackReport { path: packs.pack_path(*pack), chunks: 0, unreadable: 0, elsewhere: 0, why }
         })
         .collect();
     let mut wants = Vec::new();
@@ -121,10 +126,21 @@ pub fn check_packs(
         wants.extend(pack.entries().iter().map(want));
     }
     progress.begin(wants.iter().map(|want| u64::from(want.location.raw_len)).sum());
-    let looking = Looking { progress, chunks: AtomicU64::new(0), found: Mutex::new(found), packs: &packs };
+    let (found, bad) = (Mutex::new(found), Mutex::default());
+    let looking = Looking { progress, chunks: AtomicU64::new(0), found, bad, packs: &packs };
     let reading = Reading { packs: &packs, key, threads, way: Way::Direct, cancelled };
     reading.read_as_told(&index, wants, &looking)?;
     let mut problems = looking.found.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let bad = looking.bad.into_inner().unwrap_or_else(PoisonError::into_inner);
+    for (pack, id) in &bad {
+        let is_whole = |at: Location| chosen.contains(&at.pack) && !bad.contains(&(at.pack, *id));
+        let path = packs.pack_path(*pack);
+        if index.all(id).any(is_whole)
+            && let Some(report) = problems.iter_mut().find(|report| report.path == path)
+        {
+            report.elsewhere += 1;
+        }
+    }
     // What was swept meanwhile, the index first, is no damage.
     problems.retain(|problem| problem.path.exists() || problem.path.with_extension("idx").exists());
     problems.sort_by(|a, b| a.path.cmp(&b.path));
@@ -136,6 +152,8 @@ struct Looking<'a> {
     progress: &'a Progress,
     chunks: AtomicU64,
     found: Mutex<Vec<PackReport>>,
+    /// Records that are not whole, or not readable.
+    bad: Mutex<BTreeSet<(PackName, ChunkId)>>,
     packs: &'a Packs,
 }
 
@@ -153,10 +171,18 @@ impl Visit<()> for Looking<'_> {
             Err(error @ (ReadChunkError::Cancelled | ReadChunkError::Store(_))) => return Err(error),
             Err(error) => {
                 let path = self.packs.pack_path(want.location.pack);
+                self.bad.lock().unwrap_or_else(PoisonError::into_inner).insert((want.location.pack, want.id));
+                let unreadable = u64::from(matches!(error, ReadChunkError::Read { .. }));
                 let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
                 match found.iter_mut().find(|report| report.path == path) {
-                    Some(report) => report.chunks += 1,
-                    None => found.push(PackReport { path, chunks: 1, why: chain(&error) }),
+                    Some(report) => {
+                        report.chunks += 1 - unreadable;
+                        report.unreadable += unreadable;
+                    }
+                    None => {
+                        let why = chain(&error);
+                        found.push(PackReport { path, chunks: 1 - unreadable, unreadable, elsewhere: 0, why });
+                    }
                 }
             }
         }

@@ -86,7 +86,7 @@ pub(super) fn wants(manifest: &Manifest, map: &ChunkMap, index: &Index) -> (Wron
             Planned::Want(want) => {
                 wrong.note(want.target, &FormatError::Field { what: What::Map, field: "length of an extent" });
             }
-            Planned::Missing(id, place) => wrong.note(place, &ReadChunkError::Missing(id)),
+            Planned::Missing(id, place) => wrong.note(place, &ReadChunkError::missing(id, index)),
             Planned::Zeros(_) => {}
         }
         Ok::<_, std::convert::Infallible>(())

@@ -43,6 +43,8 @@ pub struct Facts {
     failed: u64,
     hooks_failed: u64,
     bad: u64,
+    damaged: u64,
+    replaced: u64,
     last: Option<Last>,
     phases: BTreeMap<String, f64>,
     freezes: Freezes,
@@ -106,6 +108,8 @@ impl Facts {
             failed: 0,
             hooks_failed: 0,
             bad: 0,
+            damaged: 0,
+            replaced: 0,
             last: None,
             phases: BTreeMap::new(),
             freezes: Freezes::default(),
@@ -168,6 +172,10 @@ impl Facts {
                 }
             }
             What::ImageBad { .. } => self.bad += 1,
+            What::StoreDamaged { chunks, replaced, .. } => {
+                self.damaged = self.damaged.saturating_add(*chunks);
+                self.replaced = self.replaced.saturating_add(*replaced);
+            }
             What::Restarting { .. } => self.work.waits(now),
             What::Suspended { .. } => self.work.suspended(now),
             What::HookFailed { .. } => self.hooks_failed += 1,

@@ -166,6 +166,10 @@ impl Seen {
         sink.one("rekindle_snapshots_taken", "Snapshots that were taken", Number::Count(facts.taken))?;
         sink.one("rekindle_snapshots_failed", "Snapshots that failed", Number::Count(facts.failed))?;
         sink.one("rekindle_images_bad", "Images that were found bad", Number::Count(facts.bad))?;
+        let damaged = "Chunks of the store that verification found damaged or unreadable";
+        sink.one("rekindle_store_damaged_chunks", damaged, Number::Count(facts.damaged))?;
+        let replaced = "Chunks of those that were taken from a whole copy";
+        sink.one("rekindle_store_replaced_chunks", replaced, Number::Count(facts.replaced))?;
         sink.gauge(
             "rekindle_last_snapshot_timestamp_seconds",
             "When the newest image was there",

@@ -40,7 +40,7 @@ fn lives() {
                 assert!(crate::telemetry::log::chain(&error).contains("no storage space"), "{error:?}");
             }
         }
-        let bounds = Bounds { sweep_after: Duration::ZERO, repack: Some(u64::MAX), key: None };
+        let bounds = Bounds { sweep_after: Duration::ZERO, repack: Some(u64::MAX), key: None, copies: Copies::One };
         for seconds in 0..3 {
             let _ = collect(&ground.folder, &ground.lock, &bounds, at(i64::from(number) * 10 + seconds), &|| false);
         }
@@ -68,10 +68,10 @@ fn check(path: &Path) {
         }
         // The next start, and what it finds then.
         folder.sweep_leftovers(&lock).unwrap();
-        let bounds = Bounds { sweep_after: Duration::ZERO, repack: Some(u64::MAX), key: None };
+        let bounds = Bounds { sweep_after: Duration::ZERO, repack: Some(u64::MAX), key: None, copies: Copies::One };
         collect(&folder, &lock, &bounds, at(1000), &|| false).unwrap();
     }
-    let (bytes, needed) = usage(&folder).unwrap();
+    let (bytes, needed) = usage(&folder, Copies::One).unwrap();
     let packs = folder.packs().index().unwrap().packs().len() as u64;
     assert!(needed == 0 || bytes <= 2 * needed + packs * 64, "{bytes} bytes in packs, {needed} needed");
     let names = |dir: &Path| -> Vec<String> {

@@ -7,11 +7,13 @@
 //! What was read from files is one sorted list; what is added afterwards, for one image, a map beside it.
 
 use std::collections::HashMap;
+use std::io;
+use std::path::Path;
 
 use super::name::PackName;
-use super::{PackIndex, Problem};
+use super::{Lost, PackIndex, Problem};
 use crate::store::chunk::{ChunkId, Key};
-use crate::store::format::FormatError;
+use crate::store::format::{FormatError, ReadError};
 use crate::store::pack::index::Entry;
 use crate::store::pack::record::{HEADER_BYTES, PackHeader};
 
@@ -104,6 +106,14 @@ impl Index {
         Some(all.find(|other| !self.is_gone(other.pack)).unwrap_or(first))
     }
 
+    /// Those of its places that are to stay where content is kept in so many packs. A pack that is marked counts only where no
+    /// other has the chunk: what was copied out of it is not to come back.
+    pub fn kept(&self, id: &ChunkId, copies: usize) -> impl Iterator<Item = Location> {
+        let stays = self.all(id).filter(|at| !self.is_gone(at.pack)).take(copies.max(1));
+        let any = self.all(id).any(|at| !self.is_gone(at.pack));
+        stays.chain(self.all(id).take(if any { 0 } else { 1 }))
+    }
+
     /// All places of the chunk: where one is damaged, another may be whole.
     pub fn all(&self, id: &ChunkId) -> impl Iterator<Item = Location> {
         let prefix = prefix(id);
@@ -142,6 +152,18 @@ impl Index {
     #[must_use]
     pub fn problems(&self) -> &[Problem] {
         &self.problems
+    }
+
+    /// A pack of which nothing could be read, though it is there: it may have any chunk.
+    #[must_use]
+    pub fn unreadable(&self) -> Option<(&Path, io::Error)> {
+        self.problems.iter().find_map(|problem| match &problem.lost {
+            Lost::All(ReadError::Read { path, source }) if source.kind() != io::ErrorKind::NotFound => {
+                let again = source.raw_os_error().map_or_else(|| source.kind().into(), io::Error::from_raw_os_error);
+                Some((path.as_path(), again))
+            }
+            _ => None,
+        })
     }
 
     /// The number of places.

@@ -24,7 +24,7 @@ fn repair_in(root: &Path) -> Result<Repaired, Error> {
     let folder = Store::open(&root.join("store"), Access::Write).unwrap().create_job(&"j".parse().unwrap()).unwrap();
     let lock = folder.lock().unwrap();
     folder.sweep_leftovers(&lock).unwrap();
-    repair(&folder, Mode::Repair(&lock), None, 1, &Progress::default())
+    repair(&folder, Mode::Repair(&lock), None, &Sources::default(), 1, &Progress::default())
 }
 
 /// Every kind of work for a repair: begins, indexes, an index to be removed, images to be marked.

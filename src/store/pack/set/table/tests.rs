@@ -28,6 +28,26 @@ fn id(n: u8) -> ChunkId {
     ChunkId::new(bytes)
 }
 
+/// An index in which packs are marked for a while.
+struct Marked<'a>(&'a mut Index, Vec<PackName>);
+
+impl<'a> Marked<'a> {
+    fn new(index: &'a mut Index, marked: &[PackName]) -> Marked<'a> {
+        marked.iter().for_each(|name| index.set_gone(*name, true));
+        Marked(index, marked.to_vec())
+    }
+
+    fn get_mut(&mut self) -> &mut Index {
+        self.0
+    }
+}
+
+impl Drop for Marked<'_> {
+    fn drop(&mut self) {
+        self.1.iter().for_each(|name| self.0.set_gone(*name, false));
+    }
+}
+
 proptest! {
     #[test]
     fn it_answers_as_a_map_does(steps in steps()) {
@@ -68,6 +88,19 @@ proptest! {
             prop_assert_eq!(&found, &expected);
             prop_assert_eq!(index.get(&id(n)).is_some(), !expected.is_empty());
             prop_assert!(index.get(&id(n)).is_none_or(|location| expected.contains(&location)));
+            for copies in 1..=3 {
+                // Packs of which every third is marked: those count only where no other has it.
+                let marked: Vec<PackName> = index.packs().iter().map(|info| info.name).step_by(3).collect();
+                let mut index = Marked::new(&mut index, &marked);
+                let kept: Vec<_> = index.get_mut().kept(&id(n), copies).collect();
+                let stays = expected.iter().filter(|at| !marked.contains(&at.pack)).count();
+                prop_assert_eq!(kept.len(), if stays > 0 { stays.min(copies) } else { expected.len().min(1) });
+                prop_assert!(kept.iter().all(|at| expected.contains(at) && (stays == 0) == marked.contains(&at.pack)));
+                let mut packs: Vec<_> = kept.iter().map(|at| at.pack).collect();
+                packs.dedup();
+                prop_assert_eq!(packs.len(), kept.len(), "each in a pack of its own");
+                prop_assert_eq!(kept.first().copied(), index.get_mut().get(&id(n)), "a reader takes the first");
+            }
         }
     }
 }

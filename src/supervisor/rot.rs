@@ -1,0 +1,251 @@
+//! Damage in the store is looked for while there is nothing else to do, and repaired where it can be.
+//!
+//! A thread of its own reads the packs of the job (`store.verify-rate`), with the lowest priority for the disk and
+//! pauses that keep it below the rate. It stands still as soon as an image is taken, stored, replicated or restored. What it finds
+//! is healed at once ([`heal`]) and told of once. It touches neither the job nor its images.
+
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::state::State;
+use super::{Message, Owner, Setup, replicate};
+use crate::config::VerifyRate;
+use crate::store::ImageId;
+use crate::store::heal::{self, Healed, Healing};
+use crate::store::scrub::{AGAIN, Scrub, Step};
+use crate::sys::process;
+use crate::telemetry::events::What;
+use crate::telemetry::log::chain;
+
+/// What is owed to the rate is slept for when it is as much: fewer pauses wake the processor less often.
+const PAUSE: Duration = Duration::from_millis(100);
+/// After a failure that is not the packs'.
+const AFTER_FAILURE: Duration = Duration::from_secs(60);
+
+/// Whether it may read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    /// There is nothing else to do.
+    Idle,
+    Busy,
+    Over,
+}
+
+struct Gate {
+    phase: Mutex<Phase>,
+    changed: Condvar,
+}
+
+impl Gate {
+    fn now(&self) -> Phase {
+        *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, phase: Phase) {
+        let mut now = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        if *now != phase && *now != Phase::Over {
+            *now = phase;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits for so long, or until it is over. Answers whether it goes on.
+    fn pause(&self, time: Duration) -> bool {
+        let now = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_timeout_while(now, time, |phase| *phase != Phase::Over);
+        *waited.unwrap_or_else(PoisonError::into_inner).0 != Phase::Over
+    }
+
+    /// Waits until there is nothing else to do. Answers whether it goes on.
+    fn enter(&self) -> bool {
+        let now = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.changed.wait_while(now, |phase| *phase == Phase::Busy);
+        *waited.unwrap_or_else(PoisonError::into_inner) == Phase::Idle
+    }
+}
+
+/// The thread, as the owner of the state sees it.
+pub(super) struct Rot {
+    gate: Arc<Gate>,
+    thread: JoinHandle<()>,
+}
+
+/// What was found.
+pub(super) enum Report {
+    /// Chunks that were damaged or unreadable.
+    Chunks {
+        healed: Healed,
+        /// Images that refer to what is whole nowhere.
+        images: Vec<ImageId>,
+    },
+    /// A pack that cannot be used, and why.
+    Pack(String),
+    /// It could not be looked, or not be healed.
+    Failed(String),
+}
+
+impl Owner<'_> {
+    pub(super) fn open_rot(&mut self) {
+        let VerifyRate::PerSecond(rate) = self.shared.config.store.verify_rate else { return };
+        let gate = Arc::new(Gate { phase: Mutex::new(Phase::Busy), changed: Condvar::new() });
+        let (setup, sender, mine) = (Arc::clone(self.shared), self.sender.clone(), Arc::clone(&gate));
+        let work = move || {
+            process::be_nice();
+            process::be_last_at_the_disk();
+            let tell = |report| drop(sender.send(Message::Rot(Box::new(report))));
+            look(&setup, rate.bytes(), &mine, &tell);
+        };
+        match std::thread::Builder::new().name("verify".into()).spawn(work) {
+            Ok(thread) => self.rot = Some(Rot { gate, thread }),
+            Err(error) => tracing::warn!("the store is not looked through for damage: cannot start a thread: {error}"),
+        }
+    }
+
+    /// Lets it read, or not.
+    pub(super) fn mind_rot(&self) {
+        let Some(rot) = &self.rot else { return };
+        let rests = matches!(self.machine.state(), State::Running(_) | State::Suspended { .. });
+        let is_idle = rests
+            && self.persist.is_none()
+            && self.restoring.is_none()
+            && self.loading.is_none()
+            && !self.replication.is_running();
+        rot.gate.set(if is_idle { Phase::Idle } else { Phase::Busy });
+    }
+
+    /// It is over; what it has under way is called off.
+    pub(super) fn close_rot(&mut self) {
+        if let Some(Rot { gate, thread }) = self.rot.take() {
+            gate.set(Phase::Over);
+            let _ = thread.join();
+        }
+    }
+
+    pub(super) fn rot_found(&mut self, report: Report) {
+        let (healed, images) = match report {
+            Report::Chunks { healed, images } => (healed, images),
+            Report::Pack(why) => {
+                tracing::error!(
+                    "a pack of the store cannot be used: {why}. Stop the job and run `rekindle repair {}`",
+                    self.shared.folder.name()
+                );
+                self.tell(What::StoreDamaged { why, chunks: 0, replaced: 0, images: Vec::new() });
+                return;
+            }
+            Report::Failed(why) => return tracing::warn!("the store was not looked through for damage: {why}"),
+        };
+        let chunks = healed.damaged + healed.unreadable + healed.missing;
+        let mut why = format!("found while verifying: {healed}");
+        match images.as_slice() {
+            [] => tracing::warn!("{why}. All images are whole"),
+            images => {
+                let names = images.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+                why =
+                    format!("{why}; the images {names} cannot be restored until a later image has this content again");
+                tracing::error!("{why}. The next image stores it again");
+            }
+        }
+        self.tell(What::StoreDamaged { why, chunks, replaced: healed.from_copies + healed.from_replica, images });
+    }
+}
+
+fn look(setup: &Setup, rate: u64, gate: &Gate, tell: &dyn Fn(Report)) {
+    let mut scrub = Scrub::new(setup.folder.packs(), setup.packing.key.clone(), AGAIN);
+    let mut owed = Duration::ZERO;
+    let mut told = None;
+    while gate.enter() {
+        let ids = match scrub.step(Instant::now()) {
+            Ok(Step::Read(bytes)) => {
+                let micros = u128::from(bytes) * 1_000_000 / u128::from(rate.max(1));
+                owed += Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX));
+                if owed >= PAUSE && !gate.pause(std::mem::take(&mut owed)) {
+                    return;
+                }
+                continue;
+            }
+            Ok(Step::Found(ids)) => Ok(ids),
+            Ok(Step::Round) => heal::missing(&setup.folder),
+            Ok(Step::Unusable { pack, why }) => {
+                tell(Report::Pack(format!("{}: {why}", setup.folder.packs().pack_path(pack).display())));
+                continue;
+            }
+            Ok(Step::Nothing(wait)) => {
+                if !gate.pause(wait) {
+                    return;
+                }
+                continue;
+            }
+            Err(error) => Err(error),
+        };
+        let done = ids.map_err(heal::Error::from).and_then(|ids| heal(setup, &ids, gate, tell));
+        if let Err(error) = done {
+            // Once, until it is another.
+            let why = chain(&error);
+            if told.as_ref() != Some(&why) {
+                tell(Report::Failed(why.clone()));
+                told = Some(why);
+            }
+            if !gate.pause(AFTER_FAILURE) {
+                return;
+            }
+        }
+    }
+}
+
+/// Until it is done, or over.
+fn heal(
+    setup: &Setup,
+    ids: &std::collections::BTreeSet<crate::store::chunk::ChunkId>,
+    gate: &Gate,
+    tell: &dyn Fn(Report),
+) -> Result<(), heal::Error> {
+    if ids.is_empty() {
+        return Ok(());
+    }
+    let open = || replicate::needed(setup);
+    let healing = Healing {
+        folder: &setup.folder,
+        lock: &setup.lock,
+        key: setup.packing.key.as_deref(),
+        copies: setup.packing.copies,
+        unread: &setup.packing.unread,
+        replica: setup.config.replica.url.is_some().then_some(&open),
+    };
+    while gate.enter() {
+        match healing.heal(ids, &|| gate.now() != Phase::Idle) {
+            // Something else came between.
+            Err(heal::Error::Cancelled) => {}
+            Err(error) => return Err(error),
+            Ok(healed) => {
+                if healed.found_any() {
+                    let images = heal::affected(&setup.folder, &healed.lost)?;
+                    tell(Report::Chunks { healed, images });
+                }
+                return Ok(());
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_stands_still_while_there_is_something_else_and_ends_at_once() {
+        let gate = Arc::new(Gate { phase: Mutex::new(Phase::Busy), changed: Condvar::new() });
+        let mine = Arc::clone(&gate);
+        let entered = std::thread::spawn(move || (mine.enter(), mine.pause(Duration::from_secs(600)), mine.enter()));
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!entered.is_finished(), "something else is under way");
+        gate.set(Phase::Idle);
+        std::thread::sleep(Duration::from_millis(50));
+        gate.set(Phase::Busy);
+        gate.set(Phase::Over);
+        assert_eq!(entered.join().unwrap(), (true, false, false));
+        gate.set(Phase::Idle);
+        assert_eq!(gate.now(), Phase::Over, "over is over");
+    }
+}
