@@ -26,7 +26,7 @@ pub(super) enum Incoming {
     /// A request.
     Call(Call),
     /// A rewind whose image was looked at.
-    Rewind(super::rewind::Target, Reply),
+    Rewind(super::line::Target, Reply),
 }
 
 /// A snapshot that somebody waits for.
@@ -157,7 +157,7 @@ impl Owner<'_> {
     }
 
     /// Goes back to an image, because somebody or something asked for it.
-    pub(super) fn rewind(&mut self, target: super::rewind::Target, reply: Reply) {
+    pub(super) fn rewind(&mut self, target: super::line::Target, reply: Reply) {
         // It may have changed while the image was looked at.
         if let Err(why) = self.machine.admits(Wish::Rewind) {
             return refuse(reply, why);

@@ -8,10 +8,13 @@
 mod control;
 mod deadline;
 mod events;
+mod failed;
 mod hooks;
 pub mod interval;
 mod keep;
+pub(crate) mod line;
 mod load;
+mod memory;
 mod metrics;
 pub mod notify;
 mod proof;
@@ -59,7 +62,7 @@ use crate::telemetry::events::{Journal, What};
 use crate::telemetry::log::chain;
 use crate::watch::beats::Beats;
 use start::{StartFailure, StartedJob};
-use state::{Action, Event, Finish, Machine, Stop};
+use state::{Action, Event, Finish, Machine};
 
 /// Everything a run needs, checked before.
 #[derive(Debug)]
@@ -194,7 +197,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         restoring: None,
         control: control::Control::default(),
         word: word::Word::new(&shared),
-        line: rewind::Line::new(&shared),
+        line: line::Line::new(shared.launch.lineage.clone(), shared.base),
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
@@ -242,9 +245,8 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     }
     owner.end_job();
     if owner.taken_over.is_none() {
-        if let (Some(image), Finish::Stopped(stop)) = (owner.leave_memory(&finish, &messages), &finish) {
-            finish = Finish::StoppedInMemory { stop: *stop, image };
-        }
+        let left = owner.leave_memory(&finish, &messages);
+        finish = finish.with_left_in_memory(left);
         owner.leave_replica(&finish, &messages);
     }
     owner.close_control();
@@ -326,7 +328,7 @@ struct Owner<'a> {
     /// What the job asks for.
     word: word::Word,
     /// The images that the job may go back to.
-    line: rewind::Line,
+    line: line::Line,
     /// Differences between images and this machine that the user knows of.
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
@@ -492,13 +494,7 @@ impl Owner<'_> {
     fn signalled(&mut self, signal: i32) {
         let event = match signal {
             sig::SIGUSR1 => Event::SnapshotNow(Reason::Signal),
-            signal if STOPS.contains(&signal) => {
-                let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
-                match self.stops.signal(Instant::now()) {
-                    stops::Request::AtOnce if signal != sig::SIGUSR2 => Event::StopNow(stop),
-                    stops::Request::AtOnce | stops::Request::First | stops::Request::Repeated => Event::Stop(stop),
-                }
-            }
+            signal if STOPS.contains(&signal) => self.stops.event(signal, Instant::now()),
             other if self.job.is_none() => return self.unsent.push(other),
             other => return self.signal(other),
         };

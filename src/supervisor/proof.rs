@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::Owner;
 use super::state::State;
 use crate::store::ImageId;
+use crate::sys::spawn::Ended;
 use crate::telemetry::log::chain;
 
 /// Images of this life that are not proven yet, and from when on each has to be lived on.
@@ -12,13 +13,18 @@ use crate::telemetry::log::chain;
 pub(super) struct Proofs(Vec<(ImageId, Instant)>);
 
 impl Proofs {
+    /// The job goes on from this image from now on.
+    pub(super) fn wait_for(&mut self, image: ImageId, now: Instant) {
+        self.0.push((image, now));
+    }
+
     /// How long nothing has to be looked at, if the job lives.
-    fn patience(&self, min_uptime: Duration, now: Instant) -> Option<Duration> {
+    pub(super) fn patience(&self, min_uptime: Duration, now: Instant) -> Option<Duration> {
         self.0.iter().map(|(_, since)| (*since + min_uptime).saturating_duration_since(now)).min()
     }
 
     /// Takes those that were lived on for so long.
-    fn due(&mut self, min_uptime: Duration, now: Instant) -> Vec<ImageId> {
+    pub(super) fn due(&mut self, min_uptime: Duration, now: Instant) -> Vec<ImageId> {
         let (due, rest) = self.0.iter().partition(|(_, since)| now.saturating_duration_since(*since) >= min_uptime);
         self.0 = rest;
         let due: Vec<(ImageId, Instant)> = due;
@@ -26,10 +32,15 @@ impl Proofs {
     }
 }
 
+/// Whether the job lives on for reasons of its own in this state. One that is being killed does not.
+pub(super) fn counts(state: &State, ended: Option<Ended>) -> bool {
+    matches!(state, State::Running(_) | State::Snapshotting { .. }) && ended.is_none()
+}
+
 impl Owner<'_> {
     /// The job goes on from this image from now on: it was taken, or restored.
     pub(super) fn await_proof(&mut self, image: ImageId) {
-        self.proofs.0.push((image, Instant::now()));
+        self.proofs.wait_for(image, Instant::now());
     }
 
     /// How long the job has to live until the next proof.
@@ -39,11 +50,9 @@ impl Owner<'_> {
 
     /// Notes what is proven by now.
     pub(super) fn mind_the_proofs(&mut self) {
-        // One that is being killed lives on for no reason of its own.
-        if !matches!(self.machine.state(), State::Running(_) | State::Snapshotting { .. }) || self.ended.is_some() {
-            return;
+        if counts(self.machine.state(), self.ended) {
+            self.note_proofs();
         }
-        self.note_proofs();
     }
 
     /// The life is over. What came too late to be proven by it is not.

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use chrono::Utc;
 
 use super::events::image_of;
+use super::failed::{Failed, Lives, without_damaged};
 use super::keep::{Moving, shown};
 use super::proof::Proofs;
 use super::state::{Event, Obstacle, State};
@@ -165,42 +166,31 @@ impl Owner<'_> {
         let why = chain(error);
         self.keep_criu_log("restore", error.criu_log());
         let id = image.id;
-        let failure = match error.blame() {
-            Blame::Nobody => return Event::StartFailed { why },
-            // The machine is the one that the job ran on just now; what differs are files that it has removed since.
-            Blame::Here if self.life > 0 && error.is_about_files() => Failure::FilesGone(why),
-            Blame::Here => return impossible(self.advise_misfit(&image, error)),
-            Blame::Configuration => {
+        let lives = if self.life > 0 { Lives::Some } else { Lives::None };
+        let failure = match Failed::of(error, why.clone(), lives, || self.can_fall_back(&image)) {
+            Failed::CalledOff => return Event::StartFailed { why },
+            Failed::Misfit => return impossible(self.advise_misfit(&image, error)),
+            Failed::Configuration => {
                 let why = format!("{why}. The image is kept and is as good as it was");
                 return Event::Impossible { why, obstacle: Obstacle::Configuration };
             }
-            Blame::Machine => {
+            Failed::Machine => {
                 tracing::error!("can not restore image {} now: {why}", image.id);
                 return Event::StartFailed { why };
             }
-            Blame::Files if self.life == 0 && !self.can_fall_back(&image) => {
-                return impossible(self.advise_files(&image, &why));
-            }
-            Blame::Files => Failure::FilesGone(why),
-            Blame::Image => Failure::Refused(why),
-            Blame::Unknown => Failure::Unexplained(why),
-            Blame::Slow => Failure::NotNow(why),
-            Blame::Damaged => {
-                // The other copy was not looked at.
+            Failed::NoFiles => return impossible(self.advise_files(&image, &why)),
+            Failed::Damaged => {
                 self.tell(What::ImageBad { image: id, why: format!("{}: {why}", BadWhy::Damaged) });
-                let name = self.shared.folder.name().clone();
-                if !(mark(&name, image, BadWhy::Damaged, &why) && self.has_good_copy(id)) {
-                    return match self.images_to_go_on_from() {
-                        Ok(mut images) => {
-                            images.good.retain(|other| *other != id);
-                            images.others = true;
-                            Event::ImageFailed { image: id, failure: Failure::Damaged, images }
-                        }
-                        Err(error) => Event::StartFailed { why: chain(&error) },
-                    };
-                }
-                Failure::Damaged
+                let marked = mark(self.shared.folder.name(), image, BadWhy::Damaged, &why);
+                return match self.images_to_go_on_from() {
+                    Ok(images) => {
+                        let images = without_damaged(images, id, marked);
+                        Event::ImageFailed { image: id, failure: Failure::Damaged, images }
+                    }
+                    Err(error) => Event::StartFailed { why: chain(&error) },
+                };
             }
+            Failed::Image(failure) => failure,
         };
         match self.images_to_go_on_from() {
             Ok(images) => Event::ImageFailed { image: id, failure, images },
@@ -247,10 +237,6 @@ impl Owner<'_> {
             "{}. Put that right and run the same command again: the image is kept and is as good as it was.{other} `rekindle run --fresh` begins anew.",
             chain(error)
         )
-    }
-
-    fn has_good_copy(&self, id: ImageId) -> bool {
-        self.shared.folder.copies().is_ok_and(|copies| copies.iter().any(|image| image.id == id && image.is_good()))
     }
 
     /// Marks the image in memory and in the store: one is as good as the other.
