@@ -30,6 +30,7 @@ pub use result::RunResult;
 mod start;
 pub mod state;
 mod stops;
+mod unread;
 mod watch;
 mod word;
 pub use watch::LastEnd;
@@ -185,6 +186,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         unsent: Vec::new(),
         life: 0,
         ended: None,
+        unread: unread::Unread::default(),
         cancel: Arc::new(AtomicBool::new(false)),
         stops: stops::Stops::default(),
         published: publish::Published::new(&shared.launch.lineage),
@@ -224,6 +226,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         owner.mind_the_deadline();
         owner.mind_the_holds();
         owner.mind_the_proofs();
+        owner.mind_the_unread();
         owner.beat();
         let (patience, began) = (owner.patience(), clock::since_boot());
         let message = messages.recv_timeout(patience);
@@ -298,6 +301,8 @@ struct Owner<'a> {
     life: u32,
     /// How this life ended, once it did.
     ended: Option<Ended>,
+    /// Since when its end waits for the images to be read.
+    unread: unread::Unread,
     /// Set to call off the start or the snapshot under way.
     cancel: Arc<AtomicBool>,
     /// Who asked to stop.
@@ -363,9 +368,15 @@ impl Owner<'_> {
         self.carry_out(actions);
     }
 
+    /// When the machine wants to hear of the time. Of a job whose end is still to be reported no snapshot is due.
+    fn next_tick(&self) -> Option<Instant> {
+        self.machine.deadline().filter(|_| !self.unread.is_waiting() || self.machine.is_stopping())
+    }
+
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
-        let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
+        let tick = self.next_tick().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
+        let tick = self.unread.patience(Instant::now()).map_or(tick, |again| tick.min(again));
         let tick = tick
             .min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()))
             .min(self.deadline.patience())
@@ -424,7 +435,7 @@ impl Owner<'_> {
     }
 
     fn timed_out(&mut self) {
-        if self.machine.deadline().is_some_and(|at| at <= Instant::now()) {
+        if self.next_tick().is_some_and(|at| at <= Instant::now()) {
             self.step(Event::Tick);
         } else if self.persist.is_some() || self.restoring.is_some() || self.replication.is_running() {
             self.publish();
@@ -536,17 +547,41 @@ impl Owner<'_> {
     }
 
     fn report_end(&mut self, ended: Ended) {
-        let images = self.images_to_go_on_from().unwrap_or_else(|error| {
-            tracing::error!("can not read the images: {}", chain(&error));
-            // What cannot be read may be there.
-            Images { others: true, ..Images::default() }
-        });
+        let now = Instant::now();
+        let images = match self.images_to_go_on_from() {
+            Ok(images) => images,
+            Err(error) if self.unread.waits(self.machine.state(), self.machine.is_stopping(), now) => {
+                if self.unread.begins(now) {
+                    tracing::error!(
+                        "cannot read the images, and the job waits for that: {}. It is given up after {}",
+                        chain(&error),
+                        humantime::format_duration(unread::PATIENCE)
+                    );
+                }
+                return;
+            }
+            Err(error) => {
+                tracing::error!("can not read the images: {}", chain(&error));
+                // What cannot be read may be there.
+                Images { others: true, ..Images::default() }
+            }
+        };
+        // The life was no longer for that.
+        let at = self.unread.over().unwrap_or(now);
         // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
             self.job = None;
         }
-        self.step(Event::Ended { ended, images });
+        let actions = self.machine.step(Event::Ended { ended, images }, at);
+        self.carry_out(actions);
         self.remember();
+    }
+
+    /// An end whose images could not be read is reported once they can.
+    fn mind_the_unread(&mut self) {
+        if let Some(ended) = self.ended.filter(|_| self.unread.is_due(Instant::now())) {
+            self.report_end(ended);
+        }
     }
 
     // ---- what others see ----
