@@ -150,7 +150,7 @@ impl Owner<'_> {
         let event = match failure {
             StartFailure::World(error) => impossible(chain(&error)),
             StartFailure::Launch(error) => impossible(chain(&error)),
-            StartFailure::Store(error) => Event::StartFailed { why: chain(&error) },
+            StartFailure::Store(error) => self.not_found(&error),
             StartFailure::NotTried(None) => Event::StartFailed { why: "called off".into() },
             StartFailure::NotTried(Some(refused)) => {
                 tracing::error!("not restored now: {refused}");
@@ -160,6 +160,17 @@ impl Owner<'_> {
         };
         let event = self.did_not_arrive(event);
         self.step(event);
+    }
+
+    /// The store could not be read, or has not what was to be restored. To wait for that would be in vain.
+    fn not_found(&self, error: &crate::store::Error) -> Event {
+        let failed = || Event::StartFailed { why: chain(error) };
+        match (error, self.machine.state()) {
+            (crate::store::Error::UnknownImage { .. }, State::Starting { from: From::Image(image), .. }) => {
+                self.images_to_go_on_from().map_or_else(|_| failed(), |images| Event::gone(*image, images))
+            }
+            _ => failed(),
+        }
     }
 
     fn restore_failed(&mut self, image: Image, error: &restart::Error) -> Event {

@@ -166,6 +166,12 @@ pub enum Event {
 }
 
 impl Event {
+    /// The image of a start went while it waited for its turn: with the memory that it was in, or another came in its place.
+    #[must_use]
+    pub fn gone(image: ImageId, images: Images) -> Event {
+        Event::ImageFailed { image, failure: Failure::NotNow("it is not there any more".into()), images }
+    }
+
     /// What a snapshot that failed comes to.
     #[must_use]
     pub fn not_taken(error: &snapshot::Error) -> Event {
