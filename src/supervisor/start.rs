@@ -10,7 +10,6 @@ use chrono::Utc;
 use super::events::image_of;
 use super::failed::{Failed, Lives, without_damaged};
 use super::keep::{Moving, shown};
-use super::proof::Proofs;
 use super::state::{Event, Obstacle, State};
 use super::{Message, Owner, Setup, load};
 use crate::config::{Lazy, NetworkMode, PidNamespace};
@@ -120,7 +119,7 @@ impl Owner<'_> {
             self.arrived(from);
             self.word_of_life(image_of(from));
         }
-        self.proofs = Proofs::default();
+        self.proofs.end_of_life();
         if let State::Starting { from: From::Image(image), .. } = self.machine.state() {
             self.await_proof(*image);
         }
