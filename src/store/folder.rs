@@ -191,6 +191,16 @@ impl JobFolder {
         staging::staged(&self.path, &self.trust)
     }
 
+    /// Whether an image is of the line that the job is on, as far as is known: after a rewind those that it left are not. Where
+    /// that cannot be read all are.
+    pub(super) fn line(&self) -> impl Fn(&Image) -> bool {
+        let record = self.record().ok().flatten();
+        move |image| match (&record, image.manifest()) {
+            (Some(record), Some(manifest)) => manifest.lineage == record.lineage || Some(image.id) == record.base,
+            _ => true,
+        }
+    }
+
     /// Every copy of every image, newest first; one in memory comes before the same in the store.
     ///
     /// # Errors

@@ -26,6 +26,11 @@ impl Proofs {
         self.waiting.push((image, now));
     }
 
+    /// Those that this life may prove, the oldest first.
+    pub(super) fn waiting(&self) -> Vec<ImageId> {
+        self.waiting.iter().map(|(id, _)| *id).collect()
+    }
+
     /// The life is over. What came too late to be proven by it is not.
     pub(super) fn end_of_life(&mut self) {
         self.waiting.clear();
@@ -63,6 +68,7 @@ impl Owner<'_> {
     /// The job goes on from this image from now on: it was taken, or restored.
     pub(super) fn await_proof(&mut self, image: ImageId) {
         self.proofs.wait_for(image, Instant::now());
+        self.shared.lock.wait_for_proof(self.proofs.waiting());
     }
 
     /// How long the job has to live until the next proof.
@@ -81,6 +87,7 @@ impl Owner<'_> {
     pub(super) fn end_of_proofs(&mut self) {
         self.note_proofs();
         self.proofs.end_of_life();
+        self.shared.lock.wait_for_proof(Vec::new());
     }
 
     fn note_proofs(&mut self) {
@@ -93,6 +100,7 @@ impl Owner<'_> {
             tracing::warn!("cannot note which images the job has lived on from: {}", chain(&error));
             self.proofs.not_written(due, Instant::now());
         }
+        self.shared.lock.wait_for_proof(self.proofs.waiting());
     }
 }
 
