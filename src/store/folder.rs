@@ -201,6 +201,22 @@ impl JobFolder {
         }
     }
 
+    /// The newest image of the line that the job has lived on from, where it is in memory and the store has none that is as new. What
+    /// cannot be read of the store is not there: then it is kept.
+    #[must_use]
+    pub fn proven_in_memory_only(&self) -> Option<ImageId> {
+        let ours = self.line();
+        let good = |images: Vec<Image>| {
+            let good = images.into_iter().filter(|image| image.is_good() && ours(image));
+            good.map(|image| image.id).collect::<Vec<_>>()
+        };
+        let (staged, stored) = (self.staged(), self.images().unwrap_or_default());
+        let (staged, stored) = (good(staged), good(stored));
+        // Any of them may be, where that cannot be read.
+        let proven = self.proven().unwrap_or_else(|_| staged.iter().copied().collect());
+        staging::admission::proven_only_here(staged, &proven, stored.first().copied())
+    }
+
     /// Every copy of every image, newest first; one in memory comes before the same in the store.
     ///
     /// # Errors

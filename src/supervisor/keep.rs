@@ -223,12 +223,16 @@ impl Owner<'_> {
         }
     }
 
-    /// The newest image, where it is in memory only.
+    /// The newest image of the line, where it is in memory only; else the newest of all, where that is.
     pub(super) fn only_in_memory(&self) -> Option<Image> {
         let folder = &self.shared.folder;
-        let newest = folder.staged().into_iter().find(Image::is_good)?;
-        let stored = folder.images().unwrap_or_default().into_iter().find(Image::is_good).map(|image| image.id);
-        memory::only_there(newest.id, stored, |id| folder.is_stored(id)).then_some(newest)
+        let (staged, stored) = (folder.staged(), folder.images().unwrap_or_default());
+        let of = |which: &dyn Fn(&Image) -> bool| {
+            let newest = staged.iter().find(|image| which(image))?;
+            let stored = stored.iter().find(|image| which(image)).map(|image| image.id);
+            memory::only_there(newest.id, stored, |id| folder.is_stored(id)).then(|| newest.clone())
+        };
+        of(&|image| self.is_usable(image)).or_else(|| of(&Image::is_good))
     }
 
     /// The newest good image, where it is in the store as plain files.
@@ -334,6 +338,7 @@ impl Owner<'_> {
         let newest = area.images().into_iter().find(Image::is_good).map(|image| image.id);
         let needed = memory::Needed {
             only_here: self.only_in_memory().map(|image| image.id),
+            proven: self.shared.folder.proven_in_memory_only(),
             persisting: self.persist.as_ref().map(|persist| persist.moving.image),
         };
         let mut slots = area.slots();

@@ -15,6 +15,8 @@ pub(super) fn only_there(newest: ImageId, stored: Option<ImageId>, is_stored: im
 pub(super) struct Needed {
     /// The newest, where it is nowhere else.
     pub(super) only_here: Option<ImageId>,
+    /// The newest that the job has lived on from, where the store has none that is as new.
+    pub(super) proven: Option<ImageId>,
     /// The one that is on its way to the store.
     pub(super) persisting: Option<ImageId>,
 }
@@ -22,7 +24,7 @@ pub(super) struct Needed {
 impl Needed {
     /// Whether the image of a slot is among them.
     pub(super) fn has(&self, image: Option<ImageId>) -> bool {
-        image.is_some() && (image == self.only_here || image == self.persisting)
+        image.is_some() && [self.only_here, self.proven, self.persisting].contains(&image)
     }
 }
 
@@ -48,5 +50,20 @@ pub(super) fn at_the_end(finish: &Finish, at_once: bool) -> AtTheEnd {
         (Finish::Completed, _) => AtTheEnd::NotNeeded,
         (_, true) => AtTheEnd::LeftThere,
         (_, false) => AtTheEnd::Stored,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_needed_in_memory() {
+        let id = |n| ImageId::new(n, chrono::DateTime::UNIX_EPOCH);
+        let needed = Needed { only_here: Some(id(3)), proven: Some(id(2)), persisting: None };
+        assert!(needed.has(Some(id(3))) && needed.has(Some(id(2))));
+        assert!(!needed.has(Some(id(1))) && !needed.has(None), "an empty slot holds nothing");
+        assert!(only_there(id(3), Some(id(2)), |_| false) && !only_there(id(3), Some(id(4)), |_| false));
+        assert!(!only_there(id(3), None, |_| true), "the store has it, and it is marked there");
     }
 }
