@@ -26,9 +26,10 @@ impl Proofs {
         self.waiting.push((image, now));
     }
 
-    /// Those that this life may prove, the oldest first.
+    /// Those that this life may prove, the oldest first, and before them what is proven and not written down.
     pub(super) fn waiting(&self) -> Vec<ImageId> {
-        self.waiting.iter().map(|(id, _)| *id).collect()
+        let unwritten = self.unwritten.iter().flat_map(|(images, _)| images);
+        unwritten.chain(self.waiting.iter().map(|(id, _)| id)).copied().collect()
     }
 
     /// The life is over. What came too late to be proven by it is not.
@@ -87,7 +88,7 @@ impl Owner<'_> {
     pub(super) fn end_of_proofs(&mut self) {
         self.note_proofs();
         self.proofs.end_of_life();
-        self.shared.lock.wait_for_proof(Vec::new());
+        self.shared.lock.wait_for_proof(self.proofs.waiting());
     }
 
     fn note_proofs(&mut self) {
@@ -136,6 +137,7 @@ mod tests {
         proofs.not_written(due, at(30));
         // Whether the life goes on or not.
         proofs.end_of_life();
+        assert_eq!(proofs.waiting(), [id(1)], "rotation keeps it for so long");
         assert_eq!(proofs.due(min, at(39)), [], "not all the time");
         assert_eq!(proofs.patience(min, at(39)), Some(Duration::from_secs(1)));
         assert_eq!(proofs.due(min, at(40)), [id(1)]);
