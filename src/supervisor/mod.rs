@@ -27,6 +27,8 @@ mod rewind;
 pub(crate) use rewind::new_lineage;
 mod result;
 pub use result::RunResult;
+#[cfg(test)]
+mod simulator;
 mod start;
 pub mod state;
 mod stops;
