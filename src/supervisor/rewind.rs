@@ -73,7 +73,7 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     let copies = setup.folder.copies().map_err(|error| chain(&error))?;
     let image = match to.strip_prefix('-').map(str::parse::<usize>) {
         Some(Ok(back)) => {
-            let mut good: Vec<&Image> = copies.iter().filter(|image| line.has(&Candidate::of(*image))).collect();
+            let mut good: Vec<&Image> = copies.iter().filter(|image| line.has(&Candidate::of(image))).collect();
             good.dedup_by_key(|image| image.id);
             let found = back.checked_sub(1).and_then(|n| good.get(n));
             let image = found.ok_or_else(|| format!("there are {} images to go back to, from -1 on", good.len()))?;
@@ -82,7 +82,7 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
         Some(Err(_)) => return Err(format!("{to:?} is not -N, and no image")),
         None if to == LATEST => copies
             .iter()
-            .find(|image| line.has(&Candidate::of(*image)))
+            .find(|image| line.has(&Candidate::of(image)))
             .cloned()
             .ok_or("there is no image to go back to")?,
         None => setup.folder.find(to).map_err(|error| chain(&error))?,
@@ -110,7 +110,7 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     ) {
         return Err(format!("files that image {id} needs are not here"));
     }
-    let newest = copies.iter().find(|image| line.has(&Candidate::of(*image))).map(|image| image.id);
+    let newest = copies.iter().find(|image| line.has(&Candidate::of(image))).map(|image| image.id);
     for mut copy in copies.into_iter().filter(|copy| copy.id == id) {
         // Whoever names an image wants it tried.
         if matches!(copy.state, State::Bad { .. }) {

@@ -15,14 +15,17 @@
 //!
 //! A seed gives the same history on every machine. In a history whose faults are over the job has to run within a bound.
 
+mod ends;
 mod faults;
 mod model;
 mod oracle;
 mod plants;
 mod random;
+mod replica;
 mod restores;
 mod run;
 mod snapshots;
+mod space;
 mod tests;
 mod world;
 

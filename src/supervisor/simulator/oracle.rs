@@ -11,7 +11,7 @@ use crate::config::ColdStart;
 use crate::restart::policy::{Failure, From, Mark};
 use crate::store::{BadWhy, ImageId};
 use crate::supervisor::line::{Candidate, Line};
-use crate::supervisor::state::{Ending, Event, Finish, State};
+use crate::supervisor::state::{Ending, Event, State};
 use crate::sys::spawn::Ended;
 
 /// What was seen of an image in this run.
@@ -49,12 +49,12 @@ impl Seen {
 
 /// A stop that was asked for.
 #[derive(Debug, Clone, Copy)]
-struct Stopping {
+pub(super) struct Stopping {
     first: Instant,
     /// Another request came later than those that are one with it.
-    again: bool,
+    pub(super) again: bool,
     /// The work of the job then, where it ran, and nothing happened since that keeps an image from being taken.
-    work: Option<Duration>,
+    pub(super) work: Option<Duration>,
 }
 
 #[derive(Debug, Default)]
@@ -77,7 +77,7 @@ pub(super) struct Oracle {
     /// Whether it is in the store.
     expected_stored: bool,
     /// Images that were told to be in the store.
-    stored: BTreeSet<ImageId>,
+    pub(super) stored: BTreeSet<ImageId>,
     /// The same, with those that were removed in this life.
     ever_stored: BTreeSet<ImageId>,
     /// An image had to go for want of room.
@@ -90,7 +90,7 @@ pub(super) struct Oracle {
     missed: u32,
     /// The image that failed last, and when.
     failed: Option<(ImageId, Instant)>,
-    stopping: Option<Stopping>,
+    pub(super) stopping: Option<Stopping>,
     /// What the machine fails at is the machine's.
     pub(super) machine_failed: bool,
 }
@@ -148,13 +148,13 @@ impl Oracle {
         self.stored.remove(&id);
     }
 
-    pub(super) fn failed_at(&self) -> Option<Instant> {
-        self.failed.map(|(_, at)| at)
+    /// Whether there is a reason not to take it now.
+    pub(super) fn is_passed(&self, id: ImageId) -> bool {
+        self.against.get(&id).is_some_and(|against| against.passed)
     }
 
-    /// The end of a life is reported.
-    pub(super) fn reported(&mut self, now: Instant) {
-        self.failed.iter_mut().for_each(|(_, at)| *at = now);
+    pub(super) fn failed_at(&self) -> Option<Instant> {
+        self.failed.map(|(_, at)| at)
     }
 
     /// Something came in between that a last image cannot be asked for.
@@ -231,15 +231,22 @@ impl World {
             Some(Seen::Died { ended, .. }) if !proven => {
                 let before = self.oracle.row.take().filter(|(before, _)| before == ended).map_or(0, |(_, count)| count);
                 self.oracle.row = Some((*ended, before + 1));
-                if before + 1 >= TRIES {
-                    let newest = self.newest_proven();
-                    let ids: Vec<ImageId> = self.ground.copies().iter().map(|(image, _)| image.id).collect();
-                    ids.into_iter().filter(|id| Some(*id) > newest).for_each(|id| self.oracle.pass(id));
-                }
             }
             _ => self.oracle.row = None,
         }
         self.oracle.add(id, seen.filter(|_| !proven), self.now);
+    }
+
+    /// The end of a life is reported, with the images of then.
+    pub(super) fn oracle_sees_report(&mut self) {
+        let now = self.now;
+        self.oracle.failed.iter_mut().for_each(|(_, at)| *at = now);
+        if self.oracle.row.is_some_and(|(_, count)| count >= TRIES) {
+            // All that is newer may be of a state that has gone wrong earlier.
+            let newest = self.newest_proven();
+            let ids: Vec<ImageId> = self.ground.copies().iter().map(|(image, _)| image.id).collect();
+            ids.into_iter().filter(|id| Some(*id) > newest).for_each(|id| self.oracle.pass(id));
+        }
     }
 
     pub(super) fn oracle_sees_failure(&mut self, event: &Event, troubled: bool) {
@@ -427,6 +434,7 @@ impl World {
         if let (Some(id), Some((failed, at))) = (chosen, self.oracle.failed)
             && id < failed
             && !justified(&id)
+            && self.ground.has_good(failed)
             && self.oracle.row.is_none_or(|(_, count)| count < TRIES)
             && self.now > at
             && self.oracle.against.get(&failed).is_some_and(|against| against.failures > 0)
@@ -454,75 +462,5 @@ impl World {
             let what = format!("image {} is marked ({}) without the same failure twice", mark.image, mark.why);
             self.oracle.violate(what);
         }
-    }
-
-    pub(super) fn check_finish(&mut self, finish: &Finish) {
-        match finish {
-            Finish::NoUsableImage { .. } => {
-                let named = self.oracle.asked.is_some();
-                if let (Some(line), false) = (self.line(), named) {
-                    self.check_none_usable(&line);
-                }
-            }
-            Finish::Failed { why, .. } if why.is_empty() => self.oracle.violate("given up without a reason".into()),
-            Finish::Failed { why, .. }
-                if why.contains("none by a fault of the image") && !self.oracle.machine_failed =>
-            {
-                self.oracle.violate(format!("given up for the machine, which has no fault: {why}"));
-            }
-            Finish::Stopped(_) => {
-                let Some(Stopping { again: false, work: Some(work), .. }) = self.oracle.stopping else { return };
-                let Some(line) = self.line() else { return };
-                let copies = self.ground.copies();
-                let newest = copies.iter().find(|copy| line.has(&candidate(copy))).map(|(image, _)| image.work);
-                if newest.is_none_or(|newest| newest < work) {
-                    let what =
-                        format!("the stop has no last image: there is one of {newest:?}, and it was at {work:?}");
-                    self.oracle.violate(what);
-                }
-            }
-            _ => {}
-        }
-    }
-
-    /// What the user is told at the end.
-    pub(super) fn check_told(&mut self, told: &Finish, at_once: bool) {
-        let copies = self.ground.copies();
-        let line = self.line();
-        let ours = |copy: &Candidate<'_>| line.as_ref().is_some_and(|line| line.has(copy));
-        let newest = copies.iter().map(candidate).find(ours).map(|copy| copy.id);
-        let only_in_memory = newest.filter(|id| !self.ground.is_stored(*id));
-        match (told, only_in_memory) {
-            (Finish::Stopped(_), Some(id)) if !at_once => {
-                self.oracle.violate(format!("the last image {id} is in memory only, and that is not told"));
-            }
-            (Finish::StoppedInMemory { image, .. }, None) if self.ground.is_stored(*image) => {
-                self.oracle.violate(format!("image {image} is told to be in memory only, and is not"));
-            }
-            _ => {}
-        }
-    }
-
-    pub(super) fn check_none_usable(&mut self, line: &Line) {
-        let usable = self.ground.copies().into_iter().find(|copy| {
-            let gone = self.oracle.against.get(&copy.0.id).is_some_and(|against| against.passed);
-            line.has(&candidate(copy)) && !gone && !copy.0.no_files
-        });
-        if let Some(id) = usable.map(|(image, _)| image.id) {
-            self.oracle.violate(format!("no image can be used, it says, and image {id} can"));
-        }
-    }
-
-    /// After the power went: what was said to be in the store is there.
-    pub(super) fn check_stored(&mut self) {
-        if let Some(id) = self.oracle.stored.iter().find(|id| !self.ground.is_stored(**id)).copied() {
-            self.oracle.violate(format!("image {id} was told to be in the store, and is lost"));
-        }
-    }
-
-    /// Everything that was stored is gone with the machine.
-    pub(super) fn oracle_sees_machine_lost(&mut self) {
-        self.oracle.stored.clear();
-        self.oracle.excuse();
     }
 }

@@ -251,11 +251,12 @@ impl World {
     pub(super) fn loaded(&mut self, life: u32, harm: Option<Harm>) {
         let alive = self.job.as_ref().is_some_and(|job| job.life == life && job.ended.is_none());
         let Some(id) = self.run.as_ref().and_then(|run| run.loading).filter(|_| alive) else { return };
-        let harm = harm.unwrap_or(if self.ground.has_whole(id) { Harm::None } else { Harm::Lost });
+        let harm = harm.unwrap_or_else(|| if self.ground.has_whole(id) { Harm::None } else { Harm::Lost });
         tell!(self, "the memory of the job: {harm:?}");
         let Some(run) = &mut self.run else { return };
         run.loading = None;
         if harm == Harm::Lost {
+            self.oracle.disturb();
             run.lazy_failures += 1;
             let end = super::model::End::signal(libc::SIGKILL);
             self.after(Duration::from_millis(20), Happening::Ends { life, end, own: false });

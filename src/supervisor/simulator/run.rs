@@ -300,11 +300,11 @@ impl World {
             Err(_) => Images { others: true, ..Images::default() },
         };
         let at = run.unread.over().unwrap_or(now);
-        self.oracle.reported(now);
         if !matches!(run.machine.state(), State::Snapshotting { .. }) {
             run.has_job = false;
             run.loading = None;
         }
+        self.oracle_sees_report();
         self.step_at(Event::Ended { ended, images }, at);
     }
 

@@ -1,9 +1,8 @@
 //! Snapshots in the model, and the way of their images from memory to the store and to the replica.
 
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::model::{Copy, Doom, GIB, IMAGE, Image, Slot, candidate};
+use super::model::{Copy, Doom, IMAGE, Image, Slot, candidate};
 use super::plants::Plant;
 use super::restores::Trouble;
 use super::world::{Happening, World, tell};
@@ -11,11 +10,9 @@ use crate::config::Staging;
 use crate::snapshot::{self, dead};
 use crate::store::ImageId;
 use crate::store::manifest::Reason;
-use crate::store::retention::admission::{self as room, Admission};
-use crate::store::retention::{self, FactKind, Facts, Gathering, Line, Pin, Policy, Proof, Room, Sizes, Use};
 use crate::store::staging::admission::{self, Choice, Memory, SlotFacts, Worth};
-use crate::supervisor::memory::{Needed, only_there, turn};
-use crate::supervisor::state::{Event, State};
+use crate::supervisor::memory::only_there;
+use crate::supervisor::state::Event;
 
 /// A snapshot under way.
 #[derive(Debug)]
@@ -369,187 +366,5 @@ impl World {
         if let Some(Image { stored: Some(copy), .. }) = self.ground.image_mut(id) {
             copy.unsynced = false;
         }
-    }
-
-    // ---- what goes ----
-
-    fn facts(&self) -> (Vec<Facts>, Sizes, Room) {
-        let held = self.run.as_ref().and_then(|run| run.replicating).map(|(_, id)| id);
-        let ignores_proof = self.plant == Some(Plant::RotationIgnoresProof);
-        let line = self.line().filter(|_| self.plant != Some(Plant::RotationIgnoresTheLine));
-        let mut sizes = Gathering::<u8>::default();
-        let facts = self.ground.stored().map(|(image, copy)| {
-            sizes.own(image.id, IMAGE);
-            let proven = self.ground.proven.contains(&image.id) && !ignores_proof;
-            Facts {
-                id: image.id,
-                taken: image.id.taken(),
-                kind: if copy.mark.is_some() { FactKind::Bad } else { FactKind::Good },
-                pin: Pin::None,
-                in_use: if held == Some(image.id) { Use::Replicating } else { Use::None },
-                proof: if proven { Proof::Proven } else { Proof::None },
-                line: if line.as_ref().is_none_or(|line| line.may_have(&candidate(&(image, copy)))) {
-                    Line::Ours
-                } else {
-                    Line::Other
-                },
-            }
-        });
-        let mut facts: Vec<Facts> = facts.collect();
-        let waiting = self.run.as_ref().map(|run| run.proofs.waiting()).unwrap_or_default();
-        if self.plant != Some(Plant::RotationIgnoresWhatIsNext) {
-            retention::await_proof(&mut facts, &waiting);
-        }
-        let room = Room { free: self.ground.free(), pending: 0, min_free: self.config.store.min_free.bytes() };
-        (facts, sizes.finish(None), room)
-    }
-
-    pub(super) fn rotate(&mut self) {
-        if self.ground.disk.reads_fail || self.ground.disk.writes_fail {
-            return;
-        }
-        let (facts, sizes, room) = self.facts();
-        let plan = retention::plan(&facts, &Policy::from(&self.config.store), self.clock(), &sizes, &room);
-        self.remove(&plan.removals().collect::<Vec<_>>());
-    }
-
-    /// As `survey::make_room`.
-    fn make_room(&mut self, loose: bool) -> Result<(), ()> {
-        if self.ground.disk.reads_fail {
-            return Err(());
-        }
-        let may_remove = loose || self.run.as_ref().is_none_or(|run| run.loading.is_none());
-        let policy = Policy::from(&self.config.store);
-        let mut asked = false;
-        loop {
-            let (facts, sizes, room) = self.facts();
-            let admission = room::admit(IMAGE, &facts, &policy, self.clock(), &sizes, &room, Path::new("/"));
-            self.oracle.short_of_room |= admission != Admission::Admit;
-            match admission {
-                Admission::Admit => return Ok(()),
-                Admission::AfterRemoving(removals) if may_remove && !asked && !self.ground.disk.writes_fail => {
-                    self.remove(&removals.iter().map(|removal| removal.id).collect::<Vec<_>>());
-                    asked = true;
-                }
-                Admission::AfterRemoving(_) | Admission::Refuse(_) => return Err(()),
-            }
-        }
-    }
-
-    fn remove(&mut self, ids: &[ImageId]) {
-        for id in ids {
-            tell!(self, "image {} is removed", id.sequence());
-            self.oracle.is_removed(*id);
-            self.ground.image_mut(*id).into_iter().for_each(|image| image.stored = None);
-        }
-    }
-
-    /// Memory is short.
-    pub(super) fn give_memory_back(&mut self) {
-        let reserve = self.config.snapshot.memory_reserve.bytes();
-        let short = self.ground.available_memory() < reserve;
-        let Some(run) = self.run.as_ref().filter(|run| run.is_running() && run.loading.is_none() && short) else {
-            return;
-        };
-        let newest = self.ground.staged().into_iter().find(|(_, copy)| copy.mark.is_none()).map(|(image, _)| image.id);
-        let persisting = run.persist.as_ref().map(|persist| persist.image);
-        let proven = self.proven_in_memory_only();
-        let needed = Needed { only_here: self.only_in_memory(), proven, persisting };
-        let mut order = [0, 1];
-        let image = |at: usize| self.ground.slots[at].image.map(|(id, _)| id);
-        order.sort_by_key(|at| turn(image(*at), newest));
-        for at in order {
-            if !needed.has(self.ground.slots[at].image.map(|(id, _)| id)) {
-                tell!(self, "the memory of slot {at} is given back");
-                self.ground.slots[at] = Slot::default();
-            }
-        }
-    }
-
-    /// A suspended job gives back its memory, once its image is in the store.
-    pub(super) fn settle_suspension(&mut self) {
-        let Some(run) = &mut self.run else { return };
-        if !matches!(run.machine.state(), State::Suspended { .. }) {
-            run.emptied = false;
-            return;
-        }
-        if run.persist.is_some() || run.emptied {
-            return;
-        }
-        run.emptied = true;
-        let proven = self.proven_in_memory_only();
-        let needed = Needed { only_here: self.only_in_memory(), proven, persisting: None };
-        for slot in &mut self.ground.slots {
-            if !needed.has(slot.image.map(|(id, _)| id)) {
-                *slot = Slot::default();
-            }
-        }
-    }
-
-    // ---- the replica ----
-
-    pub(super) fn replicate(&mut self, id: ImageId) {
-        let op = self.number();
-        let Some(run) = self.run.as_mut().filter(|_| self.ground.has_replica) else { return };
-        if run.replicating.is_some() {
-            run.next_replicated = Some(id);
-            return;
-        }
-        run.replicating = Some((op, id));
-        let takes = self.random.millis(500, 20_000);
-        self.after(takes, Happening::Replicated { op });
-    }
-
-    pub(super) fn replicate_newest(&mut self) {
-        let newest = self.ground.stored().find(|(_, copy)| copy.mark.is_none() && !copy.loose);
-        if let Some(id) = newest.filter(|(image, _)| !image.replicated).map(|(image, _)| image.id) {
-            self.replicate(id);
-        }
-    }
-
-    pub(super) fn replicated(&mut self, op: u32) {
-        let Some(run) = &mut self.run else { return };
-        let Some((_, id)) = run.replicating.filter(|(other, _)| *other == op) else { return };
-        if self.ground.replica_away && run.next_replicated.is_none() {
-            return self.after(Duration::from_secs(30), Happening::Replicated { op });
-        }
-        run.replicating = None;
-        let next = run.next_replicated.take();
-        if !self.ground.replica_away && self.ground.is_stored(id) {
-            tell!(self, "image {} is in the replica", id.sequence());
-            self.ground.image_mut(id).into_iter().for_each(|image| image.replicated = true);
-        }
-        next.into_iter().for_each(|id| self.replicate(id));
-    }
-
-    /// The job is over, and its last image is sent.
-    pub(super) fn replicate_at_the_end(&mut self) {
-        let newest = self.ground.stored().find(|(_, copy)| copy.mark.is_none()).map(|(image, _)| image.id);
-        if self.ground.has_replica && !self.ground.replica_away {
-            newest.and_then(|id| self.ground.image_mut(id)).into_iter().for_each(|image| image.replicated = true);
-        }
-    }
-
-    /// Before a run: an image of the replica that is newer than all that are here. As `cli::replica`, without its bytes.
-    pub(super) fn bring_newest(&mut self) -> Result<(), &'static str> {
-        if !self.ground.has_replica || self.ground.record.as_ref().is_some_and(|record| record.completed) {
-            return Ok(());
-        }
-        let newest = self.ground.copies().iter().map(candidate).find(|copy| copy.good).map(|copy| copy.id);
-        if self.ground.replica_away {
-            return newest.map(|_| ()).ok_or("whether the replica has an image is not known");
-        }
-        let theirs = self.ground.images.iter().rev().find(|image| image.replicated && image.stored.is_none());
-        let Some(theirs) = theirs.filter(|image| newest.is_none_or(|newest| image.id > newest)) else { return Ok(()) };
-        if self.ground.free() < IMAGE + GIB || self.ground.disk.writes_fail {
-            return Err("the image of the replica cannot be brought");
-        }
-        let (id, lineage) = (theirs.id, std::rc::Rc::clone(&theirs.lineage));
-        tell!(self, "image {} is brought from the replica", id.sequence());
-        if self.ground.record.as_ref().is_none_or(|record| record.lineage != lineage) {
-            self.ground.record = Some(super::model::Record { lineage, base: None, completed: false });
-        }
-        self.ground.image_mut(id).into_iter().for_each(|image| image.stored = Some(Copy::default()));
-        Ok(())
     }
 }
