@@ -199,16 +199,20 @@ impl World {
         }
         let (Some(job), Some(run)) = (&self.job, &self.run) else { return };
         let uptime = self.now.saturating_duration_since(job.since);
+        let ending = match run.machine.state() {
+            State::Ending { stop, .. } => Some(*stop),
+            _ => None,
+        };
+        // These are nobody's failure, and no policy is asked.
+        if matches!(ending, Some(Ending::Stop(_) | Ending::Suspend | Ending::Rewind(_))) {
+            return;
+        }
         let restart = &self.config.restart;
         if uptime >= restart.healthy_uptime {
             self.oracle.against.values_mut().for_each(|it| (it.failures, it.passed) = (0, false));
             self.oracle.row = None;
         }
         let From::Image(id) = job.from else { return };
-        let ending = match run.machine.state() {
-            State::Ending { stop, .. } => Some(*stop),
-            _ => None,
-        };
         let from_outside =
             matches!(end.ended, Ended::Signal(libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP));
         let seen = match ending {
@@ -217,8 +221,7 @@ impl World {
             None if from_outside || excused => None,
             None => Some(Seen::Died { ended: Some(end.ended), uptime }),
         };
-        // These are nobody's failure.
-        if matches!(ending, Some(Ending::Unloaded | Ending::Stop(_) | Ending::Suspend | Ending::Rewind(_))) {
+        if matches!(ending, Some(Ending::Unloaded)) {
             return;
         }
         if uptime >= restart.min_uptime {

@@ -1,12 +1,13 @@
 //! Histories from fresh seeds, and the bugs that they have to find.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use super::plants::{self, Plant};
 use super::random::Random;
 use super::{Broken, history};
 
-/// As many as this finds in every run of the tests, REKINDLE_SIMULATE_HISTORIES for more or less.
+/// So many in every run of the tests; REKINDLE_SIMULATE_HISTORIES for more or less.
 const HISTORIES: u64 = 100_000;
 
 fn number(name: &str) -> Option<u64> {
@@ -19,13 +20,20 @@ fn fresh_seed() -> u64 {
     u64::try_from(chrono::Utc::now().timestamp_micros()).unwrap_or_default()
 }
 
-/// Lives through so many on each of two threads; answers how many events there were, or the first that is broken.
-fn live(first: u64, count: u64, plant: Option<Plant>) -> Result<u64, Box<Broken>> {
+/// Lives through so many, on two threads; answers how many events there were, or one that is broken.
+fn live(first: u64, count: u64) -> Result<u64, Box<Broken>> {
+    let enough = AtomicBool::new(false);
     let half = |part: u64| -> Result<u64, Box<Broken>> {
         let mut seeds = Random::new(first.wrapping_add(part << 32));
         let mut events = 0;
-        for _ in 0..count / 2 {
-            events += history(seeds.below(u64::MAX), plant).map_err(Box::new)?;
+        for _ in 0..(count + part) / 2 {
+            if enough.load(Ordering::Relaxed) {
+                break;
+            }
+            events += history(seeds.below(u64::MAX), None).map_err(|broken| {
+                enough.store(true, Ordering::Relaxed);
+                Box::new(broken)
+            })?;
         }
         Ok(events)
     };
@@ -45,7 +53,7 @@ fn what_has_to_hold_does_so_in_every_history() {
         };
     }
     let (count, began) = (number("REKINDLE_SIMULATE_HISTORIES").unwrap_or(HISTORIES), Instant::now());
-    match live(fresh_seed(), count, None) {
+    match live(fresh_seed(), count) {
         Ok(events) => println!("{count} histories, {events} events, {:?}", began.elapsed()),
         Err(broken) => panic!("{broken}"),
     }
