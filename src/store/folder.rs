@@ -212,8 +212,8 @@ impl JobFolder {
         };
         let (staged, stored) = (self.staged(), self.images().unwrap_or_default());
         let (staged, stored) = (good(staged), good(stored));
-        // Any of them may be, where that cannot be read.
-        let proven = self.proven().unwrap_or_else(|_| staged.iter().copied().collect());
+        // Any of them may be, where that cannot be read. The newest is kept for being that.
+        let proven = self.proven().unwrap_or_else(|_| staged.last().copied().into_iter().collect());
         staging::admission::proven_only_here(staged, &proven, stored.first().copied())
     }
 
