@@ -20,8 +20,9 @@ use crate::snapshot::Launch;
 use crate::store::persist::Packing;
 use crate::store::staging::{Area, leftovers};
 use crate::store::{
-    Access, BadWhy, Image, ImageId, JobFolder, JobName, JobPath, JobRecord, Outcome, State, Store, Trust, WriterLock,
+    Access, Image, ImageId, JobFolder, JobName, JobPath, JobRecord, Outcome, State, Store, Trust, WriterLock,
 };
+use crate::supervisor::line::{Begin, Candidate, Line};
 use crate::supervisor::state::{Finish, NO_USABLE_IMAGE, Obstacle, Stop};
 use crate::supervisor::{self, Setup};
 use crate::sys::cgroup;
@@ -545,30 +546,27 @@ fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart
         return Ok(anew());
     }
     same_command(&record, command, folder.name())?;
+    let line = Line::new(record.lineage.clone(), record.base);
     let mut images = folder.copies()?;
-    let ours =
-        |image: &Image| image.manifest().is_some_and(|m| m.lineage == record.lineage || Some(m.id) == record.base);
-    for image in images.iter_mut().filter(|image| ours(image)) {
-        // The world may have changed since: another CRIU, another driver, a port that is free again. An image whose
-        // bytes are wrong, or that the job dies from, stays marked.
-        if matches!(&image.state, State::Bad { mark, .. } if mark.why == BadWhy::DoesNotRestore) {
+    for image in &mut images {
+        if line.gives_another_chance(&Candidate::of(&*image)) {
             tracing::info!("image {} did not restore in an earlier run and gets another chance", image.id);
             image.clear_bad()?;
         }
     }
-    let newest = images.iter().find(|image| ours(image) && image.is_good()).map(|image| image.id);
-    let from = newest.map_or(From::Cold, From::Image);
-    // One whose manifest can not be read may be ours.
-    let lost = |image: &Image| image.manifest().is_none() || ours(image);
-    if from == From::Cold && images.iter().any(lost) {
-        if cold != ColdStart::Allow {
+    let from = match line.begin(images.iter().map(Candidate::of), cold) {
+        Begin::With(from) => from,
+        Begin::OverImages => {
+            tracing::warn!(
+                "no image of the interrupted run can be used; `rekindle list {}` says why. The job starts from nothing (restart.cold-start)",
+                folder.name()
+            );
+            From::Cold
+        }
+        Begin::NoUsableImage => {
             return Err(NoUsableImage { job: folder.name().clone(), why: NO_USABLE_IMAGE.into() }.into());
         }
-        tracing::warn!(
-            "no image of the interrupted run can be used; `rekindle list {}` says why. The job starts from nothing (restart.cold-start)",
-            folder.name()
-        );
-    }
+    };
     Ok(Start { from, lineage: record.lineage, base: record.base, named: false })
 }
 

@@ -112,6 +112,14 @@ impl fmt::Display for Cause {
     }
 }
 
+impl Cause {
+    /// Whether it explains an end so that an image is not to blame for it.
+    #[must_use]
+    pub fn excuses(&self) -> bool {
+        matches!(self, Cause::OutOfMemory | Cause::GpuFault { .. })
+    }
+}
+
 /// What is known of an end.
 #[derive(Debug, Clone, Default)]
 pub struct Facts {

@@ -28,13 +28,13 @@ use crate::sys::spawn::Ended;
 /// After so long without a wait the parent is one that does not.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// How long deaths hold up one snapshot at most: of a job that kills its children all the time there is always one.
-const LIMIT: Duration = Duration::from_secs(15);
+pub(crate) const LIMIT: Duration = Duration::from_secs(15);
 /// What a parent that has just heard of a death gets to end the job for that.
-const AFTERMATH: Duration = Duration::from_secs(1);
+pub(crate) const AFTERMATH: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// A process by its pid, as we see it, and when it began: pids are used again.
-type Key = (i32, u64);
+pub(crate) type Key = (i32, u64);
 
 /// What earlier looks have seen, so that a process that stays dead holds up one snapshot only.
 #[derive(Debug, Default)]
@@ -74,14 +74,19 @@ impl Deaths {
     /// Looks at the tree below `root`.
     pub(super) fn look(&self, root: i32) -> Look {
         let dead: Vec<(Key, Dead)> = process::tree(root).into_iter().filter_map(dead).collect();
-        let seen = self.since(dead.iter().map(|(key, _)| *key), Instant::now());
-        let (old, fresh): (Vec<_>, Vec<_>) =
-            dead.into_iter().zip(seen).partition(|(_, since)| since.elapsed() >= PATIENCE);
-        let some = |all: Vec<((Key, Dead), Instant)>| {
+        let old = self.long_dead(dead.iter().map(|(key, _)| *key), Instant::now());
+        let (old, fresh): (Vec<_>, Vec<_>) = dead.into_iter().zip(old).partition(|(_, old)| *old);
+        let some = |all: Vec<((Key, Dead), bool)>| {
             let all: Vec<Dead> = all.into_iter().map(|((_, dead), _)| dead).collect();
             (!all.is_empty()).then_some(Unnoticed(all))
         };
         Look { fresh: some(fresh), old: some(old) }
+    }
+
+    /// Whether each of these has been dead for so long that it does not hold up a snapshot. Forgets all others.
+    pub(crate) fn long_dead(&self, keys: impl Iterator<Item = Key>, now: Instant) -> Vec<bool> {
+        let since = self.since(keys, now);
+        since.into_iter().map(|since| now.saturating_duration_since(since) >= PATIENCE).collect()
     }
 
     /// Since when each of these is known to be dead. Forgets all others.

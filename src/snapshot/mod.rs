@@ -25,7 +25,7 @@
 //!   goes, at most a draft is left, which the next start sweeps.
 
 mod contents;
-mod dead;
+pub(crate) mod dead;
 pub(crate) mod devices;
 mod files;
 mod gpu;

@@ -176,7 +176,7 @@ impl Draft {
 
 impl Draft {
     /// Makes it an image whose content is in packs: steps 5 to 8 of `persist.rs`. `from` is the image that was packed: a loose
-    /// one is taken the place of, and a mark on it stays. Sets `id` and `job` of the manifest.
+    /// one is taken the place of, and a mark on it stays, as one on an image in memory does. Sets `id` and `job` of the manifest.
     ///
     /// # Errors
     /// One for each step; the draft is gone then.
@@ -195,18 +195,16 @@ impl Draft {
         };
         write(map::FILE_NAME, map)?;
         let loose = !from.is_staged();
-        if loose {
-            carry_over(&from.dir, &self.dir)?;
-        }
+        carry_over(&from.dir, &self.dir)?;
         write(manifest::FILE_NAME, &bytes)?;
         let named = match loose {
             false => durable::publish_dir(&self.dir, &self.lasting),
             true => durable::exchange_dirs(&self.dir, &self.lasting),
         };
         named.map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
+        // Once more: somebody may have tagged or marked it just before it changed names.
+        carry_over(if loose { &self.dir } else { &from.dir }, &self.lasting)?;
         if loose {
-            // Once more: somebody may have tagged it just before it changed names.
-            carry_over(&self.dir, &self.lasting)?;
             // What can not be removed, the next sweep takes.
             let _ = remove::remove_all(&self.dir);
         }

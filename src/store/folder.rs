@@ -191,6 +191,32 @@ impl JobFolder {
         staging::staged(&self.path, &self.trust)
     }
 
+    /// Whether an image is of the line that the job is on, as far as is known: after a rewind those that it left are not. Where
+    /// that cannot be read all are.
+    pub(super) fn line(&self) -> impl Fn(&Image) -> bool {
+        let record = self.record().ok().flatten();
+        move |image| match (&record, image.manifest()) {
+            (Some(record), Some(manifest)) => manifest.lineage == record.lineage || Some(image.id) == record.base,
+            _ => true,
+        }
+    }
+
+    /// The newest image of the line that the job has lived on from, where it is in memory and the store has none that is as new. What
+    /// cannot be read of the store is not there: then it is kept.
+    #[must_use]
+    pub fn proven_in_memory_only(&self) -> Option<ImageId> {
+        let ours = self.line();
+        let good = |images: Vec<Image>| {
+            let good = images.into_iter().filter(|image| image.is_good() && ours(image));
+            good.map(|image| image.id).collect::<Vec<_>>()
+        };
+        let (staged, stored) = (self.staged(), self.images().unwrap_or_default());
+        let (staged, stored) = (good(staged), good(stored));
+        // Any of them may be, where that cannot be read. The newest is kept for being that.
+        let proven = self.proven().unwrap_or_else(|_| staged.last().copied().into_iter().collect());
+        staging::admission::proven_only_here(staged, &proven, stored.first().copied())
+    }
+
     /// Every copy of every image, newest first; one in memory comes before the same in the store.
     ///
     /// # Errors

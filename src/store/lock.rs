@@ -69,6 +69,8 @@ pub struct WriterLock {
     /// The last heartbeat of a holder before that did not empty the file.
     last_seen: Option<SystemTime>,
     held: held::Held,
+    /// Images that the life of now may prove, the oldest first.
+    waiting: Mutex<Vec<ImageId>>,
     /// Held by the one thread that changes the packs.
     packs: Mutex<()>,
     /// When it was last known to be ours, in milliseconds since the boot.
@@ -96,6 +98,16 @@ impl WriterLock {
     /// The images that are held.
     pub(super) fn held(&self) -> Vec<ImageId> {
         self.held.ids()
+    }
+
+    /// Tells retention which images the life of now may prove, the oldest first: the first that is there stays until it is.
+    pub fn wait_for_proof(&self, images: Vec<ImageId>) {
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = images;
+    }
+
+    /// What was told last.
+    pub(super) fn waiting(&self) -> Vec<ImageId> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Waits until no other thread of this process changes the job's packs: what one finds in a pack and relies on, another
@@ -215,6 +227,7 @@ pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
         silent,
         last_seen,
         held: held::Held::default(),
+        waiting: Mutex::default(),
         packs: Mutex::new(()),
         confirmed: AtomicU64::new(0),
     };

@@ -8,6 +8,9 @@
 //! Invariants:
 //! - The newest good image stays. While there is no good image, all stay.
 //! - The newest good image that is proven stays until a newer one is: newer ones may all be of a state that cannot go on.
+//! - Both hold for the images of the line that the job is on by themselves: after a rewind those that it left are newer.
+//! - The image that is to be proven next stays until it is, unless there is no room: where images come faster than they are
+//!   proven, none would ever be.
 //! - No rule and no bound removes a pinned image.
 //! - One that is on its way to the replica stays for so long, unless a new image has no room otherwise.
 //! - Only an image whose manifest was read counts as good; one of which nothing is known is neither counted nor removed.
@@ -31,7 +34,7 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 
 use super::id::ImageId;
-pub use facts::{FactKind, Facts, Pin, Policy, Proof, Room, Use};
+pub use facts::{FactKind, Facts, Line, Pin, Policy, Proof, Room, Use, await_proof};
 pub use reason::{KeepReason, Note, RemoveReason, Verdict};
 pub use sizes::{Gathering, Sizes};
 
@@ -66,8 +69,7 @@ pub fn plan(facts: &[Facts], policy: &Policy, now: DateTime<Utc>, sizes: &Sizes,
     let mut plan = by_rules(facts, policy, now);
     let mut gone: Vec<ImageId> = plan.removals().collect();
     let mut order = expendable(facts, &plan);
-    // It is expendable soon.
-    order.retain(|id| !facts.iter().any(|it| it.id == *id && it.in_use == Use::Replicating));
+    order.retain(|id| !facts.iter().any(|it| it.id == *id && is_needed_now(it)));
     if let Some(max) = policy.max_total {
         let more = first_that(&gone, &order, |gone| sizes.left(gone) <= max);
         // As near as it gets: a bound of the images alone is for them to keep.
@@ -122,6 +124,7 @@ fn first_that(gone: &[ImageId], order: &[ImageId], enough: impl Fn(&[ImageId]) -
 fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
     let firm = |reason: &KeepReason| match reason {
         KeepReason::NewestGood
+        | KeepReason::NewestOfLine
         | KeepReason::NewestProven
         | KeepReason::Pinned
         | KeepReason::MaybePinned
@@ -132,6 +135,7 @@ fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
         | KeepReason::NewestOfDay
         | KeepReason::Within(_)
         | KeepReason::FromTheFuture
+        | KeepReason::Awaited
         | KeepReason::Replicating
         | KeepReason::RecentBad(_) => false,
     };
@@ -140,15 +144,24 @@ fn expendable(facts: &[Facts], plan: &Plan) -> Vec<ImageId> {
         matches!(decision.map(|it| &it.verdict), Some(Verdict::Keep(reasons)) if !reasons.iter().any(firm))
     };
     let mut order: Vec<&Facts> = facts.iter().filter(|it| is_expendable(it.id)).collect();
-    order.sort_by_key(|it| (it.in_use == Use::Replicating, it.kind == FactKind::Good, it.id));
+    order.sort_by_key(|it| (is_needed_now(it), it.kind == FactKind::Good, it.id));
     order.into_iter().map(|it| it.id).collect()
+}
+
+/// Whether it is expendable soon, and not now.
+fn is_needed_now(it: &Facts) -> bool {
+    it.in_use == Use::Replicating || it.proof == Proof::Awaited
 }
 
 /// What the rules keep, without bounds of size.
 fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
     let mut facts = facts.to_vec();
     facts.sort_by_key(|it| Reverse(it.id));
-    let proven = facts.iter().find(|it| it.kind == FactKind::Good && it.proof == Proof::Proven).map(|it| it.id);
+    let newest =
+        |which: &dyn Fn(&Facts) -> bool| facts.iter().find(|it| it.kind == FactKind::Good && which(it)).map(|it| it.id);
+    let is_proven = |it: &Facts| it.proof == Proof::Proven;
+    let is_ours = |it: &Facts| it.line == Line::Ours;
+    let (ours, proven) = (newest(&is_ours), [newest(&is_proven), newest(&|it| is_proven(it) && is_ours(it))]);
     let any_good = facts.iter().any(|it| it.kind == FactKind::Good);
     let mut rules = Rules::new(policy, now);
     let mut bad = 0_u32;
@@ -164,8 +177,12 @@ fn by_rules(facts: &[Facts], policy: &Policy, now: DateTime<Utc>) -> Plan {
                 (recent, Some(RemoveReason::OlderBad(keep)))
             }
         };
-        if proven == Some(it.id) && !reasons.contains(&KeepReason::NewestGood) {
-            reasons.push(KeepReason::NewestProven);
+        if !reasons.contains(&KeepReason::NewestGood) {
+            reasons.extend((ours == Some(it.id)).then_some(KeepReason::NewestOfLine));
+            reasons.extend(proven.contains(&Some(it.id)).then_some(KeepReason::NewestProven));
+        }
+        if it.kind == FactKind::Good && it.proof == Proof::Awaited {
+            reasons.push(KeepReason::Awaited);
         }
         match it.pin {
             Pin::None => {}

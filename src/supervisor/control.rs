@@ -18,6 +18,7 @@ use std::time::Instant;
 use signal_hook::consts::SIGTERM;
 
 use super::events::{image_of, micros};
+use super::memory::Needed;
 use super::state::{Ending, Event, State, Stop, Then, Wish};
 use super::{Message, Owner, stops};
 
@@ -26,7 +27,7 @@ pub(super) enum Incoming {
     /// A request.
     Call(Call),
     /// A rewind whose image was looked at.
-    Rewind(super::rewind::Target, Reply),
+    Rewind(super::line::Target, Reply),
 }
 
 /// A snapshot that somebody waits for.
@@ -157,7 +158,7 @@ impl Owner<'_> {
     }
 
     /// Goes back to an image, because somebody or something asked for it.
-    pub(super) fn rewind(&mut self, target: super::rewind::Target, reply: Reply) {
+    pub(super) fn rewind(&mut self, target: super::line::Target, reply: Reply) {
         // It may have changed while the image was looked at.
         if let Err(why) = self.machine.admits(Wish::Rewind) {
             return refuse(reply, why);
@@ -284,7 +285,11 @@ impl Owner<'_> {
         }
         let only_here = self.only_in_memory();
         if !std::mem::replace(&mut self.control.emptied, true) {
-            self.empty_memory(only_here.as_ref().map(|image| image.id));
+            self.empty_memory(Needed {
+                only_here: only_here.as_ref().map(|image| image.id),
+                proven: self.shared.folder.proven_in_memory_only(),
+                persisting: None,
+            });
             self.tell(What::Suspended { image: image_of(from) });
             tracing::info!("the job is suspended; `rekindle resume` goes on from {from}");
         }
@@ -296,11 +301,10 @@ impl Owner<'_> {
         }
     }
 
-    /// Gives back the memory of all images but this one.
-    fn empty_memory(&self, kept: Option<ImageId>) {
+    /// Gives back the memory of all images but these.
+    fn empty_memory(&self, needed: Needed) {
         for slot in self.shared.staging.iter().flat_map(|area| area.slots()) {
-            let image = slot.image().map(|image| image.id);
-            if image.is_some() && image == kept {
+            if needed.has(slot.image().map(|image| image.id)) {
                 continue;
             }
             self.shared.folder.drop_links(&slot);

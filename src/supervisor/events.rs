@@ -6,7 +6,6 @@ use super::Owner;
 use super::state::{Finish, State};
 use super::watch::interrupted;
 use crate::launch::Job;
-use crate::restart::cause::Cause;
 use crate::restart::gpus::Moved;
 use crate::restart::policy::From;
 use crate::snapshot::Taken;
@@ -66,7 +65,7 @@ impl Owner<'_> {
         };
         let cause = self.why_ended(ended);
         self.tell(What::Ended { exit_code, signal, cause: Some(cause.clone()) });
-        if matches!(cause, Cause::OutOfMemory | Cause::GpuFault { .. }) {
+        if cause.excuses() {
             self.step(super::state::Event::Excused);
         }
         self.judge_end(ended, &cause);

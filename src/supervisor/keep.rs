@@ -8,8 +8,9 @@ use bytesize::ByteSize;
 use chrono::Utc;
 
 use super::events::micros;
+use super::memory;
 use super::publish::Persisting;
-use super::state::{Event, Finish, Harm, State};
+use super::state::{Event, Finish, State};
 use super::{Message, Owner, PROGRESS, Setup};
 use crate::hooks::Passed;
 use crate::snapshot::{self, Launch, Subject, Taken};
@@ -149,7 +150,7 @@ impl Owner<'_> {
             }
             Err(error) => {
                 let stops = self.machine.is_stopping();
-                let (lost, may_pass) = (error.job_is_lost(), error.may_pass());
+                let (lost, event) = (error.job_is_lost(), Event::not_taken(&error));
                 self.answer_not_taken(&chain(&error));
                 self.word_of_end(Err(&chain(&error)));
                 if self.ended.is_none() {
@@ -168,11 +169,7 @@ impl Owner<'_> {
                     // It may be that memory has room for the one image only that did not get to the store.
                     self.persist_newest();
                 }
-                match (lost, may_pass) {
-                    (true, _) => Event::SnapshotFailed(Harm::Lost),
-                    (false, true) => Event::SnapshotMissed,
-                    (false, false) => Event::SnapshotFailed(Harm::None),
-                }
+                event
             }
         };
         self.step(event);
@@ -226,13 +223,16 @@ impl Owner<'_> {
         }
     }
 
-    /// The newest image, where it is in memory only. An older one that did not get to the store is of no use there once a
-    /// newer one did.
+    /// The newest image of the line, where it is in memory only; else the newest of all, where that is.
     pub(super) fn only_in_memory(&self) -> Option<Image> {
         let folder = &self.shared.folder;
-        let newest = folder.staged().into_iter().find(Image::is_good)?;
-        let stored = folder.images().unwrap_or_default().into_iter().find(Image::is_good);
-        (stored.is_none_or(|stored| stored.id < newest.id) && !folder.is_stored(newest.id)).then_some(newest)
+        let (staged, stored) = (folder.staged(), folder.images().unwrap_or_default());
+        let of = |which: &dyn Fn(&Image) -> bool| {
+            let newest = staged.iter().find(|image| which(image))?;
+            let stored = stored.iter().find(|image| which(image)).map(|image| image.id);
+            memory::only_there(newest.id, stored, |id| folder.is_stored(id)).then(|| newest.clone())
+        };
+        of(&|image| self.is_usable(image)).or_else(|| of(&Image::is_good))
     }
 
     /// The newest good image, where it is in the store as plain files.
@@ -336,14 +336,16 @@ impl Owner<'_> {
             return;
         }
         let newest = area.images().into_iter().find(Image::is_good).map(|image| image.id);
-        let only_here = self.only_in_memory().map(|image| image.id);
+        let needed = memory::Needed {
+            only_here: self.only_in_memory().map(|image| image.id),
+            proven: self.shared.folder.proven_in_memory_only(),
+            persisting: self.persist.as_ref().map(|persist| persist.moving.image),
+        };
         let mut slots = area.slots();
-        slots.sort_by_key(|slot| slot.image().map(|image| image.id) == newest);
+        slots.sort_by_key(|slot| memory::turn(slot.image().map(|image| image.id), newest));
         for slot in slots {
             let image = slot.image().map(|image| image.id);
-            let persisting = self.persist.as_ref().map(|persist| persist.moving.image);
-            let needed = image.is_some() && (image == only_here || image == persisting);
-            if needed || slot.allocated() == 0 || !is_short() {
+            if needed.has(image) || slot.allocated() == 0 || !is_short() {
                 continue;
             }
             self.shared.folder.drop_links(&slot);
@@ -366,11 +368,12 @@ impl Owner<'_> {
         // One that an earlier run left is given back too, though this one makes its images elsewhere.
         let left = if self.shared.staging.is_none() { Area::left_behind(&self.shared.folder) } else { None };
         let area = self.shared.staging.as_ref().or(left.as_ref())?;
-        if *finish == Finish::Completed {
-            // Nobody goes on from it.
-            self.persist.iter().for_each(|persist| persist.cancel.store(true, Ordering::Relaxed));
-        } else if !self.stops.is_at_once() {
-            self.persist_newest();
+        match memory::at_the_end(finish, self.stops.is_at_once()) {
+            memory::AtTheEnd::NotNeeded => {
+                self.persist.iter().for_each(|persist| persist.cancel.store(true, Ordering::Relaxed));
+            }
+            memory::AtTheEnd::LeftThere => {}
+            memory::AtTheEnd::Stored => self.persist_newest(),
         }
         // A second signal means at once.
         while self.persist.is_some() {

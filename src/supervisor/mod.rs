@@ -8,10 +8,13 @@
 mod control;
 mod deadline;
 mod events;
+mod failed;
 mod hooks;
 pub mod interval;
 mod keep;
+pub(crate) mod line;
 mod load;
+mod memory;
 mod metrics;
 pub mod notify;
 mod proof;
@@ -25,9 +28,12 @@ pub(crate) use rewind::new_lineage;
 mod result;
 mod rot;
 pub use result::RunResult;
+#[cfg(test)]
+mod simulator;
 mod start;
 pub mod state;
 mod stops;
+mod unread;
 mod watch;
 mod word;
 pub use watch::LastEnd;
@@ -60,7 +66,7 @@ use crate::telemetry::events::{Journal, What};
 use crate::telemetry::log::chain;
 use crate::watch::beats::Beats;
 use start::{StartFailure, StartedJob};
-use state::{Action, Event, Finish, Machine, Stop};
+use state::{Action, Event, Finish, Machine};
 
 /// Everything a run needs, checked before.
 #[derive(Debug)]
@@ -184,6 +190,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         unsent: Vec::new(),
         life: 0,
         ended: None,
+        unread: unread::Unread::default(),
         cancel: Arc::new(AtomicBool::new(false)),
         stops: stops::Stops::default(),
         published: publish::Published::new(&shared.launch.lineage),
@@ -197,7 +204,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         restoring: None,
         control: control::Control::default(),
         word: word::Word::new(&shared),
-        line: rewind::Line::new(&shared),
+        line: line::Line::new(shared.launch.lineage.clone(), shared.base),
         loading: None,
         read: Arc::new(AtomicBool::new(false)),
         lazy_failures: 0,
@@ -226,6 +233,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         owner.mind_the_holds();
         owner.mind_the_proofs();
         owner.mind_rot();
+        owner.mind_the_unread();
         owner.beat();
         let (patience, began) = (owner.patience(), clock::since_boot());
         let message = messages.recv_timeout(patience);
@@ -248,9 +256,8 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     }
     owner.end_job();
     if owner.taken_over.is_none() {
-        if let (Some(image), Finish::Stopped(stop)) = (owner.leave_memory(&finish, &messages), &finish) {
-            finish = Finish::StoppedInMemory { stop: *stop, image };
-        }
+        let left = owner.leave_memory(&finish, &messages);
+        finish = finish.with_left_in_memory(left);
         owner.leave_replica(&finish, &messages);
     }
     owner.close_control();
@@ -302,6 +309,8 @@ struct Owner<'a> {
     life: u32,
     /// How this life ended, once it did.
     ended: Option<Ended>,
+    /// Since when its end waits for the images to be read.
+    unread: unread::Unread,
     /// Set to call off the start or the snapshot under way.
     cancel: Arc<AtomicBool>,
     /// Who asked to stop.
@@ -334,7 +343,7 @@ struct Owner<'a> {
     /// What the job asks for.
     word: word::Word,
     /// The images that the job may go back to.
-    line: rewind::Line,
+    line: line::Line,
     /// Differences between images and this machine that the user knows of.
     told: Arc<Mutex<BTreeSet<String>>>,
     /// What happens is written there.
@@ -369,9 +378,15 @@ impl Owner<'_> {
         self.carry_out(actions);
     }
 
+    /// When the machine wants to hear of the time. Of a job whose end is still to be reported no snapshot is due.
+    fn next_tick(&self) -> Option<Instant> {
+        self.machine.deadline().filter(|_| !self.unread.is_waiting() || self.machine.is_stopping())
+    }
+
     /// How long to wait for a message.
     fn patience(&self) -> Duration {
-        let tick = self.machine.deadline().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
+        let tick = self.next_tick().map_or(LONG, |at| at.saturating_duration_since(Instant::now()));
+        let tick = self.unread.patience(Instant::now()).map_or(tick, |again| tick.min(again));
         let tick = tick
             .min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()))
             .min(self.deadline.patience())
@@ -430,7 +445,7 @@ impl Owner<'_> {
     }
 
     fn timed_out(&mut self) {
-        if self.machine.deadline().is_some_and(|at| at <= Instant::now()) {
+        if self.next_tick().is_some_and(|at| at <= Instant::now()) {
             self.step(Event::Tick);
         } else if self.persist.is_some() || self.restoring.is_some() || self.replication.is_running() {
             self.publish();
@@ -501,13 +516,7 @@ impl Owner<'_> {
     fn signalled(&mut self, signal: i32) {
         let event = match signal {
             sig::SIGUSR1 => Event::SnapshotNow(Reason::Signal),
-            signal if STOPS.contains(&signal) => {
-                let stop = if signal == sig::SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
-                match self.stops.signal(Instant::now()) {
-                    stops::Request::AtOnce if signal != sig::SIGUSR2 => Event::StopNow(stop),
-                    stops::Request::AtOnce | stops::Request::First | stops::Request::Repeated => Event::Stop(stop),
-                }
-            }
+            signal if STOPS.contains(&signal) => self.stops.event(signal, Instant::now()),
             other if self.job.is_none() => return self.unsent.push(other),
             other => return self.signal(other),
         };
@@ -549,17 +558,41 @@ impl Owner<'_> {
     }
 
     fn report_end(&mut self, ended: Ended) {
-        let images = self.images_to_go_on_from().unwrap_or_else(|error| {
-            tracing::error!("can not read the images: {}", chain(&error));
-            // What cannot be read may be there.
-            Images { others: true, ..Images::default() }
-        });
+        let now = Instant::now();
+        let images = match self.images_to_go_on_from() {
+            Ok(images) => images,
+            Err(error) if self.unread.waits(self.machine.state(), self.machine.is_stopping(), now) => {
+                if self.unread.begins(now) {
+                    tracing::error!(
+                        "cannot read the images, and the job waits for that: {}. It is given up after {}",
+                        chain(&error),
+                        humantime::format_duration(unread::PATIENCE)
+                    );
+                }
+                return;
+            }
+            Err(error) => {
+                tracing::error!("can not read the images: {}", chain(&error));
+                // What cannot be read may be there.
+                Images { others: true, ..Images::default() }
+            }
+        };
+        // The life was no longer for that.
+        let at = self.unread.over().unwrap_or(now);
         // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
         if !matches!(self.machine.state(), state::State::Snapshotting { .. }) {
             self.job = None;
         }
-        self.step(Event::Ended { ended, images });
+        let actions = self.machine.step(Event::Ended { ended, images }, at);
+        self.carry_out(actions);
         self.remember();
+    }
+
+    /// An end whose images could not be read is reported once they can.
+    fn mind_the_unread(&mut self) {
+        if let Some(ended) = self.ended.filter(|_| self.unread.is_due(Instant::now())) {
+            self.report_end(ended);
+        }
     }
 
     // ---- what others see ----

@@ -1,19 +1,16 @@
-//! The line of images that a job goes on from, and its way back to one of them.
-//!
-//! After a rewind to an older image the newer ones stay, and are not what a later crash goes back to: the job is of another
-//! lineage then, as after `rekindle restore` of an older image. That holds from the moment that it runs; until then, and
-//! where the image does not restore after all, the old line is the one to go on with.
+//! The images that a job goes on from, and its way back to one of them. What is decided is decided in [`super::line`].
 
 use chrono::Utc;
 
 use super::control::Incoming;
+use super::line::{Candidate, Line, Target};
 use super::state::Event;
 use super::{Message, Owner, Setup};
 use crate::control::Reply;
 use crate::control::protocol::{Code, Fault};
 use crate::restart;
 use crate::restart::compat::{self, Difference, Here};
-use crate::restart::policy::{Failure, From, Images};
+use crate::restart::policy::{From, Images};
 use crate::store::{Image, ImageId, LATEST, State};
 use crate::telemetry::log::chain;
 
@@ -22,79 +19,21 @@ pub(crate) fn new_lineage() -> String {
     format!("{}-{}", Utc::now().format("%Y%m%dT%H%M%S%3fZ"), std::process::id())
 }
 
-/// Which images are the job's to go back to.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Line {
-    /// Those of this lineage,
-    pub(super) lineage: String,
-    /// and the one that it began from.
-    pub(super) base: Option<ImageId>,
-    /// What a rewind is under way to.
-    target: Option<Target>,
-}
-
-/// An image to go back to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Target {
-    image: ImageId,
-    /// Whether it is not the one that a crash would go back to anyway.
-    older: bool,
-}
-
-impl Target {
-    /// `older` where it is not the one that a crash would go back to anyway.
-    pub(super) fn new(image: ImageId, older: bool) -> Target {
-        Target { image, older }
-    }
-
-    pub(super) fn image(self) -> ImageId {
-        self.image
-    }
-}
-
-impl Line {
-    pub(super) fn new(setup: &Setup) -> Line {
-        Line { lineage: setup.launch.lineage.clone(), base: setup.base, target: None }
-    }
-
-    pub(super) fn aim(&mut self, target: Target) {
-        self.target = Some(target);
-    }
-
-    /// Whether an image is good, and one to go back to.
-    pub(super) fn has(&self, image: &Image) -> bool {
-        image.is_good() && image.manifest().is_some_and(|manifest| self.is_ours(manifest))
-    }
-
-    /// Whether an image is of this line, as far as can be told: one whose manifest cannot be read may be.
-    pub(super) fn may_have(&self, image: &Image) -> bool {
-        image.manifest().is_none_or(|manifest| self.is_ours(manifest))
-    }
-
-    fn is_ours(&self, manifest: &crate::store::Manifest) -> bool {
-        manifest.lineage == self.lineage || Some(manifest.id) == self.base
-    }
-}
-
 impl Owner<'_> {
     /// The good images of this line, newest first.
     pub(super) fn good_images(&self) -> Result<Vec<ImageId>, crate::store::Error> {
-        let images = self.shared.folder.copies()?;
-        let mut ids: Vec<ImageId> = images.iter().filter(|image| self.is_usable(image)).map(|image| image.id).collect();
-        ids.dedup();
-        Ok(ids)
+        Ok(self.line.good(self.shared.folder.copies()?.iter().map(Candidate::of)))
     }
 
     /// What the job can go on from, and whether there is more that it cannot.
     pub(super) fn images_to_go_on_from(&self) -> Result<Images, crate::store::Error> {
-        let others = self.shared.folder.copies()?.iter().any(|image| !image.is_good() && self.line.may_have(image));
-        let proven = self.shared.folder.proven()?;
-        Ok(Images { good: self.good_images()?, proven, others })
+        let copies = self.shared.folder.copies()?;
+        Ok(self.line.images(copies.iter().map(Candidate::of), self.shared.folder.proven()?))
     }
 
     /// Whether it is good, and of this lineage or what that began from.
     pub(super) fn is_usable(&self, image: &Image) -> bool {
-        self.line.has(image)
+        self.line.has(&Candidate::of(image))
     }
 
     /// Finds the image and looks whether it can be restored, on a thread of its own, and then rewinds: what does not fit
@@ -109,36 +48,23 @@ impl Owner<'_> {
 
     /// A start has worked: if it was the one of a rewind, its line is the job's now.
     pub(super) fn arrived(&mut self, from: From) {
-        let Some(target) = self.line.target.take() else { return };
-        if from != From::Image(target.image) || !target.older {
-            return;
-        }
-        self.line.lineage = new_lineage();
-        self.line.base = Some(target.image);
+        let Some(image) = self.line.arrived(from, new_lineage) else { return };
         self.published.lineage.clone_from(&self.line.lineage);
         // Whoever goes on after us must not go on from the newer images.
         if let Err(error) = self.record(crate::store::Outcome::Running, None) {
-            tracing::warn!("the way back to image {} can not be recorded: {}", target.image, chain(&error));
+            tracing::warn!("the way back to image {image} can not be recorded: {}", chain(&error));
         }
     }
 
     /// A start has not worked. Where it was the one of a rewind, the job goes on from where it was.
     pub(super) fn did_not_arrive(&mut self, event: Event) -> Event {
-        let Some(target) = self.line.target else { return event };
-        let why = match &event {
-            Event::StartFailed { .. } => return event,
-            Event::Impossible { why, .. } => why.clone(),
-            Event::ImageFailed { failure, .. } => failure.why().unwrap_or("it is damaged").to_owned(),
-            _ => String::new(),
-        };
-        self.line.target = None;
-        tracing::error!("the job cannot go back to image {}, and goes on from where it was", target.image);
-        match (event, self.images_to_go_on_from()) {
-            (event @ Event::ImageFailed { failure: Failure::Damaged, .. }, _) => event,
-            // A second try would be one too many for a job that ran well.
-            (_, Ok(images)) => Event::ImageFailed { image: target.image, failure: Failure::NotNow(why), images },
-            (_, Err(error)) => Event::StartFailed { why: chain(&error) },
+        let mut line = self.line.clone();
+        let (missed, event) = line.did_not_arrive(event, || self.images_to_go_on_from().map_err(|error| chain(&error)));
+        self.line = line;
+        if let Some(image) = missed {
+            tracing::error!("the job cannot go back to image {image}, and goes on from where it was");
         }
+        event
     }
 }
 
@@ -147,16 +73,18 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     let copies = setup.folder.copies().map_err(|error| chain(&error))?;
     let image = match to.strip_prefix('-').map(str::parse::<usize>) {
         Some(Ok(back)) => {
-            let mut good: Vec<&Image> = copies.iter().filter(|image| line.has(image)).collect();
+            let mut good: Vec<&Image> = copies.iter().filter(|image| line.has(&Candidate::of(image))).collect();
             good.dedup_by_key(|image| image.id);
             let found = back.checked_sub(1).and_then(|n| good.get(n));
             let image = found.ok_or_else(|| format!("there are {} images to go back to, from -1 on", good.len()))?;
             (*image).clone()
         }
         Some(Err(_)) => return Err(format!("{to:?} is not -N, and no image")),
-        None if to == LATEST => {
-            copies.iter().find(|image| line.has(image)).cloned().ok_or("there is no image to go back to")?
-        }
+        None if to == LATEST => copies
+            .iter()
+            .find(|image| line.has(&Candidate::of(image)))
+            .cloned()
+            .ok_or("there is no image to go back to")?,
         None => setup.folder.find(to).map_err(|error| chain(&error))?,
     };
     let id = image.id;
@@ -182,7 +110,7 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     ) {
         return Err(format!("files that image {id} needs are not here"));
     }
-    let newest = copies.iter().find(|image| line.has(image)).map(|image| image.id);
+    let newest = copies.iter().find(|image| line.has(&Candidate::of(image))).map(|image| image.id);
     for mut copy in copies.into_iter().filter(|copy| copy.id == id) {
         // Whoever names an image wants it tried.
         if matches!(copy.state, State::Bad { .. }) {
@@ -190,5 +118,5 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
             copy.clear_bad().map_err(|error| chain(&error))?;
         }
     }
-    Ok(Target { image: id, older: newest != Some(id) })
+    Ok(Target::new(id, newest != Some(id)))
 }

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use chrono::Utc;
 
 use super::events::image_of;
+use super::failed::{Failed, Lives, without_damaged};
 use super::keep::{Moving, shown};
-use super::proof::Proofs;
 use super::state::{Event, Obstacle, State};
 use super::{Message, Owner, Setup, load, replicate};
 use crate::config::{Lazy, NetworkMode, PidNamespace};
@@ -120,7 +120,7 @@ impl Owner<'_> {
             self.arrived(from);
             self.word_of_life(image_of(from));
         }
-        self.proofs = Proofs::default();
+        self.proofs.end_of_life();
         if let State::Starting { from: From::Image(image), .. } = self.machine.state() {
             self.await_proof(*image);
         }
@@ -150,7 +150,7 @@ impl Owner<'_> {
         let event = match failure {
             StartFailure::World(error) => impossible(chain(&error)),
             StartFailure::Launch(error) => impossible(chain(&error)),
-            StartFailure::Store(error) => Event::StartFailed { why: chain(&error) },
+            StartFailure::Store(error) => self.not_found(&error),
             StartFailure::NotTried(None) => Event::StartFailed { why: "called off".into() },
             StartFailure::NotTried(Some(refused)) => {
                 tracing::error!("not restored now: {refused}");
@@ -162,46 +162,46 @@ impl Owner<'_> {
         self.step(event);
     }
 
+    /// The store could not be read, or has not what was to be restored. To wait for that would be in vain.
+    fn not_found(&self, error: &crate::store::Error) -> Event {
+        let failed = || Event::StartFailed { why: chain(error) };
+        match (error, self.machine.state()) {
+            (crate::store::Error::UnknownImage { .. }, State::Starting { from: From::Image(image), .. }) => {
+                self.images_to_go_on_from().map_or_else(|_| failed(), |images| Event::gone(*image, images))
+            }
+            _ => failed(),
+        }
+    }
+
     fn restore_failed(&mut self, image: Image, error: &restart::Error) -> Event {
         let why = chain(error);
         self.keep_criu_log("restore", error.criu_log());
         let id = image.id;
-        let failure = match error.blame() {
-            Blame::Nobody => return Event::StartFailed { why },
-            // The machine is the one that the job ran on just now; what differs are files that it has removed since.
-            Blame::Here if self.life > 0 && error.is_about_files() => Failure::FilesGone(why),
-            Blame::Here => return impossible(self.advise_misfit(&image, error)),
-            Blame::Configuration => {
+        let lives = if self.life > 0 { Lives::Some } else { Lives::None };
+        let failure = match Failed::of(error, why.clone(), lives, || self.can_fall_back(&image)) {
+            Failed::CalledOff => return Event::StartFailed { why },
+            Failed::Misfit => return impossible(self.advise_misfit(&image, error)),
+            Failed::Configuration => {
                 let why = format!("{why}. The image is kept and is as good as it was");
                 return Event::Impossible { why, obstacle: Obstacle::Configuration };
             }
-            Blame::Machine => {
+            Failed::Machine => {
                 tracing::error!("can not restore image {} now: {why}", image.id);
                 return Event::StartFailed { why };
             }
-            Blame::Files if self.life == 0 && !self.can_fall_back(&image) => {
-                return impossible(self.advise_files(&image, &why));
-            }
-            Blame::Files => Failure::FilesGone(why),
-            Blame::Image => Failure::Refused(why),
-            Blame::Unknown => Failure::Unexplained(why),
-            Blame::Slow | Blame::Unread => Failure::NotNow(why),
-            Blame::Damaged => {
-                // The other copy was not looked at.
+            Failed::NoFiles => return impossible(self.advise_files(&image, &why)),
+            Failed::Damaged => {
                 self.tell(What::ImageBad { image: id, why: format!("{}: {why}", BadWhy::Damaged) });
-                let name = self.shared.folder.name().clone();
-                if !(mark(&name, image, BadWhy::Damaged, &why) && self.has_good_copy(id)) {
-                    return match self.images_to_go_on_from() {
-                        Ok(mut images) => {
-                            images.good.retain(|other| *other != id);
-                            images.others = true;
-                            Event::ImageFailed { image: id, failure: Failure::Damaged, images }
-                        }
-                        Err(error) => Event::StartFailed { why: chain(&error) },
-                    };
-                }
-                Failure::Damaged
+                let marked = mark(self.shared.folder.name(), image, BadWhy::Damaged, &why);
+                return match self.images_to_go_on_from() {
+                    Ok(images) => {
+                        let images = without_damaged(images, id, marked);
+                        Event::ImageFailed { image: id, failure: Failure::Damaged, images }
+                    }
+                    Err(error) => Event::StartFailed { why: chain(&error) },
+                };
             }
+            Failed::Image(failure) => failure,
         };
         match self.images_to_go_on_from() {
             Ok(images) => Event::ImageFailed { image: id, failure, images },
@@ -248,10 +248,6 @@ impl Owner<'_> {
             "{}. Put that right and run the same command again: the image is kept and is as good as it was.{other} `rekindle run --fresh` begins anew.",
             chain(error)
         )
-    }
-
-    fn has_good_copy(&self, id: ImageId) -> bool {
-        self.shared.folder.copies().is_ok_and(|copies| copies.iter().any(|image| image.id == id && image.is_good()))
     }
 
     /// Marks the image in memory and in the store: one is as good as the other.

@@ -2,6 +2,10 @@
 
 use std::time::{Duration, Instant};
 
+use signal_hook::consts::SIGUSR2;
+
+use super::state::{Event, Stop};
+
 /// Signals that come together are one request. GNU timeout signals its child and its group, a shell passes on what the
 /// terminal sent to both, and a scheduler signals each process of a job.
 const TOGETHER: Duration = Duration::from_secs(2);
@@ -38,6 +42,15 @@ impl Stops {
                 self.at_once = true;
                 Request::AtOnce
             }
+        }
+    }
+
+    /// What a signal that asks for the end comes to.
+    pub(super) fn event(&mut self, signal: i32, now: Instant) -> Event {
+        let stop = if signal == SIGUSR2 { Stop::Requeue } else { Stop::Signal(signal) };
+        match self.signal(now) {
+            Request::AtOnce if signal != SIGUSR2 => Event::StopNow(stop),
+            Request::AtOnce | Request::First | Request::Repeated => Event::Stop(stop),
         }
     }
 

@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use super::events::micros;
 use super::keep::shown;
+use super::line::Target;
 use super::publish::Published;
-use super::rewind::Target;
 use super::state::{Ending, Event, State, Stop, Verdict};
 use super::{Message, Owner, Setup};
 use crate::config::{GpuFaults, HangAction, RuleAction};

@@ -9,7 +9,7 @@ use super::*;
 use crate::store::chunk::CHUNK;
 use crate::store::manifest::Part;
 use crate::store::unpack::{self, unpack};
-use crate::store::{Access, ImageId, Manifest, Place, State, Store};
+use crate::store::{Access, BadMark, BadWhy, ImageId, Manifest, Place, State, Store};
 
 mod copies;
 mod damage;
@@ -259,6 +259,17 @@ fn a_loose_image_is_packed_in_its_place() {
     assert_eq!(fs::read_dir(ground.folder.images_dir()).unwrap().count(), 1, "the loose one is gone");
     // Once more: nothing to do.
     assert_eq!(ground.persist(&packed).unwrap(), packed);
+}
+
+#[test]
+fn a_mark_that_comes_while_an_image_is_packed_goes_with_it() {
+    let ground = Ground::new();
+    let image = ground.stage(1, &parts());
+    // By the time that the restart policy has seen enough of it, it is on its way.
+    let mark = BadMark { why: BadWhy::DiesAgain, detail: "twice".into(), when: chrono::DateTime::UNIX_EPOCH };
+    image.clone().mark_bad(mark.clone()).unwrap();
+    let stored = ground.persist(&image).unwrap();
+    assert!(matches!(&stored.state, State::Bad { mark: there, .. } if *there == mark), "{:?}", stored.state);
 }
 
 #[test]

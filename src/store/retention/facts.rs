@@ -23,6 +23,18 @@ pub struct Facts {
     pub in_use: Use,
     /// Whether the job has shown that it can go on from it.
     pub proof: Proof,
+    /// Whether the job goes on from it and those after it.
+    pub line: Line,
+}
+
+/// Whether an image is of the line that the job is on. After a rewind the images that it left behind have higher numbers, and
+/// a crash does not go back to them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Line {
+    /// It is, as far as is known.
+    Ours,
+    /// It is not.
+    Other,
 }
 
 /// Whether the job has lived on for `restart.min-uptime` after an image was taken or restored.
@@ -30,6 +42,8 @@ pub struct Facts {
 pub enum Proof {
     /// As far as is known it has not.
     None,
+    /// It is about to: of those that the life of now may prove it is the first.
+    Awaited,
     /// It has.
     Proven,
 }
@@ -75,7 +89,17 @@ impl From<&Tags> for Pin {
     }
 }
 
-/// Reads the tags anew. What is proven is not known to an image.
+/// Notes which of these the life of now is to prove first: those that it goes on from are `waiting`, the oldest first, and
+/// some of them may be gone. Without that a job that takes images faster than they are proven would keep none for so long.
+pub fn await_proof(facts: &mut [Facts], waiting: &[ImageId]) {
+    let is_there = |id: &ImageId| facts.iter().position(|it| it.id == *id && it.kind == FactKind::Good);
+    let first = waiting.iter().find_map(is_there).and_then(|at| facts.get_mut(at));
+    if let Some(first) = first.filter(|it| it.proof == Proof::None) {
+        first.proof = Proof::Awaited;
+    }
+}
+
+/// Reads the tags anew. What is proven, and which line the job is on, is not known to an image.
 impl From<&Image> for Facts {
     fn from(image: &Image) -> Facts {
         let kind = match &image.state {
@@ -93,6 +117,7 @@ impl From<&Image> for Facts {
             pin: Pin::from(&image.tags()),
             in_use: Use::None,
             proof: Proof::None,
+            line: Line::Ours,
         }
     }
 }

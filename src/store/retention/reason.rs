@@ -29,8 +29,12 @@ impl Verdict {
 pub enum KeepReason {
     /// The one that a restart would take.
     NewestGood,
+    /// The newest good one of the line that the job is on, which it left newer ones for.
+    NewestOfLine,
     /// The newest that is proven.
     NewestProven,
+    /// The next that will be.
+    Awaited,
     /// One of so many good ones.
     OneOfTheLast(u32),
     /// The newest good one of its hour, and the hour is one of those that count.
@@ -93,6 +97,8 @@ impl fmt::Display for KeepReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             KeepReason::NewestGood => f.write_str("newest good"),
+            KeepReason::NewestOfLine => f.write_str("newest since the job went back"),
+            KeepReason::Awaited => f.write_str("next that the job will have lived on from"),
             KeepReason::NewestProven => f.write_str("newest that the job has lived on from"),
             KeepReason::OneOfTheLast(n) => write!(f, "one of the last {n}"),
             KeepReason::NewestOfHour => f.write_str("newest of its hour"),

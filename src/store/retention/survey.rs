@@ -7,7 +7,7 @@ use std::{fs, io};
 use chrono::{DateTime, Utc};
 
 use super::admission::{self, Admission, Need, Refusal, Removal};
-use super::{Facts, Gathering, Plan, Policy, Proof, Room, Sizes, Use, plan};
+use super::{Facts, Gathering, Line, Plan, Policy, Proof, Room, Sizes, Use, await_proof, plan};
 use crate::config::{self, Copies};
 use crate::store::error::{Error, Result};
 use crate::store::folder::JobFolder;
@@ -70,7 +70,11 @@ impl Survey {
         let images = folder.images()?;
         let proven = folder.proven()?;
         let proof = |id| if proven.contains(&id) { Proof::Proven } else { Proof::None };
-        let facts = images.iter().map(|image| Facts { proof: proof(image.id), ..Facts::from(image) }).collect();
+        let ours = folder.line();
+        let line = |image: &Image| if ours(image) { Line::Ours } else { Line::Other };
+        let facts = images.iter();
+        let facts =
+            facts.map(|image| Facts { proof: proof(image.id), line: line(image), ..Facts::from(image) }).collect();
         let index = folder.packs().index()?;
         let mut sizes = Gathering::<[u8; 16]>::default();
         for image in &images {
@@ -94,10 +98,11 @@ impl Survey {
         })
     }
 
-    /// With what its writer is just reading.
+    /// With what its writer is just reading, and what the job goes on from.
     fn with_held(mut self, lock: &WriterLock) -> Survey {
         let held = lock.held();
         self.facts.iter_mut().filter(|it| held.contains(&it.id)).for_each(|it| it.in_use = Use::Replicating);
+        await_proof(&mut self.facts, &lock.waiting());
         self
     }
 

@@ -26,6 +26,7 @@ pub(super) fn fact(n: u32, seconds: i64, kind: FactKind) -> Facts {
         pin: Pin::None,
         in_use: Use::None,
         proof: Proof::None,
+        line: Line::Ours,
     }
 }
 
@@ -228,10 +229,11 @@ pub(super) fn any_images() -> impl Strategy<Value = (Vec<Facts>, Pieces)> {
     let pin = prop_oneof![6 => Just(Pin::None), 1 => Just(Pin::Pinned), 1 => Just(Pin::Unreadable)];
     let pieces = prop::collection::btree_set(0_u8..24, 0..8);
     let proof = prop_oneof![3 => Just(Proof::None), 1 => Just(Proof::Proven)];
-    let one = (kind, pin, proof, -1_000_000_i64..1_000_000, pieces);
+    let line = prop_oneof![4 => Just(Line::Ours), 1 => Just(Line::Other)];
+    let one = (kind, pin, (proof, line), -1_000_000_i64..1_000_000, pieces);
     let all = prop::collection::vec(one, 0..24).prop_map(|all| {
-        let each = (1..).zip(all).map(|(n, (kind, pin, proof, clock, pieces))| {
-            let facts = Facts { pin, proof, ..fact(n, clock, kind) };
+        let each = (1..).zip(all).map(|(n, (kind, pin, (proof, line), clock, pieces))| {
+            let facts = Facts { pin, proof, line, ..fact(n, clock, kind) };
             (facts, (facts.id, pieces))
         });
         let (facts, pieces): (Vec<Facts>, BTreeMap<ImageId, BTreeSet<u8>>) = each.unzip();
@@ -261,12 +263,17 @@ fn any_room() -> impl Strategy<Value = Room> {
 pub(super) fn is_firm(it: &Facts, facts: &[Facts]) -> bool {
     let newest = facts.iter().filter(|it| it.kind == Good).map(|it| it.id).max();
     let firm = it.pin != Pin::None || it.kind == Unknown || newest.is_none_or(|newest| newest == it.id);
-    firm || is_newest_proven(it, facts)
+    firm || is_newest_of_its_kind(it, facts)
 }
 
-fn is_newest_proven(it: &Facts, facts: &[Facts]) -> bool {
-    let proven = facts.iter().filter(|it| it.kind == Good && it.proof == Proof::Proven).map(|it| it.id).max();
-    proven == Some(it.id)
+/// The newest proven one, and of the line that the job is on the newest and the newest proven one.
+fn is_newest_of_its_kind(it: &Facts, facts: &[Facts]) -> bool {
+    let newest =
+        |which: fn(&Facts) -> bool| facts.iter().filter(|it| it.kind == Good && which(it)).map(|it| it.id).max();
+    let proven = newest(|it| it.proof == Proof::Proven);
+    let ours = newest(|it| it.line == Line::Ours);
+    let both = newest(|it| it.proof == Proof::Proven && it.line == Line::Ours);
+    [proven, ours, both].contains(&Some(it.id))
 }
 
 proptest! {
@@ -343,7 +350,7 @@ proptest! {
         };
         for (at, it) in good.iter().enumerate() {
             let wanted = it.pin != Pin::None
-                || is_newest_proven(it, &facts)
+                || is_newest_of_its_kind(it, &facts)
                 || at < usize::try_from(keep_last.max(1)).unwrap()
                 || bucket(HOUR, keep_hourly, at)
                 || bucket(DAY, keep_daily, at);
@@ -393,6 +400,61 @@ fn the_newest_proven_image_stays_whatever_the_rules_and_bounds_say() {
     // Until a newer one is.
     facts[4].proof = Proof::Proven;
     assert_eq!(removed(&planned(&facts, &last(1))), [1, 2, 3]);
+}
+
+#[test]
+fn what_the_job_went_back_to_stays_though_newer_ones_are_there() {
+    let mut facts = facts(&[Good, Good, Good, Good, Good]);
+    // It went back from 4 to 1, and 5 was taken since.
+    facts.iter_mut().for_each(|it| it.proof = Proof::Proven);
+    (facts[4].proof, facts[1].line, facts[2].line, facts[3].line) =
+        (Proof::None, Line::Other, Line::Other, Line::Other);
+    let plan = planned(&facts, &last(1));
+    assert_eq!(removed(&plan), [2, 3]);
+    assert_eq!(reasons(&plan)[0], "newest that the job has lived on from");
+    // Before there is another one no bound takes it.
+    let before = &facts[..4];
+    let tight = Policy { max_total: Some(0), ..last(1) };
+    let plan = super::plan(before, &tight, at(0), &each(before, 10), &NO_NEED);
+    assert_eq!(removed(&plan), [2, 3]);
+    assert_eq!(reasons(&plan)[0], "newest since the job went back, newest that the job has lived on from");
+}
+
+#[test]
+fn images_that_come_faster_than_they_are_proven_do_not_push_out_all_that_could_be() {
+    let of = |n: usize| facts(&vec![Good; n]);
+    let waiting: Vec<ImageId> = of(5).iter().map(|it| it.id).collect();
+    let mut all = of(5);
+    await_proof(&mut all, &waiting);
+    let plan = planned(&all, &last(2));
+    assert_eq!(removed(&plan), [2, 3], "the first is proven first");
+    assert_eq!(reasons(&plan)[0], "next that the job will have lived on from");
+    // It is proven: the next is the first that is there.
+    let mut left = vec![all[0], all[3], all[4], fact(6, 0, Good)];
+    left[0].proof = Proof::Proven;
+    await_proof(&mut left, &waiting[1..]);
+    assert_eq!(
+        left.iter().map(|it| it.proof).collect::<Vec<_>>(),
+        [Proof::Proven, Proof::Awaited, Proof::None, Proof::None]
+    );
+    // Another image goes before it, and it goes before there is no room.
+    let tight = Policy { max_total: Some(40), ..last(9) };
+    let admit =
+        |all: &[Facts]| admission::admit(10, all, &tight, at(0), &each(all, 10), &NO_NEED, std::path::Path::new("/"));
+    let gone = |admission| match admission {
+        admission::Admission::AfterRemoving(gone) => gone.iter().map(|it| it.id.sequence()).collect::<Vec<_>>(),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(gone(admit(&left)), [5]);
+    left.remove(2);
+    left[2].pin = Pin::Pinned;
+    let tight = Policy { max_total: Some(30), ..tight };
+    let admission = admission::admit(10, &left, &tight, at(0), &each(&left, 10), &NO_NEED, std::path::Path::new("/"));
+    assert_eq!(gone(admission), [4]);
+    // One that is bad is not waited for.
+    let mut bad = facts(&[Bad, Good]);
+    await_proof(&mut bad, &waiting);
+    assert_eq!(bad[1].proof, Proof::Awaited);
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! Which slot the next image goes to, and whether there is memory for it. Decides, does nothing.
 
+use std::collections::BTreeSet;
+
 use bytesize::ByteSize;
 
 use crate::store::id::ImageId;
@@ -7,10 +9,33 @@ use crate::store::id::ImageId;
 /// What is known of a slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotFacts {
-    /// The good image in it.
+    /// The good image in it, where it is of the line that the job is on.
     pub image: Option<ImageId>,
     /// Bytes of memory that it takes, which the next image in it takes over.
     pub allocated: u64,
+    /// What the image in it is worth beside a newer one.
+    pub worth: Worth,
+}
+
+/// What an image in memory is worth beside a newer one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Worth {
+    /// Nothing.
+    #[default]
+    Older,
+    /// The job has lived on from it, and the store has none that is as new: all that is newer may be of a state that cannot go
+    /// on.
+    Proven,
+}
+
+/// Of these images in memory the one that is [`Worth::Proven`]. `stored` is the newest good image of the store.
+#[must_use]
+pub fn proven_only_here(
+    staged: impl IntoIterator<Item = ImageId>,
+    proven: &BTreeSet<ImageId>,
+    stored: Option<ImageId>,
+) -> Option<ImageId> {
+    staged.into_iter().filter(|id| proven.contains(id) && stored.is_none_or(|stored| stored < *id)).max()
 }
 
 /// What the next image needs and what there is.
@@ -53,6 +78,14 @@ pub enum Refusal {
         /// Bytes that must stay free.
         keep: u64,
     },
+    /// The place of the next one is taken.
+    #[error(
+        "image {proven} is the newest that the job has lived on from, and is in memory only: it is kept until the job has lived on from a newer one, or that is in the store"
+    )]
+    Proven {
+        /// By this image.
+        proven: ImageId,
+    },
     /// For one only, and the newest is nowhere else.
     #[error("memory has room for one image of {need}, and image {newest} is not in the store yet: it is kept", need = ByteSize::b(*need))]
     NotStored {
@@ -70,6 +103,9 @@ pub enum Refusal {
 pub fn choose(slots: &[SlotFacts; 2], memory: &Memory, stored: impl Fn(ImageId) -> bool) -> Result<Choice, Refusal> {
     let newest = usize::from(slots[1].image > slots[0].image);
     let other = 1 - newest;
+    if let SlotFacts { image: Some(proven), worth: Worth::Proven, .. } = slots[other] {
+        return Err(Refusal::Proven { proven });
+    }
     let fits = |reused: u64, keep: u64| {
         let free = memory.available.into_iter().map(|a| a.saturating_sub(keep)).chain(memory.below_limit).min();
         let growth = memory.image.saturating_sub(reused).saturating_add(memory.besides);
@@ -122,7 +158,7 @@ mod tests {
     }
 
     fn slot(image: Option<u32>, allocated: u64) -> SlotFacts {
-        SlotFacts { image: image.map(id), allocated: allocated * GIB }
+        SlotFacts { image: image.map(id), allocated: allocated * GIB, worth: Worth::Older }
     }
 
     #[test]
@@ -133,6 +169,20 @@ mod tests {
         assert_eq!(choose(slot(Some(2), 10), slot(Some(1), 10), memory(10, 2)), Ok(Choice::Beside(1)));
         // What is there is used again; only the growth must fit.
         assert_eq!(choose(slot(Some(2), 10), slot(Some(1), 10), memory(11, 2)), Ok(Choice::Beside(1)));
+    }
+
+    #[test]
+    fn the_newest_proven_image_is_not_written_to_while_it_is_nowhere_else() {
+        let proven = |slot: SlotFacts| SlotFacts { worth: Worth::Proven, ..slot };
+        let choose = |a, b| choose(&[a, b], &memory(10, 90), |_| false);
+        assert_eq!(choose(proven(slot(Some(1), 10)), slot(Some(2), 10)), Err(Refusal::Proven { proven: id(1) }));
+        assert_eq!(choose(slot(Some(1), 10), proven(slot(Some(2), 10))), Ok(Choice::Beside(0)), "a newer one is");
+        assert_eq!(choose(slot(None, 0), proven(slot(Some(2), 10))), Ok(Choice::Beside(0)));
+        let (staged, known) = ([id(3), id(2)], BTreeSet::from([id(2), id(1)]));
+        assert_eq!(proven_only_here(staged, &known, Some(id(1))), Some(id(2)));
+        assert_eq!(proven_only_here(staged, &known, None), Some(id(2)));
+        assert_eq!(proven_only_here(staged, &known, Some(id(2))), None, "the store has it");
+        assert_eq!(proven_only_here(staged, &BTreeSet::from([id(1)]), None), None);
     }
 
     #[test]

@@ -1,10 +1,9 @@
 //! Takes a slot for an image: what [`super::admission`] decided is done.
 
-use super::admission::{self, Choice, Memory, Refusal, SlotFacts};
+use super::admission::{self, Choice, Memory, Refusal, SlotFacts, Worth};
 use super::{Area, Error, Filling};
 use crate::store::folder::JobFolder;
 use crate::store::id::ImageId;
-use crate::store::image::Image;
 use crate::sys::cgroup;
 
 /// With two images in memory, at least this part of the machine's memory stays free.
@@ -47,9 +46,12 @@ impl Area {
         instead: impl FnOnce(ImageId),
     ) -> Result<Filling, TakeError> {
         let slots = self.slots();
-        let facts = |at: usize| SlotFacts {
-            image: slots[at].image().filter(Image::is_good).map(|image| image.id),
-            allocated: slots[at].allocated(),
+        let (proven, ours) = (folder.proven_in_memory_only(), folder.line());
+        let facts = |at: usize| {
+            // One that the job went back from is worth nothing beside the one that it went back to.
+            let image = slots[at].image().filter(|image| image.is_good() && ours(image)).map(|image| image.id);
+            let worth = if image.is_some() && image == proven { Worth::Proven } else { Worth::Older };
+            SlotFacts { image, allocated: slots[at].allocated(), worth }
         };
         let memory = Memory {
             image: need.image,

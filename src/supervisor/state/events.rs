@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::restart::policy::{Failure, From, Images, Mark};
+use crate::snapshot;
 use crate::store::ImageId;
 use crate::store::manifest::Reason;
 use crate::sys::spawn::Ended;
@@ -49,6 +50,17 @@ pub enum Finish {
         /// The same in words.
         why: String,
     },
+}
+
+impl Finish {
+    /// The same, where this image was not brought from memory to the store.
+    #[must_use]
+    pub fn with_left_in_memory(self, image: Option<ImageId>) -> Finish {
+        match (image, self) {
+            (Some(image), Finish::Stopped(stop)) => Finish::StoppedInMemory { stop, image },
+            (_, finish) => finish,
+        }
+    }
 }
 
 /// Why a run ended with [`Finish::NoUsableImage`], in words.
@@ -151,6 +163,24 @@ pub enum Event {
     StopNow(Stop),
     /// A time that [`Machine::deadline`](super::Machine::deadline) named may have come.
     Tick,
+}
+
+impl Event {
+    /// The image of a start went while it waited for its turn: with the memory that it was in, or another came in its place.
+    #[must_use]
+    pub fn gone(image: ImageId, images: Images) -> Event {
+        Event::ImageFailed { image, failure: Failure::NotNow("it is not there any more".into()), images }
+    }
+
+    /// What a snapshot that failed comes to.
+    #[must_use]
+    pub fn not_taken(error: &snapshot::Error) -> Event {
+        match (error.job_is_lost(), error.may_pass()) {
+            (true, _) => Event::SnapshotFailed(Harm::Lost),
+            (false, true) => Event::SnapshotMissed,
+            (false, false) => Event::SnapshotFailed(Harm::None),
+        }
+    }
 }
 
 /// What something that ended did to the job.

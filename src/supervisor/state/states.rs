@@ -109,6 +109,17 @@ impl State {
         }
     }
 
+    /// Whether what comes after an end that is reported now depends on the images that there are.
+    pub(in crate::supervisor) fn needs_images(&self) -> bool {
+        match self {
+            State::Running(_) => true,
+            State::Ending { stop, .. } => !matches!(stop, Ending::Stop(_) | Ending::Rewind(_)),
+            // An end is put aside while a snapshot is taken.
+            State::Starting { .. } | State::Snapshotting { .. } | State::Waiting { .. } => false,
+            State::Suspended { .. } | State::Done => false,
+        }
+    }
+
     /// The life of the job that has not ended yet.
     pub(in crate::supervisor) fn life(&self) -> Option<&Life> {
         match self {

@@ -335,6 +335,17 @@ fn memory_that_does_not_come_is_not_the_fault_of_the_image() {
     }
 }
 
+#[test]
+fn an_image_that_went_while_its_restart_waited_is_not_waited_for() {
+    // It was in memory only, and the memory is gone.
+    let gone = || Event::gone(id(2), Images::good([id(1)]));
+    let died = [(0, Event::Started), (60, killed(&[2, 1])), (60, Event::Tick), (0, gone())];
+    let (state, actions) = Bench::new().run(&died);
+    assert!(matches!(state, State::Waiting { from: From::Image(i), .. } if i == id(1)), "{state:?}");
+    let next = Action::Announce { from: From::Image(id(1)), after: Duration::ZERO };
+    assert_eq!(actions.last(), Some(&next), "no attempt is counted");
+}
+
 const ASKED: Event = Event::SnapshotNow(Reason::Request);
 
 fn rewind(n: u32) -> Event {

@@ -66,6 +66,14 @@ impl Reader {
 }
 
 impl Log {
+    /// One with these lines.
+    #[cfg(test)]
+    pub(crate) fn of(lines: &[&str]) -> Log {
+        let mut log = Log::default();
+        lines.iter().for_each(|line| log.push((*line).to_string()));
+        log
+    }
+
     fn push(&mut self, line: String) {
         if self.head.len() < HEAD {
             self.head.push(line);
@@ -262,9 +270,7 @@ mod tests {
     use super::*;
 
     fn log(lines: &[&str]) -> Log {
-        let mut log = Log::default();
-        lines.iter().for_each(|l| log.push((*l).to_string()));
-        log
+        Log::of(lines)
     }
 
     #[test]

@@ -1,0 +1,68 @@
+//! What a restore that failed comes to: pure functions.
+
+use crate::restart::policy::{Failure, Images};
+use crate::restart::{self, Blame};
+use crate::store::ImageId;
+
+/// What a restore that failed comes to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Failed {
+    /// It was called off. It is tried again.
+    CalledOff,
+    /// The machine is to blame. It is tried again.
+    Machine,
+    /// The image does not fit this machine, and that ends the run.
+    Misfit,
+    /// The image does not fit the configuration, and that ends the run.
+    Configuration,
+    /// Files of the job are not here, and no older image does without: that ends the run.
+    NoFiles,
+    /// This copy of the image is damaged, and is to be marked.
+    Damaged,
+    /// The policy decides.
+    Image(Failure),
+}
+
+/// Whether the job has run under this supervisor before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lives {
+    /// It has not.
+    None,
+    /// It has: the machine is one that the job ran on just now.
+    Some,
+}
+
+impl Failed {
+    /// Judges an error, which is `why` in words. `can_fall_back` tells whether an older image has all its files here.
+    pub(super) fn of(
+        error: &restart::Error,
+        why: String,
+        lives: Lives,
+        can_fall_back: impl FnOnce() -> bool,
+    ) -> Failed {
+        match error.blame() {
+            Blame::Nobody => Failed::CalledOff,
+            // What differs are files that the job has removed since.
+            Blame::Here if lives == Lives::Some && error.is_about_files() => Failed::Image(Failure::FilesGone(why)),
+            Blame::Here => Failed::Misfit,
+            Blame::Configuration => Failed::Configuration,
+            Blame::Machine => Failed::Machine,
+            Blame::Files if lives == Lives::None && !can_fall_back() => Failed::NoFiles,
+            Blame::Files => Failed::Image(Failure::FilesGone(why)),
+            Blame::Image => Failed::Image(Failure::Refused(why)),
+            Blame::Unknown => Failed::Image(Failure::Unexplained(why)),
+            Blame::Slow | Blame::Unread => Failed::Image(Failure::NotNow(why)),
+            Blame::Damaged => Failed::Damaged,
+        }
+    }
+}
+
+/// What is left to go on from after a copy of this image was found damaged. It is out, unless the copy is marked now and
+/// there is another one that is good.
+pub(super) fn without_damaged(mut images: Images, id: ImageId, marked: bool) -> Images {
+    if !(marked && images.good.contains(&id)) {
+        images.good.retain(|other| *other != id);
+        images.others = true;
+    }
+    images
+}

@@ -1,0 +1,167 @@
+//! The line of images that a job goes on from: pure functions from what is known of images to what is done with them.
+//!
+//! After a rewind to an older image the newer ones stay, and are not what a later crash goes back to: the job is of another
+//! lineage then, as after `rekindle restore` of an older image. That holds from the moment that it runs; until then, and
+//! where the image does not restore after all, the old line is the one to go on with.
+
+use std::collections::BTreeSet;
+
+use super::state::Event;
+use crate::config::ColdStart;
+use crate::restart::policy::{Failure, From, Images};
+use crate::store::{BadWhy, Image, ImageId, State};
+
+/// What has to be known of a copy of an image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Candidate<'a> {
+    pub(crate) id: ImageId,
+    /// None where its manifest cannot be read.
+    pub(crate) lineage: Option<&'a str>,
+    /// Whether a restart may use it.
+    pub(crate) good: bool,
+    /// Why not, where it is marked.
+    pub(crate) mark: Option<BadWhy>,
+}
+
+impl<'a> Candidate<'a> {
+    pub(crate) fn of(image: &'a Image) -> Candidate<'a> {
+        let mark = if let State::Bad { mark, .. } = &image.state { Some(mark.why) } else { None };
+        let lineage = image.manifest().map(|manifest| manifest.lineage.as_str());
+        Candidate { id: image.id, lineage, good: image.is_good(), mark }
+    }
+}
+
+/// Which images are the job's to go back to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Line {
+    /// Those of this lineage,
+    pub(super) lineage: String,
+    /// and the one that it began from.
+    pub(super) base: Option<ImageId>,
+    /// What a rewind is under way to.
+    target: Option<Target>,
+}
+
+/// An image to go back to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Target {
+    image: ImageId,
+    /// Whether it is not the one that a crash would go back to anyway.
+    older: bool,
+}
+
+impl Target {
+    /// `older` where it is not the one that a crash would go back to anyway.
+    pub(super) fn new(image: ImageId, older: bool) -> Target {
+        Target { image, older }
+    }
+
+    pub(super) fn image(self) -> ImageId {
+        self.image
+    }
+}
+
+/// What a run begins with that goes on from another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Begin {
+    /// With this.
+    With(From),
+    /// From nothing, over images that cannot be used.
+    OverImages,
+    /// Not at all: there are images, none can be used, and nothing is started over them.
+    NoUsableImage,
+}
+
+impl Line {
+    pub(crate) fn new(lineage: String, base: Option<ImageId>) -> Line {
+        Line { lineage, base, target: None }
+    }
+
+    /// Whether a copy is good, and of an image to go back to.
+    pub(crate) fn has(&self, copy: &Candidate<'_>) -> bool {
+        copy.good && self.is_ours(copy)
+    }
+
+    /// Whether a copy is of this line, as far as can be told: one whose manifest cannot be read may be.
+    pub(super) fn may_have(&self, copy: &Candidate<'_>) -> bool {
+        copy.lineage.is_none() || self.is_ours(copy)
+    }
+
+    fn is_ours(&self, copy: &Candidate<'_>) -> bool {
+        copy.lineage.is_some_and(|lineage| lineage == self.lineage || Some(copy.id) == self.base)
+    }
+
+    /// The good images among these copies, which are sorted newest first.
+    pub(super) fn good<'a>(&self, copies: impl IntoIterator<Item = Candidate<'a>>) -> Vec<ImageId> {
+        let mut ids: Vec<ImageId> = copies.into_iter().filter(|copy| self.has(copy)).map(|copy| copy.id).collect();
+        ids.dedup();
+        ids
+    }
+
+    /// What the job can go on from, and whether there is more that it cannot.
+    pub(super) fn images<'a>(
+        &self,
+        copies: impl IntoIterator<Item = Candidate<'a>> + Clone,
+        proven: BTreeSet<ImageId>,
+    ) -> Images {
+        let others = copies.clone().into_iter().any(|copy| !copy.good && self.may_have(&copy));
+        Images { good: self.good(copies), proven, others }
+    }
+
+    /// Whether a new run takes the mark of this copy back. The world may have changed since: another CRIU, another driver, a
+    /// port that is free again. An image whose bytes are wrong, or that the job dies from, stays marked.
+    pub(crate) fn gives_another_chance(&self, copy: &Candidate<'_>) -> bool {
+        self.is_ours(copy) && copy.mark == Some(BadWhy::DoesNotRestore)
+    }
+
+    /// What a run begins with that goes on with this line. The copies are sorted newest first.
+    pub(crate) fn begin<'a>(&self, copies: impl IntoIterator<Item = Candidate<'a>> + Clone, cold: ColdStart) -> Begin {
+        if let Some(newest) = copies.clone().into_iter().find(|copy| self.has(copy)) {
+            return Begin::With(From::Image(newest.id));
+        }
+        match (copies.into_iter().any(|copy| self.may_have(&copy)), cold) {
+            (false, _) => Begin::With(From::Cold),
+            (true, ColdStart::Allow) => Begin::OverImages,
+            (true, ColdStart::NoImages | ColdStart::Never) => Begin::NoUsableImage,
+        }
+    }
+
+    pub(super) fn aim(&mut self, target: Target) {
+        self.target = Some(target);
+    }
+
+    /// A start has worked. If it was the one of a rewind to an older image, its line is the job's now; answers that image.
+    pub(super) fn arrived(&mut self, from: From, lineage: impl FnOnce() -> String) -> Option<ImageId> {
+        let target = self.target.take()?;
+        if from != From::Image(target.image) || !target.older {
+            return None;
+        }
+        self.lineage = lineage();
+        self.base = Some(target.image);
+        self.base
+    }
+
+    /// A start has not worked. Where it was the one of a rewind, the job goes on from where it was: answers that image, and
+    /// the event in place of this one.
+    pub(super) fn did_not_arrive(
+        &mut self,
+        event: Event,
+        images: impl FnOnce() -> Result<Images, String>,
+    ) -> (Option<ImageId>, Event) {
+        let Some(target) = self.target else { return (None, event) };
+        let why = match &event {
+            Event::StartFailed { .. } => return (None, event),
+            Event::Impossible { why, .. } => why.clone(),
+            Event::ImageFailed { failure, .. } => failure.why().unwrap_or("it is damaged").to_owned(),
+            _ => String::new(),
+        };
+        self.target = None;
+        let event = match (event, images()) {
+            (event @ Event::ImageFailed { failure: Failure::Damaged, .. }, _) => event,
+            // A second try would be one too many for a job that ran well.
+            (_, Ok(images)) => Event::ImageFailed { image: target.image, failure: Failure::NotNow(why), images },
+            (_, Err(why)) => Event::StartFailed { why },
+        };
+        (Some(target.image), event)
+    }
+}

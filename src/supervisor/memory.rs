@@ -1,0 +1,69 @@
+//! Which images in memory are needed there: pure functions.
+
+use super::state::Finish;
+use crate::store::ImageId;
+
+/// Whether the newest image of those in memory, which is this one, is nowhere else. An older one that did not get to the
+/// store is of no use there once a newer one did. `stored` is the newest good image in the store, `is_stored` tells whether
+/// the store has an image, good or not.
+pub(super) fn only_there(newest: ImageId, stored: Option<ImageId>, is_stored: impl FnOnce(ImageId) -> bool) -> bool {
+    stored.is_none_or(|stored| stored < newest) && !is_stored(newest)
+}
+
+/// Images in memory that stay however short memory is.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Needed {
+    /// The newest, where it is nowhere else.
+    pub(super) only_here: Option<ImageId>,
+    /// The newest that the job has lived on from, where the store has none that is as new.
+    pub(super) proven: Option<ImageId>,
+    /// The one that is on its way to the store.
+    pub(super) persisting: Option<ImageId>,
+}
+
+impl Needed {
+    /// Whether the image of a slot is among them.
+    pub(super) fn has(&self, image: Option<ImageId>) -> bool {
+        image.is_some() && [self.only_here, self.proven, self.persisting].contains(&image)
+    }
+}
+
+/// Slots are given back in this order where memory is short: the one with the newest image comes last.
+pub(super) fn turn(image: Option<ImageId>, newest: Option<ImageId>) -> bool {
+    image == newest
+}
+
+/// What becomes of an image that is in memory only when the run ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum AtTheEnd {
+    /// Nobody goes on from it.
+    NotNeeded,
+    /// It stays there: nothing more is waited for.
+    LeftThere,
+    /// It is brought to the store.
+    Stored,
+}
+
+/// Decides that.
+pub(super) fn at_the_end(finish: &Finish, at_once: bool) -> AtTheEnd {
+    match (finish, at_once) {
+        (Finish::Completed, _) => AtTheEnd::NotNeeded,
+        (_, true) => AtTheEnd::LeftThere,
+        (_, false) => AtTheEnd::Stored,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_needed_in_memory() {
+        let id = |n| ImageId::new(n, chrono::DateTime::UNIX_EPOCH);
+        let needed = Needed { only_here: Some(id(3)), proven: Some(id(2)), persisting: None };
+        assert!(needed.has(Some(id(3))) && needed.has(Some(id(2))));
+        assert!(!needed.has(Some(id(1))) && !needed.has(None), "an empty slot holds nothing");
+        assert!(only_there(id(3), Some(id(2)), |_| false) && !only_there(id(3), Some(id(4)), |_| false));
+        assert!(!only_there(id(3), None, |_| true), "the store has it, and it is marked there");
+    }
+}

@@ -1,0 +1,296 @@
+//! Launches and restores in the model: how they go by what is true, and what the product makes of a failure.
+
+use std::time::Duration;
+
+use super::model::candidate;
+use super::plants::Plant;
+use super::run::Run;
+use super::world::{Happening, World, tell};
+use crate::config::Lazy;
+use crate::restart::policy::{Failure, From};
+use crate::restart::{self, RollbackError};
+use crate::store::{BadWhy, ImageId};
+use crate::supervisor::failed::{Failed, Lives, without_damaged};
+use crate::supervisor::line::Target;
+use crate::supervisor::load;
+use crate::supervisor::state::{Event, Harm, Obstacle, State, Wish};
+use crate::sys::criu::{Log, RunError};
+use crate::sys::spawn::Ended;
+
+/// A launch or a restore under way.
+#[derive(Debug)]
+pub(super) struct Restore {
+    pub(super) op: u32,
+    from: From,
+    cancelled: bool,
+    pub(super) trouble: Option<Trouble>,
+}
+
+/// What goes wrong in a restore, or in a dump.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Trouble {
+    /// Somebody kills CRIU.
+    CriuKilled,
+    /// Somebody kills a process of the job that CRIU is at work on.
+    TaskKilled,
+    /// CRIU says no, and not why.
+    NoReason,
+    /// CRIU hangs until its time is over.
+    Slow,
+    /// A step of ours fails.
+    OurStep,
+    /// The job cannot be set going again. Only in a dump.
+    Lost,
+    /// A reason of CRIU's own that is gone a moment later. Only in a dump.
+    Moment,
+}
+
+const KILLED: Ended = Ended::Signal(libc::SIGKILL);
+
+impl Trouble {
+    pub(super) fn error(self) -> RunError {
+        let log = Log::default();
+        match self {
+            Trouble::CriuKilled => RunError::Gone { ended: KILLED, log },
+            Trouble::TaskKilled => RunError::TaskDied { pid: 1, ended: KILLED, log },
+            Trouble::NoReason => RunError::Refused { log },
+            Trouble::Slow => RunError::Timeout { limit: Duration::from_secs(600), log },
+            Trouble::OurStep | Trouble::Lost => RunError::Hook { what: "a step of ours failed".into() },
+            Trouble::Moment => RunError::Refused {
+                log: Log::of(&["(00.1) Error (criu/cr-dump.c:1): Zombies with threads are not supported"]),
+            },
+        }
+    }
+}
+
+impl World {
+    // ---- a start ----
+
+    pub(super) fn start(&mut self, from: From) {
+        self.check_start(from);
+        let op = self.number();
+        let trouble = self.oracle.armed.take();
+        let Some(run) = &mut self.run else { return };
+        // What is packed may be read.
+        run.persist.iter_mut().filter(|persist| persist.loose).for_each(|persist| persist.cancelled = true);
+        run.start = Some(Restore { op, from, cancelled: false, trouble });
+        let takes = match (from, trouble) {
+            (From::Cold, _) => self.random.millis(20, 100),
+            (From::Image(_), Some(Trouble::Slow)) => self.config.restart.restore_timeout,
+            (From::Image(_), _) => self.random.millis(200, 5000),
+        };
+        tell!(self, "a start from {from}{}", trouble.map(|it| format!(", with {it:?}")).unwrap_or_default());
+        self.after(takes, Happening::Restored { op });
+    }
+
+    /// What is under way is called off.
+    pub(super) fn call_off(&mut self) {
+        let wait = self.random.millis(5, 200);
+        let Some(run) = &mut self.run else { return };
+        if let Some(start) = &mut run.start {
+            start.cancelled = true;
+            let op = start.op;
+            self.after(wait, Happening::Restored { op });
+        } else if let Some(shot) = &mut run.shot {
+            shot.cancelled = true;
+            let op = shot.op;
+            self.after(wait, Happening::Taken { op });
+        }
+    }
+
+    pub(super) fn start_over(&mut self, op: u32) {
+        let Some(start) = self.run.as_mut().and_then(|run| run.start.take_if(|start| start.op == op)) else { return };
+        let result = match start.from {
+            From::Cold => Ok(()),
+            From::Image(id) => self.restore(id, &start),
+        };
+        match result {
+            Ok(()) => self.started(start.from),
+            Err(event) => {
+                tell!(self, "it failed: {event:?}");
+                let images = self.images();
+                let Some(run) = &mut self.run else { return };
+                let (_, event) = run.line.did_not_arrive(event, || images);
+                self.oracle_sees_failure(&event, start.trouble.is_some());
+                self.step(event);
+            }
+        }
+    }
+
+    /// Whether it works, by what is true, and the event that it comes to where not.
+    fn restore(&mut self, id: ImageId, start: &Restore) -> Result<(), Event> {
+        if start.cancelled {
+            return Err(self.failed(id, &restart::Error::Cancelled));
+        }
+        if self.ground.disk.reads_fail {
+            return Err(Event::StartFailed { why: "EIO".into() });
+        }
+        let copies = self.ground.copies();
+        let mut of_it = copies.iter().filter(|(image, _)| image.id == id);
+        let chosen = of_it.clone().find(|(_, copy)| copy.mark.is_none()).or_else(|| of_it.next());
+        let Some((image, copy)) = chosen.map(|(image, copy)| (*image, *copy)) else {
+            return Err(self.gone(id));
+        };
+        let refused = image.refused;
+        let error = if let Some(trouble) = start.trouble {
+            restart::Error::Criu(trouble.error())
+        } else if self.ground.driver_silent {
+            restart::Error::CudaTimeout { limit: Duration::from_secs(600) }
+        } else if self.ground.port_taken {
+            let line = "(00.1) Error (criu/sk-inet.c:1): inet: Can't bind inet socket (id 5): Address already in use";
+            restart::Error::Criu(RunError::Refused { log: Log::of(&[line]) })
+        } else if self.ground.memory_short {
+            restart::Error::NoProcess(1)
+        } else if copy.damaged {
+            restart::Error::Damaged { id, what: "criu/pages-1.img".into() }
+        } else if image.no_files {
+            restart::Error::Rollback(RollbackError::Gone("/tmp/x".into()))
+        } else if let Some(why) = refused {
+            restart::Error::Criu(RunError::Refused { log: Log::of(&[why]) })
+        } else {
+            return Ok(());
+        };
+        Err(self.failed(id, &error))
+    }
+
+    /// An image that was chosen is not there any more.
+    fn gone(&self, id: ImageId) -> Event {
+        if self.plant == Some(Plant::WaitsForWhatIsGone) {
+            return Event::StartFailed { why: format!("there is no image {id}") };
+        }
+        match self.images() {
+            Ok(images) => Event::gone(id, images),
+            Err(why) => Event::StartFailed { why },
+        }
+    }
+
+    /// What the product makes of it.
+    fn failed(&mut self, id: ImageId, error: &restart::Error) -> Event {
+        let why = error.to_string();
+        let lives = if self.run.as_ref().is_some_and(|run| run.lives > 0) { Lives::Some } else { Lives::None };
+        let falls_back = || {
+            let Some(run) = &self.run else { return false };
+            let older = self.ground.copies().into_iter().filter(|(image, _)| image.id < id && !image.no_files);
+            older.into_iter().any(|copy| run.line.has(&candidate(&copy)))
+        };
+        let failure = match Failed::of(error, why.clone(), lives, falls_back) {
+            Failed::CalledOff | Failed::Machine => return Event::StartFailed { why },
+            Failed::Misfit | Failed::NoFiles => return Event::Impossible { why, obstacle: Obstacle::Machine },
+            Failed::Configuration => return Event::Impossible { why, obstacle: Obstacle::Configuration },
+            Failed::Damaged => {
+                let marked = !self.ground.disk.writes_fail && self.mark_damaged(id);
+                return match self.images() {
+                    Ok(images) => Event::ImageFailed {
+                        image: id,
+                        failure: Failure::Damaged,
+                        images: without_damaged(images, id, marked),
+                    },
+                    Err(why) => Event::StartFailed { why },
+                };
+            }
+            Failed::Image(failure) => failure,
+        };
+        match self.images() {
+            Ok(images) => Event::ImageFailed { image: id, failure, images },
+            Err(why) => Event::StartFailed { why },
+        }
+    }
+
+    /// Marks the copy that was read: the first good one, in memory before the store.
+    fn mark_damaged(&mut self, id: ImageId) -> bool {
+        tell!(self, "image {} is marked: damaged", id.sequence());
+        let slots = self.ground.slots.iter_mut().filter_map(|slot| slot.image.as_mut()).filter(|(it, _)| *it == id);
+        let stored = self.ground.images.iter_mut().filter(|image| image.id == id).filter_map(|it| it.stored.as_mut());
+        let copy = slots.map(|(_, copy)| copy).chain(stored).find(|copy| copy.mark.is_none());
+        let damaged = copy.as_ref().is_some_and(|copy| copy.damaged);
+        if !damaged {
+            self.oracle.violate(format!("image {id} is marked as damaged, and is not"));
+            return false;
+        }
+        copy.is_some_and(|copy| {
+            copy.mark = Some(BadWhy::Damaged);
+            true
+        })
+    }
+
+    fn started(&mut self, from: From) {
+        tell!(self, "the job runs, from {from}");
+        let (now, lineage) = (self.now, self.lineage());
+        self.bring_to_life(from);
+        let Some(run) = &mut self.run else { return };
+        run.lives += 1;
+        run.ended = None;
+        run.has_job = true;
+        if run.line.arrived(from, || lineage.to_string()).is_some() {
+            run.lineage = lineage;
+        }
+        run.proofs.end_of_life();
+        if let From::Image(id) = from {
+            run.proofs.wait_for(id, now);
+        }
+        let lazy = self.config.restart.lazy == Lazy::On && run.lazy_failures < load::FAILURES;
+        self.record(false);
+        self.oracle_sees_life(from);
+        self.step(Event::Started);
+        if let (From::Image(id), true) = (from, lazy && self.job.is_some()) {
+            self.load(id);
+        }
+        self.pack_newest();
+    }
+
+    fn load(&mut self, id: ImageId) {
+        let Some(life) = self.job.as_ref().map(|job| job.life) else { return };
+        let takes = self.random.millis(500, 8000);
+        let Some(run) = &mut self.run else { return };
+        run.loading = Some(id);
+        self.step(Event::LoadBegan);
+        self.after(takes, Happening::Loaded { life });
+    }
+
+    /// `harm` is what was done to the delivery; None where the image decides.
+    pub(super) fn loaded(&mut self, life: u32, harm: Option<Harm>) {
+        let alive = self.job.as_ref().is_some_and(|job| job.life == life && job.ended.is_none());
+        let Some(id) = self.run.as_ref().and_then(|run| run.loading).filter(|_| alive) else { return };
+        let harm = harm.unwrap_or_else(|| if self.ground.has_whole(id) { Harm::None } else { Harm::Lost });
+        tell!(self, "the memory of the job: {harm:?}");
+        let Some(run) = &mut self.run else { return };
+        run.loading = None;
+        if harm == Harm::Lost {
+            self.oracle.disturb();
+            run.lazy_failures += 1;
+            let end = super::model::End::signal(libc::SIGKILL);
+            self.after(Duration::from_millis(20), Happening::Ends { life, end, own: false });
+        }
+        self.step(Event::LoadEnded(harm));
+        self.rotate();
+        self.pack_newest();
+    }
+
+    // ---- a way back ----
+
+    pub(super) fn rewind(&mut self) {
+        let copies = self.ground.copies();
+        let Some(run) =
+            self.run.as_ref().filter(|run| run.finish.is_none() && run.machine.admits(Wish::Rewind).is_ok())
+        else {
+            return;
+        };
+        let good = run.line.good(copies.iter().map(candidate));
+        if good.is_empty() {
+            return;
+        }
+        let image = self.random.pick(&good);
+        tell!(self, "a rewind to image {} is asked for", image.sequence());
+        let Some(run) = &mut self.run else { return };
+        run.line.aim(Target::new(image, good.first() != Some(&image)));
+        self.oracle.asked = Some(image);
+        self.step(Event::Rewind { image });
+    }
+}
+
+impl Run {
+    /// Whether its job lives, as it knows.
+    pub(super) fn is_running(&self) -> bool {
+        matches!(self.machine.state(), State::Running(_))
+    }
+}

@@ -1,0 +1,447 @@
+//! The supervisor in the model: what its owner does around the state machine, with the decisions of the product, and with a
+//! world that is made up.
+
+use std::collections::BTreeSet;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use super::model::{End, Image, Job, Record, candidate};
+use super::plants::Plant;
+use super::restores::Restore;
+use super::snapshots::{Persist, Shot};
+use super::world::{Happening, World, tell};
+use crate::config::Staging;
+use crate::restart::cause::{self, Facts, MemoryFacts};
+use crate::restart::policy::{From, Images, Mark};
+use crate::snapshot::Deaths;
+use crate::store::{BadWhy, ImageId};
+use crate::supervisor::line::{Begin, Line};
+use crate::supervisor::memory::{self, AtTheEnd};
+use crate::supervisor::proof::{Proofs, counts};
+use crate::supervisor::state::{Action, Event, Finish, Harm, Machine, State};
+use crate::supervisor::stops::Stops;
+use crate::supervisor::unread::{AGAIN, Unread};
+use crate::sys::spawn::Ended;
+
+/// A supervisor.
+pub(super) struct Run {
+    pub(super) machine: Machine<'static>,
+    pub(super) line: Line,
+    /// That of the line, for the images that it takes.
+    pub(super) lineage: Rc<str>,
+    pub(super) proofs: Proofs,
+    pub(super) stops: Stops,
+    pub(super) deaths: Deaths,
+    /// How often the job was started.
+    pub(super) lives: u32,
+    /// Whether it has hold of a job.
+    pub(super) has_job: bool,
+    pub(super) ended: Option<Ended>,
+    /// Whether its end waits for the images to be read.
+    pub(super) unread: Unread,
+    pub(super) start: Option<Restore>,
+    pub(super) shot: Option<Shot>,
+    pub(super) persist: Option<Persist>,
+    /// The number and the image of what is sent to the replica.
+    pub(super) replicating: Option<(u32, ImageId)>,
+    pub(super) next_replicated: Option<ImageId>,
+    /// The image that memory is still brought back from.
+    pub(super) loading: Option<ImageId>,
+    pub(super) lazy_failures: u32,
+    /// Whether the memory of a suspended job was given back.
+    pub(super) emptied: bool,
+    pub(super) finish: Option<Finish>,
+}
+
+impl World {
+    // ---- a run begins ----
+
+    /// As `rekindle run` does it.
+    pub(super) fn begin(&mut self) {
+        if self.run.is_some() || self.over {
+            return;
+        }
+        if self.ground.disk.reads_fail {
+            tell!(self, "the store cannot be read: no run begins");
+            return self.come_back();
+        }
+        if let Err(why) = self.bring_newest() {
+            tell!(self, "no run begins: {why}");
+            return self.come_back();
+        }
+        let record = self.ground.record.clone().filter(|record| !record.completed);
+        let Some(record) = record else {
+            let lineage = self.lineage();
+            return self.supervise(From::Cold, lineage, None, false);
+        };
+        let line = Line::new(record.lineage.to_string(), record.base);
+        let again: Vec<ImageId> = self
+            .ground
+            .copies()
+            .iter()
+            .map(candidate)
+            .filter(|it| line.gives_another_chance(it))
+            .map(|it| it.id)
+            .collect();
+        again.into_iter().for_each(|id| self.set_mark(id, None));
+        let begin = line.begin(self.ground.copies().iter().map(candidate), self.config.restart.cold_start);
+        match begin {
+            Begin::With(from) => self.supervise(from, record.lineage, record.base, false),
+            Begin::OverImages => self.supervise(From::Cold, record.lineage, record.base, false),
+            Begin::NoUsableImage if self.plant == Some(Plant::ColdOverImages) => {
+                self.supervise(From::Cold, record.lineage, record.base, false);
+            }
+            Begin::NoUsableImage => {
+                tell!(self, "no run begins: no image can be used");
+                self.check_none_usable(&line);
+                self.come_back();
+            }
+        }
+    }
+
+    /// As `rekindle restore JOB/ID` does it.
+    pub(super) fn begin_from(&mut self, id: ImageId) {
+        let newest = self.ground.copies().iter().map(candidate).find(|it| it.good).map(|it| it.id);
+        let Some(lineage) = self.ground.image(id).map(|image| Rc::clone(&image.lineage)) else { return };
+        self.set_mark(id, None);
+        if newest == Some(id) {
+            self.supervise(From::Image(id), lineage, None, true);
+        } else {
+            let lineage = self.lineage();
+            self.supervise(From::Image(id), lineage, Some(id), true);
+        }
+    }
+
+    fn supervise(&mut self, from: From, lineage: Rc<str>, base: Option<ImageId>, named: bool) {
+        tell!(self, "a run begins from {from}, of {lineage}{}", if named { ", as asked" } else { "" });
+        self.ground.area |= self.config.snapshot.staging == Staging::Ram;
+        let (machine, actions) = Machine::new(self.config, from);
+        let machine = if named { machine.asked_for() } else { machine };
+        self.run = Some(Run {
+            machine,
+            line: Line::new(lineage.to_string(), base),
+            lineage,
+            proofs: Proofs::default(),
+            stops: Stops::default(),
+            deaths: Deaths::default(),
+            lives: 0,
+            has_job: false,
+            ended: None,
+            unread: Unread::default(),
+            start: None,
+            shot: None,
+            persist: None,
+            replicating: None,
+            next_replicated: None,
+            loading: None,
+            lazy_failures: 0,
+            emptied: false,
+            finish: None,
+        });
+        self.record(false);
+        self.oracle.run_begins(named.then_some(from));
+        self.carry_out(actions);
+        self.persist_newest();
+        self.replicate_newest();
+    }
+
+    pub(super) fn record(&mut self, completed: bool) {
+        let Some(run) = &self.run else { return };
+        self.ground.record = Some(Record { lineage: Rc::clone(&run.lineage), base: run.line.base, completed });
+    }
+
+    /// Somebody starts it again, as a service manager does.
+    fn come_back(&mut self) {
+        match &mut self.calm {
+            None => {
+                let wait = self.random.millis(500, 60_000);
+                self.after(wait, Happening::Begin);
+            }
+            Some(calm) if !calm.begun => {
+                calm.begun = true;
+                self.after(Duration::from_secs(1), Happening::Begin);
+            }
+            Some(_) => self.over = true,
+        }
+    }
+
+    // ---- the machine ----
+
+    pub(super) fn step(&mut self, event: Event) {
+        self.step_at(event, self.now);
+    }
+
+    fn step_at(&mut self, event: Event, at: Instant) {
+        let event = match event {
+            Event::SnapshotMissed if self.plant == Some(Plant::LateRetry) => Event::SnapshotFailed(Harm::None),
+            event => event,
+        };
+        tell!(self, "    event {event:?}");
+        let Some(run) = &mut self.run else { return };
+        let actions = run.machine.step(event, at);
+        let state = run.machine.state().name();
+        tell!(self, "    state {state} {actions:?}");
+        self.carry_out(actions);
+    }
+
+    fn carry_out(&mut self, actions: Vec<Action>) {
+        for action in actions {
+            self.act(action);
+        }
+        self.settle_suspension();
+    }
+
+    fn act(&mut self, action: Action) {
+        match action {
+            Action::Start(from) => self.start(from),
+            Action::Snapshot(reason) => self.snapshot(reason),
+            Action::Cancel => self.call_off(),
+            Action::Terminate => self.terminate(),
+            Action::Kill => self.kill(),
+            Action::Mark(mark) => self.mark(&mark),
+            Action::NotRestored { image, .. } => {
+                if self.plant == Some(Plant::MarkAfterOneFailure) {
+                    let mark = Mark { image, why: BadWhy::DoesNotRestore, detail: String::new() };
+                    self.mark(&mark);
+                }
+            }
+            Action::Announce { .. } => {}
+            Action::Finish(finish) => self.finish(finish),
+        }
+    }
+
+    pub(super) fn next_tick(&self) -> Option<Instant> {
+        let run = self.run.as_ref().filter(|run| run.finish.is_none())?;
+        let tick = run.machine.deadline().filter(|_| !run.unread.is_waiting() || run.machine.is_stopping())?;
+        let late =
+            self.plant == Some(Plant::BackOffOnTheWayDown) && matches!(run.machine.state(), State::Waiting { .. });
+        Some(if late {
+            tick.max(self.oracle.failed_at().map_or(tick, |at| at + self.config.restart.backoff))
+        } else {
+            tick
+        })
+    }
+
+    pub(super) fn tick(&mut self) {
+        self.step(Event::Tick);
+    }
+
+    // ---- proofs ----
+
+    pub(super) fn next_proof(&self) -> Option<Instant> {
+        let run = self.run.as_ref().filter(|run| run.finish.is_none() && counts(run.machine.state(), run.ended))?;
+        run.proofs.patience(self.config.restart.min_uptime, self.now).map(|wait| self.now + wait)
+    }
+
+    pub(super) fn mind_the_proofs(&mut self) {
+        if self.run.as_ref().is_some_and(|run| run.finish.is_none() && counts(run.machine.state(), run.ended)) {
+            self.note_proofs();
+        }
+    }
+
+    fn note_proofs(&mut self) {
+        let Some(run) = &mut self.run else { return };
+        let due = run.proofs.due(self.config.restart.min_uptime, self.now);
+        if due.is_empty() {
+            return;
+        }
+        if self.ground.disk.writes_fail || self.ground.disk.reads_fail {
+            if self.plant != Some(Plant::ProofForgotten) {
+                run.proofs.not_written(due, self.now);
+            }
+            return;
+        }
+        tell!(self, "proven: {}", due.iter().map(|id| id.sequence().to_string()).collect::<Vec<_>>().join(", "));
+        let there: BTreeSet<ImageId> = self.ground.copies().iter().map(|(image, _)| image.id).collect();
+        self.ground.proven.extend(due);
+        self.ground.proven.retain(|id| there.contains(id));
+    }
+
+    // ---- the end of a life ----
+
+    pub(super) fn life_ends(&mut self, life: u32, end: End, own: bool) {
+        let Some(job) = self.job.as_mut().filter(|job| job.life == life && job.ended.is_none()) else { return };
+        if own && job.hung.is_some() {
+            return;
+        }
+        job.ended = Some(end);
+        tell!(self, "the job ends: {}{}", end.ended, if end.want_of_memory { ", for want of memory" } else { "" });
+        self.note_proofs();
+        let Some(run) = &mut self.run else { return };
+        run.proofs.end_of_life();
+        run.ended = Some(end.ended);
+        let ours = matches!(run.machine.state(), State::Ending { .. });
+        let facts = Facts {
+            by_us: None,
+            memory: MemoryFacts { counted: end.want_of_memory, logged: None },
+            xids: end.xid.into_iter().collect(),
+        };
+        let excused = !ours && cause::judge(end.ended, &facts).excuses();
+        self.oracle_sees_end(end, excused);
+        if excused {
+            self.step(Event::Excused);
+        }
+        self.report_end();
+    }
+
+    pub(super) fn report_end(&mut self) {
+        let Some(ended) = self.run.as_ref().and_then(|run| run.ended) else { return };
+        let (now, images) = (self.now, self.images());
+        let Some(run) = &mut self.run else { return };
+        let images = match images {
+            Ok(images) => images,
+            Err(_)
+                if self.plant != Some(Plant::UnreadIsNone)
+                    && run.unread.waits(run.machine.state(), run.machine.is_stopping(), now) =>
+            {
+                run.unread.begins(now);
+                return self.after(AGAIN, Happening::Report);
+            }
+            Err(_) => Images { others: true, ..Images::default() },
+        };
+        let at = run.unread.over().unwrap_or(now);
+        if !matches!(run.machine.state(), State::Snapshotting { .. }) {
+            run.has_job = false;
+            run.loading = None;
+        }
+        self.oracle_sees_report();
+        self.step_at(Event::Ended { ended, images }, at);
+    }
+
+    /// An end whose images could not be read.
+    pub(super) fn report_again(&mut self) {
+        if self.run.as_ref().is_some_and(|run| run.unread.is_due(self.now) && run.ended.is_some()) {
+            self.report_end();
+        }
+    }
+
+    /// What the job can go on from.
+    pub(super) fn images(&self) -> Result<Images, String> {
+        let Some(run) = &self.run else { return Err("there is no run".into()) };
+        if self.ground.disk.reads_fail {
+            return Err("EIO".into());
+        }
+        let copies = self.ground.copies();
+        let mut images = run.line.images(copies.iter().map(candidate), self.ground.proven.clone());
+        if self.plant == Some(Plant::SecondNewest) && images.good.len() > 1 {
+            images.good.remove(0);
+        }
+        Ok(images)
+    }
+
+    fn kill(&mut self) {
+        if let Some(job) = &self.job {
+            let life = job.life;
+            self.after(
+                Duration::from_millis(20),
+                Happening::Ends { life, end: End::signal(libc::SIGKILL), own: false },
+            );
+        }
+    }
+
+    fn terminate(&mut self) {
+        let Some(life) = self.job.as_ref().map(|job| job.life) else { return };
+        if self.random.chance(20) {
+            tell!(self, "the job ignores SIGTERM");
+            return;
+        }
+        let ended = if self.random.chance(30) { Ended::Exit(0) } else { Ended::Signal(libc::SIGTERM) };
+        let wait = self.random.millis(20, 3000);
+        self.after(wait, Happening::Ends { life, end: End::by_itself(ended), own: true });
+    }
+
+    fn mark(&mut self, mark: &Mark) {
+        tell!(self, "image {} is marked: {}", mark.image.sequence(), mark.why);
+        self.check_mark(mark);
+        if !self.ground.disk.writes_fail {
+            self.set_mark(mark.image, Some(mark.why));
+        }
+    }
+
+    /// On every copy.
+    pub(super) fn set_mark(&mut self, id: ImageId, mark: Option<BadWhy>) {
+        for slot in &mut self.ground.slots {
+            slot.image.iter_mut().filter(|(other, _)| *other == id).for_each(|(_, copy)| copy.mark = mark);
+        }
+        if let Some(Image { stored: Some(copy), .. }) = self.ground.image_mut(id) {
+            copy.mark = mark;
+        }
+    }
+
+    // ---- the end ----
+
+    fn finish(&mut self, finish: Finish) {
+        tell!(self, "finish: {finish:?}");
+        self.job = None;
+        self.check_finish(&finish);
+        let Some(run) = &mut self.run else { return };
+        (run.has_job, run.start, run.shot, run.loading) = (false, None, None, None);
+        let left = memory::at_the_end(&finish, run.stops.is_at_once());
+        run.finish = Some(finish);
+        match left {
+            AtTheEnd::NotNeeded => run.persist.iter_mut().for_each(|persist| persist.cancelled = true),
+            AtTheEnd::LeftThere => {}
+            AtTheEnd::Stored => self.persist_newest(),
+        }
+        self.conclude();
+    }
+
+    /// Once nothing is on its way to the store any more.
+    pub(super) fn conclude(&mut self) {
+        let Some(run) = self.run.as_ref().filter(|run| run.finish.is_some() && run.persist.is_none()) else { return };
+        let (Some(finish), at_once) = (run.finish.clone(), run.stops.is_at_once()) else { return };
+        let completed = finish == Finish::Completed;
+        let only_here = self.only_in_memory().filter(|_| !completed);
+        let left = only_here.filter(|_| !at_once);
+        let told = if self.plant == Some(Plant::MemoryIsSuccess) { finish } else { finish.with_left_in_memory(left) };
+        tell!(self, "the run is over: {told:?}");
+        self.check_told(&told, at_once);
+        if only_here.is_none() {
+            if completed {
+                // Nobody goes on from them.
+                self.oracle.excuse();
+            }
+            self.ground.lose_memory();
+        }
+        self.replicate_at_the_end();
+        self.record(completed);
+        self.run = None;
+        self.oracle.run_ends();
+        if completed {
+            self.over = true;
+        } else {
+            self.come_back();
+        }
+    }
+
+    /// The supervisor is gone, and its job with it.
+    pub(super) fn supervisor_dies(&mut self) {
+        self.run = None;
+        self.job = None;
+        self.oracle.run_ends();
+    }
+
+    /// A life of the job begins.
+    pub(super) fn bring_to_life(&mut self, from: From) {
+        let life = self.number();
+        let image = match from {
+            From::Image(id) => self.ground.image(id).cloned(),
+            From::Cold => None,
+        };
+        let work = image.as_ref().map_or(Duration::ZERO, |image| image.work);
+        let doom = image.as_ref().and_then(|image| image.doom);
+        let hung = image.as_ref().filter(|image| image.hung).map(|_| self.now);
+        self.job = Some(Job { life, from, since: self.now, work, doom, hung, dead: Vec::new(), ended: None });
+        if let Some(doom) = doom {
+            let end = End::by_itself(doom.ended);
+            self.after(doom.at.saturating_sub(work), Happening::Ends { life, end, own: true });
+        }
+        if let Some(total) = self.total {
+            let end = End::by_itself(Ended::Exit(0));
+            self.after(total.saturating_sub(work), Happening::Ends { life, end, own: true });
+        }
+        if let (Some(_), Some(watch)) = (hung, self.watch) {
+            self.after(watch, Happening::Hangs { life });
+        }
+    }
+}

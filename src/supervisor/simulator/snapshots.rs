@@ -1,0 +1,370 @@
+//! Snapshots in the model, and the way of their images from memory to the store and to the replica.
+
+use std::time::{Duration, Instant};
+
+use super::model::{Copy, Doom, IMAGE, Image, Slot, candidate};
+use super::plants::Plant;
+use super::restores::Trouble;
+use super::world::{Happening, World, tell};
+use crate::config::Staging;
+use crate::snapshot::{self, dead};
+use crate::store::ImageId;
+use crate::store::manifest::Reason;
+use crate::store::staging::admission::{self, Choice, Memory, SlotFacts, Worth};
+use crate::supervisor::memory::only_there;
+use crate::supervisor::state::Event;
+
+/// A snapshot under way.
+#[derive(Debug)]
+pub(super) struct Shot {
+    pub(super) op: u32,
+    /// The slot that it is made in; none for the store.
+    slot: Option<usize>,
+    id: Option<ImageId>,
+    /// When the wait for children that were killed has to be over.
+    late: Option<Instant>,
+    /// A moment more for what a parent does that has just heard of a death.
+    aftermath: Option<Instant>,
+    image: Option<Image>,
+    /// Why there is none.
+    failed: Option<snapshot::Error>,
+    pub(super) cancelled: bool,
+    pub(super) trouble: Option<Trouble>,
+    freeze: Duration,
+}
+
+/// An image on its way to the store.
+#[derive(Debug)]
+pub(super) struct Persist {
+    pub(super) op: u32,
+    pub(super) image: ImageId,
+    pub(super) loose: bool,
+    pub(super) cancelled: bool,
+    /// There was no room.
+    refused: bool,
+}
+
+impl World {
+    // ---- a snapshot ----
+
+    pub(super) fn snapshot(&mut self, reason: Reason) {
+        self.oracle.snapshot_begins();
+        let op = self.number();
+        let id = self.next_id();
+        let trouble = self.oracle.armed.take();
+        let target = self.target();
+        let Some(run) = &mut self.run else { return };
+        let (slot, failed) = match target {
+            Ok(slot) => (slot, None),
+            Err(error) => (None, Some(error)),
+        };
+        let refused = failed.is_some();
+        let freeze = self.random.millis(50, 2000);
+        run.shot = Some(Shot {
+            op,
+            slot,
+            id: Some(id),
+            late: None,
+            aftermath: None,
+            image: None,
+            failed,
+            cancelled: false,
+            trouble,
+            freeze,
+        });
+        tell!(self, "a snapshot ({reason:?}){}", trouble.map(|it| format!(", with {it:?}")).unwrap_or_default());
+        if refused {
+            return self.after(Duration::from_millis(20), Happening::Taken { op });
+        }
+        let wait = self.random.millis(20, 400);
+        self.after(wait, Happening::Dump { op });
+    }
+
+    /// As `JobFolder::next_id`.
+    fn next_id(&self) -> ImageId {
+        let last = self.ground.copies().first().map_or(0, |(image, _)| image.id.sequence());
+        ImageId::new(last + 1, self.clock())
+    }
+
+    /// A slot, or the store.
+    fn target(&mut self) -> Result<Option<usize>, snapshot::Error> {
+        if self.ground.disk.reads_fail {
+            return Err(snapshot::Error::Guard("EIO".into()));
+        }
+        if self.config.snapshot.staging == Staging::Store || !self.ground.area {
+            self.make_room(true).map_err(|()| snapshot::Error::Guard("the store has no room".into()))?;
+            return Ok(None);
+        }
+        let slots = self.slot_facts();
+        let keep = self.config.snapshot.memory_reserve.bytes();
+        let memory = Memory {
+            image: IMAGE,
+            besides: 0,
+            available: Some(self.ground.available_memory()),
+            below_limit: None,
+            keep,
+            keep_beside: self.ground.memory / 16,
+        };
+        let at = match admission::choose(&slots, &memory, |id| self.ground.is_stored(id))? {
+            Choice::Beside(at) => at,
+            Choice::Instead(at) => {
+                self.ground.slots[1 - at] = Slot::default();
+                at
+            }
+        };
+        // Nothing that is there counts any more.
+        self.ground.slots[at] = Slot { image: None, allocated: IMAGE };
+        Ok(Some(at))
+    }
+
+    fn slot_facts(&self) -> [SlotFacts; 2] {
+        let proven = self.proven_in_memory_only().filter(|_| self.plant != Some(Plant::MemoryIgnoresProof));
+        let ours = self.ours(&self.ground.staged());
+        self.ground.slots.map(|slot| {
+            let image = slot.image.map(|(id, _)| id).filter(|id| ours.contains(id));
+            let worth = if image.is_some() && image == proven { Worth::Proven } else { Worth::Older };
+            SlotFacts { image, allocated: slot.allocated, worth }
+        })
+    }
+
+    /// As `JobFolder::proven_in_memory_only`.
+    pub(super) fn proven_in_memory_only(&self) -> Option<ImageId> {
+        let staged = self.ours(&self.ground.staged());
+        let stored = self.ours(&self.ground.stored().collect::<Vec<_>>()).first().copied();
+        match self.ground.disk.reads_fail {
+            false => admission::proven_only_here(staged, &self.ground.proven, stored),
+            true => staged.last().copied(),
+        }
+    }
+
+    /// The good ones of the line.
+    fn ours(&self, copies: &[(&Image, Copy)]) -> Vec<ImageId> {
+        self.line().map(|line| line.good(copies.iter().map(candidate))).unwrap_or_default()
+    }
+
+    /// The job stands still.
+    pub(super) fn dump(&mut self, op: u32) {
+        let now = self.now;
+        let Some(job) = &self.job else { return };
+        let Some(run) = &mut self.run else { return };
+        let Some(shot) = run.shot.as_mut().filter(|shot| shot.op == op && !shot.cancelled) else { return };
+        let failed = match shot.trouble {
+            _ if job.ended.is_some() => Some(snapshot::Error::JobEnded),
+            Some(Trouble::Lost) => Some(snapshot::Error::Lost {
+                cause: Box::new(snapshot::Error::Cancelled),
+                undo: "the driver did not restore a process".into(),
+            }),
+            Some(trouble) => Some(trouble.error().into()),
+            None if self.ground.driver_silent => Some(snapshot::Error::Guard("the driver does not answer".into())),
+            None => None,
+        };
+        if let Some(error) = failed {
+            shot.failed = Some(error);
+            return self.after(Duration::from_millis(10), Happening::Taken { op });
+        }
+        let keys = job.dead.iter().map(|child| (child.pid, 0));
+        let long_dead = run.deaths.long_dead(keys, now);
+        let fresh = long_dead.iter().any(|old| !old) && self.plant != Some(Plant::PoisonedImages);
+        let late = shot.late.is_some_and(|late| late <= now);
+        if fresh && !late {
+            shot.late.get_or_insert(now + dead::LIMIT);
+            shot.aftermath = Some(now + dead::AFTERMATH);
+            tell!(self, "the snapshot waits: a child was killed, and its parent has not heard of it");
+            return self.after(Duration::from_millis(200), Happening::Dump { op });
+        }
+        if let Some(aftermath) = shot.aftermath.filter(|at| *at > now && !late) {
+            return self.at(aftermath, Happening::Dump { op });
+        }
+        let fatal = job
+            .dead
+            .iter()
+            .filter_map(|child| child.noticed)
+            .filter_map(|(at, ended)| Some((at, ended?)))
+            .min_by_key(|(at, _)| *at);
+        let work = job.work(now);
+        let poison = fatal.map(|(at, ended)| Doom { at: work + at.saturating_duration_since(now), ended });
+        let doom = poison.into_iter().chain(job.doom).min_by_key(|doom| doom.at);
+        if poison.is_some() && !late {
+            self.oracle.poisoned = shot.id;
+        }
+        let refused = self
+            .random
+            .chance(self.oracle.unrestorable)
+            .then_some("(00.1) Error (criu/files-reg.c:2211): File tmp/o.txt has bad size 486 (expect 270)");
+        shot.image = shot.id.map(|id| Image {
+            id,
+            lineage: std::rc::Rc::clone(&run.lineage),
+            work,
+            doom,
+            hung: job.hung.is_some(),
+            refused,
+            no_files: false,
+            stored: None,
+            replicated: false,
+        });
+        let freeze = shot.freeze;
+        self.after(freeze, Happening::Taken { op });
+    }
+
+    pub(super) fn snapshot_over(&mut self, op: u32) {
+        let Some(mut shot) = self.run.as_mut().and_then(|run| run.shot.take_if(|shot| shot.op == op)) else { return };
+        // What is frozen is let go; what is whole is published.
+        let called_off = shot.cancelled && (shot.image.is_none() || self.random.chance(50));
+        let result = match (shot.failed.take(), shot.image.take()) {
+            (Some(error), _) => Err(error),
+            _ if called_off => Err(snapshot::Error::Cancelled),
+            (None, Some(image)) => self.publish(image, shot.slot),
+            (None, None) => Err(snapshot::Error::JobEnded),
+        };
+        let event = match result {
+            Ok(id) => self.taken(id, &shot),
+            Err(error) => {
+                tell!(self, "no snapshot: {error}");
+                let Some(run) = &self.run else { return };
+                let ended = run.ended.is_some();
+                if !ended {
+                    self.persist_newest();
+                }
+                let event = Event::not_taken(&error);
+                let called_off = matches!(error, snapshot::Error::Cancelled);
+                self.oracle_sees_no_snapshot(&event, ended, called_off);
+                event
+            }
+        };
+        self.step(event);
+        if self.run.as_ref().is_some_and(|run| run.ended.is_some() && run.has_job && run.finish.is_none()) {
+            self.report_end();
+        }
+    }
+
+    /// It is whole: in memory, or durably in the store.
+    fn publish(&mut self, mut image: Image, slot: Option<usize>) -> Result<ImageId, snapshot::Error> {
+        let id = image.id;
+        match slot {
+            Some(at) if self.ground.area => {
+                self.ground.slots[at].image = Some((id, Copy::default()));
+            }
+            Some(_) => return Err(snapshot::Error::Guard("the place in memory is gone".into())),
+            None if self.ground.disk.writes_fail || self.ground.free() < IMAGE => {
+                return Err(snapshot::Error::Guard("ENOSPC or EIO".into()));
+            }
+            None => image.stored = Some(Copy { loose: true, ..Copy::default() }),
+        }
+        self.ground.images.push(image);
+        Ok(id)
+    }
+
+    fn taken(&mut self, id: ImageId, shot: &Shot) -> Event {
+        tell!(self, "image {} is taken", id.sequence());
+        let (now, staged) = (self.now, shot.slot.is_some());
+        self.oracle.taken(id, now);
+        let Some(run) = &mut self.run else { return Event::Tick };
+        run.proofs.wait_for(id, now);
+        if !staged {
+            self.oracle.is_stored(id);
+        }
+        self.persist(id, !staged);
+        Event::SnapshotTaken { freeze: shot.freeze, persist: (!staged).then_some(Duration::from_secs(1)) }
+    }
+
+    // ---- from memory to the store ----
+
+    pub(super) fn persist_newest(&mut self) {
+        let Some(run) = &self.run else { return };
+        let only_here = self
+            .only_in_memory()
+            .filter(|id| self.ground.staged().iter().map(candidate).any(|copy| copy.id == *id && run.line.has(&copy)));
+        match only_here {
+            Some(id) if run.persist.is_none() => self.persist(id, false),
+            Some(_) => {}
+            None => self.pack_newest(),
+        }
+    }
+
+    pub(super) fn pack_newest(&mut self) {
+        let Some(run) = &self.run else { return };
+        if run.persist.is_some() || run.start.is_some() || run.loading.is_some() {
+            return;
+        }
+        let newest = self.ground.stored().find(|(_, copy)| copy.mark.is_none());
+        if let Some(id) = newest.filter(|(_, copy)| copy.loose).map(|(image, _)| image.id) {
+            self.persist(id, true);
+        }
+    }
+
+    pub(super) fn only_in_memory(&self) -> Option<ImageId> {
+        let of = |staged: Option<ImageId>, stored: Option<ImageId>| {
+            staged.filter(|newest| only_there(*newest, stored, |id| self.ground.is_stored(id)))
+        };
+        let (staged, stored) = (self.ground.staged(), self.ground.stored().collect::<Vec<_>>());
+        let good = |copies: &[(&Image, Copy)]| copies.iter().find(|(_, copy)| copy.mark.is_none()).map(|(it, _)| it.id);
+        let ours = |copies: &[(&Image, Copy)]| self.ours(copies).first().copied();
+        of(ours(&staged), ours(&stored)).or_else(|| of(good(&staged), good(&stored)))
+    }
+
+    fn persist(&mut self, image: ImageId, loose: bool) {
+        let op = self.number();
+        let Some(run) = &mut self.run else { return };
+        run.persist = Some(Persist { op, image, loose, cancelled: false, refused: false });
+        self.step(Event::PersistBegan);
+        let min_free = self.config.store.min_free.bytes();
+        let refused = match loose {
+            false => self.make_room(false).is_err(),
+            true => self.ground.free() < IMAGE + min_free,
+        };
+        if let Some(persist) = self.run.as_mut().and_then(|run| run.persist.as_mut()) {
+            persist.refused = refused;
+        }
+        let takes = if refused { Duration::from_millis(20) } else { self.random.millis(300, 8000) };
+        self.after(takes, Happening::Written { op });
+    }
+
+    pub(super) fn persist_over(&mut self, op: u32) {
+        let Some(persist) = self.run.as_ref().and_then(|run| run.persist.as_ref()).filter(|it| it.op == op) else {
+            return;
+        };
+        let (id, loose) = (persist.image, persist.loose);
+        let fails = persist.cancelled || persist.refused || self.ground.disk.writes_fail;
+        let staged = self.ground.slots.iter().filter(|_| self.ground.area).filter_map(|slot| slot.image);
+        let copy = if loose {
+            self.ground.image(id).and_then(|image| image.stored).filter(|copy| !copy.damaged)
+        } else {
+            staged.into_iter().find(|(other, _)| *other == id).map(|(_, copy)| copy)
+        };
+        let room = loose || self.ground.free() >= IMAGE;
+        let stored = copy.filter(|_| !fails && room);
+        if let Some(copy) = stored {
+            let unsynced = self.plant == Some(Plant::StoredBeforeSync) && !loose;
+            if unsynced {
+                self.after(Duration::from_secs(5), Happening::Synced { image: id });
+            }
+            let mark = if self.plant == Some(Plant::MarkLeftBehind) && !loose { None } else { copy.mark };
+            if let Some(image) = self.ground.image_mut(id) {
+                image.stored = Some(Copy { unsynced, loose: false, mark, damaged: copy.damaged });
+            }
+            self.oracle.is_stored(id);
+        }
+        tell!(self, "image {} {}", id.sequence(), if stored.is_some() { "is in the store" } else { "is not stored" });
+        let Some(run) = &mut self.run else { return };
+        if (stored.is_some() || loose) && run.loading.is_none() {
+            self.rotate();
+        }
+        let Some(run) = &mut self.run else { return };
+        let called_off = run.persist.take().is_some_and(|persist| persist.cancelled);
+        if stored.is_some() {
+            self.replicate(id);
+        }
+        self.step(Event::PersistEnded(stored.map(|_| Duration::from_secs(1))));
+        if loose && called_off && self.run.as_ref().is_some_and(|run| run.has_job) {
+            self.pack_newest();
+        }
+        self.settle_suspension();
+        self.conclude();
+    }
+
+    pub(super) fn synced(&mut self, id: ImageId) {
+        if let Some(Image { stored: Some(copy), .. }) = self.ground.image_mut(id) {
+            copy.unsynced = false;
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! An end that waits until the images can be read. A file server that is away for a moment must not look like a job without
+//! images: that ends the run, and a suspended job would begin from nothing.
+
+use std::time::{Duration, Instant};
+
+use super::state::State;
+
+/// After this time the run ends.
+pub(super) const PATIENCE: Duration = Duration::from_secs(300);
+/// How often it is tried.
+pub(super) const AGAIN: Duration = Duration::from_secs(1);
+
+/// Whether an end waits.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Unread {
+    /// When the life ended, and when to try again.
+    since: Option<(Instant, Instant)>,
+}
+
+impl Unread {
+    /// Whether an end may wait, now that the images cannot be read.
+    pub(super) fn waits(&self, state: &State, stopping: bool, now: Instant) -> bool {
+        let patient = self.since.is_none_or(|(since, _)| now.saturating_duration_since(since) < PATIENCE);
+        state.needs_images() && !stopping && patient
+    }
+
+    /// It waits. Answers whether it did not before.
+    pub(super) fn begins(&mut self, now: Instant) -> bool {
+        let before = self.since;
+        self.since = Some((before.map_or(now, |(since, _)| since), now + AGAIN));
+        before.is_none()
+    }
+
+    /// It is reported. Answers when the life ended, where it had to wait.
+    pub(super) fn over(&mut self) -> Option<Instant> {
+        self.since.take().map(|(since, _)| since)
+    }
+
+    pub(super) fn is_waiting(&self) -> bool {
+        self.since.is_some()
+    }
+
+    pub(super) fn is_due(&self, now: Instant) -> bool {
+        self.since.is_some_and(|(_, again)| again <= now)
+    }
+
+    pub(super) fn patience(&self, now: Instant) -> Option<Duration> {
+        self.since.map(|(_, again)| again.saturating_duration_since(now))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::restart::policy::From;
+    use crate::supervisor::state::{Ending, Life, Stop};
+
+    #[test]
+    fn an_end_waits_for_the_images_while_there_is_hope_and_use() {
+        let now = Instant::now();
+        let life = Life { from: From::Cold, since: now, next: None, failures: 0, missed: 0 };
+        let ending = |stop| State::Ending { stop, deadline: None, life: life.clone() };
+        let running = State::Running(life.clone());
+        let mut unread = Unread::default();
+        assert!(unread.waits(&running, false, now) && unread.waits(&ending(Ending::Suspend), false, now));
+        assert!(!unread.waits(&ending(Ending::Stop(Stop::Requeue)), true, now), "a stop needs none");
+        assert!(!unread.waits(&running, true, now));
+        assert!(unread.begins(now) && !unread.begins(now + AGAIN), "it is said once");
+        assert!(unread.is_waiting() && !unread.is_due(now + AGAIN) && unread.is_due(now + AGAIN * 2));
+        assert!(
+            unread.waits(&running, false, now + PATIENCE - AGAIN) && !unread.waits(&running, false, now + PATIENCE)
+        );
+        assert_eq!((unread.over(), unread.over()), (Some(now), None));
+    }
+}
