@@ -440,7 +440,7 @@ impl World {
             && self.ground.has_good(failed)
             && self.oracle.row.is_none_or(|(_, count)| count < TRIES)
             && self.now > at
-            && self.oracle.against.get(&failed).is_some_and(|against| against.failures > 0)
+            && self.oracle.against.get(&failed).is_some_and(|against| (1..=TRIES).contains(&against.failures))
         {
             let waited = self.now.saturating_duration_since(at);
             self.oracle.violate(format!("the way down from image {failed} to image {id} took {waited:?}"));

@@ -202,15 +202,14 @@ impl World {
         let slots = self.ground.slots.iter_mut().filter_map(|slot| slot.image.as_mut()).filter(|(it, _)| *it == id);
         let stored = self.ground.images.iter_mut().filter(|image| image.id == id).filter_map(|it| it.stored.as_mut());
         let copy = slots.map(|(_, copy)| copy).chain(stored).find(|copy| copy.mark.is_none());
-        let damaged = copy.as_ref().is_some_and(|copy| copy.damaged);
+        // Where all are marked the one that was read is.
+        let damaged = copy.as_ref().is_none_or(|copy| copy.damaged);
         if !damaged {
             self.oracle.violate(format!("image {id} is marked as damaged, and is not"));
             return false;
         }
-        copy.is_some_and(|copy| {
-            copy.mark = Some(BadWhy::Damaged);
-            true
-        })
+        copy.into_iter().for_each(|copy| copy.mark = Some(BadWhy::Damaged));
+        true
     }
 
     fn started(&mut self, from: From) {
