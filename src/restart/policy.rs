@@ -200,6 +200,7 @@ impl History {
         let early = uptime < policy.min_uptime && death != Death::Unloaded;
         match from {
             From::Image(id) if early => {
+                self.suspects.was_restored(id);
                 let evidence = if images.proven.contains(&id) { None } else { evidence(death, uptime) };
                 if self.suspects.is_row(evidence.as_ref()) {
                     self.suspects.pass_over_newer_than(images.good.iter().copied(), &images.proven);

@@ -156,6 +156,14 @@ impl Suspects {
         Finding::PassOver
     }
 
+    /// It was restored, by somebody who asked for it where it was passed over: that it was not restored before says nothing
+    /// any more.
+    pub(super) fn was_restored(&mut self, id: ImageId) {
+        if let Some(suspect) = self.images.get_mut(&id) {
+            suspect.passed = Passed::No;
+        }
+    }
+
     /// The job has lived on from it.
     pub(super) fn clear(&mut self, id: ImageId) {
         self.images.remove(&id);

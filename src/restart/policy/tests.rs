@@ -256,6 +256,14 @@ fn one_that_is_proven_is_not_marked_for_a_death() {
     assert!(matches!(last, Decision::NoUsableImage { mark: Some(_) }), "{last:?}");
 }
 
+/// Somebody rewound the job to it.
+#[test]
+fn one_that_was_passed_over_and_is_restored_all_the_same_has_its_turn_again() {
+    let mut walk = Walk::new(&[2, 1]);
+    assert_eq!(walk.fails(2, Failure::NotNow("CRIU did not finish".into())), (1, AT_ONCE, None));
+    assert_eq!(walk.dies(2, KILLED), (2, WAITS, None));
+}
+
 #[test]
 fn a_life_that_is_long_enough_clears_an_image() {
     let mut walk = Walk::new(&[2, 1]);
