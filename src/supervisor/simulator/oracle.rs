@@ -275,24 +275,20 @@ impl World {
             self.oracle.disturb();
         }
         self.oracle.poisoned = None;
-        // What it has to be tried again for: nothing else keeps the job from it.
-        let moment = matches!(self.last_error_was_of_a_moment(event), Some(true)) && !ended;
-        if !moment {
+        if !matches!(event, Event::SnapshotMissed) {
             return;
         }
         self.oracle.missed += 1;
+        // What it has to be tried again for: nothing else keeps the job from it.
+        let state = self.run.as_ref().map(|run| run.machine.state());
+        if ended || !matches!(state, Some(State::Snapshotting { then: None, .. })) {
+            return;
+        }
         self.oracle.retry = match self.oracle.missed {
             1 => Some(self.now),
             2 => Some(self.now + Duration::from_secs(1)),
             _ => None,
         };
-    }
-
-    fn last_error_was_of_a_moment(&self, event: &Event) -> Option<bool> {
-        let Some(State::Snapshotting { then: None, .. }) = self.run.as_ref().map(|run| run.machine.state()) else {
-            return None;
-        };
-        Some(matches!(event, Event::SnapshotMissed))
     }
 
     pub(super) fn oracle_sees_stop(&mut self) {
