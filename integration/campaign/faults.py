@@ -115,18 +115,23 @@ def crash_machine(job):
     return True
 
 
-def fill_disk(job):
-    """The store's disk is full for some seconds."""
+def fill(job):
+    """Takes the last byte of the store's disk; answers the file that has it."""
     ballast = job.store / "ballast"
     free = shutil.disk_usage(job.store).free
     subprocess.run(["fallocate", "-l", str(max(free - (64 << 10), 1)), ballast], check=False, stderr=subprocess.DEVNULL)
-    with open(ballast, "ab") as file:
+    with open(ballast, "ab", buffering=0) as file:
         try:
-            while True:
-                file.write(bytes(64 << 10))
-                file.flush()
+            while file.write(bytes(4096)):
+                pass
         except OSError:
             pass
+    return ballast
+
+
+def fill_disk(job):
+    """The store's disk is full for some seconds."""
+    ballast = fill(job)
     time.sleep(2.5)
     ballast.unlink()
     return True
@@ -134,13 +139,11 @@ def fill_disk(job):
 
 def fill_disk_and_kill(job):
     """The job dies while the disk is full."""
-    ballast = job.store / "ballast"
-    free = shutil.disk_usage(job.store).free
-    subprocess.run(["fallocate", "-l", str(max(free - (64 << 10), 1)), ballast], check=False, stderr=subprocess.DEVNULL)
+    ballast = fill(job)
     time.sleep(1)
     kill_tree(job)
     time.sleep(1.5)
-    ballast.unlink(missing_ok=True)
+    ballast.unlink()
     return True
 
 

@@ -66,6 +66,9 @@ class Child:
 
 class Database:
     def __init__(self):
+        for name in ["data.db", "data.db-wal", "data.db-shm"]:
+            if os.path.exists(path(name)):
+                os.unlink(path(name))
         self.base = sqlite3.connect(path("data.db"), isolation_level=None, timeout=60)
         self.base.execute("pragma journal_mode = wal")
         self.base.execute("pragma cache_size = 50")
@@ -153,13 +156,11 @@ class Tensor:
 
 
 def main():
-    # An image of a moment before this one knows nothing of these files.
-    for name in os.listdir(FOLDER):
-        os.unlink(path(name))
     child, parts = Child(), [Database(), Blocks("rewritten", False), Blocks("mapped", True)]
     if GPU:
         parts.append(Tensor())
-    chain = os.open(path("chain"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    # An image of a moment before this one knows nothing of the file, and a restore leaves what is in it.
+    chain = os.open(path("chain"), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o600)
     n, last = 0, b""
     while not os.path.exists(path("finish")):
         n += 1
