@@ -39,10 +39,21 @@ fn count_on(lab: &Lab, run: &mut Running, by: usize) {
     assert!(comes && run.runs(), "{}\n{}", tail(&run.out()), tail(&run.err()));
 }
 
+/// A client may be about to connect just then: the snapshot is tried again by itself.
+fn snapshot(lab: &Lab, run: &mut Running) -> u32 {
+    let newest = || lab.images().first().map_or(0, |image| image.id.sequence());
+    let before = newest();
+    run.signal(nix::sys::signal::Signal::SIGUSR1);
+    run.wait_for("a new image is there", || {
+        newest() > before && lab.published().is_some_and(|p| p.state == "running" && p.persisting.is_none())
+    });
+    newest()
+}
+
 fn goes_on(lab: &Lab, mut run: Running) {
     count_on(lab, &mut run, 2);
     for _ in 0..3 {
-        let id = run.snapshot(lab);
+        let id = snapshot(lab, &mut run);
         count_on(lab, &mut run, 3);
         run.crash(lab);
         assert!(run.err().contains(&format!("back from image {id:06}-")), "{}", run.err());

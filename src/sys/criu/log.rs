@@ -159,6 +159,9 @@ const MOMENTS: &[&str] = &[
     "Zombies with threads",
     // Not accepted yet, and not asked to be left out (criu/sk-inet.c).
     "In-flight connection (l)",
+    // The same of UNIX sockets: something was sent before it was accepted, or it was closed (criu/sk-unix.c).
+    "Non-empty write queue on an in-flight socket",
+    "Found a closed in-flight socket",
     // It was connected or closed between two looks (criu/sk-inet.c).
     "obtained but expected",
     // In the middle of a message of several sends, with MSG_MORE (criu/sk-inet.c).
@@ -306,6 +309,7 @@ mod tests {
         };
         assert!(says("Zombies with threads are not supported"));
         assert!(says("inet: Socket state 8 obtained but expected 1"));
+        assert!(says("unix: Non-empty write queue on an in-flight socket 0x971f78"));
         assert!(says("1231 was killed by 9 unexpectedly: Killed"));
         assert!(!says("File /x has bad size 3 (expect 4)") && !says("anon_inode:[io_uring] is not supported"));
     }

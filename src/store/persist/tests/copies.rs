@@ -147,14 +147,18 @@ fn a_store_goes_from_one_copy_to_two_and_back() {
     let one = ground.bytes_of_packs();
     let third = ground.add_as(3, &shared_and(2), &two());
     assert_eq!(ground.places(&third), [2; 10]);
-    ground.gc(0, Copies::One);
-    ground.gc(600, Copies::One);
-    assert_eq!(ground.places(&third), [1; 10]);
-    assert!(ground.bytes_of_packs() <= one + 64, "{} {one}", ground.bytes_of_packs());
+    for seconds in [0, 600, 1200] {
+        ground.gc(seconds, Copies::One);
+    }
+    // Which pack keeps a chunk is chance, as their names are: two of the chunks can be left in a pack that is needed for eight,
+    // which is too little to copy it.
+    let (bytes, places) = (ground.bytes_of_packs(), ground.places(&third));
+    assert_eq!(places[..8], [1; 8]);
+    assert!(bytes <= one + 2 * (CHUNK as u64 + 64) + 64, "{bytes} {one} {places:?}");
     ground.assert_holds(&second, &shared_and(2), None);
-    assert_eq!(ground.gc(601, Copies::One), gc::Collected::default());
+    assert_eq!(ground.gc(1201, Copies::One), gc::Collected::default());
     let (bytes, needed) = usage(&ground.folder, Copies::One).unwrap();
-    assert!(bytes - needed <= 64 * 3, "{bytes} {needed}");
+    assert!(bytes - needed <= 2 * (CHUNK as u64 + 64) + 64 * 3, "{bytes} {needed}");
 }
 
 #[test]
