@@ -40,6 +40,26 @@ fn a_cuda_job_is_snapshotted_on_the_interval_and_comes_back() {
     assert_eq!(rig.drafts(), Vec::<String>::new());
 }
 
+/// A thread is stopped with a lock that the driver's thread waits for: it is let run until it has given it back.
+#[test]
+fn a_thread_that_is_stopped_with_a_lock_that_the_driver_wants_does_not_hold_the_job_up() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.job(&["--hold-ms", "5"]);
+    let mut supervisor = rig.start();
+    for _ in 0..3 {
+        let image = supervisor.snapshot();
+        let freeze = Duration::from_micros(image.manifest().unwrap().freeze_us);
+        assert!(freeze < Duration::from_secs(5), "the job stood still for {freeze:?}");
+        supervisor.assert_unharmed(1);
+        supervisor.kill_job();
+        supervisor.said("the job is back from image");
+        supervisor.counts();
+    }
+    assert!(rig.log().contains("the driver's thread waits for a stopped one"), "none was met with the lock");
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
 fn inner_pids(rig: &Rig) -> Vec<i32> {
     let mut pids: Vec<i32> = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).collect();
     pids.sort_unstable();

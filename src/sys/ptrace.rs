@@ -12,6 +12,7 @@
 //! [`Alone`] waits for that.
 
 mod lock;
+mod turns;
 
 use std::io;
 use std::sync::Arc;
@@ -22,6 +23,7 @@ use std::time::{Duration, Instant};
 
 use super::process;
 pub use lock::{PosixLock, take_lock};
+pub use turns::lend;
 
 /// The thread, running. Dropped, it stops with the others again.
 #[derive(Debug)]
@@ -71,6 +73,9 @@ fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()>
     }
 }
 
+/// What a thread gets for what it does itself.
+const FAULTS: [i32; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP];
+
 /// How often the tracer looks. A thread that makes a helper stands until it has; so it looks without a pause for a
 /// while after each.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -103,9 +108,10 @@ impl Tracee {
         ptrace(libc::PTRACE_SEIZE, tid, 0, options)?;
         let mut tracee = Tracee { tid, mask: 0, made: Vec::new() };
         wait_for_stop(tid)?;
-        // A signal handler must not run in the middle of the driver's work: signals wait until the thread is let go.
+        // A signal handler must not run in the middle of the driver's work: signals wait until the thread is let go. Not
+        // those of faults: the kernel takes the handler of one that is blocked away (`force_sig_info_to_task`).
         ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut tracee.mask).addr())?;
-        let all = u64::MAX;
+        let all = FAULTS.iter().fold(u64::MAX, |mask, signal| mask & !(1 << (signal - 1)));
         ptrace(libc::PTRACE_SETSIGMASK, tid, size_of::<u64>(), (&raw const all).addr())?;
         ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
         Ok(tracee)

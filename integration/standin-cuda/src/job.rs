@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::control::{Control, MAGIC, Mapping, Op, Pair, SIZE, code};
 use crate::{fault, gate, gpus, memory};
@@ -187,7 +187,19 @@ fn lock(timeout_ms: u32) -> Result<(), i32> {
     Ok(())
 }
 
+/// See `standin_occupy`. Whoever waits for it waits in a futex, as for a lock of libc.
+static HELD: Mutex<()> = Mutex::new(());
+
+pub(crate) fn occupy(time: Duration) {
+    let _held = HELD.lock();
+    let until = Instant::now() + time;
+    while Instant::now() < until {
+        std::hint::spin_loop();
+    }
+}
+
 fn checkpoint(folder: &Path) -> Result<(), i32> {
+    drop(HELD.lock());
     let mut job = job();
     memory::checkpoint()?;
     job.seen = gpus::usable(folder).into_iter().map(|gpu| gpu.uuid).collect();
@@ -198,6 +210,7 @@ fn checkpoint(folder: &Path) -> Result<(), i32> {
 
 /// A failure is the end of the process, as with the driver.
 fn restore(pairs: &[Pair], folder: &Path) -> Result<(), i32> {
+    drop(HELD.lock());
     let mut job = job();
     let done = place(&job, pairs, folder).and_then(|gpu| {
         job.device = Some(open_device()?);

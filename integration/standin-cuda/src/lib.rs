@@ -183,6 +183,13 @@ pub extern "C" fn standin_busy(milliseconds: c_uint) -> c_int {
     }))
 }
 
+/// Not of CUDA: computes for this long with a lock that the driver's thread takes in a checkpoint and in a restore, as the
+/// heap's lock of libc.
+#[unsafe(no_mangle)]
+pub extern "C" fn standin_occupy(milliseconds: c_uint) {
+    job::occupy(std::time::Duration::from_millis(milliseconds.into()));
+}
+
 /// A "kernel" of a collective: ends once all ranks have begun theirs, which they count in the memory that they share. A lock
 /// of this rank waits for it, and so for ranks that are locked.
 #[unsafe(no_mangle)]

@@ -165,9 +165,9 @@ impl Process {
     /// Does `work` on a process whose threads are stopped: only `thread`, the one the driver works with
     /// ([`Process::restore_thread_id`], asked while it ran), runs meanwhile. A process that is not stopped is left as it is.
     ///
-    /// A thread that was stopped in the driver may hold a lock that the work waits for (seen with JAX on driver 580: one
-    /// restore in seven waited for ever). So after `patience` the others are let go on: what they can break by then is
-    /// a process that would have to be killed.
+    /// A thread that was stopped may hold a lock that the work waits for. It is let run for a moment then
+    /// ([`ptrace::lend`]), and after `patience` all are: what they can break by then is a process that would have to be
+    /// killed.
     ///
     /// # Errors
     /// Those of `work`, and [`Error::Thread`] when the thread can not be let run.
@@ -181,11 +181,7 @@ impl Process {
         let alone = ptrace::Alone::run(tid).map_err(failed)?;
         let result = std::thread::scope(|scope| {
             let (done, over) = mpsc::channel::<()>();
-            scope.spawn(move || {
-                if over.recv_timeout(patience) == Err(mpsc::RecvTimeoutError::Timeout) {
-                    let _ = ptrace::go_on(self.pid);
-                }
-            });
+            scope.spawn(move || ptrace::lend(self.pid, tid, patience, &over));
             let result = work();
             drop(done);
             result

@@ -1,0 +1,125 @@
+//! Turns for stopped threads that hold what the running thread of their process waits for.
+//!
+//! A thread can be stopped while it holds a lock that has nothing to do with CUDA: glibc's of the heap, above all. The
+//! driver's thread, which alone runs then, waits for it for ever (seen on driver 580 with processes that were freeing
+//! memory at their exit: 2 of 261 checkpoints; the same futex of libc's is behind a JAX restore that did not end).
+//!
+//! So where the running thread waits for a futex and nothing in the process computes, the stopped threads are let run for a
+//! moment, one after the other: first those that were met outside of a call that waits, for only they can be about to give
+//! a lock back, later all. One at a time and for a millisecond, because a thread that meets memory which the driver has
+//! unmapped dies of it: a fault in its turn is held back, and met again once the memory is there.
+
+use std::fs;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use super::{Alone, go_on, process};
+
+/// How often the running thread is looked at. It must be met twice in the same wait.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// The first turns; they double with each round.
+const TURN: Duration = Duration::from_millis(1);
+const LONGEST_TURN: Duration = Duration::from_millis(64);
+
+/// So many rounds are for those that are not in a call that waits.
+const ROUNDS_OF_THE_BUSY: u32 = 4;
+
+/// Looks after the running thread `tid` of a stopped process until `over` is closed. After `patience` all threads are let go
+/// on.
+pub fn lend(pid: i32, tid: i32, patience: Duration, over: &Receiver<()>) {
+    let (began, mut round, mut before) = (Instant::now(), 0, None);
+    while over.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+        if began.elapsed() > patience {
+            tracing::warn!(pid, "the driver's thread waits for {patience:?}: all threads of the process are let go on");
+            let _ = go_on(pid);
+            return;
+        }
+        let now = Wait::of(pid, tid);
+        if now.is_some() && now == before {
+            if round == 0 {
+                tracing::debug!(pid, tid, "the driver's thread waits for a stopped one");
+            }
+            let turn = TURN.saturating_mul(1 << round.min(16)).min(LONGEST_TURN);
+            let all = round >= ROUNDS_OF_THE_BUSY;
+            round += 1;
+            before = None;
+            for other in process::threads(pid) {
+                if other == tid || !(all || is_busy(pid, other)) || process::state(other) != Some('T') {
+                    continue;
+                }
+                let Ok(alone) = Alone::run(other) else { continue };
+                let done = over.recv_timeout(turn) != Err(RecvTimeoutError::Timeout);
+                drop(alone);
+                if done {
+                    return;
+                }
+                if Wait::of(pid, tid) != now {
+                    break;
+                }
+            }
+        } else {
+            before = now;
+        }
+    }
+}
+
+/// A wait for a futex, with the time that all threads of the process have computed by then.
+#[derive(Debug, PartialEq, Eq)]
+struct Wait {
+    call: String,
+    computed: u64,
+}
+
+impl Wait {
+    /// None where the thread does not wait for a futex.
+    fn of(pid: i32, tid: i32) -> Option<Wait> {
+        let call = call_of(pid, tid).filter(|call| number(call) == Some(libc::SYS_futex))?;
+        let computed = process::threads(pid).into_iter().filter_map(|tid| computed(pid, tid)).sum();
+        Some(Wait { call, computed })
+    }
+}
+
+/// `/proc/PID/task/TID/syscall`: the number of the call that it waits in with its arguments, "running", or -1 outside of
+/// one (proc(5)).
+fn call_of(pid: i32, tid: i32) -> Option<String> {
+    fs::read_to_string(format!("/proc/{pid}/task/{tid}/syscall")).ok()
+}
+
+fn number(call: &str) -> Option<i64> {
+    call.split_whitespace().next()?.parse().ok()
+}
+
+/// Nanoseconds on a processor: the first number of `schedstat`. Without it nothing computes, as far as we know.
+fn computed(pid: i32, tid: i32) -> Option<u64> {
+    let text = fs::read_to_string(format!("/proc/{pid}/task/{tid}/schedstat")).ok()?;
+    text.split_whitespace().next()?.parse().ok()
+}
+
+/// Whether it was not met in a call that waits for somebody else.
+fn is_busy(pid: i32, tid: i32) -> bool {
+    const WAITING: [i64; 16] = [
+        libc::SYS_futex,
+        libc::SYS_ppoll,
+        libc::SYS_epoll_pwait,
+        libc::SYS_pselect6,
+        libc::SYS_nanosleep,
+        libc::SYS_clock_nanosleep,
+        libc::SYS_restart_syscall,
+        libc::SYS_read,
+        libc::SYS_recvfrom,
+        libc::SYS_recvmsg,
+        libc::SYS_accept,
+        libc::SYS_accept4,
+        libc::SYS_wait4,
+        libc::SYS_waitid,
+        libc::SYS_rt_sigtimedwait,
+        libc::SYS_rt_sigsuspend,
+    ];
+    #[cfg(target_arch = "x86_64")]
+    const OLD: [i64; 4] = [libc::SYS_poll, libc::SYS_epoll_wait, libc::SYS_select, libc::SYS_pause];
+    #[cfg(not(target_arch = "x86_64"))]
+    const OLD: [i64; 0] = [];
+    let call = call_of(pid, tid).as_deref().and_then(number);
+    call.is_none_or(|call| !WAITING.contains(&call) && !OLD.contains(&call))
+}
