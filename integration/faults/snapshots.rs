@@ -44,7 +44,7 @@ fn a_cuda_job_is_snapshotted_on_the_interval_and_comes_back() {
 #[test]
 fn a_thread_that_is_stopped_with_a_lock_that_the_driver_wants_does_not_hold_the_job_up() {
     let Some(mut rig) = Rig::new() else { return };
-    rig.job(&["--hold-ms", "5"]);
+    rig.job(&["--occupy-ms", "5"]);
     let mut supervisor = rig.start();
     for _ in 0..3 {
         let image = supervisor.snapshot();

@@ -3,14 +3,14 @@
 
     standin_job.py OUT [--mib N] [--until N] [--busy-ms N] [--sleep-ms N] [--fork]
                        [--times] [--pause FILE] [--devices CONTROL MEMORY SEEN] [--keep DEVICE]
-                       [--hold-ms N]
+                       [--occupy-ms N]
 
 Each round adds one to the counter in device memory, checks the counter and the pattern, and appends the counter to the
 file OUT. Ends with 0 at --until, with 3 when the pattern differs, with 4 when the counter differs from the one that it
 keeps in host memory, with 5 when a CUDA call fails. --busy-ms runs a "kernel" of that length each round, so that a
 shorter lock times out. --fork leaves a child behind that holds the device descriptor but does not use CUDA. --devices
 leaves one behind that has these two as a child of a real CUDA process has NVIDIA's, CONTROL open and MEMORY open and mapped,
-and writes to the file SEEN what it finds of them; --keep has the job itself hold one beside CUDA. --hold-ms has a
+and writes to the file SEEN what it finds of them; --keep has the job itself hold one beside CUDA. --occupy-ms has a
 thread compute nearly all the time with a lock that the driver's thread wants, N milliseconds at a time. --times
 writes the lines that bench_torch.py writes, with the counter and the checksum of the pattern in the place of the loss
 and the sum; --pause is that job's, too.
@@ -63,7 +63,7 @@ def main():
     parser.add_argument("--fork", action="store_true")
     parser.add_argument("--devices", nargs=3)
     parser.add_argument("--keep")
-    parser.add_argument("--hold-ms", type=int)
+    parser.add_argument("--occupy-ms", type=int)
     parser.add_argument("--times", action="store_true")
     parser.add_argument("--pause")
     args = parser.parse_args()
@@ -102,13 +102,13 @@ def main():
     if args.keep:
         os.open(args.keep, os.O_RDWR)
 
-    def hold():
+    def occupy():
         while True:
-            cuda.standin_occupy(args.hold_ms)
+            cuda.standin_occupy(args.occupy_ms)
             time.sleep(0.0002)
 
-    if args.hold_ms:
-        threading.Thread(target=hold, daemon=True).start()
+    if args.occupy_ms:
+        threading.Thread(target=occupy, daemon=True).start()
 
     def line(number, began):
         if not args.times:
