@@ -1,7 +1,10 @@
 //! Jobs of many kinds, each killed with -9 after a snapshot and compared with what it would have become.
 
+use std::fs;
 use std::net::UdpSocket;
 use std::time::Duration;
+
+use nix::sys::signal::Signal;
 
 use crate::supervisor::{LIMIT, Lab, Running, assert_counts_up, numbers, tail};
 
@@ -267,6 +270,21 @@ fn no_snapshot_breaks_a_write_lease() {
     run.signal(nix::sys::signal::Signal::SIGUSR1);
     run.wait_for("an image", || !lab.good().is_empty());
     run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// Another program takes the number of the job's terminal while there is no job.
+#[test]
+fn a_terminals_number_is_the_jobs_own() {
+    let Some(lab) = Lab::new() else { return };
+    let run = until_after_snapshot(&lab, "terminals");
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+    let _taken: Vec<_> =
+        (0..16).map(|_| fs::File::options().read(true).write(true).open("/dev/ptmx").unwrap()).collect();
+    let mut run = lab.python("kinds.py", &["terminals", lab.path().to_str().unwrap()]);
+    run.wait_said("the job is back from image");
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }

@@ -95,6 +95,7 @@ fn init(last_pid: i32, ready: i32, loopback: bool, names: Option<&CStr>) -> ! {
             sys::mount(c"proc", c"/proc", c"proc", sys::MS_NOSUID | sys::MS_NODEV | sys::MS_NOEXEC)
                 .map_err(|e| (b'p', e))
         })
+        .map(|()| own_terminals())
         // The job's pids begin above this one, so that CRIU, run in this namespace, finds low ones free.
         .and_then(|()| sys::write_number(c"/proc/sys/kernel/ns_last_pid", last_pid).map_err(|e| (b'l', e)))
         .and_then(|()| if loopback { sys::bring_up_loopback().map_err(|e| (b'n', e)) } else { Ok(()) })
@@ -114,6 +115,16 @@ fn init(last_pid: i32, ready: i32, loopback: bool, names: Option<&CStr>) -> ! {
     loop {
         while let Ok(Some(_)) = sys::wait_any(sys::WNOHANG) {}
         let _ = sys::next_signal(&mut mask);
+    }
+}
+
+/// The job's terminals have numbers of their own, so that a restore finds the same ones free: on the machine's own devpts
+/// somebody else's may have taken them since. Group 5 is `tty`, where it is not known there is none. A machine without
+/// /dev/pts has no terminals either.
+fn own_terminals() {
+    let mount = |options| sys::mount_with(c"devpts", c"/dev/pts", c"devpts", sys::MS_NOSUID | sys::MS_NOEXEC, options);
+    if mount(c"newinstance,ptmxmode=0666,mode=0620,gid=5").is_err() {
+        let _ = mount(c"newinstance,ptmxmode=0666,mode=0620");
     }
 }
 

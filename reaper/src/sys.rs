@@ -104,7 +104,18 @@ pub(crate) fn decimal(mut number: u32, digits: &mut [u8; 10]) -> &[u8] {
 }
 
 pub(crate) fn mount(source: &CStr, target: &CStr, kind: &CStr, flags: usize) -> Result<(), Errno> {
-    call(165, [source.as_ptr().addr(), target.as_ptr().addr(), kind.as_ptr().addr(), flags, 0]).map(drop)
+    mount_with(source, target, kind, flags, c"")
+}
+
+pub(crate) fn mount_with(
+    source: &CStr,
+    target: &CStr,
+    kind: &CStr,
+    flags: usize,
+    options: &CStr,
+) -> Result<(), Errno> {
+    let strings = [source, target, kind].map(|text| text.as_ptr().addr());
+    call(165, [strings[0], strings[1], strings[2], flags, options.as_ptr().addr()]).map(drop)
 }
 
 /// Sets IFF_UP on `lo`, which gets its addresses with that (the kernel's `inetdev_event`, `addrconf_notify`).
