@@ -39,6 +39,7 @@ mod page;
 mod passing;
 mod paths;
 mod proven;
+mod rehearse;
 mod repair;
 mod rot;
 mod stacks;

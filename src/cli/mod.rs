@@ -13,6 +13,7 @@ mod man;
 pub mod output;
 mod progress;
 mod prune;
+mod rehearse;
 mod repair;
 mod replica;
 mod report;
@@ -151,6 +152,9 @@ enum Command {
         /// The shell
         shell: clap_complete::Shell,
     },
+    /// Try a restore beside a running job; for the supervisor
+    #[command(hide = true)]
+    Rehearse,
     /// Write the manual pages into a folder, for a package
     #[command(hide = true)]
     Man {
@@ -248,6 +252,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
             Ok(Exit::Success)
         }
         Command::Cuda(command) => cuda::run(command, global.format()),
+        Command::Rehearse => rehearse::rehearse(),
         Command::Man { folder } => {
             man::write(Cli::command(), folder)?;
             Ok(Exit::Success)

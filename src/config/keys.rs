@@ -103,6 +103,7 @@ pub(super) const KEYS: &[Key] = &[
     key("snapshot.file-limit", Shape::Text, SIZE),
     key("snapshot.tcp", Shape::Text, "\"auto\", \"keep\" or \"close\""),
     key("snapshot.memory-reserve", Shape::Text, SIZE),
+    key("snapshot.rehearse", Shape::Text, PATIENCE),
     key("snapshot.staging", Shape::Text, "\"ram\" or \"store\""),
     key("snapshot.staging-directory", Shape::Text, "text with an absolute path"),
     key("snapshot.interposer", Shape::Text, "\"auto\" or \"off\""),

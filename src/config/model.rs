@@ -15,7 +15,7 @@ use super::scheduler::Scheduler;
 use super::storage::{Compression, Copies, Repack, ReplicaUrl, SizeLimit, Threads, VerifyRate};
 use super::tell::{Hooks, LogFormat, Metrics};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
-use super::watch::{Rule, Watch};
+use super::watch::{Patience, Rule, Watch};
 use super::word::Word;
 use crate::sys::parallel;
 
@@ -200,6 +200,8 @@ pub struct Snapshot {
     pub tcp: Tcp,
     /// Host memory that must stay free while an image is made in memory, or GPU memory is copied into it.
     pub memory_reserve: ByteSize,
+    /// How often a restore is tried beside the job.
+    pub rehearse: Patience,
     /// Where an image is whole first, which ends the freeze.
     pub staging: Staging,
     /// Absolute folder with one folder for each job that is staged in memory.
@@ -465,6 +467,7 @@ impl Default for Snapshot {
             file_limit: ByteSize::gib(16),
             tcp: Tcp::default(),
             memory_reserve: ByteSize::mib(512),
+            rehearse: Patience::For(seconds(24 * 3600)),
             staging: Staging::default(),
             staging_directory: PathBuf::from("/run/rekindle"),
             interposer: Interposer::default(),

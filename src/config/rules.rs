@@ -193,6 +193,9 @@ fn snapshot(config: &Config, rules: &mut Rules) {
                 .to_owned()
         });
     }
+    if let Some(every) = snapshot.rehearse.limit() {
+        rules.time("snapshot.rehearse", every, second, ", or \"off\"");
+    }
     rules.time("snapshot.grace", snapshot.grace, second, ", because a stop takes its last snapshot within it");
     let reason = ", because the driver takes 0 for 'wait for ever'";
     rules.time("snapshot.lock-timeout", snapshot.lock_timeout, Duration::from_millis(1), reason);

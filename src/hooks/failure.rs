@@ -25,6 +25,8 @@ pub enum Failure {
     ImageBad,
     /// Content of the store is damaged, or the disk does not give it.
     StoreDamaged,
+    /// An image could not be restored in a rehearsal.
+    RehearsalFailed,
     /// The job was given up.
     GivenUp,
 }
@@ -45,6 +47,9 @@ impl Failure {
             }
             (_, What::GpuFault { gpu, words, .. }) => format!("GPU {gpu} has a fault: {words}"),
             (_, What::ImageBad { image, why }) => format!("image {image} is bad: {why}"),
+            (_, What::RehearsalFailed { image, why }) => {
+                format!("image {image} could not be restored in a rehearsal: {why}")
+            }
             (_, What::StoreDamaged { why, .. }) => format!("its store is damaged: {why}"),
             (_, What::Finished { why: Some(why), .. }) => format!("given up: {why}"),
             _ => "it failed".into(),
@@ -80,6 +85,7 @@ impl Failures {
             What::Hung { .. } => return Some(Failure::Hung),
             What::GpuFault { .. } => return Some(Failure::GpuFault),
             What::ImageBad { .. } => return Some(Failure::ImageBad),
+            What::RehearsalFailed { .. } => return Some(Failure::RehearsalFailed),
             What::StoreDamaged { .. } => return Some(Failure::StoreDamaged),
             What::Finished { outcome, .. } if outcome == "failed" => return Some(Failure::GivenUp),
             _ => {}

@@ -5,7 +5,8 @@ use nix::unistd::{Gid, User};
 use crate::sys::criu::FileRights;
 
 /// A user, its group and all its other groups.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Identity {
     /// User id.
     pub uid: u32,

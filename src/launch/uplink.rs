@@ -156,7 +156,7 @@ impl Plan {
 
     /// Writes what the job's /etc/resolv.conf is to be, and answers where: the machine's, but for the name servers. Those may
     /// be on its loopback device, and change from machine to machine; this one is there in each world.
-    pub(super) fn names(&self) -> Result<PathBuf, Error> {
+    pub(crate) fn names(&self) -> Result<PathBuf, Error> {
         let machine = std::fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
         let path = self.directory.join("resolv.conf");
         let written = embedded::put(&path, names_like(&machine).as_bytes(), 0o644);

@@ -257,7 +257,7 @@ impl History {
                 self.pass(at);
                 self.fail(at, Trouble::Replica, why.clone());
             }
-            What::ImageBad { image, why } => {
+            What::ImageBad { image, why } | What::RehearsalFailed { image, why } => {
                 self.pass(at);
                 self.fail(at, Trouble::Image, format!("image {image}: {why}"));
             }

@@ -115,7 +115,10 @@ pub fn event(what: &What) -> (String, String) {
             format!("image {image}, {} sent in {}", size(*sent), time(*took_us))
         }
         What::NotStored { why, .. } | What::StoreDamaged { why, .. } => why.clone(),
-        What::NotReplicated { image, why } | What::ImageBad { image, why } => format!("image {image}: {why}"),
+        What::NotReplicated { image, why } | What::ImageBad { image, why } | What::RehearsalFailed { image, why } => {
+            format!("image {image}: {why}")
+        }
+        What::Rehearsed { image, took_us } => format!("image {image} in {}", time(*took_us)),
         What::Restarting { image, after_us } => format!("from {} in {}", from(image), time(*after_us)),
         What::Finished { outcome, exit_code, why } => {
             let code = exit_code.map(|code| format!(", exit code {code}")).unwrap_or_default();

@@ -51,21 +51,45 @@ pub(super) fn put(image: &Image, manifest: &Manifest, user: Option<&Identity>) -
     Ok(put)
 }
 
+/// Puts files of their size in place that are empty: for CRIU, without the driver.
+pub(super) fn put_empty(manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
+    let mut put = InPlace::default();
+    for landing in &manifest.landing {
+        put.0.push(landing.path.to_path_buf());
+        let make = || {
+            make_room(&landing.path)?;
+            File::options().write(true).create_new(true).mode(0o600).open(&landing.path)?.set_len(landing.bytes)?;
+            give(&landing.path, user)
+        };
+        make().map_err(|source| Error { pid: landing.pid, path: landing.path.to_path_buf(), source })?;
+    }
+    Ok(put)
+}
+
 fn put_one(image: &Image, landing: &Landing, user: Option<&Identity>) -> io::Result<()> {
     let from = image.dir.join(&landing.part);
-    if let Some(folder) = landing.path.parent() {
-        // There already, unless the job's store or its staging directory has moved since.
-        fs::create_dir_all(folder)?;
-    }
-    match fs::remove_file(&landing.path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-        _ => {}
-    }
+    make_room(&landing.path)?;
     if !(image.is_staged() && fs::hard_link(&from, &landing.path).is_ok()) {
         copy(&from, &landing.path)?;
     }
-    // It is the user's memory, and has to be the user's file for the look at what a restored job has open.
-    user.map_or(Ok(()), |user| std::os::unix::fs::chown(&landing.path, Some(user.uid), Some(user.gid)))
+    give(&landing.path, user)
+}
+
+/// There is a folder for it, and no file in its place.
+fn make_room(path: &Path) -> io::Result<()> {
+    if let Some(folder) = path.parent() {
+        // There already, unless the job's store or its staging directory has moved since.
+        fs::create_dir_all(folder)?;
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// It is the user's memory, and has to be the user's file for the look at what a restored job has open.
+fn give(path: &Path, user: Option<&Identity>) -> io::Result<()> {
+    user.map_or(Ok(()), |user| std::os::unix::fs::chown(path, Some(user.uid), Some(user.gid)))
 }
 
 /// Copied at once by one thread.

@@ -19,6 +19,7 @@ mod own;
 mod plain;
 pub mod policy;
 mod ports;
+pub mod rehearsal;
 mod rollback;
 pub mod rules;
 mod user;
@@ -140,23 +141,15 @@ pub fn restore(
     let mut timed = Timer(&mut timings);
 
     let relocation = timed.run("compare", || -> Result<_, Error> {
-        own::check(manifest, request)?;
-        check_user(manifest, request.identity)?;
+        check_image(request, manifest)?;
         let relocation = fits(request, manifest, warn, cancelled)?;
-        rollback::check(manifest, request.folder, request.identity, request.changed_files)?;
+        check_files(request, manifest)?;
         rollback::warn_of_unknown(manifest, request.folder);
         Ok(relocation)
     })?;
     let plain::Plain { image, folder: unpacked } = timed.run("verify", || plain::make(request, cancelled))?;
     let (image, request) = (&image, &Request { image: &image, ..*request });
-    let put_back = timed.run("files", || -> Result<_, Error> {
-        recreate(image, manifest)?;
-        let made = rollback::make_folders(manifest, request.identity)?;
-        if made > 0 {
-            tracing::info!("{made} folders that the job had removed since were made again");
-        }
-        Ok(rollback::put_back(image, manifest, request)?)
-    })?;
+    let put_back = timed.run("files", || put_files_back(request, manifest))?;
     // Until the driver has read it back, which is before this function ends.
     let _landing = timed.run("landing", || landing::put(image, manifest, request.identity))?;
     if cancelled() {
@@ -186,27 +179,29 @@ pub fn restore(
         Ok(loader) => (loader, None),
         Err(error) => (None, Some(error)),
     };
-    let root =
-        match timed.run("criu", || run_criu(request, manifest, &world, (loader.as_mut(), &lost_locks), cancelled)) {
-            Ok(root) => root,
-            Err(error) => {
-                // Dead and not reaped it would keep its namespace from ending.
-                drop(loader);
-                world.end(None);
-                if matches!(world, World::Host) {
-                    world::end_leftovers(manifest.tree.root);
-                }
-                return Err(match error {
-                    Error::Criu(criu::RunError::Cancelled) => Error::Cancelled,
-                    Error::Criu(error)
-                        if matches!(world, World::Host) && error.log().is_some_and(criu::Log::says_pid_taken) =>
-                    {
-                        Error::PidTaken(error)
-                    }
-                    other => other,
-                });
+    let root = match timed.run("criu", || {
+        run_criu(request, manifest, &world, (loader.as_mut(), &lost_locks), Until::ItRuns, cancelled)?
+            .ok_or(Error::Cancelled)
+    }) {
+        Ok(root) => root,
+        Err(error) => {
+            // Dead and not reaped it would keep its namespace from ending.
+            drop(loader);
+            world.end(None);
+            if matches!(world, World::Host) {
+                world::end_leftovers(manifest.tree.root);
             }
-        };
+            return Err(match error {
+                Error::Criu(criu::RunError::Cancelled) => Error::Cancelled,
+                Error::Criu(error)
+                    if matches!(world, World::Host) && error.log().is_some_and(criu::Log::says_pid_taken) =>
+                {
+                    Error::PidTaken(error)
+                }
+                other => other,
+            });
+        }
+    };
     let job = Job::restored(world, root, manifest.tree.job);
     if let Err(error) = timed.run("locks", || locks::take_again(job.root.pid(), &lost_locks, &manifest.tree.cuda)) {
         job.kill();
@@ -243,6 +238,27 @@ pub fn restore(
             })
         }
     }
+}
+
+/// Whether it asks for nothing that is not its job's. Touches nothing.
+fn check_image(request: &Request<'_>, manifest: &Manifest) -> Result<(), Error> {
+    own::check(manifest, request)?;
+    Ok(check_user(manifest, request.identity)?)
+}
+
+/// Whether the files of the image's job are here, or can be put back. Touches nothing.
+fn check_files(request: &Request<'_>, manifest: &Manifest) -> Result<(), Error> {
+    Ok(rollback::check(manifest, request.folder, request.identity, request.changed_files)?)
+}
+
+/// Puts the files of the image that is in plain files back, its own and the job's.
+fn put_files_back(request: &Request<'_>, manifest: &Manifest) -> Result<Vec<PutBack>, Error> {
+    recreate(request.image, manifest)?;
+    let made = rollback::make_folders(manifest, request.identity)?;
+    if made > 0 {
+        tracing::info!("{made} folders that the job had removed since were made again");
+    }
+    Ok(rollback::put_back(request.image, manifest, request)?)
 }
 
 /// Has the job of this world reach its socket. Without it the job runs all the same.
@@ -365,13 +381,23 @@ fn alive_in(images: &std::path::Path) -> usize {
     names.filter(|name| name.to_str().is_some_and(|name| name.starts_with("mm-") && name.ends_with(".img"))).count()
 }
 
+/// How far CRIU goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Until {
+    ItRuns,
+    /// Every process is made, and none has run: then it is called off, and all are taken away.
+    BeforeItRuns,
+}
+
+/// Answers the root of what runs now, if anything does.
 fn run_criu(
     request: &Request<'_>,
     manifest: &Manifest,
     world: &World,
     (mut loader, lost_locks): (Option<&mut Daemon>, &LostLocks),
+    until: Until,
     cancelled: &dyn Fn() -> bool,
-) -> Result<crate::sys::spawn::Child, Error> {
+) -> Result<Option<crate::sys::spawn::Child>, Error> {
     let images = request.image.dir.join("criu");
     let scratch = request.folder.scratch_dir()?;
     let place =
@@ -381,7 +407,7 @@ fn run_criu(
     let memory = if loader.is_some() { Memory::Lazily } else { Memory::AtOnce };
     let log_dir = request.folder.log_dir();
     let wanted = guard::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
-    let mut refused = None;
+    let (mut refused, mut rehearsed) = (None, false);
     let mut before_it_runs = |moment| {
         // Later the daemon may have delivered some already: only then is it told that the tasks are restored
         // (`lazy_pages_finish_restore`).
@@ -396,6 +422,10 @@ fn run_criu(
             let why = error.to_string();
             refused = Some(error);
             return Err(why);
+        }
+        if until == Until::BeforeItRuns {
+            rehearsed = true;
+            return Err("this was a rehearsal".into());
         }
         locks::hold(root, lost_locks);
         // CRIU would send it only after it has let go: until then a thread could look for memory that is not back yet,
@@ -418,7 +448,8 @@ fn run_criu(
     // CRIU removes them when it could use them; after a failure they would lie beside the user's files.
     rollback::drop_links(manifest, request.identity);
     match (restored, refused) {
-        (Ok(restored), _) => Ok(restored.root),
+        (Ok(restored), _) => Ok(Some(restored.root)),
+        (Err(_), None) if rehearsed => Ok(None),
         (Err(_), Some(why)) => Err(Error::Refused { id: request.image.id, why }),
         (Err(error), None) => Err(error.into()),
     }

@@ -146,6 +146,7 @@ impl Owner<'_> {
                     self.note_seen(&taken.image);
                 }
                 self.persist(taken.image);
+                self.image_to_rehearse();
                 Event::SnapshotTaken { freeze: taken.freeze, persist }
             }
             Err(error) => {

@@ -22,6 +22,7 @@ mod publish;
 mod record;
 pub use deadline::Forecast;
 pub use publish::{Persisting, Published};
+mod rehearse;
 mod replicate;
 mod rewind;
 pub(crate) use rewind::new_lineage;
@@ -155,6 +156,7 @@ enum Message {
     End(deadline::Answer),
     Hook(crate::hooks::Report),
     Rot(Box<rot::Report>),
+    Rehearsed(Box<rehearse::Rehearsed>),
 }
 
 impl Message {
@@ -201,6 +203,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         files_go: Arc::default(),
         replication: replicate::Replication::default(),
         rot: None,
+        rehearsals: rehearse::Rehearsals::default(),
         restoring: None,
         control: control::Control::default(),
         word: word::Word::new(&shared),
@@ -233,6 +236,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         owner.mind_the_holds();
         owner.mind_the_proofs();
         owner.mind_rot();
+        owner.mind_the_rehearsals();
         owner.mind_the_unread();
         owner.beat();
         let (patience, began) = (owner.patience(), clock::since_boot());
@@ -248,6 +252,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         }
     }
     owner.close_rot();
+    owner.close_rehearsals();
     let finish = owner.finish.take();
     let mut finish =
         finish.unwrap_or_else(|| Finish::Failed { why: "the supervisor lost its threads".into(), last: None });
@@ -330,6 +335,8 @@ struct Owner<'a> {
     replication: replicate::Replication,
     /// What looks through the store for damage.
     rot: Option<rot::Rot>,
+    /// Restores that are tried beside the job.
+    rehearsals: rehearse::Rehearsals,
     /// The image that a start under way reads.
     restoring: Option<keep::Moving>,
     /// The life whose memory is still being brought back, and the image that it comes from.
@@ -391,6 +398,7 @@ impl Owner<'_> {
             .min(HEARTBEAT.saturating_sub(self.heartbeat.elapsed()))
             .min(self.deadline.patience())
             .min(self.word.patience());
+        let tick = self.rehearsals.patience().map_or(tick, |due| tick.min(due));
         let tick = self.patience_for_proofs().map_or(tick, |proof| tick.min(proof));
         let tick = self.notify.patience(Instant::now()).map_or(tick, |beat| tick.min(beat));
         if self.replication.is_running() {
@@ -510,6 +518,7 @@ impl Owner<'_> {
             Message::End(answer) => self.end_is_known(answer),
             Message::Hook(report) => self.hook_failed(report),
             Message::Rot(report) => self.rot_found(*report),
+            Message::Rehearsed(rehearsed) => self.rehearsed(*rehearsed),
         }
     }
 

@@ -25,3 +25,4 @@ pub mod sharing;
 pub mod sock_diag;
 pub mod sparse;
 pub mod spawn;
+pub mod view;

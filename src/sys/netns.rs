@@ -96,6 +96,61 @@ fn enter(user: u32, group: u32) -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) })
 }
 
+/// Has a network namespace of a process take every address for its own: what was bound or connected anywhere else can be
+/// bound and connected there, and reaches nobody. Needs rights over it.
+///
+/// # Errors
+/// When it cannot be entered, or the kernel takes no route.
+pub fn own_all_addresses(pid: i32) -> io::Result<()> {
+    let namespace = File::open(format!("/proc/{pid}/ns/net"))?;
+    // A thread of its own, which is in it to its end.
+    let work = move || {
+        nix::sched::setns(&namespace, nix::sched::CloneFlags::CLONE_NEWNET)?;
+        route_all_to_loopback(libc::AF_INET)?;
+        // Where there is no IPv6, no socket of the job's is of that kind.
+        let _ = route_all_to_loopback(libc::AF_INET6);
+        Ok(())
+    };
+    std::thread::spawn(work).join().unwrap_or_else(|_| Err(io::Error::other("the thread died")))
+}
+
+/// `ip route add local default dev lo` (rtnetlink(7)).
+fn route_all_to_loopback(family: i32) -> io::Result<()> {
+    use nix::sys::socket::{AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType};
+    let socket = nix::sys::socket::socket(
+        AddressFamily::Netlink,
+        SockType::Raw,
+        SockFlag::SOCK_CLOEXEC,
+        SockProtocol::NetlinkRoute,
+    )?;
+    // struct rtmsg: family, lengths of destination and source (any), type of service, table, protocol, scope, kind, flags.
+    let family = u8::try_from(family).unwrap_or_default();
+    let scope = if family == 2 { libc::RT_SCOPE_HOST } else { libc::RT_SCOPE_UNIVERSE };
+    let mut body = vec![family, 0, 0, 0, libc::RT_TABLE_LOCAL, libc::RTPROT_BOOT, scope, libc::RTN_LOCAL, 0, 0, 0, 0];
+    // struct rtattr: length, RTA_OIF; the loopback device is the first of each namespace.
+    body.extend(8u16.to_ne_bytes());
+    body.extend(libc::RTA_OIF.to_ne_bytes());
+    body.extend(1i32.to_ne_bytes());
+    let flags = libc::NLM_F_REQUEST | libc::NLM_F_ACK | libc::NLM_F_CREATE;
+    let mut message = Vec::new();
+    message.extend(u32::try_from(16 + body.len()).unwrap_or_default().to_ne_bytes());
+    message.extend(libc::RTM_NEWROUTE.to_ne_bytes());
+    message.extend(u16::try_from(flags).unwrap_or_default().to_ne_bytes());
+    message.extend(1u32.to_ne_bytes());
+    message.extend(0u32.to_ne_bytes());
+    message.extend(body);
+    nix::sys::socket::sendto(socket.as_raw_fd(), &message, &NetlinkAddr::new(0, 0), MsgFlags::empty())?;
+    let mut answer = [0u8; 256];
+    let length = nix::sys::socket::recv(socket.as_raw_fd(), &mut answer, MsgFlags::empty())?;
+    // struct nlmsghdr, then the error of struct nlmsgerr, which is 0 for none.
+    let error = answer.get(16..20).filter(|_| length >= 20).and_then(|bytes| bytes.try_into().ok());
+    match error.map(i32::from_ne_bytes) {
+        Some(0) => Ok(()),
+        Some(error) => Err(io::Error::from_raw_os_error(-error)),
+        None => Err(io::Error::other("rtnetlink gave no answer")),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt;

@@ -222,6 +222,20 @@ pub enum What {
         /// The images that cannot be restored for it.
         images: Vec<ImageId>,
     },
+    /// An image was restored beside the job, up to the point where it would have run.
+    Rehearsed {
+        /// Which.
+        image: ImageId,
+        /// How long that took.
+        took_us: u64,
+    },
+    /// It could not be restored beside the job.
+    RehearsalFailed {
+        /// Which.
+        image: ImageId,
+        /// CRIU's reason.
+        why: String,
+    },
     /// The job will be brought back.
     Restarting {
         /// From this image; without one it begins anew.

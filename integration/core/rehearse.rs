@@ -1,0 +1,177 @@
+//! Restores that are tried beside the running job: they find what a restart would find, and leave no trace.
+
+use std::fs;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use crate::kinds::{count_on, finish};
+use crate::supervisor::{Lab, Running};
+
+fn lab() -> Option<Lab> {
+    Some(Lab::new()?.set("snapshot.rehearse", "\"1s\""))
+}
+
+fn events(lab: &Lab, kind: &str) -> usize {
+    let text = fs::read_to_string(lab.store().join("j/log/events.jsonl")).unwrap_or_default();
+    text.matches(&format!("\"event\":\"{kind}\"")).count()
+}
+
+fn start(lab: &Lab, kind: &str) -> Running {
+    let mut run = lab.python("kinds.py", &[kind, lab.path().to_str().unwrap()]);
+    count_on(lab, &mut run, 5);
+    run.snapshot(lab);
+    run
+}
+
+/// Locks, a FIFO, an inotify watch, a stopped child, deleted files, a connection: the job checks them all the time.
+#[test]
+fn the_job_and_its_files_notice_nothing() {
+    for kind in ["mixed", "ghost", "tcp-within", "shared"] {
+        let Some(lab) = lab() else { return };
+        let mut run = start(&lab, kind);
+        run.wait_for("two rehearsals", || events(&lab, "rehearsed") >= 2);
+        assert_eq!(events(&lab, "rehearsal-failed"), 0, "{kind}");
+        count_on(&lab, &mut run, 5);
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+        finish(&lab, run);
+        lab.assert_all_gone();
+    }
+}
+
+const SOCKETS: &str = "
+import mmap, os, socket, sys, time
+folder = sys.argv[1]
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(folder + '/listener')
+listener.listen()
+listener.setblocking(False)
+base = open(folder + '/base', 'w+b')
+base.write(bytes(1 << 20))
+base.flush()
+view = mmap.mmap(base.fileno(), 1 << 20)
+n = 0
+while not os.path.exists(folder + '/finish'):
+    n += 1
+    view[:8] = n.to_bytes(8, 'little')
+    assert os.pread(base.fileno(), 8, 0) == n.to_bytes(8, 'little'), 'the file is another'
+    try:
+        listener.accept()[0].send(b'me')
+    except BlockingIOError:
+        pass
+    print('n', n, flush=True)
+    time.sleep(0.02)
+print('done')
+";
+
+/// A restore makes sockets and rewrites files at the same paths.
+#[test]
+fn sockets_and_files_by_name_stay_the_jobs_own() {
+    let Some(lab) = lab() else { return };
+    let folder = lab.path().to_str().unwrap().to_owned();
+    let mut run = lab.run(["/usr/bin/python3", "-c", SOCKETS, &folder]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    let before = fs::metadata(lab.file("base")).unwrap();
+    run.wait_for("a rehearsal", || events(&lab, "rehearsed") >= 1);
+    assert_eq!(before.ino(), fs::metadata(lab.file("base")).unwrap().ino());
+    let mut stream = UnixStream::connect(lab.file("listener")).unwrap();
+    let mut answer = [0; 2];
+    std::io::Read::read_exact(&mut stream, &mut answer).unwrap();
+    assert_eq!(&answer, b"me");
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// Its files in memory are damaged, so that CRIU refuses it.
+#[test]
+fn an_image_that_criu_refuses_is_told_of_and_kept() {
+    let Some(lab) = lab() else { return };
+    let lab = lab.set("store.keep-last", "9");
+    let mut run = start(&lab, "plain");
+    let tables: Vec<PathBuf> = walk(lab.memory()).into_iter().filter(|path| path.ends_with("criu/files.img")).collect();
+    assert_eq!(tables.len(), 1, "{tables:?}");
+    let size = usize::try_from(fs::metadata(&tables[0]).unwrap().len()).unwrap();
+    // In place: its magic number, and no entry that makes sense.
+    let mut bytes = fs::read(&tables[0]).unwrap();
+    bytes[8..].fill(0xff);
+    assert_eq!(bytes.len(), size);
+    fs::File::options().write(true).open(&tables[0]).unwrap().write_all_at(&bytes, 0).unwrap();
+    run.wait_said("could not be restored in a rehearsal, twice");
+    run.wait_for("the event", || events(&lab, "rehearsal-failed") == 1);
+    assert_eq!(events(&lab, "image-bad"), 0);
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+fn walk(folder: PathBuf) -> Vec<PathBuf> {
+    let entries = fs::read_dir(&folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    entries.flat_map(|path| if path.is_dir() { walk(path) } else { vec![path] }).collect()
+}
+
+const OUTSIDE: &str = "
+import os, socket, sys, time
+folder = sys.argv[1]
+log = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+log.connect(folder + '/outside')
+n = 0
+while not os.path.exists(folder + '/finish'):
+    n += 1
+    log.send(b'x')
+    print('n', n, flush=True)
+    time.sleep(0.02)
+print('done')
+";
+
+/// A rehearsal reaches nobody outside, and does not take that for a fault of the image.
+#[test]
+fn a_program_outside_hears_nothing_of_it() {
+    let Some(lab) = lab() else { return };
+    let outside = UnixDatagram::bind(lab.file("outside")).unwrap();
+    outside.set_nonblocking(true).unwrap();
+    let drain = move || while outside.recv(&mut [0; 8]).is_ok() {};
+    let folder = lab.path().to_str().unwrap().to_owned();
+    let mut run = lab.run(["/usr/bin/python3", "-c", OUTSIDE, &folder]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    let said = run.said_so_far();
+    run.wait_for("it is said", || {
+        drain();
+        said().contains("was not rehearsed: it is connected to a program outside of the job")
+    });
+    assert_eq!(events(&lab, "rehearsal-failed"), 0);
+    fs::write(lab.file("finish"), "").unwrap();
+    let (code, ..) = run.finish(Duration::from_secs(60));
+    assert_eq!(code, 0);
+}
+
+/// A CRIU that hangs in a rehearsal keeps nobody from stopping, and nothing of it stays.
+#[test]
+fn a_stop_does_not_wait_for_it() {
+    let Some(lab) = lab() else { return };
+    let lab = lab.set_file("criu.path", "criu");
+    let (real, slow) = (crate::supervisor::criu(), lab.file("slow"));
+    lab.script(
+        "criu",
+        &format!(
+            "case \"$*\" in *--version*) exec {real} \"$@\";; esac\n\
+             if [ -e {slow} ]; then while :; do :; done; fi\nexec {real} \"$@\"",
+            real = real.display(),
+            slow = slow.display(),
+        ),
+    );
+    let mut run = start(&lab, "plain");
+    fs::write(&slow, "").unwrap();
+    run.wait_for("it hangs", || lab.processes().iter().any(|(_, command)| command.contains("rehearse")));
+    std::thread::sleep(Duration::from_millis(300));
+    fs::remove_file(&slow).unwrap();
+    let stopped = Instant::now();
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+    assert!(stopped.elapsed() < Duration::from_secs(20), "{:?}", stopped.elapsed());
+    lab.assert_all_gone();
+}

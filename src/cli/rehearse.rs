@@ -1,0 +1,16 @@
+//! `rekindle rehearse`: what a supervisor starts to try a restore beside its job. Reads what to try from standard input and
+//! writes what came of it to standard output, both as JSON.
+
+use std::io::Read;
+
+use super::Exit;
+use super::output;
+use crate::restart::rehearsal::{self, Script};
+
+pub(super) fn rehearse() -> anyhow::Result<Exit> {
+    let mut text = String::new();
+    std::io::stdin().take(1 << 20).read_to_string(&mut text)?;
+    let script: Script = serde_json::from_str(&text)?;
+    output::print_text(&serde_json::to_string(&rehearsal::play(&script))?)?;
+    Ok(Exit::Success)
+}
