@@ -23,12 +23,12 @@ pub(super) struct Found {
     pub(super) notes: Vec<String>,
 }
 
-/// The groups that processes of the tree below `root` are in, and those between them and the supervisor's. A tree of which
-/// no process was moved costs one read for each.
-pub(super) fn find(root: i32) -> Found {
+/// The groups that these processes are in, and those between them and the supervisor's. A tree of which no process was moved
+/// costs one read for each.
+pub(super) fn find(tree: &[i32]) -> Found {
     let Ok(own) = fs::read_to_string("/proc/self/cgroup") else { return Found::default() };
     let read = |pid: i32| Some((pid, fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?));
-    let elsewhere = process::tree(root).into_iter().filter_map(read).filter(|(_, groups)| *groups != own);
+    let elsewhere = tree.iter().copied().filter_map(read).filter(|(_, groups)| *groups != own);
     // A dead process cannot be moved.
     let elsewhere = elsewhere.filter(|(pid, _)| !matches!(process::state(*pid), Some('Z' | 'X') | None));
     let elsewhere: Vec<(i32, String)> = elsewhere.collect();
@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn a_tree_in_our_own_groups_has_none() {
-        let found = find(std::process::id().cast_signed());
+        let found = find(&process::tree(std::process::id().cast_signed()));
         assert!(found.groups.is_empty() && found.notes.is_empty(), "{found:?}");
     }
 }

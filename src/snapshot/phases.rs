@@ -400,7 +400,7 @@ impl<'a> Work<'a> {
             let user = subject.launch.identity.as_ref();
             let noted = restart::note(root, user, privileges).map_err(|error| chain(&error))?;
             (self.given_files, self.rights) = (noted.given, Some(noted.rights));
-            let groups = groups::find(root);
+            let groups = groups::find(&dead.tree);
             self.control_groups = groups.groups;
             self.notes.extend(groups.notes);
             let ours: Vec<&Path> = ours.iter().map(PathBuf::as_path).collect();
