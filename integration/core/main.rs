@@ -23,6 +23,7 @@ mod devices;
 mod environment;
 mod events;
 mod forks;
+mod groups;
 mod hooks;
 mod interval;
 mod kinds;

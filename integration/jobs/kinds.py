@@ -650,7 +650,36 @@ def sent():
     count(last=last)
 
 
+def control_groups():
+    """A child in the groups that FOLDER/groups names, with the settings that it names. A line each:
+    FOLDER-OF-GROUP [FILE VALUE]
+    """
+    with open(path("groups")) as file:
+        wanted = [line.split() for line in file]
+    if os.fork() == 0:
+        for group, *setting in wanted:
+            os.makedirs(group, exist_ok=True)
+            if setting:
+                with open(os.path.join(group, setting[0]), "w") as file:
+                    file.write(setting[1])
+        for group, *_ in wanted:
+            with open(os.path.join(group, "cgroup.procs"), "w") as file:
+                file.write(str(os.getpid()))
+        with open("/proc/self/cgroup") as file:
+            first = file.read()
+        say("in its groups")
+        while True:
+            with open("/proc/self/cgroup") as file:
+                now = file.read()
+            if now != first:
+                with open(path("strayed"), "w") as file:
+                    file.write(now)
+            time.sleep(0.002)
+    count()
+
+
 KINDS = {
+    "control-groups": control_groups,
     "read-lease": lambda: lease(fcntl.F_RDLCK),
     "write-lease": lambda: lease(fcntl.F_WRLCK),
     "terminals": terminals,

@@ -129,7 +129,8 @@ impl Lab {
 
     /// Has everything run within a control group.
     pub(crate) fn within(mut self, group: &Path) -> Lab {
-        let script = self.script("within", &format!("echo $$ > {}/cgroup.procs\nexec \"$@\"", group.display()));
+        let name = format!("within-{}", self.wrapper.len());
+        let script = self.script(&name, &format!("echo $$ > {}/cgroup.procs\nexec \"$@\"", group.display()));
         self.wrapper.insert(0, script.into());
         self
     }

@@ -11,6 +11,7 @@ mod contents;
 mod cuda;
 mod error;
 pub mod gpus;
+mod groups;
 mod guard;
 mod landing;
 mod locks;
@@ -428,6 +429,7 @@ fn run_criu(
             return Err("this was a rehearsal".into());
         }
         locks::hold(root, lost_locks);
+        groups::put_back(root, manifest, request.identity);
         // CRIU would send it only after it has let go: until then a thread could look for memory that is not back yet,
         // or take a lock of the driver with it into its sleep.
         if !manifest.tree.cuda.is_empty() {

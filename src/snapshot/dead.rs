@@ -68,19 +68,22 @@ pub(super) struct Look {
     pub(super) fresh: Option<Unnoticed>,
     /// Those that do not any more.
     pub(super) old: Option<Unnoticed>,
+    /// All processes of the tree: of one that stands still nobody needs to look for them again.
+    pub(super) tree: Vec<i32>,
 }
 
 impl Deaths {
     /// Looks at the tree below `root`.
     pub(super) fn look(&self, root: i32) -> Look {
-        let dead: Vec<(Key, Dead)> = process::tree(root).into_iter().filter_map(dead).collect();
+        let tree = process::tree(root);
+        let dead: Vec<(Key, Dead)> = tree.iter().copied().filter_map(dead).collect();
         let old = self.long_dead(dead.iter().map(|(key, _)| *key), Instant::now());
         let (old, fresh): (Vec<_>, Vec<_>) = dead.into_iter().zip(old).partition(|(_, old)| *old);
         let some = |all: Vec<((Key, Dead), bool)>| {
             let all: Vec<Dead> = all.into_iter().map(|((_, dead), _)| dead).collect();
             (!all.is_empty()).then_some(Unnoticed(all))
         };
-        Look { fresh: some(fresh), old: some(old) }
+        Look { fresh: some(fresh), old: some(old), tree }
     }
 
     /// Whether each of these has been dead for so long that it does not hold up a snapshot. Forgets all others.

@@ -29,6 +29,7 @@ pub(crate) mod dead;
 pub(crate) mod devices;
 mod files;
 mod gpu;
+mod groups;
 mod in_flight;
 mod landing;
 mod mapped;
@@ -372,6 +373,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         tracked_folders: work.captured.tracked.clone(),
         given_files: work.given_files.clone(),
         folders: work.folders.clone(),
+        control_groups: work.control_groups.clone(),
         saved_links: work.saved_links.clone(),
         recreate: work.recreate.clone(),
         mapped_files: mapped::files(&target.dir().join(phases::CRIU_DIR), work)?,

@@ -10,14 +10,14 @@ use super::contents::{Captured, Contents, View};
 use super::pages::{Drained, Expected, Receivers, expect};
 use super::target::Target;
 use super::{
-    Dead, Error, InFlight, Subject, Unnoticed, devices, files, gpu, in_flight, landing, preflight, prepare, tcp,
+    Dead, Error, InFlight, Subject, Unnoticed, devices, files, gpu, groups, in_flight, landing, preflight, prepare, tcp,
 };
 use crate::launch::identity::Identity;
 use crate::launch::{Privileges, plugin};
 use crate::restart;
 use crate::store::ImageId;
 use crate::store::manifest::{
-    Folder, GivenFile, JobRights, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess,
+    ControlGroup, Folder, GivenFile, JobRights, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess,
 };
 use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Plugin, Tcp};
 use crate::sys::nvml::GpuInventory;
@@ -91,6 +91,7 @@ pub(super) struct Work<'a> {
     pub(super) given_files: Vec<GivenFile>,
     pub(super) rights: Option<JobRights>,
     pub(super) folders: Vec<Folder>,
+    pub(super) control_groups: Vec<ControlGroup>,
     pub(super) saved_links: Vec<SavedLink>,
     pub(super) recreate: Vec<Recreate>,
     pub(super) timings: Vec<Phase>,
@@ -128,6 +129,7 @@ impl<'a> Work<'a> {
             given_files: Vec::new(),
             rights: None,
             folders: Vec::new(),
+            control_groups: Vec::new(),
             saved_links: Vec::new(),
             recreate: Vec::new(),
             timings: Vec::new(),
@@ -398,6 +400,9 @@ impl<'a> Work<'a> {
             let user = subject.launch.identity.as_ref();
             let noted = restart::note(root, user, privileges).map_err(|error| chain(&error))?;
             (self.given_files, self.rights) = (noted.given, Some(noted.rights));
+            let groups = groups::find(&dead.tree);
+            self.control_groups = groups.groups;
+            self.notes.extend(groups.notes);
             let ours: Vec<&Path> = ours.iter().map(PathBuf::as_path).collect();
             let read: Vec<&Path> = self.captured.read.keys().map(PathBuf::as_path).collect();
             self.folders = files::folders(&dir, root, &ours, &read).map_err(|e| e.to_string())?;

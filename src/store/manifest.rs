@@ -7,6 +7,7 @@
 
 mod contents;
 mod fields;
+mod groups;
 
 use std::collections::HashSet;
 use std::io::{self, Read};
@@ -22,6 +23,8 @@ pub use fields::{
     Chunks, Folder, GivenFile, Gpu, Host, JobRights, JobTree, KeptCopy, Landing, Manifest, MappedFile, OpenFile, Part,
     Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
 };
+
+pub use groups::ControlGroup;
 
 use super::id::{ImageId, JobName};
 use super::trust::{Signature, Trust, Untrusted};

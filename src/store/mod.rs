@@ -73,7 +73,7 @@ pub use known::Known;
 pub use lock::{HEARTBEAT, Hold, Holder, Writer, WriterLock};
 pub use manifest::Manifest;
 pub use mark::{BadMark, BadWhy};
-pub use paths::{JobPath, PartPath, PathError};
+pub use paths::{GroupPath, JobPath, PartPath, PathError};
 pub use record::{JobRecord, Outcome};
 pub use seen::{Newest, Seen};
 pub use select::LATEST;

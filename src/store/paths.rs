@@ -1,10 +1,12 @@
 //! The paths that files of a store or a replica name: one place that checks them, with types that cannot hold a bad one.
 //!
-//! [`PartPath`] is the name of a file inside of an image, [`JobPath`] a path as the job sees it. Both are checked where they
-//! come in, which is where they are deserialised or made, and by nothing after that.
+//! [`PartPath`] is the name of a file inside of an image, [`JobPath`] a path as the job sees it, [`GroupPath`] a control
+//! group. They are checked where they come in, which is where they are deserialised or made, and by nothing after that.
 //!
 //! A path in JSON is without loss, though a path is bytes and JSON is Unicode: one that is UTF-8 is a string; any other is
 //! `{ "bytes": [47, 255] }`.
+
+mod group;
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
@@ -20,6 +22,8 @@ use nix::sys::stat::Mode;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 use thiserror::Error;
 
+pub use group::GroupPath;
+
 use super::{chunk, manifest, mark, tags};
 
 /// A path that no file of ours may name.
@@ -30,6 +34,14 @@ pub enum PathError {
     Job {
         /// The text.
         path: PathBuf,
+        /// The rule that it breaks.
+        why: &'static str,
+    },
+    /// Not one of a control group.
+    #[error("{path:?} is not a path of a control group: {why}")]
+    Group {
+        /// The text.
+        path: String,
         /// The rule that it breaks.
         why: &'static str,
     },

@@ -114,6 +114,7 @@ pub(crate) fn manifest() -> Manifest {
         folders: Vec::new(),
         saved_links: Vec::new(),
         recreate: Vec::new(),
+        control_groups: Vec::new(),
         mapped_files: Vec::new(),
         landing: Vec::new(),
         tcp: Tcp::Close,

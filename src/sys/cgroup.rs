@@ -1,6 +1,14 @@
-//! How much more memory a process may use before its control group kills something.
+//! Control groups: how much more memory a process may use before its own kills something, and which a job made.
+
+mod folder;
+mod hierarchy;
+mod setting;
 
 use std::path::{Path, PathBuf};
+
+pub use folder::{Folder, NotSet, PROCS};
+pub use hierarchy::{Hierarchy, hierarchies, memberships};
+pub use setting::settings;
 
 /// A limit at or above this is none: cgroup v1 writes "unlimited" as the largest page-aligned number.
 const UNLIMITED: u64 = 1 << 60;

@@ -7,6 +7,7 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use super::contents::{Owner, Stamp, TrackedFolder};
+use super::groups::ControlGroup;
 use crate::store::id::{ImageId, JobName};
 use crate::store::paths::{JobPath, PartPath, of_job};
 use crate::supervisor::interval::Choice;
@@ -62,6 +63,10 @@ pub struct Manifest {
     /// Folders that must be there at a restore, each after the one that it is in. An image of an earlier version names none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub folders: Vec<Folder>,
+    /// Control groups below the supervisor's that processes of the job were in, and those between. An image of an earlier
+    /// version names none, and its job comes back in the supervisor's group.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub control_groups: Vec<ControlGroup>,
     /// Hard links made so that files that had lost their name have one at restore.
     pub saved_links: Vec<SavedLink>,
     /// Files of ours that the job has mapped, and that must be put back before a restore.

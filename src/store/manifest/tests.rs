@@ -90,6 +90,15 @@ fn full() -> Manifest {
         }],
         given_files: vec![GivenFile { path: "/data/g".into(), device: 1, inode: 2, access: None }],
         folders: vec![Folder { path: "/data".into(), mode: 0o40_755, uid: 0, gid: 0 }],
+        control_groups: vec![ControlGroup {
+            hierarchy: "pids".into(),
+            path: "job/inner".parse().unwrap(),
+            mode: 0o40_755,
+            owner: Owner { uid: 1, gid: 2 },
+            procs: Owner { uid: 1, gid: 2 },
+            settings: [("pids.max".to_owned(), "50".to_owned())].into(),
+            processes: vec![7],
+        }],
         saved_links: vec![SavedLink { link: "/data/l".into(), saved: "/data/.rekindle-link-1".into() }],
         recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "a".into() }],
         mapped_files: vec![MappedFile { path: "/lib/m".into(), size: 1, mode: None, build_id: None, copy: None }],
@@ -135,6 +144,10 @@ fn no_path_of_a_manifest_leads_elsewhere() {
             error.contains("is not a path of a job") && error.contains(&format!("{text:?}")),
             "{place} {text}: {error}"
         );
+    }
+    for text in ["", "/", "/x", "..", "../x", "x/../../y", "x/", "./x", "x//y", "x\0"] {
+        let error = parse("/control_groups/0/path", text).unwrap_err().to_string();
+        assert!(error.contains("is not a path of a control group"), "{text:?}: {error}");
     }
     for path in ["a", "a/b", "...", "a..b", "criu/manifest.json", ".hidden", "ü"] {
         Manifest { parts: vec![part(path)], ..manifest() }.to_bytes(&Trust::default()).unwrap();
@@ -253,6 +266,15 @@ fn only_what_an_earlier_reader_would_get_wrong_needs_another_version() {
     let together = Manifest { absent_files: vec!["/data/a-journal".into()], ..packed() };
     assert_eq!((version(&manifest()), version(&packed()), version(&together)), (1, 2, 3));
     assert_eq!(Manifest::parse(&packed().to_bytes(&Trust::default()).unwrap(), &Trust::default()).unwrap(), packed());
+}
+
+#[test]
+fn an_image_of_a_version_that_knew_no_control_groups_is_read() {
+    let bytes = changed(&full(), |body| drop(body.as_object_mut().unwrap().remove("control_groups")));
+    let before = Manifest { control_groups: Vec::new(), ..full() };
+    assert_eq!(Manifest::parse(&bytes, &Trust::default()).unwrap(), before);
+    let text = String::from_utf8(manifest().to_bytes(&Trust::default()).unwrap()).unwrap();
+    assert!(!text.contains("control_groups"), "as before there was such a field");
 }
 
 #[test]
