@@ -34,6 +34,8 @@ SETTINGS = {
     "restart.max-restarts": "1000000",
     "retention.keep-last": "3",
     "store.min-free": "16MiB",
+    # Restores are tried beside the jobs, too.
+    "snapshot.rehearse": "2s",
     # A way to the store that takes some tenths of a second.
     "store.persist-rate": "64MiB",
 }
@@ -158,6 +160,10 @@ class Trial:
                     raise Failed("the job began anew")
                 if floor and event["image"] < floor:
                     raise Failed(f"{event['image']} was restored, and {floor} was there")
+            if kind == "rehearsal-failed":
+                raise Failed(f"image {event['image']} could not be restored in a rehearsal: {event['why']}")
+            if kind == "rehearsed":
+                self.tally["rehearsals"] += 1
             if kind == "snapshot-taken":
                 self.tally["snapshots"] += 1
         if list(self.out.glob("wrong")):
@@ -327,7 +333,7 @@ def main():
     print(f"\n{kills} faults in {time.monotonic() - began:.0f} s, seed {args.seed}")
     for fault in FAULTS:
         print(f"  {tally[fault.name]:6} {fault.name}")
-    for name in ["under way", "snapshots", "restores", "begins", "steps", "steps lost", "longest_s"]:
+    for name in ["under way", "snapshots", "rehearsals", "restores", "begins", "steps", "steps lost", "longest_s"]:
         print(f"  {tally[name]:6} {name}")
     for failure in failures:
         print(failure)
