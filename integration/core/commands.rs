@@ -74,7 +74,7 @@ fn an_image_in_memory_is_one_like_the_others() {
     else {
         return;
     };
-    let mut run = lab.python("lazy_job.py", &[lab.path().to_str().unwrap(), "48"]);
+    let mut run = lab.python("memory_job.py", &[lab.path().to_str().unwrap(), "48"]);
     count_on(&lab, &mut run, 5);
     run.signal(Signal::SIGUSR1);
     run.wait_for("a part of it is there", || {

@@ -29,7 +29,6 @@ mod interval;
 mod kinds;
 mod ladder;
 mod launch;
-mod lazy;
 mod lock;
 mod memory;
 mod metrics;

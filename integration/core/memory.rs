@@ -333,7 +333,7 @@ fn a_second_stop_does_not_wait_for_the_store() {
     let Some(lab) = Lab::new() else { return };
     // An image takes a minute and more.
     let lab = lab.set("store.persist-rate", "\"1MiB\"").set("store.compression", "\"none\"");
-    let start = || lab.python("lazy_job.py", &[lab.path().to_str().unwrap(), "64"]);
+    let start = || lab.python("memory_job.py", &[lab.path().to_str().unwrap(), "64"]);
     let mut run = start();
     count_on(&lab, &mut run, 5);
     let staged = stage(&lab, &mut run);

@@ -1,5 +1,4 @@
-//! Images in packs, from the snapshot to the job that is back: compressed in each way, encrypted, brought out to memory or
-//! to the disk, at once or lazily.
+//! Images in packs, from the snapshot to the restored job: compressed in each way, encrypted, unpacked to memory or to the disk.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -86,33 +85,6 @@ fn memory_has_no_room_to_unpack_it() {
     fs::write(unpacked(&lab).join("criu/core-1.img"), "left").unwrap();
     comes_back(&lab);
     assert!(!unpacked(&lab).exists());
-}
-
-/// While memory is brought back its files are there; then, on the disk, they go, and in memory they are an image.
-#[test]
-fn memory_comes_lazily_out_of_a_packed_image() {
-    for (reserve, on_disk) in [("\"0B\"", false), ("\"1TiB\"", true)] {
-        let Some(lab) = Lab::new() else { return };
-        let lab = lab.set("restart.lazy", "\"on\"").set("restart.cold-start", "\"never\"");
-        let start = |lab: &Lab| lab.python("lazy_job.py", &[lab.path().to_str().unwrap(), "64"]);
-        let mut run = start(&lab);
-        count_on(&lab, &mut run, 5);
-        run.snapshot(&lab);
-        lab.kill_9(run);
-        lab.forget_memory();
-        let lab = lab.set("snapshot.memory-reserve", reserve);
-        let mut run = start(&lab);
-        run.wait_said("the job is back from image 000001");
-        assert_eq!(run.err().contains("the image is unpacked to the disk"), on_disk, "{}", run.err());
-        run.wait_said("all of the job's memory is back");
-        run.wait_for("what was for this restore only is gone", || !unpacked(&lab).exists());
-        if !on_disk {
-            assert_eq!(lab.job().staged().len(), 1, "it stays for the next restart");
-        }
-        count_on(&lab, &mut run, 2);
-        assert_eq!(lab.good(), [1]);
-        finish(&lab, run);
-    }
 }
 
 /// Plain files that are packed go, and a restart reads them at the same time.

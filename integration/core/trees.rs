@@ -249,20 +249,3 @@ fn a_network_of_its_own() {
     count_on(&lab, &mut run, 3);
     finish(&lab, run);
 }
-
-/// All of it, where the memory comes after the job runs.
-#[test]
-fn namespaces_of_its_own_and_memory_that_comes_later() {
-    for (kind, network) in [("ranks", "\"private\""), ("system-v", "\"private\""), ("ranks", "\"host\"")] {
-        let Some(lab) = Lab::new().map(|lab| lab.set("network.mode", network)) else { return };
-        let lab = lab.set("restart.lazy", "\"on\"");
-        let mut run = start(&lab, kind);
-        run.snapshot(&lab);
-        for _ in 0..3 {
-            run.crash(&lab);
-            count_on(&lab, &mut run, 3);
-            assert!(!run.err().contains("lazy"), "{}", run.err());
-        }
-        finish(&lab, run);
-    }
-}

@@ -132,7 +132,7 @@ fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: D
         // What it was about to do is not done by anybody.
         (published.pid, published.next, published.control) = (None, None, None);
         (published.persisting, published.replicating) = (None, None);
-        (published.restoring, published.loading) = (None, None);
+        published.restoring = None;
     }
     let seconds = |time: TimeDelta| time.num_seconds().max(0);
     Ok(Row {

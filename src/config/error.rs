@@ -87,6 +87,14 @@ pub enum Fault {
         /// What it may mean.
         nearest: Option<String>,
     },
+    /// A key that earlier versions had.
+    #[error("{name} was removed: {why}")]
+    Removed {
+        /// As it was typed.
+        name: String,
+        /// What is done instead, and what to do about it.
+        why: &'static str,
+    },
     /// A value that breaks a rule.
     #[error("{key} = {value}: {rule}")]
     Value {

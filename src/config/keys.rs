@@ -156,7 +156,6 @@ pub(super) const KEYS: &[Key] = &[
     key("restart.cold-start", Shape::Text, "\"no-images\", \"allow\" or \"never\""),
     key("restart.changed-files", Shape::Text, "\"refuse\" or \"warn\""),
     key("restart.restore-timeout", Shape::Text, DURATION),
-    key("restart.lazy", Shape::Text, "\"off\" or \"on\""),
     key("watch.no-output-for", Shape::Text, PATIENCE),
     key("watch.no-cpu-for", Shape::Text, PATIENCE),
     key("watch.no-notify-for", Shape::Text, PATIENCE),
@@ -230,6 +229,16 @@ const ALIKE: f64 = 0.8;
 /// Of two likely keys, one of the section that was typed is the better guess: `store.keep` is `store.keep-last` (0.89
 /// alike) before it is `log.keep` (1.0).
 const SAME_SECTION: f64 = 0.15;
+
+/// Keys that earlier versions had, each with what to do.
+const REMOVED: [(&str, &str); 1] =
+    [("restart.lazy", "all memory of a job is restored before it runs, as with \"off\"; delete it")];
+
+/// Why there is no such key or variable any more.
+pub(super) fn removed(name: &str) -> Option<&'static str> {
+    let variable = |path: &str| format!("REKINDLE_{}", path.to_uppercase().replace(['.', '-'], "_"));
+    REMOVED.iter().find(|(path, _)| *path == name || variable(path) == name).map(|(_, why)| *why)
+}
 
 /// The key that `path` may mean: a slip of the pen in its own section, or a name that stands in another section.
 pub(super) fn nearest(path: &str) -> Option<&'static str> {

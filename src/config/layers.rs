@@ -164,7 +164,12 @@ impl Layers {
     }
 
     fn unknown(&mut self, origin: Origin, what: &'static str, name: &str, nearest: Option<String>) {
-        self.problems.push(Problem { origin, fault: Fault::Unknown { what, name: name.to_owned(), nearest } });
+        let name = name.to_owned();
+        let fault = match keys::removed(&name) {
+            Some(why) => Fault::Removed { name, why },
+            None => Fault::Unknown { what, name, nearest },
+        };
+        self.problems.push(Problem { origin, fault });
     }
 
     /// Adds the variables REKINDLE_SECTION_KEY; all others are somebody else's.

@@ -42,8 +42,8 @@ pub use error::{Error, Fault, Problem};
 pub use files::{ChangedFiles, Files};
 pub use gpu::{Gpu, Nccl};
 pub use model::{
-    ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Lazy, Level, Log, OnSuccess, PidNamespace,
-    Replica, Restart, Snapshot, Staging, Store, Tcp, VERSION,
+    ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Level, Log, OnSuccess, PidNamespace, Replica,
+    Restart, Snapshot, Staging, Store, Tcp, VERSION,
 };
 pub use network::{Network, NetworkMode, UplinkMode};
 pub use scheduler::{Deadline, Profile, Requeue, Scheduler};

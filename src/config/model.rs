@@ -352,19 +352,6 @@ pub struct Restart {
     /// How long a restore may take; CRIU hangs for ever on some broken images.
     #[serde(with = "duration")]
     pub restore_timeout: Duration,
-    /// Whether the job runs before its memory is back.
-    pub lazy: Lazy,
-}
-
-/// `restart.lazy`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Lazy {
-    /// Its memory is back first.
-    #[default]
-    Off,
-    /// What it touches is fetched first, the rest while it runs.
-    On,
 }
 
 /// `restart.cold-start`.
@@ -523,7 +510,6 @@ impl Default for Restart {
             cold_start: ColdStart::default(),
             changed_files: ChangedFiles::default(),
             restore_timeout: seconds(600),
-            lazy: Lazy::default(),
         }
     }
 }

@@ -83,6 +83,7 @@ ghost-limit = "1GiB"
 file-limit = "1GiB"
 tcp = "close"
 memory-reserve = "200GB"
+rehearse = "off"
 staging = "store"
 staging-directory = "/dev/shm/rekindle"
 interposer = "off"
@@ -121,7 +122,6 @@ never-retry-exit-codes = []
 cold-start = "never"
 changed-files = "warn"
 restore-timeout = "30days"
-lazy = "on"
 [watch]
 no-output-for = "15m"
 no-cpu-for = "10m"
@@ -199,7 +199,6 @@ fn every_key_can_be_set() {
     assert_eq!(config.replica.url.as_ref().map(ReplicaUrl::bucket), Some("bucket"));
     assert_eq!(config.replica.rate, Rate::PerSecond(ByteSize::mib(1)));
     assert_eq!(config.restart.retry_exit_codes, [1, 255]);
-    assert_eq!(config.restart.lazy, Lazy::On);
     assert_eq!(config.log.max_size.bytes(), 3 << 19);
     assert_eq!(config.files.track, [Path::new("/data/db")]);
     assert_eq!(config.restart.changed_files, ChangedFiles::Warn);

@@ -51,7 +51,6 @@ pub(super) struct Facts {
     /// Its parts that are not configured; none without a configuration.
     pub(super) diag_absent: Option<Vec<&'static str>>,
     pub(super) time_namespace: Has,
-    pub(super) userfaultfd: Has,
     pub(super) soft_dirty: Has,
 }
 
@@ -83,7 +82,6 @@ pub(super) fn gather() -> Facts {
         sock_diag: Has::from_try(diag.is_ok()),
         diag_absent: config.0.as_ref().map(|_| DIAG.into_iter().filter(|o| config.has(o) == Has::No).collect()),
         time_namespace: there("/proc/self/ns/time"),
-        userfaultfd: there("/proc/sys/vm/unprivileged_userfaultfd").or(config.has("USERFAULTFD")),
         soft_dirty: config.has("MEM_SOFT_DIRTY"),
     }
 }
@@ -132,7 +130,6 @@ pub(super) fn judge(facts: &Facts, trial: &trial::Outcome, wanted: PidNamespace)
         events(facts),
         sockets(facts),
         time_namespace(facts),
-        informational("kernel.userfaultfd", facts.userfaultfd, "CONFIG_USERFAULTFD (for restart.lazy)"),
         informational(
             "kernel.soft-dirty",
             facts.soft_dirty,
@@ -240,7 +237,6 @@ mod tests {
             sock_diag: Has::Yes,
             diag_absent: Some(Vec::new()),
             time_namespace: Has::Yes,
-            userfaultfd: Has::Yes,
             soft_dirty: Has::Yes,
         }
     }
@@ -292,7 +288,6 @@ mod tests {
             events_absent: vec!["inotify"],
             diag_absent: Some(vec!["UNIX_DIAG"]),
             time_namespace: Has::No,
-            userfaultfd: Has::No,
             soft_dirty: Has::Unknown,
             ..whole()
         };
@@ -303,7 +298,6 @@ mod tests {
         assert_eq!(find("kernel.sockets").state, State::Warn);
         assert!(find("kernel.sockets").fix.as_ref().unwrap().contains("CONFIG_UNIX_DIAG"));
         assert_eq!(find("kernel.time-namespace").state, State::Warn);
-        assert_eq!(find("kernel.userfaultfd").state, State::NotHere);
         assert_eq!(find("kernel.soft-dirty").state, State::NotHere);
         assert_eq!(state(&Facts { diag_absent: None, ..whole() }, &trial, "kernel.sockets"), State::Ok);
         let none = Facts { sock_diag: Has::No, diag_absent: None, ..whole() };

@@ -40,7 +40,7 @@ pub enum Cause {
     },
     /// A snapshot could not set it going again.
     SnapshotLost,
-    /// It ran before its memory was back, and the rest did not come.
+    /// The rest of its memory did not come: only in events of earlier versions, and in rules.
     MemoryLost,
     /// Its output showed that the training went wrong.
     BadTraining {

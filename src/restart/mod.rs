@@ -27,7 +27,7 @@ mod user;
 
 use std::time::{Duration, Instant};
 
-use crate::config::{ChangedFiles, Lazy};
+use crate::config::ChangedFiles;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, Network, World};
 use crate::launch::{Job, Privileges, embedded, output, plugin};
@@ -38,8 +38,7 @@ use crate::store::persist::Progress;
 use crate::store::staging::Area;
 use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::criu::image::LostLocks;
-use crate::sys::criu::lazy::{self, Daemon};
-use crate::sys::criu::{self, Criu, Hooks, Memory, Notify, Place, Plugin, RestoreOptions};
+use crate::sys::criu::{self, Criu, Hooks, Notify, Place, Plugin, RestoreOptions};
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
 use crate::word::server as word;
@@ -75,8 +74,6 @@ pub struct Request<'a> {
     pub privileges: Privileges,
     /// The bound on CRIU's part.
     pub timeout: Duration,
-    /// Whether it shall run before its memory is back, where that is possible.
-    pub lazy: Lazy,
     /// The network that it shall see, where it gets namespaces of its own.
     pub network: Network<'a>,
     /// What happens over a file that changed and whose content the image does not have.
@@ -111,13 +108,6 @@ pub struct Unpacking<'a> {
 pub struct Restored {
     /// The running job.
     pub job: Job,
-    /// What brings its memory while it runs. When that ends with anything but exit code 0, the job must be killed before
-    /// this is dropped.
-    pub loader: Option<Daemon>,
-    /// Why its memory was brought back before it ran, though it was to be lazy.
-    pub not_lazy: Option<lazy::Error>,
-    /// Where it was unpacked for this restore; needed as long as there is a loader.
-    pub unpacked: Option<Unpacked>,
     /// Files that were put back to their size or content of then.
     pub put_back: Vec<PutBack>,
     /// The GPUs that it is not on any more, and those in their place.
@@ -148,7 +138,7 @@ pub fn restore(
         rollback::warn_of_unknown(manifest, request.folder);
         Ok(relocation)
     })?;
-    let plain::Plain { image, folder: unpacked } = timed.run("verify", || plain::make(request, cancelled))?;
+    let plain::Plain { image, folder: _until_it_is_back } = timed.run("verify", || plain::make(request, cancelled))?;
     let (image, request) = (&image, &Request { image: &image, ..*request });
     let put_back = timed.run("files", || put_files_back(request, manifest))?;
     // Until the driver has read it back, which is before this function ends.
@@ -176,18 +166,12 @@ pub fn restore(
     if let Some(word) = request.word {
         bring_word(word, request.network, &world);
     }
-    let (mut loader, not_lazy) = match timed.run("lazy", || start_loader(request, manifest, &world, cancelled)) {
-        Ok(loader) => (loader, None),
-        Err(error) => (None, Some(error)),
-    };
     let root = match timed.run("criu", || {
-        run_criu(request, manifest, &world, (loader.as_mut(), &lost_locks), Until::ItRuns, cancelled)?
-            .ok_or(Error::Cancelled)
+        run_criu(request, manifest, &world, &lost_locks, Until::ItRuns, cancelled)?.ok_or(Error::Cancelled)
     }) {
         Ok(root) => root,
         Err(error) => {
             // Dead and not reaped it would keep its namespace from ending.
-            drop(loader);
             world.end(None);
             if matches!(world, World::Host) {
                 world::end_leftovers(manifest.tree.root);
@@ -206,7 +190,6 @@ pub fn restore(
     let job = Job::restored(world, root, manifest.tree.job);
     if let Err(error) = timed.run("locks", || locks::take_again(job.root.pid(), &lost_locks, &manifest.tree.cuda)) {
         job.kill();
-        drop(loader);
         job.end();
         return Err(error.into());
     }
@@ -217,17 +200,15 @@ pub fn restore(
         .run("cuda", || cuda::watched(&job, request.timeout, cancelled, || cuda::bring_back(&job, manifest, pairs)))
     {
         Err(Error::NoProcess(_) | Error::Cuda { .. } | Error::Sharing(_)) if job.root.has_ended().unwrap_or(false) => {
-            Ok(Restored { job, loader, not_lazy, unpacked, put_back, moved: Vec::new(), visible: None, timings })
+            Ok(Restored { job, put_back, moved: Vec::new(), visible: None, timings })
         }
         Ok(()) => {
             let moved = relocation.map(|relocation| relocation.moved).unwrap_or_default();
             let visible = if moved.is_empty() { None } else { cuda::visible_devices(&job, manifest) };
-            Ok(Restored { job, loader, not_lazy, unpacked, put_back, moved, visible, timings })
+            Ok(Restored { job, put_back, moved, visible, timings })
         }
         Err(error) => {
-            // There is one for a job without CUDA only, for which nothing can fail here but by being called off.
             job.kill();
-            drop(loader);
             // A CUDA restore that failed has no second try on the same process.
             job.end();
             Err(match (error, &relocation) {
@@ -355,33 +336,6 @@ fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
     Ok(())
 }
 
-/// Starts what brings the memory, where that is wanted and pays. Device memory is most of a job that uses CUDA, and the
-/// driver reads the rest at once.
-fn start_loader(
-    request: &Request<'_>,
-    manifest: &Manifest,
-    world: &World,
-    cancelled: &dyn Fn() -> bool,
-) -> Result<Option<Daemon>, lazy::Error> {
-    if request.lazy == Lazy::Off || !manifest.tree.cuda.is_empty() {
-        return Ok(None);
-    }
-    let images = request.image.dir.join("criu");
-    let work = request
-        .folder
-        .scratch_dir()
-        .map_err(|error| lazy::Error::Talk { what: "its folder", source: std::io::Error::other(error) })?;
-    let place =
-        Place { criu: request.criu, init: world.init(), images: &images, work: &work, timeout: request.timeout };
-    Daemon::start(&place, world::last_free_pid(&manifest.tree.ids), cancelled).map(Some)
-}
-
-/// The processes of an image that were alive.
-fn alive_in(images: &std::path::Path) -> usize {
-    let names = std::fs::read_dir(images).into_iter().flatten().flatten().map(|entry| entry.file_name());
-    names.filter(|name| name.to_str().is_some_and(|name| name.starts_with("mm-") && name.ends_with(".img"))).count()
-}
-
 /// How far CRIU goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Until {
@@ -395,7 +349,7 @@ fn run_criu(
     request: &Request<'_>,
     manifest: &Manifest,
     world: &World,
-    (mut loader, lost_locks): (Option<&mut Daemon>, &LostLocks),
+    lost_locks: &LostLocks,
     until: Until,
     cancelled: &dyn Fn() -> bool,
 ) -> Result<Option<crate::sys::spawn::Child>, Error> {
@@ -405,16 +359,10 @@ fn run_criu(
         Place { criu: request.criu, init: world.init(), images: &images, work: &scratch, timeout: request.timeout };
     let abandon = || world.kill(None);
     let died = || died_while_restored(&images);
-    let memory = if loader.is_some() { Memory::Lazily } else { Memory::AtOnce };
     let log_dir = request.folder.log_dir();
     let wanted = guard::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
     let (mut refused, mut rehearsed) = (None, false);
     let mut before_it_runs = |moment| {
-        // Later the daemon may have delivered some already: only then is it told that the tasks are restored
-        // (`lazy_pages_finish_restore`).
-        if let (Notify::PostRestore(_), Some(loader)) = (moment, loader.as_deref_mut()) {
-            loader.hold(alive_in(&images)).map_err(|error| error.to_string())?;
-        }
         if moment != Notify::PreResume {
             return Ok(());
         }
@@ -445,7 +393,7 @@ fn run_criu(
     let plugin = folder.as_deref().map(|folder| Plugin { folder, devices: None, files });
     rollback::put_links_back(manifest, request.identity)?;
     let instead = moved::instead(manifest, request.folder, if plugin.is_some() { Logs::All } else { Logs::Moved });
-    let options = RestoreOptions { tcp: manifest.tcp, memory, instead: &instead, plugin };
+    let options = RestoreOptions { tcp: manifest.tcp, instead: &instead, plugin };
     let restored = criu::restore(&place, options, &mut hooks);
     // CRIU removes them when it could use them; after a failure they would lie beside the user's files.
     rollback::drop_links(manifest, request.identity);

@@ -49,8 +49,6 @@ pub enum Death {
     Excused(Ended),
     /// A snapshot could not set it going again, so it was killed.
     Lost,
-    /// The rest of its memory did not come, so it was killed. That says nothing about the image.
-    Unloaded,
     /// It is to be brought back, however it ended: it hung, or a rule says so.
     Judged,
 }
@@ -197,7 +195,7 @@ impl History {
         if uptime >= policy.healthy_uptime {
             *self = History::default();
         }
-        let early = uptime < policy.min_uptime && death != Death::Unloaded;
+        let early = uptime < policy.min_uptime;
         match from {
             From::Image(id) if early => {
                 self.suspects.was_restored(id);
@@ -323,7 +321,7 @@ fn evidence(death: Death, uptime: Duration) -> Option<Evidence> {
         Death::Ended(Ended::Signal(signal)) if FROM_OUTSIDE.contains(&signal) => None,
         Death::Ended(ended) => Some(Evidence::Died { ended: Some(ended), uptime }),
         Death::Judged => Some(Evidence::Died { ended: None, uptime }),
-        Death::Excused(_) | Death::Lost | Death::Unloaded => None,
+        Death::Excused(_) | Death::Lost => None,
     }
 }
 

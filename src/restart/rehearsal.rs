@@ -20,7 +20,7 @@ use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 
 use super::{Error, Request, Unpacking, Until, landing, run_criu};
-use crate::config::{ChangedFiles, Lazy};
+use crate::config::ChangedFiles;
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
 use crate::launch::output::{self, Bounds};
@@ -193,7 +193,6 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
         identity: script.user.as_ref(),
         privileges: if script.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow },
         timeout: Duration::from_secs(script.timeout),
-        lazy: Lazy::Off,
         network: Network::Private,
         // The job has gone on since.
         changed_files: ChangedFiles::Warn,
@@ -221,7 +220,7 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
         .map_or(Ok(()), |init| netns::own_all_addresses(init.pid()))
         .map_err(|error| Failure::NotTried(format!("cannot set up its network: {error}")))
         .and_then(|()| {
-            run_criu(&request, manifest, &world, (None, &lost_locks), Until::BeforeItRuns, &|| false)
+            run_criu(&request, manifest, &world, &lost_locks, Until::BeforeItRuns, &|| false)
                 .map(drop)
                 .map_err(|error| Failure::of_restore(&error))
         });

@@ -8,7 +8,7 @@ use super::phases::Work;
 use super::target::Target;
 use super::{Error, preflight};
 use crate::launch::interposer;
-use crate::store::retention::survey::{self, Removing, Written};
+use crate::store::retention::survey::{self, Written};
 use crate::store::staging::{Area, Need};
 
 /// Chooses between memory and store, checks that there is room, and begins.
@@ -37,7 +37,7 @@ pub(super) fn target(work: &mut Work<'_>) -> Result<Target, Error> {
             preflight::check_memory(device, subject)?;
             // No snapshot is begun while memory is brought back from an image.
             let (store, whole) = (&subject.config.store, device.saturating_add(host).saturating_add(work.rewritten));
-            survey::make_room(subject.folder, subject.lock, store, whole, Written::Loose, Removing::Allowed)?;
+            survey::make_room(subject.folder, subject.lock, store, whole, Written::Loose)?;
             Ok(Target::Draft(subject.folder.begin_image(subject.lock, Utc::now())?))
         }
     }

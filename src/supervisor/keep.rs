@@ -17,7 +17,7 @@ use crate::snapshot::{self, Launch, Subject, Taken};
 use crate::store::gc;
 use crate::store::persist::{self, Progress};
 use crate::store::retention::Policy;
-use crate::store::retention::survey::{self, NoRoom, Removing, Written};
+use crate::store::retention::survey::{self, NoRoom, Written};
 use crate::store::staging::Area;
 use crate::store::{Form, Image, ImageId, Seen};
 use crate::sys::criu::Log;
@@ -208,7 +208,7 @@ impl Owner<'_> {
 
     /// Packs the newest image where it is plain files. Not while a restart may read those: they go when it is packed.
     pub(super) fn pack_newest(&mut self) {
-        if self.persist.is_some() || self.restoring.is_some() || self.loading.is_some() {
+        if self.persist.is_some() || self.restoring.is_some() {
             return;
         }
         if let Some(image) = self.newest_loose() {
@@ -243,7 +243,7 @@ impl Owner<'_> {
     }
 
     fn persist(&mut self, image: Image) {
-        let (setup, sender, read) = (Arc::clone(self.shared), self.sender.clone(), Arc::clone(&self.read));
+        let (setup, sender) = (Arc::clone(self.shared), self.sender.clone());
         let (progress, cancel) = (Arc::new(Progress::default()), Arc::new(AtomicBool::new(false)));
         let moving = Moving::new(image.id, Arc::clone(&progress));
         let loose = !image.is_staged();
@@ -255,12 +255,12 @@ impl Owner<'_> {
             let began = Instant::now();
             let result = {
                 let _files_go = loose.then(|| files_go.lock().unwrap_or_else(PoisonError::into_inner));
-                bring_to_store(&setup, &image, &progress, &cancel, &read)
+                bring_to_store(&setup, &image, &progress, &cancel)
             };
             let took = began.elapsed();
             // Not before it is packed: as plain files it takes more for a while, and no other has to go for that. While
             // memory is brought back from an image none is removed: it is done when that is over.
-            if (result.is_ok() || loose) && !read.load(Ordering::SeqCst) {
+            if result.is_ok() || loose {
                 rotate(&setup);
             }
             let _ = sender.send(Message::Persisted(Box::new(Outcome {
@@ -287,7 +287,7 @@ impl Owner<'_> {
                 self.published.persist_failure = None;
                 self.answer_stored(&image);
                 self.replicate(image);
-                if self.machine.is_postponed() && self.machine.held_off().is_none() && self.loading.is_none() {
+                if self.machine.is_postponed() && self.machine.held_off().is_none() {
                     tracing::warn!(
                         "a snapshot had to wait: bringing the image before it to the store took {}, which is longer than the interval",
                         shown(took)
@@ -333,7 +333,7 @@ impl Owner<'_> {
             cgroup::memory_available().into_iter().chain(limit).min().is_some_and(|left| left < reserve)
         };
         // At any other time somebody reads or writes there.
-        if !matches!(self.machine.state(), State::Running(_)) || self.loading.is_some() || !is_short() {
+        if !matches!(self.machine.state(), State::Running(_)) || !is_short() {
             return;
         }
         let newest = area.images().into_iter().find(Image::is_good).map(|image| image.id);
@@ -439,13 +439,11 @@ fn bring_to_store(
     image: &Image,
     progress: &Progress,
     cancel: &AtomicBool,
-    read: &AtomicBool,
 ) -> Result<Image, PersistError> {
     let store = &setup.config.store;
     let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
-    let removing = if read.load(Ordering::SeqCst) { Removing::NotNow } else { Removing::Allowed };
     if image.is_staged() {
-        survey::make_room(&setup.folder, &setup.lock, store, whole, Written::Packed, removing)?;
+        survey::make_room(&setup.folder, &setup.lock, store, whole, Written::Packed)?;
     } else {
         // It is safe as it is: no other has to go for it.
         let (free, keep) = (survey::free_space(setup.folder.path())?, store.min_free.bytes());

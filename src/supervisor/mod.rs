@@ -13,7 +13,6 @@ mod hooks;
 pub mod interval;
 mod keep;
 pub(crate) mod line;
-mod load;
 mod memory;
 mod metrics;
 pub mod notify;
@@ -148,7 +147,6 @@ enum Message {
     Snapshot(Box<Result<Taken, snapshot::Error>>),
     Persisted(Box<keep::Outcome>),
     Replicated(Box<replicate::Report>),
-    Loaded(Box<load::Outcome>),
     Watched(watch::Finding),
     Control(Box<control::Incoming>),
     Word(Box<crate::word::Call>),
@@ -208,9 +206,6 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         control: control::Control::default(),
         word: word::Word::new(&shared),
         line: line::Line::new(shared.launch.lineage.clone(), shared.base),
-        loading: None,
-        read: Arc::new(AtomicBool::new(false)),
-        lazy_failures: 0,
         told: Arc::default(),
         journal: Journal::in_folder(&shared.folder.log_dir()),
         deadline: deadline::Deadline::new(&shared),
@@ -339,12 +334,6 @@ struct Owner<'a> {
     rehearsals: rehearse::Rehearsals,
     /// The image that a start under way reads.
     restoring: Option<keep::Moving>,
-    /// The life whose memory is still being brought back, and the image that it comes from.
-    loading: Option<(u32, ImageId)>,
-    /// The same for other threads: whether an image is being read.
-    read: Arc<AtomicBool>,
-    /// How often that failed.
-    lazy_failures: u32,
     /// What others ask for.
     control: control::Control,
     /// What the job asks for.
@@ -511,7 +500,6 @@ impl Owner<'_> {
             Message::Snapshot(result) => self.snapshot_done(*result),
             Message::Persisted(outcome) => self.persisted(*outcome),
             Message::Replicated(report) => self.replicated(*report),
-            Message::Loaded(outcome) => self.loaded(*outcome),
             Message::Watched(finding) => self.watched(finding),
             Message::Control(incoming) => self.heard(*incoming),
             Message::Word(call) => self.asked(*call),
@@ -614,7 +602,6 @@ impl Owner<'_> {
         self.published.persisting = self.persist.as_ref().map(keep::Persist::seen);
         self.published.replicating = self.replication.seen();
         self.published.restoring = self.restoring.as_ref().and_then(keep::Moving::seen);
-        self.published.loading = self.loading.map(|(_, image)| image);
         self.published.chosen(self.machine.choice());
         self.published.due(self.machine.next_snapshot());
         self.show();
@@ -631,7 +618,6 @@ impl Owner<'_> {
             job.end();
         }
         // It has ended with the job.
-        self.no_longer_loading();
     }
 
     /// Records how it ended; removes the images of a completed job where that is wanted.

@@ -243,9 +243,6 @@ fn status(published: &Published, now: DateTime<Utc>) -> String {
             add(format!("image {} goes to the {place}, {} %", moving.image.sequence(), moving.percent()));
         }
     }
-    if let Some(image) = published.loading {
-        add(format!("memory comes back from image {}", image.sequence()));
-    }
     let failures = [
         (&published.last_failure, "the last snapshot failed"),
         (&published.persist_failure, "not in the store"),

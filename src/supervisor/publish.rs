@@ -70,9 +70,6 @@ pub struct Published {
     /// The image that is read to bring the job back, when it is in packs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restoring: Option<Persisting>,
-    /// The image that the job's memory is still being brought back from.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub loading: Option<ImageId>,
     /// Why the last image did not get from memory to the store, if it did not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persist_failure: Option<String>,
@@ -163,7 +160,6 @@ impl Published {
             last_failure: None,
             persisting: None,
             restoring: None,
-            loading: None,
             persist_failure: None,
             replicating: None,
             last_replicated: None,

@@ -106,11 +106,7 @@ impl Owner<'_> {
     pub(super) fn mind_rot(&self) {
         let Some(rot) = &self.rot else { return };
         let rests = matches!(self.machine.state(), State::Running(_) | State::Suspended { .. });
-        let is_idle = rests
-            && self.persist.is_none()
-            && self.restoring.is_none()
-            && self.loading.is_none()
-            && !self.replication.is_running();
+        let is_idle = rests && self.persist.is_none() && self.restoring.is_none() && !self.replication.is_running();
         rot.gate.set(if is_idle { Phase::Idle } else { Phase::Busy });
     }
 

@@ -11,20 +11,19 @@ use super::events::image_of;
 use super::failed::{Failed, Lives, without_damaged};
 use super::keep::{Moving, shown};
 use super::state::{Event, Obstacle, State};
-use super::{Message, Owner, Setup, load, replicate};
-use crate::config::{Lazy, NetworkMode, PidNamespace};
+use super::{Message, Owner, Setup, replicate};
+use crate::config::{NetworkMode, PidNamespace};
 use crate::hooks::{Passed, Refused};
 use crate::launch::world::{FIRST_PID, Network, World};
 use crate::launch::{self, Job, output};
+use crate::restart;
 use crate::restart::compat::{self, Difference, Here};
 use crate::restart::gpus::{Moved, Wishes};
 use crate::restart::policy::{Failure, From};
-use crate::restart::{self, Blame};
 use crate::store::heal::Healing;
 use crate::store::persist::Progress;
 use crate::store::unpack;
 use crate::store::{BadMark, BadWhy, Image, ImageId, JobName};
-use crate::sys::criu::lazy::Daemon;
 use crate::telemetry::events::What;
 use crate::telemetry::log::chain;
 
@@ -32,22 +31,6 @@ pub(super) struct StartedJob {
     job: Job,
     notes: Vec<String>,
     moved: Vec<Moved>,
-    loader: Option<Loader>,
-    not_lazy: Option<String>,
-}
-
-/// How an image is to be restored.
-struct Manner {
-    lazy: Lazy,
-    wishes: Wishes,
-}
-
-/// What brings the job's memory while it runs.
-pub(super) struct Loader {
-    pub(super) daemon: Daemon,
-    pub(super) image: ImageId,
-    /// The files that it comes from, where they are for this restore only.
-    pub(super) unpacked: Option<restart::Unpacked>,
 }
 
 pub(super) enum StartFailure {
@@ -72,8 +55,7 @@ impl Owner<'_> {
         };
         self.stop_packing();
         let files_go = Arc::clone(&self.files_go);
-        let lazy = if self.lazy_failures < load::FAILURES { self.shared.config.restart.lazy } else { Lazy::Off };
-        let manner = Manner { lazy, wishes: self.wishes() };
+        let wishes = self.wishes();
         let gate = match from {
             From::Image(image) => {
                 let event = self.tell(What::RestoreBegan { image });
@@ -94,7 +76,7 @@ impl Owner<'_> {
                 From::Image(id) => {
                     // What is packed by now is looked up after this, and nothing else is before the job is back.
                     drop(files_go.lock().unwrap_or_else(PoisonError::into_inner));
-                    restore_job(&setup, &files, id, &manner, &told, &progress, &cancel)
+                    restore_job(&setup, &files, id, &wishes, &told, &progress, &cancel)
                 }
             };
             let _ = sender.send(Message::Started(Box::new(result)));
@@ -136,12 +118,6 @@ impl Owner<'_> {
             let _ = sender.send(Message::Ended(life));
         });
         self.step(Event::Started);
-        if let Some(why) = started.not_lazy {
-            self.not_lazy(&why);
-        }
-        if let Some(loader) = started.loader {
-            self.load(job, loader);
-        }
         self.pack_newest();
     }
 
@@ -309,7 +285,7 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
         Ok(root) => {
             let job = Job::new(world, root);
             job.wait_for_main();
-            Ok(StartedJob { job, notes: Vec::new(), moved: Vec::new(), loader: None, not_lazy: None })
+            Ok(StartedJob { job, notes: Vec::new(), moved: Vec::new() })
         }
         Err(error) => {
             world.end(None);
@@ -322,7 +298,7 @@ fn restore_job(
     setup: &Setup,
     files: &output::Files,
     id: ImageId,
-    manner: &Manner,
+    wishes: &Wishes,
     told: &Mutex<BTreeSet<String>>,
     progress: &Progress,
     cancel: &AtomicBool,
@@ -342,7 +318,7 @@ fn restore_job(
         unread: &setup.packing.unread,
         replica: setup.config.replica.url.is_some().then_some(&open),
     };
-    let mut request = restart::Request {
+    let request = restart::Request {
         image: &image,
         folder: &setup.folder,
         criu: &setup.criu,
@@ -351,10 +327,9 @@ fn restore_job(
         identity: setup.spec.identity.as_ref(),
         privileges: setup.spec.privileges,
         timeout: setup.config.restart.restore_timeout,
-        lazy: manner.lazy,
         network: network(setup),
         changed_files: setup.config.restart.changed_files,
-        wishes: &manner.wishes,
+        wishes,
         word: setup.word.as_ref(),
         unpacking: restart::Unpacking {
             staging: setup.staging.as_ref(),
@@ -373,18 +348,7 @@ fn restore_job(
             tracing::warn!("this machine differs from the one of image {id}: {text}");
         }
     };
-    let mut not_lazy = None;
-    let mut result = restart::restore(&request, &warn, &cancelled);
-    if let Err(error) = &result
-        && manner.lazy == Lazy::On
-        && (error.blame() == Blame::Image || error.is_our_step())
-    {
-        // It counts against the image only where the other way does not work either.
-        not_lazy = Some(chain(error));
-        request.lazy = Lazy::Off;
-        result = restart::restore(&request, &warn, &cancelled);
-    }
-    match result {
+    match restart::restore(&request, &warn, &cancelled) {
         Ok(restored) => {
             let mut notes: Vec<String> = restored.put_back.iter().map(ToString::to_string).collect();
             let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();
@@ -396,10 +360,7 @@ fn restore_job(
                     "CUDA_VISIBLE_DEVICES={value} in the job's environment speaks of the GPUs of before: processes that it starts from now on go by that"
                 )
             }));
-            let not_lazy = not_lazy.or_else(|| restored.not_lazy.map(|error| chain(&error)));
-            let unpacked = restored.unpacked;
-            let loader = restored.loader.map(|daemon| Loader { daemon, image: id, unpacked });
-            Ok(StartedJob { job: restored.job, notes, moved, loader, not_lazy })
+            Ok(StartedJob { job: restored.job, notes, moved })
         }
         Err(error) => Err(StartFailure::Restore(Box::new(image), Box::new(error))),
     }

@@ -81,7 +81,6 @@ pub struct Machine<'a> {
     /// Whether an image is on its way from memory to the store.
     persisting: bool,
     /// Whether the memory of this life is still being brought back.
-    loading: bool,
     /// Only while the job runs, or its snapshot is taken.
     postponed: Option<Postponed>,
     /// What the end of this life leads to, where that is decided.
@@ -108,7 +107,6 @@ impl<'a> Machine<'a> {
             state: State::Starting { from, then: None },
             history: History::default(),
             persisting: false,
-            loading: false,
             pace: Pace::default(),
             postponed: None,
             verdict: None,
@@ -212,7 +210,7 @@ impl<'a> Machine<'a> {
         // Whatever comes after the bound of a hold finds it over. What has happened by then comes first: no snapshot is
         // begun of a job that has ended, or beside what has begun.
         let over = |machine: &Machine<'_>| machine.held.is_some_and(|until| until <= now);
-        let happened = matches!(event, Event::Ended { .. } | Event::PersistBegan | Event::LoadBegan);
+        let happened = matches!(event, Event::Ended { .. } | Event::PersistBegan);
         let mut actions = if over(self) && !happened { self.take(Event::Release, now) } else { Vec::new() };
         actions.extend(self.take(event, now));
         if happened && over(self) {
@@ -232,8 +230,6 @@ impl<'a> Machine<'a> {
                 self.persisting = false;
                 took.into_iter().for_each(|took| self.pace.persisted(took));
             }
-            Event::LoadBegan => self.loading = true,
-            Event::LoadEnded(_) => self.loading = false,
             Event::Judged(ref verdict) => self.verdict = Some(verdict.clone()),
             Event::Excused => self.excused = true,
             Event::Rewind { .. } if !self.is_stopping() => self.asked = Some(Asked::Rewind),
@@ -265,7 +261,6 @@ impl<'a> Machine<'a> {
         if next.life().is_none() {
             self.verdict = None;
             self.excused = false;
-            self.loading = false;
         }
         if next.name() != self.state.name() || !actions.is_empty() {
             tracing::debug!(to = next.name(), ?actions, "state");
@@ -349,19 +344,13 @@ impl<'a> Machine<'a> {
         let snapshot =
             |life, reason, then| (State::Snapshotting { life, then, ended: None }, vec![Action::Snapshot(reason)]);
         match event {
-            Event::LoadEnded(Harm::Lost) => {
-                let stop = self.postponed.and_then(Postponed::stop);
-                kill(stop.map_or(Ending::Unloaded, |(stop, _)| Ending::Stop(stop)), life)
-            }
             Event::Tick | Event::SnapshotNow(_) | Event::StopBy(..) | Event::Suspend if self.is_busy() => {
                 self.postpone(life, event, now)
             }
-            Event::PersistEnded(_) | Event::LoadEnded(Harm::None) | Event::Release if !self.is_busy() => {
-                match self.postponed.take() {
-                    Some(Postponed { reason, then }) => snapshot(life, reason, then),
-                    None => (State::Running(life), vec![]),
-                }
-            }
+            Event::PersistEnded(_) | Event::Release if !self.is_busy() => match self.postponed.take() {
+                Some(Postponed { reason, then }) => snapshot(life, reason, then),
+                None => (State::Running(life), vec![]),
+            },
             Event::Tick if self.next(&life).is_some_and(|at| at <= now) => snapshot(life, Reason::Interval, None),
             Event::SnapshotNow(reason) => snapshot(life, reason, None),
             Event::Suspend => snapshot(life, Reason::Request, Some(Then::Suspend)),
@@ -385,7 +374,7 @@ impl<'a> Machine<'a> {
 
     /// Whether a snapshot can not be begun yet.
     fn is_busy(&self) -> bool {
-        self.persisting || self.loading || self.held.is_some()
+        self.persisting || self.held.is_some()
     }
 
     /// While something waits for the job to let go, that is not put off further: two holders in turn could do so for ever.
@@ -560,7 +549,6 @@ impl<'a> Machine<'a> {
             (Event::Ended { ended: Ended::Exit(0), .. }, _) if deadline.is_none() => finish(Finish::Completed),
             (Event::Ended { .. }, Ending::Stop(stop)) => finish(Finish::Stopped(stop)),
             (Event::Ended { images, .. }, Ending::Lost) => self.died(Death::Lost, &life, &images, now),
-            (Event::Ended { images, .. }, Ending::Unloaded) => self.died(Death::Unloaded, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Condemned) => self.died(Death::Judged, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Suspend) => {
                 let from = images.good.first().map_or(life.from, |image| From::Image(*image));
@@ -568,12 +556,11 @@ impl<'a> Machine<'a> {
             }
             (
                 Event::StopBy(wanted, _) | Event::StopNow(wanted),
-                Ending::Lost | Ending::Unloaded | Ending::Suspend | Ending::Rewind(_) | Ending::Condemned,
+                Ending::Lost | Ending::Suspend | Ending::Rewind(_) | Ending::Condemned,
             ) => kill(Ending::Stop(wanted), life),
-            (
-                Event::Rewind { image },
-                Ending::Lost | Ending::Unloaded | Ending::Suspend | Ending::Rewind(_) | Ending::Condemned,
-            ) => kill(Ending::Rewind(image), life),
+            (Event::Rewind { image }, Ending::Lost | Ending::Suspend | Ending::Rewind(_) | Ending::Condemned) => {
+                kill(Ending::Rewind(image), life)
+            }
             (Event::StopNow(_), _) => kill(stop, life),
             (Event::Tick, _) if deadline.is_some_and(|at| at <= now) => kill(stop, life),
             _ => (State::Ending { stop, deadline, life }, vec![]),
@@ -585,7 +572,7 @@ impl<'a> Machine<'a> {
             Death::Ended(ended) | Death::Excused(ended) => Some(ended),
             // It was killed for that.
             Death::Judged => Some(Ended::Signal(libc::SIGKILL)),
-            Death::Lost | Death::Unloaded => None,
+            Death::Lost => None,
         };
         if last != Some(Ended::Exit(0)) {
             match self.verdict.take() {

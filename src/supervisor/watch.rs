@@ -165,7 +165,7 @@ impl Owner<'_> {
 
     /// Lets the clocks count while the job runs, with all of its memory, and no snapshot is taken.
     pub(super) fn watch_follows(&mut self) {
-        let going = matches!(self.machine.state(), State::Running(_)) && self.loading.is_none() && self.ended.is_none();
+        let going = matches!(self.machine.state(), State::Running(_)) && self.ended.is_none();
         if going != self.watch.going {
             self.watch.going = going;
             self.order(if going { Order::Go } else { Order::Hold });
@@ -326,7 +326,7 @@ impl Owner<'_> {
         let setup = Arc::clone(self.shared);
         let rules = &setup.config.rules;
         let by_itself = match self.machine.state() {
-            State::Ending { stop, .. } => matches!(stop, Ending::Lost | Ending::Unloaded),
+            State::Ending { stop, .. } => *stop == Ending::Lost,
             _ => !self.machine.is_stopping(),
         };
         let lines = if rules.iter().any(|rule| rule.matches.log.is_some()) {
@@ -359,13 +359,12 @@ impl Owner<'_> {
     pub(super) fn why_ended(&mut self, ended: Ended) -> Cause {
         let by_us = match self.machine.state() {
             // Killed when it was at its end already.
-            State::Ending {
-                deadline: None,
-                stop: Ending::Stop(_) | Ending::Lost | Ending::Unloaded | Ending::Condemned,
-                ..
-            } if ended == Ended::Exit(0) => None,
+            State::Ending { deadline: None, stop: Ending::Stop(_) | Ending::Lost | Ending::Condemned, .. }
+                if ended == Ended::Exit(0) =>
+            {
+                None
+            }
             State::Ending { stop: Ending::Lost, .. } => Some(Cause::SnapshotLost),
-            State::Ending { stop: Ending::Unloaded, .. } => Some(Cause::MemoryLost),
             State::Ending { stop: Ending::Suspend, .. } => Some(Cause::Suspended),
             State::Ending { stop: Ending::Rewind(_), .. } => self.watch.blame.clone().or(Some(Cause::Rewound)),
             State::Ending { .. } => self.watch.blame.clone().or(Some(Cause::Requested)),

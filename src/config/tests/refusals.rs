@@ -8,6 +8,13 @@ fn in_section(section: &str, line: &str) -> String {
 }
 
 #[test]
+fn a_removed_key_says_what_to_do() {
+    let found = problems(&in_section("restart", "lazy = \"on\""));
+    assert_eq!(found.len(), 1);
+    assert!(found[0].contains("restart.lazy was removed") && found[0].ends_with("delete it"), "{found:?}");
+}
+
+#[test]
 fn each_rule_refuses_with_key_value_and_rule() {
     let duration = "must be a duration with a unit, such as \"90s\" or \"10m\"";
     let path = "must be an absolute path, because the job and a restart may stand in another folder";
@@ -193,8 +200,6 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ),
         ("restart", "cold-start", "false", "must be \"no-images\", \"allow\" or \"never\""),
         ("restart", "restore-timeout", "\"0s\"", "must be at least 1s"),
-        ("restart", "lazy", "true", "must be \"off\" or \"on\""),
-        ("restart", "lazy", "\"auto\"", "must be \"off\" or \"on\""),
         ("scheduler", "requeue", "\"qsub\"", "must be \"exit-code\" or \"scontrol\""),
         ("scheduler", "deadline", "\"10ms\"", "must be at least 1s"),
         ("log", "level", "\"loud\"", "must be \"error\", \"warn\", \"info\", \"debug\" or \"trace\""),

@@ -30,26 +30,12 @@ pub enum NoRoom {
     /// Nothing that may go gives enough; nothing was removed.
     #[error(transparent)]
     Refused(#[from] Refusal),
-    /// Images would have to go, and now they must not: memory is brought back from one.
-    #[error(
-        "older images would have to go for it (store.max-total-size, store.min-free), and none is removed while the job's memory comes back from one"
-    )]
-    Busy,
     /// It could not be found out, or an image not be removed.
     #[error(transparent)]
     Store(#[from] Error),
     /// What no image needs could not be swept.
     #[error(transparent)]
     Sweep(#[from] Box<gc::Error>),
-}
-
-/// Whether images may be removed just now.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Removing {
-    /// They may.
-    Allowed,
-    /// Memory is brought back from one.
-    NotNow,
 }
 
 /// How an image gets to the store.
@@ -157,7 +143,6 @@ pub fn make_room(
     config: &config::Store,
     whole: u64,
     written: Written,
-    removing: Removing,
 ) -> Result<Vec<Removal>, NoRoom> {
     let policy = Policy::from(config);
     let look = || -> Result<(Survey, Admission)> {
@@ -168,7 +153,6 @@ pub fn make_room(
     let removals = match look()? {
         (_, Admission::Admit) => return Ok(Vec::new()),
         (_, Admission::Refuse(refusal)) => return Err(refusal.into()),
-        (_, Admission::AfterRemoving(_)) if removing == Removing::NotNow => return Err(NoRoom::Busy),
         (_, Admission::AfterRemoving(removals)) => removals,
     };
     for Removal { id, why } in &removals {

@@ -2,7 +2,7 @@
 
 use super::*;
 use retention::Policy;
-use retention::survey::{self, Removing, Survey, Written};
+use retention::survey::{self, Survey, Written};
 use std::os::unix::fs::{PermissionsExt, symlink};
 
 fn tag(text: &str) -> Tag {
@@ -172,22 +172,20 @@ fn room_is_made_for_the_next_image_and_only_if_it_is_enough() {
     let survey = Survey::of(&home.folder, 0).unwrap();
     let (one, all) = (survey.sizes().freed(&[images[0].id]), survey.sizes().total());
     assert!(one >= 2 << 20 && all == 3 * one, "{one} {all}");
-    let room = |max, removing| {
+    let room = |max| {
         let max = config(0, Some(max));
-        let made = survey::make_room(&home.folder, &home.lock, &max, one, Written::Packed, removing)?;
+        let made = survey::make_room(&home.folder, &home.lock, &max, one, Written::Packed)?;
         Ok::<_, survey::NoRoom>(made.iter().map(|removal| removal.id).collect::<Vec<_>>())
     };
-    assert_eq!(room(4 * one, Removing::NotNow).unwrap(), []);
-    assert!(matches!(room(3 * one, Removing::NotNow), Err(survey::NoRoom::Busy)));
-    let error = room(2 * one - 1, Removing::Allowed).unwrap_err();
+    assert_eq!(room(4 * one).unwrap(), []);
+    let error = room(2 * one - 1).unwrap_err();
     assert!(error.to_string().contains("store.max-total-size"), "{error}");
     assert_eq!(home.ids().len(), 3, "nothing went for nothing");
-    assert_eq!(room(3 * one, Removing::Allowed).unwrap(), [images[0].id]);
+    assert_eq!(room(3 * one).unwrap(), [images[0].id]);
     images[1].change_tags(Change::Pin).unwrap();
-    assert!(matches!(room(2 * one, Removing::Allowed), Err(survey::NoRoom::Refused(_))));
+    assert!(matches!(room(2 * one), Err(survey::NoRoom::Refused(_))));
     assert_eq!(home.ids(), [images[2].id.to_string(), images[1].id.to_string()]);
-    let full =
-        survey::make_room(&home.folder, &home.lock, &config(1 << 60, None), 1, Written::Packed, Removing::Allowed);
+    let full = survey::make_room(&home.folder, &home.lock, &config(1 << 60, None), 1, Written::Packed);
     assert!(full.unwrap_err().to_string().contains("store.min-free"));
     assert_eq!(home.ids().len(), 2);
 }
@@ -211,8 +209,7 @@ fn what_is_on_its_way_to_the_replica_stays_and_makes_room_last() {
     let one = Survey::of(&home.folder, 0).unwrap().sizes().freed(&[newer.id]);
     let room = |max| {
         let config = crate::config::Store { keep_last: 9, ..config(0, Some(max)) };
-        let made =
-            survey::make_room(&home.folder, &home.lock, &config, one, Written::Packed, Removing::Allowed).unwrap();
+        let made = survey::make_room(&home.folder, &home.lock, &config, one, Written::Packed).unwrap();
         made.iter().map(|removal| removal.id).collect::<Vec<_>>()
     };
     assert_eq!(room(3 * one), [images[3].id]);

@@ -6,7 +6,7 @@ use super::model::{DeadChild, Doom, End, GIB, IMAGE, candidate};
 use super::restores::Trouble;
 use super::world::{Calm, Happening, World, tell};
 use crate::store::manifest::Reason;
-use crate::supervisor::state::{Event, Harm, State, Stop, Verdict, Wish};
+use crate::supervisor::state::{Event, State, Stop, Verdict, Wish};
 use crate::supervisor::stops::Request;
 use crate::sys::spawn::Ended;
 
@@ -28,7 +28,6 @@ pub(super) enum Fault {
     Troubled(Trouble),
     DriverSilent,
     PortTaken,
-    LoadFails,
     // The disk, memory, the replica.
     DiskFull,
     ReadsFail,
@@ -59,7 +58,7 @@ pub(super) enum Fault {
 }
 
 /// All of them. What comes more than once comes more often.
-pub(super) const ALL: [Fault; 51] = [
+pub(super) const ALL: [Fault; 50] = [
     Fault::RootKilled,
     Fault::RootKilled,
     Fault::RootCrashes,
@@ -82,7 +81,6 @@ pub(super) const ALL: [Fault; 51] = [
     Fault::Troubled(Trouble::Moment),
     Fault::DriverSilent,
     Fault::PortTaken,
-    Fault::LoadFails,
     Fault::DiskFull,
     Fault::DiskFull,
     Fault::ReadsFail,
@@ -128,11 +126,6 @@ impl World {
             Fault::Hangs => self.hang(),
             Fault::RemovesFiles => self.remove_files(),
             Fault::Troubled(trouble) => self.trouble(trouble),
-            Fault::LoadFails => {
-                if let Some(life) = self.job.as_ref().map(|job| job.life) {
-                    self.loaded(life, Some(Harm::Lost));
-                }
-            }
             Fault::DriverSilent => self.while_it_lasts(fault, |world| world.ground.driver_silent = true),
             Fault::PortTaken => self.while_it_lasts(fault, |world| world.ground.port_taken = true),
             Fault::DiskFull => self.while_it_lasts(fault, |world| {
@@ -239,7 +232,7 @@ impl World {
             return;
         }
         let Some(run) = self.run.as_ref().filter(|run| run.finish.is_none()) else { return };
-        if run.is_running() && run.loading.is_none() {
+        if run.is_running() {
             self.oracle.disturb();
             self.step(Event::Condemn(Verdict::Restart));
         } else {

@@ -38,7 +38,7 @@ use plants::Plant;
 use random::Random;
 use world::{Happening, World};
 
-use crate::config::{ColdStart, Config, Interval, Lazy, SizeLimit, Staging};
+use crate::config::{ColdStart, Config, Interval, SizeLimit, Staging};
 
 /// A history in which something did not hold.
 #[derive(Debug)]
@@ -84,10 +84,7 @@ static CONFIGS: LazyLock<Vec<Config>> = LazyLock::new(|| {
             it.snapshot.interval = every(15);
             it.snapshot.staging = Staging::Store;
         }),
-        with(&|it| {
-            it.snapshot.interval = every(30);
-            it.restart.lazy = Lazy::On;
-        }),
+        with(&|it| it.snapshot.interval = every(30)),
         with(&|it| {
             it.snapshot.interval = Interval::Auto;
             it.restart.retry_exit_codes = vec![1, 75];

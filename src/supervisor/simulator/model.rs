@@ -133,11 +133,6 @@ impl Ground {
         self.copies_of(id).any(|copy| copy.mark.is_none())
     }
 
-    /// Whether it could be restored from one of its copies.
-    pub(super) fn has_whole(&self, id: ImageId) -> bool {
-        self.copies_of(id).any(|copy| copy.mark.is_none() && !copy.damaged)
-    }
-
     /// Whether it is somewhere, and none of its copies is damaged: which one is kept nobody can know then.
     pub(super) fn is_untouched(&self, id: ImageId) -> bool {
         self.has_good(id) && self.copies_of(id).all(|copy| !copy.damaged)

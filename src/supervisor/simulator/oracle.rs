@@ -221,9 +221,6 @@ impl World {
             None if from_outside || excused => None,
             None => Some(Seen::Died { ended: Some(end.ended), uptime }),
         };
-        if matches!(ending, Some(Ending::Unloaded)) {
-            return;
-        }
         if uptime >= restart.min_uptime {
             self.oracle.against.remove(&id);
             self.oracle.row = None;
@@ -320,7 +317,6 @@ impl World {
         let waits = matches!(state, State::Running(_))
             && run.ended.is_none()
             && run.persist.is_none()
-            && run.loading.is_none()
             && run.machine.held().is_none();
         if !waits {
             self.oracle.retry = None;

@@ -6,14 +6,12 @@ use super::model::candidate;
 use super::plants::Plant;
 use super::run::Run;
 use super::world::{Happening, World, tell};
-use crate::config::Lazy;
 use crate::restart::policy::{Failure, From};
 use crate::restart::{self, RollbackError};
 use crate::store::{BadWhy, ImageId};
 use crate::supervisor::failed::{Failed, Lives, without_damaged};
 use crate::supervisor::line::Target;
-use crate::supervisor::load;
-use crate::supervisor::state::{Event, Harm, Obstacle, State, Wish};
+use crate::supervisor::state::{Event, Obstacle, State, Wish};
 use crate::sys::criu::{Log, RunError};
 use crate::sys::spawn::Ended;
 
@@ -227,41 +225,9 @@ impl World {
         if let From::Image(id) = from {
             run.proofs.wait_for(id, now);
         }
-        let lazy = self.config.restart.lazy == Lazy::On && run.lazy_failures < load::FAILURES;
         self.record(false);
         self.oracle_sees_life(from);
         self.step(Event::Started);
-        if let (From::Image(id), true) = (from, lazy && self.job.is_some()) {
-            self.load(id);
-        }
-        self.pack_newest();
-    }
-
-    fn load(&mut self, id: ImageId) {
-        let Some(life) = self.job.as_ref().map(|job| job.life) else { return };
-        let takes = self.random.millis(500, 8000);
-        let Some(run) = &mut self.run else { return };
-        run.loading = Some(id);
-        self.step(Event::LoadBegan);
-        self.after(takes, Happening::Loaded { life });
-    }
-
-    /// `harm` is what was done to the delivery; None where the image decides.
-    pub(super) fn loaded(&mut self, life: u32, harm: Option<Harm>) {
-        let alive = self.job.as_ref().is_some_and(|job| job.life == life && job.ended.is_none());
-        let Some(id) = self.run.as_ref().and_then(|run| run.loading).filter(|_| alive) else { return };
-        let harm = harm.unwrap_or_else(|| if self.ground.has_whole(id) { Harm::None } else { Harm::Lost });
-        tell!(self, "the memory of the job: {harm:?}");
-        let Some(run) = &mut self.run else { return };
-        run.loading = None;
-        if harm == Harm::Lost {
-            self.oracle.disturb();
-            run.lazy_failures += 1;
-            let end = super::model::End::signal(libc::SIGKILL);
-            self.after(Duration::from_millis(20), Happening::Ends { life, end, own: false });
-        }
-        self.step(Event::LoadEnded(harm));
-        self.rotate();
         self.pack_newest();
     }
 

@@ -46,8 +46,6 @@ pub(super) struct Run {
     pub(super) replicating: Option<(u32, ImageId)>,
     pub(super) next_replicated: Option<ImageId>,
     /// The image that memory is still brought back from.
-    pub(super) loading: Option<ImageId>,
-    pub(super) lazy_failures: u32,
     /// Whether the memory of a suspended job was given back.
     pub(super) emptied: bool,
     pub(super) finish: Option<Finish>,
@@ -133,8 +131,6 @@ impl World {
             persist: None,
             replicating: None,
             next_replicated: None,
-            loading: None,
-            lazy_failures: 0,
             emptied: false,
             finish: None,
         });
@@ -176,7 +172,7 @@ impl World {
             Event::SnapshotMissed if self.plant == Some(Plant::LateRetry) => Event::SnapshotFailed(Harm::None),
             event => event,
         };
-        tell!(self, "    event {event:?}");
+        tell!(self, "    event {}", in_a_trace(&event, self.now));
         let Some(run) = &mut self.run else { return };
         let actions = run.machine.step(event, at);
         let state = run.machine.state().name();
@@ -302,7 +298,6 @@ impl World {
         let at = run.unread.over().unwrap_or(now);
         if !matches!(run.machine.state(), State::Snapshotting { .. }) {
             run.has_job = false;
-            run.loading = None;
         }
         self.oracle_sees_report();
         self.step_at(Event::Ended { ended, images }, at);
@@ -375,7 +370,7 @@ impl World {
         self.job = None;
         self.check_finish(&finish);
         let Some(run) = &mut self.run else { return };
-        (run.has_job, run.start, run.shot, run.loading) = (false, None, None, None);
+        (run.has_job, run.start, run.shot) = (false, None, None);
         let left = memory::at_the_end(&finish, run.stops.is_at_once());
         run.finish = Some(finish);
         match left {
@@ -443,5 +438,15 @@ impl World {
         if let (Some(_), Some(watch)) = (hung, self.watch) {
             self.after(watch, Happening::Hangs { life });
         }
+    }
+}
+
+/// Moments as what is left until then: those of the clock are others in each process.
+fn in_a_trace(event: &Event, now: Instant) -> String {
+    let left = |until: &Instant| until.saturating_duration_since(now);
+    match event {
+        Event::Hold(until) => format!("Hold({:?})", left(until)),
+        Event::StopBy(stop, until) => format!("StopBy({stop:?}, {:?})", left(until)),
+        other => format!("{other:?}"),
     }
 }

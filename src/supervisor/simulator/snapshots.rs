@@ -92,7 +92,7 @@ impl World {
             return Err(snapshot::Error::Guard("EIO".into()));
         }
         if self.config.snapshot.staging == Staging::Store || !self.ground.area {
-            self.make_room(true).map_err(|()| snapshot::Error::Guard("the store has no room".into()))?;
+            self.make_room().map_err(|()| snapshot::Error::Guard("the store has no room".into()))?;
             return Ok(None);
         }
         let slots = self.slot_facts();
@@ -283,7 +283,7 @@ impl World {
 
     pub(super) fn pack_newest(&mut self) {
         let Some(run) = &self.run else { return };
-        if run.persist.is_some() || run.start.is_some() || run.loading.is_some() {
+        if run.persist.is_some() || run.start.is_some() {
             return;
         }
         let newest = self.ground.stored().find(|(_, copy)| copy.mark.is_none());
@@ -309,7 +309,7 @@ impl World {
         self.step(Event::PersistBegan);
         let min_free = self.config.store.min_free.bytes();
         let refused = match loose {
-            false => self.make_room(false).is_err(),
+            false => self.make_room().is_err(),
             true => self.ground.free() < IMAGE + min_free,
         };
         if let Some(persist) = self.run.as_mut().and_then(|run| run.persist.as_mut()) {
@@ -345,8 +345,10 @@ impl World {
             self.oracle.is_stored(id);
         }
         tell!(self, "image {} {}", id.sequence(), if stored.is_some() { "is in the store" } else { "is not stored" });
-        let Some(run) = &mut self.run else { return };
-        if (stored.is_some() || loose) && run.loading.is_none() {
+        if self.run.is_none() {
+            return;
+        }
+        if stored.is_some() || loose {
             self.rotate();
         }
         let Some(run) = &mut self.run else { return };

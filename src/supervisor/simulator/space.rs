@@ -53,11 +53,10 @@ impl World {
     }
 
     /// As `survey::make_room`.
-    pub(super) fn make_room(&mut self, loose: bool) -> Result<(), ()> {
+    pub(super) fn make_room(&mut self) -> Result<(), ()> {
         if self.ground.disk.reads_fail {
             return Err(());
         }
-        let may_remove = loose || self.run.as_ref().is_none_or(|run| run.loading.is_none());
         let policy = Policy::from(&self.config.store);
         let mut asked = false;
         loop {
@@ -66,7 +65,7 @@ impl World {
             self.oracle.short_of_room |= admission != Admission::Admit;
             match admission {
                 Admission::Admit => return Ok(()),
-                Admission::AfterRemoving(removals) if may_remove && !asked && !self.ground.disk.writes_fail => {
+                Admission::AfterRemoving(removals) if !asked && !self.ground.disk.writes_fail => {
                     self.remove(&removals.iter().map(|removal| removal.id).collect::<Vec<_>>());
                     asked = true;
                 }
@@ -87,7 +86,7 @@ impl World {
     pub(super) fn give_memory_back(&mut self) {
         let reserve = self.config.snapshot.memory_reserve.bytes();
         let short = self.ground.available_memory() < reserve;
-        let Some(run) = self.run.as_ref().filter(|run| run.is_running() && run.loading.is_none() && short) else {
+        let Some(run) = self.run.as_ref().filter(|run| run.is_running() && short) else {
             return;
         };
         let newest = self.ground.staged().into_iter().find(|(_, copy)| copy.mark.is_none()).map(|(image, _)| image.id);

@@ -70,7 +70,7 @@ fn a_seed_gives_the_same_history_again() {
 }
 
 /// So many histories find each bug that is planted. The seeds are the same each time.
-const ENOUGH: u64 = 20_000;
+const ENOUGH: u64 = 200_000;
 
 #[test]
 fn each_planted_bug_is_found() {

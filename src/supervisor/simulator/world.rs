@@ -40,10 +40,6 @@ pub(super) enum Happening {
     Restored {
         op: u32,
     },
-    /// The memory of the job is back.
-    Loaded {
-        life: u32,
-    },
     /// The job stands still, and the dump is made.
     Dump {
         op: u32,
@@ -258,7 +254,6 @@ impl World {
             Happening::Noticed { life, pid } => self.death_noticed(life, pid),
             Happening::Hangs { life } => self.hang_seen(life),
             Happening::Restored { op } => self.start_over(op),
-            Happening::Loaded { life } => self.loaded(life, None),
             Happening::Dump { op } => self.dump(op),
             Happening::Taken { op } => self.snapshot_over(op),
             Happening::Written { op } => self.persist_over(op),

@@ -126,10 +126,6 @@ pub enum Event {
     PersistBegan,
     /// It is there, after so long, or it failed.
     PersistEnded(Option<Duration>),
-    /// The job runs, and its memory is still being brought back.
-    LoadBegan,
-    /// All of it is there, or it will not come and the job can not go on.
-    LoadEnded(Harm),
     /// A snapshot failed; the job runs on, unless it is lost.
     SnapshotFailed(Harm),
     /// A snapshot failed for a reason that may be gone in a moment; the job runs on.

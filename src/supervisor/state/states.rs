@@ -71,8 +71,6 @@ pub enum Ending {
     Stop(Stop),
     /// It can not go on after a snapshot.
     Lost,
-    /// The rest of its memory did not come.
-    Unloaded,
     /// It makes room, and its image is taken.
     Suspend,
     /// It goes back to this image.

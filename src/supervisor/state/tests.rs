@@ -269,22 +269,6 @@ fn a_stop_waits_for_its_last_snapshot_as_long_as_the_grace_lasts() {
 }
 
 #[test]
-fn a_snapshot_waits_until_the_memory_is_back() {
-    let bench = Bench::new();
-    let busy = [(0, Event::Started), (0, Event::LoadBegan), (1, NOW)];
-    let (state, actions) = bench.run(&busy);
-    assert_eq!((state.name(), actions.len()), ("running", 1));
-    let then = |more: &[(u64, Event)]| bench.run(&[&busy, more].concat()).1[1..].to_vec();
-    let back = Event::LoadEnded(Harm::None);
-    assert_eq!(then(&[(1, back.clone())]), [Action::Snapshot(Reason::Signal)]);
-    assert_eq!(then(&[(0, Event::PersistBegan), (1, back.clone())]), [], "both are to be over");
-    let both = then(&[(0, Event::PersistBegan), (1, back), (1, PERSISTED)]);
-    assert_eq!(both, [Action::Snapshot(Reason::Signal)]);
-    let stop = then(&[(0, Event::Stop(TERM)), (30, Event::Tick), (0, killed(&[1]))]);
-    assert_eq!(stop, [Action::Kill, Action::Finish(Finish::Stopped(TERM))]);
-}
-
-#[test]
 fn a_verdict_takes_the_place_of_the_decision_for_one_end() {
     let exit = |code| Event::Ended { ended: Ended::Exit(code), images: Images::good([id(3), id(2)]) };
     let last = |events: &[Event]| {
@@ -318,21 +302,6 @@ fn a_verdict_takes_the_place_of_the_decision_for_one_end() {
     // It holds for one life only.
     let again = [judged(Verdict::Stop), exit(0)];
     assert_eq!(last(&again).1.last(), Some(&Action::Finish(Finish::Completed)));
-}
-
-#[test]
-fn memory_that_does_not_come_is_not_the_fault_of_the_image() {
-    let config = Config::default();
-    let now = Instant::now();
-    let (mut machine, _) = Machine::new(&config, From::Image(id(1)));
-    for _ in 0..3 {
-        machine.step(Event::Started, now);
-        machine.step(Event::LoadBegan, now);
-        assert_eq!(machine.step(Event::LoadEnded(Harm::Lost), now), [Action::Kill]);
-        let actions = machine.step(killed(&[1]), now);
-        assert!(matches!(actions[..], [Action::Announce { from: From::Image(i), .. }] if i == id(1)), "{actions:?}");
-        machine.step(Event::Tick, now + Duration::from_secs(3600));
-    }
 }
 
 #[test]
@@ -568,11 +537,9 @@ fn every_stop_ends_every_state() {
         ("starting", vec![]),
         ("running", started.clone()),
         ("running", with(&[Event::PersistBegan])),
-        ("running", with(&[Event::LoadBegan])),
         ("snapshotting", with(&[NOW])),
         ("snapshotting", with(&[Event::Stop(TERM)])),
         ("stopping", with(&[Event::StopNow(TERM)])),
-        ("stopping", with(&[Event::LoadEnded(Harm::Lost)])),
         ("waiting", with(&[killed(&[1])])),
         ("suspended", with(&[Event::Suspend, TAKEN, killed(&[1])])),
     ];
@@ -586,7 +553,7 @@ fn every_stop_ends_every_state() {
                 actions.extend(machine.step(stop.clone(), now));
                 twice.iter().for_each(|event| actions.extend(machine.step(event.clone(), now)));
                 // All that can still be reported, and then the time is over.
-                for event in [PERSISTED, Event::LoadEnded(Harm::None), TAKEN, killed(&[1])] {
+                for event in [PERSISTED, TAKEN, killed(&[1])] {
                     actions.extend(machine.step(event, now));
                 }
                 actions.extend(machine.step(Event::StartFailed { why: String::new() }, now));

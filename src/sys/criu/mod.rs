@@ -4,7 +4,6 @@
 //! taken from its log, which it writes to a pipe of ours, bounded. It runs in the job's namespaces, as pid 2 there.
 
 pub mod image;
-pub mod lazy;
 mod log;
 mod plugin;
 pub(crate) mod proto;
@@ -16,7 +15,7 @@ use std::process::Command;
 
 pub use log::Log;
 pub use plugin::{FileRights, PLUGIN_NAME, Plugin};
-pub use rpc::{DumpOptions, Hooks, Instead, Memory, Notify, Place, RestoreOptions, Restored, RunError, Tcp};
+pub use rpc::{DumpOptions, Hooks, Instead, Notify, Place, RestoreOptions, Restored, RunError, Tcp};
 pub use rpc::{dump, find_restored, restore};
 
 /// The oldest CRIU that reads and writes the images we make (page counts moved in the 4.2 page map).

@@ -78,8 +78,6 @@ pub(crate) struct Options {
     pub timeout: Option<u32>,
     #[prost(bool, optional, tag = "46")]
     pub tcp_skip_in_flight: Option<bool>,
-    #[prost(bool, optional, tag = "48")]
-    pub lazy_pages: Option<bool>,
     #[prost(bool, optional, tag = "52")]
     pub tcp_close: Option<bool>,
     /// 3 is SKIP: the tasks are frozen anyway, and the other ways need iptables or nftables.
@@ -98,8 +96,6 @@ pub(crate) struct Options {
 pub(crate) struct Features {
     #[prost(bool, optional, tag = "1")]
     pub mem_track: Option<bool>,
-    #[prost(bool, optional, tag = "2")]
-    pub lazy_pages: Option<bool>,
     #[prost(bool, optional, tag = "3")]
     pub pidfd_store: Option<bool>,
 }

@@ -49,15 +49,6 @@ pub enum Tcp {
     Close,
 }
 
-/// When a restored tree gets its memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Memory {
-    /// Before it runs.
-    AtOnce,
-    /// From a [`Daemon`](super::lazy::Daemon) at the same place, while it runs.
-    Lazily,
-}
-
 /// A file that was open under another path at the dump, for appending.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Instead {
@@ -72,8 +63,6 @@ pub struct Instead {
 pub struct RestoreOptions<'a> {
     /// TCP connections.
     pub tcp: Tcp,
-    /// When the tree gets its memory.
-    pub memory: Memory,
     /// Files that it gets for those that it had.
     pub instead: &'a [Instead],
     /// Where CRIU works on the files of a user.
@@ -82,7 +71,7 @@ pub struct RestoreOptions<'a> {
 
 impl Default for RestoreOptions<'_> {
     fn default() -> Self {
-        RestoreOptions { tcp: Tcp::Close, memory: Memory::AtOnce, instead: &[], plugin: None }
+        RestoreOptions { tcp: Tcp::Close, instead: &[], plugin: None }
     }
 }
 
@@ -295,14 +284,12 @@ const FIRST_FILE: i32 = 4;
 /// # Errors
 /// When CRIU does not start, refuses, is cancelled or takes too long. Nothing of the tree is left then.
 pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
-    let RestoreOptions { tcp, memory, instead, plugin } = options;
+    let RestoreOptions { tcp, instead, plugin } = options;
     image::check_pages(place.images)?;
-    let lazy_pages = (memory == Memory::Lazily).then_some(true);
     let key = |file: &Instead| file.then.to_string_lossy().trim_start_matches('/').to_owned();
     let inherit_fd = (FIRST_FILE..).zip(instead).map(|(fd, file)| InheritFd { key: key(file), fd }).collect();
     let wanted = Options {
         rst_sibling: Some(true),
-        lazy_pages,
         inherit_fd,
         // Ours are compared before; in images of earlier versions the reaper's are others than it needs.
         skip_file_rwx_check: Some(true),

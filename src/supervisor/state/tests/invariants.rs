@@ -42,9 +42,6 @@ fn event() -> impl Strategy<Value = Event> {
         2 => (1u32..4).prop_map(rewind),
         2 => Just(Event::PersistBegan),
         3 => Just(Event::PersistEnded(Some(Duration::from_secs(3)))),
-        2 => Just(Event::LoadBegan),
-        2 => Just(Event::LoadEnded(Harm::None)),
-        1 => Just(Event::LoadEnded(Harm::Lost)),
         1 => Just(Event::StartFailed { why: "why".into() }),
         1 => Just(Event::Impossible { why: "why".into(), obstacle: Obstacle::Machine }),
         1 => (1u32..4, failure, images.clone())
@@ -74,7 +71,7 @@ proptest! {
         let mut now = Instant::now();
         machine.no_interval_from(quiet.map(|after| now + Duration::from_secs(after)));
         let (mut alive, mut starting, mut snapshot, mut finished) = (false, false, false, 0);
-        let (mut persisting, mut loading) = (false, false);
+        let mut persisting = false;
         // The longest that any hold may last.
         let mut held: Option<Instant> = None;
         let mut check = |actions: Vec<Action>,
@@ -94,7 +91,7 @@ proptest! {
                     Action::Snapshot(reason) => {
                         prop_assert!(!held || reason == Reason::Final, "the job holds it off");
                         prop_assert!(*alive && !*snapshot, "a snapshot of nothing, or two at once");
-                        prop_assert!(!busy, "one is on its way to the store, or the memory is not back");
+                        prop_assert!(!busy, "one is on its way to the store");
                         *snapshot = true;
                     }
                     Action::Finish(_) => finished += 1,
@@ -103,7 +100,7 @@ proptest! {
             }
             Ok(())
         };
-        check(first, &mut alive, &mut starting, &mut snapshot, persisting || loading, false)?;
+        check(first, &mut alive, &mut starting, &mut snapshot, persisting, false)?;
         for (seconds, event) in events {
             now += Duration::from_secs(seconds);
             let possible = match &event {
@@ -112,9 +109,6 @@ proptest! {
                 Event::Ended { .. } => alive,
                 Event::PersistBegan => !persisting,
                 Event::PersistEnded(_) => persisting,
-                // It comes with the start.
-                Event::LoadBegan => alive && !snapshot && !loading,
-                Event::LoadEnded(_) => loading,
                 _ => true,
             };
             if !possible {
@@ -125,11 +119,9 @@ proptest! {
                 Event::StartFailed { .. } | Event::Impossible { .. } | Event::ImageFailed { .. } => starting = false,
                 Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => snapshot = false,
                 // The loop reports an end during a snapshot again afterwards.
-                Event::Ended { .. } if !snapshot => (alive, loading) = (false, false),
+                Event::Ended { .. } if !snapshot => alive = false,
                 Event::PersistBegan => persisting = true,
                 Event::PersistEnded(_) => persisting = false,
-                Event::LoadBegan => loading = true,
-                Event::LoadEnded(_) => loading = false,
                 _ => {}
             }
             let wish = match &event {
@@ -182,7 +174,7 @@ proptest! {
                 }
                 _ => {}
             }
-            check(actions, &mut alive, &mut starting, &mut snapshot, persisting || loading, holds)?;
+            check(actions, &mut alive, &mut starting, &mut snapshot, persisting, holds)?;
         }
         // Whatever came before: a stop ends it.
         for event in [Event::StopNow(TERM), Event::SnapshotFailed(Harm::None), Event::StartFailed { why: String::new() }] {

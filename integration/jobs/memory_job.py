@@ -1,6 +1,6 @@
 """A job with much memory that it seldom touches.
 
-    lazy_job.py FOLDER MIB
+    memory_job.py FOLDER MIB
 
 Each page of MIB holds its number. Prints "n 1", "n 2" and so on, and touches one page each time. With FOLDER/finish it looks at
 every page, prints "done" and ends with 0; with 3 when one is wrong.
