@@ -72,7 +72,7 @@ class Slots:
 
 
 class Matrix:
-    # NVLink SHARP can not be checkpointed (README.md, Limits). The tree is not for byte code.
+    # NVLink SHARP can not be checkpointed (docs/limits.md). The tree is not for byte code.
     ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
     # Folders that a job compiles into.
     CACHES = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "HF_HOME"]

@@ -73,8 +73,9 @@ tree() {
   # The newest CRIU is in no release of Debian and Ubuntu yet.
   install -D -m 755 "$root/scripts/install-criu.sh" "$base/share/rekindle/install-criu.sh"
   local doc=$base/share/doc/rekindle
-  mkdir -p "$doc/examples"
-  install -m 644 "$root/README.md" "$root"/docs/*.md "$doc/"
+  mkdir -p "$doc/docs" "$doc/examples"
+  install -m 644 "$root"/{README,SECURITY,CHANGELOG}.md "$root/NOTICE" "$doc/"
+  install -m 644 "$root"/docs/*.md "$doc/docs/"
   install -m 644 "$root/config/rekindle.service" "$doc/examples/"
   cp -r --no-preserve=all "$root/examples/deploy" "$doc/examples/"
   { echo 'What the executable contains, with the licences of each.'; echo
@@ -160,6 +161,8 @@ tar_() {
   tree "$dir" "/$top"
   install -D -m 644 "$root/config/rekindle@.service" "$dir/$top/lib/systemd/system/rekindle@.service"
   install -m 644 "$root/config/rekindle.toml" "$dir/$top/share/doc/rekindle/examples/"
+  # In a Debian package the file `copyright` names the licence.
+  install -m 644 "$root/LICENSE" "$dir/$top/share/doc/rekindle/"
   settle "$dir"
   tar --sort=name --owner=0 --group=0 --numeric-owner --format=gnu -C "$dir" -c "$top" | xz -T1 "-$level" >"$work/$top.tar.xz"
   mv -- "$work/$top.tar.xz" "$out/$top-x86_64-linux-gnu.tar.xz"

@@ -1,4 +1,4 @@
-//! Exit codes, documented for scripts and schedulers in the README.
+//! Exit codes, documented for scripts and schedulers in docs/commands.md.
 
 use std::process::ExitCode;
 
