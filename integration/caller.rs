@@ -259,7 +259,7 @@ fn what_the_job_can_not_be_given_is_named() {
 fn a_script_without_its_first_line_is_explained() {
     let Some(bench) = bench() else { return };
     let script = bench.path("script");
-    // By another process: what a child of another test holds open for writing can not be executed.
+    // By another process: what a child of another test holds open for writing cannot be executed.
     let write = "echo 'echo hello' > \"$1\"; chmod 755 \"$1\"";
     assert!(Command::new("sh").args(["-c", write, "sh"]).arg(&script).status().unwrap().success());
     let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));

@@ -24,7 +24,7 @@ impl Bench {
         let bench = Bench { folder };
         fs::set_permissions(bench.path(""), fs::Permissions::from_mode(0o755)).unwrap();
         // By another process: a child that another test forks meanwhile would hold our descriptor for a moment, and a file
-        // that is open for writing can not be executed (ETXTBSY).
+        // that is open for writing cannot be executed (ETXTBSY).
         let copied =
             Command::new("cp").arg(env!("CARGO_BIN_EXE_rekindle")).arg(bench.path("rekindle")).status().unwrap();
         assert!(copied.success());
@@ -155,7 +155,7 @@ fn the_table_has_its_columns_and_the_verdict_at_the_end() {
     let header: Vec<&str> = text.lines().next().unwrap().split_whitespace().collect();
     assert_eq!(header, ["CHECK", "STATE", "FOUND", "FIX"]);
     assert!(text.lines().any(|line| line.contains("criu.version") && line.contains("install CRIU")), "{text}");
-    assert!(text.lines().last().unwrap().contains("can not work here"), "{text}");
+    assert!(text.lines().last().unwrap().contains("cannot work here"), "{text}");
 }
 
 #[test]
@@ -301,7 +301,7 @@ fn a_store_that_nothing_can_be_run_from_is_missing_with_the_mount_named() {
     if output.status.code() == Some(99) {
         let why = String::from_utf8_lossy(&output.stderr).into_owned();
         eprintln!("SKIP: nothing can be mounted here: {why}");
-        assert!(!required("root"), "REKINDLE_TEST_REQUIRE names root, and root can not mount: {why}");
+        assert!(!required("root"), "REKINDLE_TEST_REQUIRE names root, and root cannot mount: {why}");
         return;
     }
     assert_eq!(output.status.code(), Some(69));

@@ -72,7 +72,7 @@ class Slots:
 
 
 class Matrix:
-    # NVLink SHARP can not be checkpointed (docs/limits.md). The tree is not for byte code.
+    # NVLink SHARP cannot be checkpointed (docs/limits.md). The tree is not for byte code.
     ENVIRONMENT = {"NCCL_NVLS_ENABLE": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
     # Folders that a job compiles into.
     CACHES = ["TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUPY_CACHE_DIR", "NUMBA_CACHE_DIR", "HF_HOME"]
@@ -133,7 +133,7 @@ class Matrix:
         if len(self.gpus) < line.gpus:
             return f"it needs {line.gpus} GPUs, here is {len(self.gpus)}"
         if line.how == "migrate" and "--device-map" not in self.help():
-            return "this rekindle can not restore onto other GPUs (`run --device-map`)"
+            return "this rekindle cannot restore onto other GPUs (`run --device-map`)"
         ready = (self.warmed[name].result() for name in ["memory", *line.needs])
         return next((why for why in ready if why), None)
 

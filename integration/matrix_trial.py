@@ -236,7 +236,7 @@ class Trial:
         self.progress(2, "step after the restart")
 
     def finish(self):
-        """Lets the job end, and compares. Answers whether the bits are the same, or why that can not be said."""
+        """Lets the job end, and compares. Answers whether the bits are the same, or why that cannot be said."""
         last = self.lines.count() + AHEAD
         new = self.out / "last.new"
         new.write_text(str(last))

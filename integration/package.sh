@@ -11,7 +11,7 @@ binary=${CARGO_TARGET_DIR:-target}/debug/rekindle
 [ "${1:-}" != --binary ] || binary=$2
 fail() { printf 'package: FAILED: %s\n' "$*" >&2; exit 1; }
 
-# A namespace of mounts takes its mounts with it; the layer lies on a tmpfs, as overlayfs can not be on itself.
+# A namespace of mounts takes its mounts with it; the layer lies on a tmpfs, as overlayfs cannot be on itself.
 work=${REKINDLE_PACKAGE_INSIDE:-}
 if [ -z "$work" ]; then
   work=$(mktemp -d)
@@ -67,7 +67,7 @@ case $status in 0 | 69) ;; *) fail "doctor: $status $(cat "$work/log")" ;; esac
 # shellcheck disable=SC2016 # for the shell inside
 inside bash -c 'complete() { [ "${!#}" != rekindle ] || echo has; builtin complete "$@"; }
   . /usr/share/bash-completion/completions/rekindle' | grep -q has || fail 'bash does not complete'
-! command -v zsh >/dev/null || inside zsh -n /usr/share/zsh/vendor-completions/_rekindle || fail 'zsh can not read its completions'
+! command -v zsh >/dev/null || inside zsh -n /usr/share/zsh/vendor-completions/_rekindle || fail 'zsh cannot read its completions'
 ! command -v fish >/dev/null || inside fish --no-execute /usr/share/fish/vendor_completions.d/rekindle.fish || fail 'fish'
 said=$(inside systemd-analyze verify --man=no rekindle@train.service 2>&1) || fail "the unit: $said"
 [ -z "$said" ] || fail "the unit: $said"

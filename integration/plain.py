@@ -32,7 +32,7 @@ class Plain:
         self.pid = self.process.pid
 
     def ended(self):
-        """Why it can not go on, if it ended; the first life only: the second is no child that Popen knows."""
+        """Why it cannot go on, if it ended; the first life only: the second is no child that Popen knows."""
         code = self.process.poll()
         return None if code is None else f"{self.name}: the job ended with {code}: {self.log.read_text()[-300:]}"
 

@@ -6,7 +6,7 @@
 #   --fast         compress little, for a test
 #
 # The executable needs the C library, with libgcc, and nothing else: TLS, compression and hashing are in it, and so are
-# the job's init and the interposer. The C library can not be: libcuda.so.1 and NVML are opened while rekindle runs, and
+# the job's init and the interposer. The C library cannot be: libcuda.so.1 and NVML are opened while rekindle runs, and
 # need the one of the machine, from 2.34 on (Debian 12, Ubuntu 22.04, RHEL 9) where it is made on Debian 12. The same
 # source and toolchain give the same bytes: times are those of the last commit (SOURCE_DATE_EPOCH, where it is set), and
 # paths of this machine stay out. DEBFULLNAME and DEBEMAIL name who made it.
@@ -114,7 +114,7 @@ END
   printf 'Source: rekindle\n\nPackage: rekindle\nArchitecture: amd64\n' >"$work/shlibs/debian/control"
   local depends
   depends=$(cd "$work/shlibs" && dpkg-shlibdeps -O "-e$dir/usr/bin/rekindle" | sed -n 's/^shlibs:Depends=//p')
-  [ -n "$depends" ] || die 'dpkg-shlibdeps found nothing that the executable depends on, which can not be'
+  [ -n "$depends" ] || die 'dpkg-shlibdeps found nothing that the executable depends on, which cannot be'
   cat >"$dir/DEBIAN/control" <<END
 Package: rekindle
 Version: $version

@@ -18,8 +18,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Why Slurm did not do what it was asked for.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The command can not be run.
-    #[error("can not run {command}")]
+    /// The command cannot be run.
+    #[error("cannot run {command}")]
     Run {
         /// Its line.
         command: String,

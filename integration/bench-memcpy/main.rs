@@ -42,7 +42,7 @@ fn main() -> anyhow::Result<()> {
 fn compare(library: &Path, bytes: usize) -> anyhow::Result<Value> {
     let folder = tempfile::tempdir()?;
     let libcuda = folder.path().join("libcuda.so.1");
-    std::fs::copy(library, &libcuda).with_context(|| format!("can not copy {}", library.display()))?;
+    std::fs::copy(library, &libcuda).with_context(|| format!("cannot copy {}", library.display()))?;
     let landing = tempfile::tempdir_in("/dev/shm")?;
     let preload = interposer::preload_value(&interposer::unpack(folder.path())?, None)?;
     let plain = || Command::new("/proc/self/exe");
@@ -86,7 +86,7 @@ fn answer(command: &mut Command) -> anyhow::Result<Value> {
 fn memcpy() -> Value {
     let mut target = vec![1_u8; 1 << 20];
     let source = vec![2_u8; 1 << 20];
-    // Called through a pointer, so that the compiler can not do it itself.
+    // Called through a pointer, so that the compiler cannot do it itself.
     let call: unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> *mut c_void =
         std::hint::black_box(libc::memcpy);
     let mut least = BTreeMap::new();

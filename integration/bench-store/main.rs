@@ -16,7 +16,7 @@
 //!
 //! THREADS is a number, or `auto` for what the configuration has by default on this machine.
 //!
-//! `noise` can not be made shorter. `weights` are float32 with the distribution of a trained layer (normal, 0.02 wide).
+//! `noise` cannot be made shorter. `weights` are float32 with the distribution of a trained layer (normal, 0.02 wide).
 //! `heap` is what the memory of an interpreter looks like, in blocks of 64 KiB: zeros, pointers, text, noise, a quarter each.
 
 use std::fs::{self, File};

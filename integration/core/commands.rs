@@ -225,7 +225,7 @@ fn pins_and_tags_are_kept_by_prune_and_found_again() {
     let table = text(&lab.rekindle(&["prune", "j", "--keep-last", "3"])).1;
     assert!(table.contains("FREES") && table.contains("older than the last 3"), "{table}");
     assert_eq!(lab.good(), [6, 5, 4, 1]);
-    // A bound that can be met takes the oldest that is not pinned, one that can not says so.
+    // A bound that can be met takes the oldest that is not pinned, one that cannot says so.
     json(&lab, &["prune", "j", "--max-total-size", &total(&lab).to_string()]);
     assert_eq!(lab.good(), [6, 5, 4, 1]);
     json(&lab, &["prune", "j", "--max-total-size", &(total(&lab) - 1).to_string()]);

@@ -459,7 +459,7 @@ fn a_manifest_from_the_future_is_left_alone() {
     for _ in 0..4 {
         run.snapshot(&lab);
     }
-    assert!(newest.dir.is_dir(), "rotation does not touch what it can not read");
+    assert!(newest.dir.is_dir(), "rotation does not touch what it cannot read");
     assert!(!lab.good().contains(&1), "it does its work");
     finish(&lab, run);
     // Nor what that needs of the packs.

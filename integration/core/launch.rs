@@ -100,7 +100,7 @@ fn standard_input_from_a_file_and_inherited() {
     let (out, _) = lab.run(["cat"]).ends_with(0);
     assert_eq!(out, "from the file\n");
     let lab = lab.set("job.stdin", "\"inherit\"");
-    // Here it is /dev/null, which can be inherited; a pipe can not come back and is refused.
+    // Here it is /dev/null, which can be inherited; a pipe cannot come back and is refused.
     assert_eq!(lab.run(["cat"]).ends_with(0).0, "");
     let inherit = lab.file("rekindle.toml");
     let mut command = lab.command(["--config".as_ref(), inherit.as_os_str()]);

@@ -141,7 +141,7 @@ fn encrypted_with_the_right_key_and_with_no_other() {
     let secret = |lab: &Lab| lab.path().to_str().unwrap().as_bytes().to_vec();
     let Some(plain) = Lab::new() else { return };
     let Some(plain) = stored_with(plain.set("store.compression", "\"none\"")) else { return };
-    assert!(packs_show(&plain, &secret(&plain)), "who can not see it there proves nothing");
+    assert!(packs_show(&plain, &secret(&plain)), "who cannot see it there proves nothing");
     drop(plain);
     let Some(lab) = encrypted().and_then(stored_with) else { return };
     assert!(!packs_show(&lab, &secret(&lab)));
@@ -162,7 +162,7 @@ fn encrypted_with_the_right_key_and_with_no_other() {
     assert!(said.contains("was run with an encryption key") && said.contains("store.encryption-key"), "{said}");
     let lab = lab.set_file("store.encryption-key", "nowhere");
     let (_, said) = again(&lab).ends_with(78);
-    assert!(said.contains("can not read the key file") && said.contains("nowhere"), "{said}");
+    assert!(said.contains("cannot read the key file") && said.contains("nowhere"), "{said}");
     assert_eq!(lab.good(), [1]);
     assert_eq!(lab.output(), log, "nothing of the job was touched");
     comes_back(&lab.set_file("store.encryption-key", "key"));

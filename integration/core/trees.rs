@@ -196,7 +196,7 @@ fn a_port_that_another_program_has_costs_no_image() {
         taken = TcpListener::bind(("127.0.0.1", port(&lab))).ok();
         taken.is_some()
     });
-    run.wait_said("can not restore image");
+    run.wait_said("cannot restore image");
     assert!(run.err().contains("the port is in use"), "{}", run.err());
     drop(taken);
     run.wait_said("the job is back from image");

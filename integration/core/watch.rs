@@ -137,7 +137,7 @@ fn a_child_that_is_killed_for_want_of_memory_explains_the_exit_code() {
     // namespace, whose inode has this number (PROC_PID_INIT_INO in include/linux/proc_ns.h).
     let first = fs::read_link("/proc/self/ns/pid").is_ok_and(|name| name == Path::new("pid:[4026531836]"));
     if !first || fs::File::open("/dev/kmsg").is_err() {
-        return eprintln!("SKIP: the kernel's log can not be read, or names other pids");
+        return eprintln!("SKIP: the kernel's log cannot be read, or names other pids");
     }
     let lab = lab.set("restart.max-restarts", "0");
     let mut run = start(&lab, "child", group.0.to_str().unwrap());

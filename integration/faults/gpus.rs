@@ -1,4 +1,4 @@
-//! GPUs that a job was on and can not come back to: others in their place, by itself and by `--device-map`, and what is
+//! GPUs that a job was on and cannot come back to: others in their place, by itself and by `--device-map`, and what is
 //! refused. The stand-in tells of GPUs as NVML does.
 
 use std::collections::BTreeMap;
@@ -122,7 +122,7 @@ fn a_job_whose_gpu_had_a_fault_comes_back_on_another() {
     };
     let mut supervisor = rig.start();
     supervisor.snapshot();
-    let Ok(()) = write() else { return eprintln!("SKIP: the kernel's log can not be written") };
+    let Ok(()) = write() else { return eprintln!("SKIP: the kernel's log cannot be written") };
     supervisor.kill_job();
     supervisor.said(&format!("what was on {own} is on {B} now: it had Xid 95"));
     supervisor.counts();
@@ -144,7 +144,7 @@ fn while_all_gpus_are_full_it_is_tried_again_and_the_image_is_not_to_blame() {
     supervisor.snapshot();
     rig.standin.gpus(&two(1020, 1023));
     supervisor.kill_job();
-    let why = supervisor.said("can not restore image");
+    let why = supervisor.said("cannot restore image");
     assert!(
         why.contains(&format!("6.0 MiB for what was on Stand-in {A}")) && why.contains("has 1.0 MiB free"),
         "{why}"
@@ -174,7 +174,7 @@ fn without_a_place_for_it_the_run_ends_with_the_reason() {
         assert_eq!(supervisor.wait(), Some(69), "{here}\n{}", rig.log());
         let log = rig.log();
         assert!(
-            log.contains("can not be restored on this machine as it is: GPUs: the image has") && log.contains(words),
+            log.contains("cannot be restored on this machine as it is: GPUs: the image has") && log.contains(words),
             "{log}"
         );
         // With its GPUs the same command goes on.

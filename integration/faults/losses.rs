@@ -1,4 +1,4 @@
-//! What can not be undone: the life is over, and the job comes back from the newest image by itself.
+//! What cannot be undone: the life is over, and the job comes back from the newest image by itself.
 
 use crate::rig::{Rig, Supervisor};
 
@@ -22,9 +22,9 @@ fn a_restore_that_fails_in_a_snapshot_ends_the_life() {
     for (restarts, pid) in [(1, 1001), (2, second)] {
         rig.standin.fault("fail-restore", &format!("2 times=1 pid={pid}"));
         supervisor.ask();
-        let why = supervisor.said("the snapshot failed and the job can not go on");
+        let why = supervisor.said("the snapshot failed and the job cannot go on");
         assert!(why.contains("restore: ") && why.contains("the GPU is too full"), "{why}");
-        assert!(why.contains(&format!("process {pid} can not use its GPU again")), "{why}");
+        assert!(why.contains(&format!("process {pid} cannot use its GPU again")), "{why}");
         comes_back(&rig, &mut supervisor, 2, restarts);
         supervisor.snapshot();
     }
@@ -39,11 +39,11 @@ fn an_unlock_that_keeps_failing_ends_the_life_and_holds_the_next_back() {
     supervisor.snapshot();
     rig.standin.fault("fail-unlock", "304");
     supervisor.ask();
-    let why = supervisor.said("the snapshot failed and the job can not go on");
+    let why = supervisor.said("the snapshot failed and the job cannot go on");
     assert!(why.contains("unlock: "), "{why}");
     // It does not come back either while the driver is like this; no image is to blame.
-    supervisor.said("can not restore image");
-    supervisor.said("can not restore image");
+    supervisor.said("cannot restore image");
+    supervisor.said("cannot restore image");
     rig.clear("fail-unlock");
     comes_back(&rig, &mut supervisor, 1, 3);
     supervisor.stop();
@@ -57,7 +57,7 @@ fn without_an_image_it_begins_anew() {
     supervisor.counts();
     rig.standin.fault("fail-restore", "801 times=1");
     supervisor.ask();
-    supervisor.said("the snapshot failed and the job can not go on");
+    supervisor.said("the snapshot failed and the job cannot go on");
     supervisor.said("going on from the beginning");
     supervisor.said("to=\"running\"");
     supervisor.counts();
@@ -95,7 +95,7 @@ fn a_restart_whose_cuda_restore_fails_is_tried_again() {
     rig.standin.fault("fail-restore", "2");
     supervisor.kill_job();
     for _ in 0..3 {
-        let why = supervisor.said("can not restore image");
+        let why = supervisor.said("cannot restore image");
         assert!(why.contains("the CUDA state of process 1001 did not come back"), "{why}");
         // Nothing half restored is left while it waits.
         supervisor.said("going on from image");
@@ -154,7 +154,7 @@ fn a_driver_that_hangs_in_a_restart_is_not_waited_for() {
     supervisor.snapshot();
     rig.standin.fault("fail-restore", "0 delay=30000 times=1");
     supervisor.kill_job();
-    let why = supervisor.said("can not restore image");
+    let why = supervisor.said("cannot restore image");
     assert!(why.contains("the CUDA driver did not bring the job back within 1s"), "{why}");
     comes_back(&rig, &mut supervisor, 1, 2);
     rig.standin.fault("fail-restore", "0 delay=30000 times=1");

@@ -147,7 +147,7 @@ fn an_image_that_can_not_be_renamed_is_none() {
     let why = supervisor.failing_snapshot();
     let writable = change("-i", &images);
     rig.criu_fault("");
-    assert!(writable && why.contains("publish: can not publish"), "{why}");
+    assert!(writable && why.contains("publish: cannot publish"), "{why}");
     supervisor.assert_unharmed(1);
     supervisor.image();
     supervisor.kill_job();

@@ -67,7 +67,7 @@ impl Rig {
         let draft = dir.path().join("criu.draft");
         fs::write(&draft, text).unwrap();
         // By another process: a child that another test forks meanwhile would hold our descriptor for a moment, and a file
-        // that is open for writing can not be executed (ETXTBSY).
+        // that is open for writing cannot be executed (ETXTBSY).
         assert!(Command::new("install").args(["-m", "755"]).args([&draft, &wrapper]).status().unwrap().success());
         let settings = [
             ("SNAPSHOT_INTERVAL", "off"),

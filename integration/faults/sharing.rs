@@ -1,4 +1,4 @@
-//! Memory that processes share: let go for a snapshot, taken again, and refused where that can not be.
+//! Memory that processes share: let go for a snapshot, taken again, and refused where that cannot be.
 
 use crate::rig::{Rig, Supervisor};
 
@@ -176,7 +176,7 @@ fn letting_go_fails_in_each_rank_and_the_job_runs_on() {
     let fails = |supervisor: &mut Supervisor<'_>, call: &str, pid: i32| {
         rig.standin.fault(&format!("fail-keeper-{call}"), &format!("999 times=1 pid={pid}"));
         let why = supervisor.failing_snapshot();
-        let words = format!("process {pid}: the driver can not ");
+        let words = format!("process {pid}: the driver cannot ");
         assert!(why.contains(&words) && why.contains("(error 999)"), "{call}: {why}");
         assert!(why.contains("the job runs on"), "{call}: {why}");
         supervisor.assert_unharmed(2);
@@ -229,7 +229,7 @@ fn what_can_not_be_taken_again_ends_the_life_and_the_job_comes_back() {
         for pid in both(&rig) {
             at_the_dump(&rig, &format!("fail-keeper-{call}"), &format!("999 times=1 pid={pid}"));
             supervisor.ask();
-            let why = supervisor.said("the snapshot failed and the job can not go on");
+            let why = supervisor.said("the snapshot failed and the job cannot go on");
             assert!(why.contains(&format!("process {pid}")) && why.contains("(error 999)"), "{call}: {why}");
             restarts += 1;
             comes_back(&rig, &mut supervisor, restarts);
@@ -240,7 +240,7 @@ fn what_can_not_be_taken_again_ends_the_life_and_the_job_comes_back() {
         for pid in both(&rig) {
             rig.standin.fault(&format!("fail-keeper-{call}"), &format!("999 times=1 pid={pid}"));
             supervisor.kill_job();
-            let why = supervisor.said("can not restore image");
+            let why = supervisor.said("cannot restore image");
             assert!(why.contains(&format!("process {pid}")) && why.contains("(error 999)"), "{call}: {why}");
             restarts += 2;
             comes_back(&rig, &mut supervisor, restarts);
@@ -293,7 +293,7 @@ fn children_and_a_want_of_descriptors_do_no_harm() {
     }
     supervisor.has_rank(1, "crowd");
     let why = supervisor.failing_snapshot();
-    assert!(why.contains("can not be let go just now") && why.contains("the job runs on"), "{why}");
+    assert!(why.contains("cannot be let go just now") && why.contains("the job runs on"), "{why}");
     supervisor.assert_unharmed(2);
     supervisor.has_rank(1, "room");
     supervisor.image();

@@ -438,7 +438,7 @@ def memory():
 
 
 def fresh(mib):
-    """So much of each image is in no other one, and can not be compressed: random bytes, new ones all the time."""
+    """So much of each image is in no other one, and cannot be compressed: random bytes, new ones all the time."""
     size = mib << 20
     block = bytearray(os.urandom(size))
     digest = zlib.crc32(block)

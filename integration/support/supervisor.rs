@@ -115,7 +115,7 @@ pub(crate) struct Lab {
 }
 
 impl Lab {
-    /// A fresh ground; `None` where the test can not run here.
+    /// A fresh ground; `None` where the test cannot run here.
     pub(crate) fn new() -> Option<Lab> {
         if !gate() {
             return None;
@@ -177,7 +177,7 @@ impl Lab {
     }
 
     /// Copies a file and makes it executable. By another process: a child that another test forks meanwhile would hold our
-    /// descriptor for a moment, and a file that is open for writing can not be executed (ETXTBSY).
+    /// descriptor for a moment, and a file that is open for writing cannot be executed (ETXTBSY).
     pub(crate) fn install(&self, from: &Path, to: &Path) {
         let done = Command::new("install").args(["-m", "755"]).args([from, to]).status().unwrap();
         assert!(done.success());

@@ -321,7 +321,7 @@ mod tests {
         bytes
     }
 
-    /// Before a page that can not be read: a read that leaves the mapping ends the test.
+    /// Before a page that cannot be read: a read that leaves the mapping ends the test.
     #[test]
     fn a_damaged_object_is_read_within_its_bounds() {
         let around = sys::MAP_PRIVATE | sys::MAP_ANONYMOUS;

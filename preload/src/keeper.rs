@@ -22,7 +22,7 @@ const PATIENCE_SECONDS: usize = 120;
 /// How many entries a probe touches.
 const PROBED: usize = 16;
 
-/// Starts it where it is not there. A process that can not have one has shared memory all the same, and no snapshots.
+/// Starts it where it is not there. A process that cannot have one has shared memory all the same, and no snapshots.
 pub(crate) fn start(table: &'static Table) {
     let pid = sys::pid();
     if STARTED.swap(pid, Ordering::Relaxed) == pid {

@@ -44,7 +44,7 @@
 //! - One landing mapping at a time: a driver that maps device memory twice in one checkpoint gets the second as it would
 //!   without us, and CRIU stores that one. Slower, never wrong.
 //! - A libcuda that was opened with RTLD_DEEPBIND, or linked to bind its own symbols, or a static program, does not call
-//!   us: the plain path. One that has libc's memcpy from elsewhere than its global offset table, or whose table can not be
+//!   us: the plain path. One that has libc's memcpy from elsewhere than its global offset table, or whose table cannot be
 //!   made writable, copies alone: slower, never wrong.
 //! - The job's own LD_PRELOAD objects come after this one: their mmap and munmap are called through us, as they would be by
 //!   libc's symbol. Their memcpy is not touched, but for libcuda's calls while there is a landing mapping: those end here.

@@ -1,7 +1,7 @@
 //! Device memory that processes share (`cuMem*` with shareable handles: NCCL over NVLink, PyTorch's symmetric memory), in
 //! such a way that it can be let go before a checkpoint and taken again after it, at the same addresses.
 //!
-//! The driver (580) checkpoints a process that has memory of another mapped, and can not restore it. One whose imports
+//! The driver (580) checkpoints a process that has memory of another mapped, and cannot restore it. One whose imports
 //! were unmapped and released survives, and so does the range of addresses that they had. Once exporter and importer
 //! are restored, the exporter exports its memory again, and the importer maps it where it was: neither program sees a
 //! difference (measured with NCCL 2.28 on two GPUs: 7 ms to let go of 112 imports, 40 ms to take them again, and the
@@ -96,7 +96,7 @@ fn wait() -> Option<Held<'static>> {
     }
 }
 
-/// Notes that this process can not be restored, whatever is let go.
+/// Notes that this process cannot be restored, whatever is let go.
 pub(crate) fn obstacle(what: u32) {
     if let Some(table) = table_or_new() {
         table.obstacles.fetch_or(what, Ordering::Relaxed);
@@ -144,7 +144,7 @@ fn handle(name: u64) -> u64 {
     found.unwrap_or(name)
 }
 
-/// Whether a new handle can not be told from a name.
+/// Whether a new handle cannot be told from a name.
 fn is_taken(handle: u64) -> bool {
     RENAMED.load(Ordering::Relaxed) && table().is_some_and(|table| named(table, handle).is_some())
 }
@@ -308,7 +308,7 @@ pub(crate) unsafe extern "C" fn export(shared: usize, name: u64, kind: u32, flag
 
 fn note_export(handle: u64, kind: u32) -> Option<Tag> {
     let table = table_or_new()?;
-    // What is another's can not be found again as ours.
+    // What is another's cannot be found again as ours.
     if named(table, handle).is_some() {
         return None;
     }
@@ -492,7 +492,7 @@ pub(crate) unsafe extern "C" fn properties(properties: usize, name: u64) -> i32 
     unsafe { real(properties, handle(name)) }
 }
 
-/// cuMulticastAddDevice, which every user of multicast calls. What is bound to it can not be taken again.
+/// cuMulticastAddDevice, which every user of multicast calls. What is bound to it cannot be taken again.
 pub(crate) unsafe extern "C" fn multicast(name: u64, device: i32) -> i32 {
     let real = real!(Multicast, fn(u64, i32));
     let _under_way = UnderWay::begin();

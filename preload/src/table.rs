@@ -111,7 +111,7 @@ pub(crate) struct Table {
     pub(crate) keeper: AtomicI32,
     /// Objects of other processes that the driver has here, whoever asked for them.
     pub(crate) foreign: AtomicU32,
-    /// What can not be let go, as far as it was seen since the beginning: [`UNTRACKED`], [`MULTICAST`].
+    /// What cannot be let go, as far as it was seen since the beginning: [`UNTRACKED`], [`MULTICAST`].
     pub(crate) obstacles: AtomicU32,
     pub(crate) state: AtomicU32,
     /// Calls of the program under way that name what can be let go: they have the driver's handle for it already.

@@ -177,7 +177,7 @@ fn reap(args: &Args, envp: *const *const c_char) -> ! {
 fn become_job(args: &Args, envp: *const *const c_char) -> ! {
     let program = args.get(7);
     let failed = |what: &[u8], errno: Errno, code: i32| -> ! {
-        let _ = sys::write(2, b"rekindle: can not ");
+        let _ = sys::write(2, b"rekindle: cannot ");
         let _ = sys::write(2, what);
         let _ = sys::write(2, b" ");
         let _ = sys::write(2, program.to_bytes());

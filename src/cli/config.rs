@@ -14,7 +14,7 @@ pub enum Error {
     #[error(transparent)]
     Config(#[from] config::Error),
     /// Standard output could not be written.
-    #[error("can not write the result")]
+    #[error("cannot write the result")]
     Print(#[from] io::Error),
 }
 

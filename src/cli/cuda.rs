@@ -119,7 +119,7 @@ fn advice(pid: i32, state: State) -> String {
                 "; `rekindle cuda unlock --pid {pid}` lets it run on, `rekindle cuda checkpoint --pid {pid}` goes on"
             )
         }
-        State::Failed => "; it can not go on, kill it and restore its image".to_owned(),
+        State::Failed => "; it cannot go on, kill it and restore its image".to_owned(),
         State::Checkpointing | State::Restoring => "; wait until that is over".to_owned(),
         State::Running | State::Checkpointed => String::new(),
     }

@@ -28,7 +28,7 @@ fn verdict(report: &Report) -> String {
     match (report.count(State::Missing), report.count(State::Warn)) {
         (0, 0) => "`rekindle run` works here".into(),
         (0, warned) => format!("`rekindle run` works here; {} warned of", things(warned)),
-        (missing, _) => format!("`rekindle run` can not work here: {} missing", things(missing)),
+        (missing, _) => format!("`rekindle run` cannot work here: {} missing", things(missing)),
     }
 }
 
@@ -48,7 +48,7 @@ mod tests {
         assert_eq!(verdict(&report(&[State::Ok])), "`rekindle run` works here");
         assert!(verdict(&report(&[State::Warn])).ends_with("1 thing is warned of"));
         assert!(
-            verdict(&report(&[State::Missing, State::Missing])).ends_with("can not work here: 2 things are missing")
+            verdict(&report(&[State::Missing, State::Missing])).ends_with("cannot work here: 2 things are missing")
         );
     }
 }

@@ -25,7 +25,7 @@ pub enum Exit {
     Config,
     /// Rekindle's own failure.
     Internal,
-    /// The command was found but can not be executed.
+    /// The command was found but cannot be executed.
     NotExecutable,
     /// The command was not found.
     NotFound,

@@ -14,9 +14,9 @@ use super::exit::Exit;
 
 const DEFAULTS: &str = include_str!("../../config/rekindle.toml");
 
-/// A page can not be written.
+/// A page cannot be written.
 #[derive(Debug, thiserror::Error)]
-#[error("can not write {path}")]
+#[error("cannot write {path}")]
 pub(crate) struct Error {
     path: PathBuf,
     #[source]
@@ -99,7 +99,7 @@ fn more() -> Roff {
         ),
         (code(Exit::Config), "The configuration is wrong."),
         (code(Exit::Internal), "Rekindle failed."),
-        (code(Exit::NotExecutable), "The command can not be executed."),
+        (code(Exit::NotExecutable), "The command cannot be executed."),
         (code(Exit::NotFound), "The command was not found."),
     ];
     terms(&mut roff, &codes.each_ref().map(|(code, text)| (code.as_str(), *text)));

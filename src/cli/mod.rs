@@ -139,7 +139,7 @@ enum Command {
     Untag(tag::TagArgs),
     /// Take back the marks of images that were marked as bad: restarts use them again
     Unmark(unmark::UnmarkArgs),
-    /// Check what `run` needs of this machine, and say what helps; exit code 69 where `run` can not work
+    /// Check what `run` needs of this machine, and say what helps; exit code 69 where `run` cannot work
     Doctor,
     /// Show or check the configuration
     #[command(subcommand)]
@@ -179,7 +179,7 @@ enum ConfigCommand {
 pub fn main() -> ExitCode {
     crate::sys::spawn::spare_present_children();
     if let Err(error) = crate::sys::inherited::put_right() {
-        output::complain(&format!("can not put signals right: {error}"));
+        output::complain(&format!("cannot put signals right: {error}"));
         return Exit::Internal.into();
     }
     main_with(std::env::args_os())
@@ -292,8 +292,8 @@ mod tests {
 
     #[test]
     fn a_cause_is_not_said_twice() {
-        assert_eq!(join_cause("can not read x".into(), "no such file"), "can not read x: no such file");
-        assert_eq!(join_cause("can not read x: no such file".into(), "no such file"), "can not read x: no such file");
+        assert_eq!(join_cause("cannot read x".into(), "no such file"), "cannot read x: no such file");
+        assert_eq!(join_cause("cannot read x: no such file".into(), "no such file"), "cannot read x: no such file");
     }
 
     #[test]

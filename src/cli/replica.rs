@@ -23,20 +23,20 @@ use crate::telemetry::log::chain;
 /// How often a fetch says how far it is.
 const SAY: Duration = Duration::from_secs(3);
 
-/// The replica is needed, and can not be used.
+/// The replica is needed, and cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "there is no image of the job here, and it can not be told whether the replica has one: {why}; run the same again when that is put right, or with --fresh to start the job from the beginning"
+    "there is no image of the job here, and it cannot be told whether the replica has one: {why}; run the same again when that is put right, or with --fresh to start the job from the beginning"
 )]
 pub(crate) struct Unknown {
     why: String,
 }
 
-/// The replica has a newer image, and it can not be brought here for the time being. To go on from an older one would lose
+/// The replica has a newer image, and it cannot be brought here for the time being. To go on from an older one would lose
 /// work that is there.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "the replica has an image that is not here, and it can not be brought: run the same again when that is put right"
+    "the replica has an image that is not here, and it cannot be brought: run the same again when that is put right"
 )]
 pub(crate) struct NotBrought(#[source] Error);
 

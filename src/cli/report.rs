@@ -52,7 +52,7 @@ fn write(path: &Path, text: &str) -> anyhow::Result<()> {
         Ok(metadata) if !metadata.is_file() => fs::write(path, text),
         _ => durable::replace_file(path, text.as_bytes(), 0o644),
     };
-    written.with_context(|| format!("can not write {}", path.display()))
+    written.with_context(|| format!("cannot write {}", path.display()))
 }
 
 /// A time as people write it, by the clock of here.

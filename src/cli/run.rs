@@ -334,7 +334,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
     let visible = spec.environment.get(OsStr::new("CUDA_VISIBLE_DEVICES")).map(|value| value.to_string_lossy());
     if let Some(visible) = visible.filter(|visible| names_instance(visible)) {
         tracing::warn!(
-            "CUDA_VISIBLE_DEVICES={visible} names an instance of a divided GPU (MIG), where the CUDA driver can not checkpoint: no snapshot will be taken of what uses it"
+            "CUDA_VISIBLE_DEVICES={visible} names an instance of a divided GPU (MIG), where the CUDA driver cannot checkpoint: no snapshot will be taken of what uses it"
         );
     }
     let map = match from {
@@ -410,7 +410,7 @@ fn beats(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> anyhow::Res
         Beats::listen(&path, spec.identity.as_ref().map(|identity| identity.uid))
     };
     let beats = listen().with_context(|| {
-        format!("watch.no-notify-for needs a socket for the job, and {} can not be made", path.display())
+        format!("watch.no-notify-for needs a socket for the job, and {} cannot be made", path.display())
     })?;
     spec.environment.extend(beats.variables(limit));
     Ok(Some(beats))
@@ -517,7 +517,7 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
         Finish::Stopped(Stop::Signal(n)) => signalled(n),
         Finish::StoppedInMemory { stop: Stop::Signal(_), .. } => Exit::OnlyInMemory,
         Finish::Impossible { why, obstacle } => {
-            tracing::error!("the job can not be started: {why}");
+            tracing::error!("the job cannot be started: {why}");
             match obstacle {
                 Obstacle::Machine => Exit::Missing,
                 Obstacle::Configuration => Exit::Config,
@@ -607,15 +607,13 @@ fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
             Err(e) => Err(Misuse(format!("job.directory = {directory:?}: {e}")).into()),
         },
         None => std::env::current_dir().map_err(|e| {
-            Misuse(format!(
-                "can not tell the working directory: {e}; change to one that is there, or set job.directory"
-            ))
-            .into()
+            Misuse(format!("cannot tell the working directory: {e}; change to one that is there, or set job.directory"))
+                .into()
         }),
     }
 }
 
-/// The file for the job's standard input. A terminal or a pipe can not be brought back.
+/// The file for the job's standard input. A terminal or a pipe cannot be brought back.
 fn standard_input(wanted: &Stdin) -> anyhow::Result<PathBuf> {
     match wanted {
         Stdin::Null => Ok("/dev/null".into()),

@@ -169,7 +169,7 @@ fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>,
         "restore",
         match differences.as_slice() {
             [] => "can be restored on this machine".into(),
-            [first, ..] if first.is_fatal() => "can not be restored on this machine as it is".into(),
+            [first, ..] if first.is_fatal() => "cannot be restored on this machine as it is".into(),
             _ => "may not work on this machine".into(),
         },
     ));

@@ -9,8 +9,8 @@ use super::Origin;
 /// Why there is no configuration to work with. All of it is exit code 78.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file can not be opened or read.
-    #[error("can not read the configuration {}", path.display())]
+    /// The file cannot be opened or read.
+    #[error("cannot read the configuration {}", path.display())]
     Read {
         /// The file, or the folder that holds it.
         path: PathBuf,

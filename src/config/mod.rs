@@ -198,7 +198,7 @@ pub fn may_hold_secret(variable: &str) -> bool {
 ///
 /// # Errors
 ///
-/// The file can not be read or may not be obeyed, or [`Error::Invalid`] with everything that is wrong.
+/// The file cannot be read or may not be obeyed, or [`Error::Invalid`] with everything that is wrong.
 pub fn load(
     file: Option<&Path>,
     env: impl Iterator<Item = (String, String)>,

@@ -305,7 +305,7 @@ fn without_a_file_the_defaults_hold_and_are_valid() {
     let missing = Path::new("/nonexistent/rekindle.toml");
     assert!(matches!(file::when_present(missing), Ok(None)));
     let error = load(Some(missing), std::iter::empty(), &Overrides::default()).unwrap_err();
-    assert_eq!(error.to_string(), "can not read the configuration /nonexistent/rekindle.toml");
+    assert_eq!(error.to_string(), "cannot read the configuration /nonexistent/rekindle.toml");
 }
 
 #[test]

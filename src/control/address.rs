@@ -189,7 +189,7 @@ fn lock(directory: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// What can not be removed does no harm.
+/// What cannot be removed does no harm.
 fn sweep(directory: &Path, folder: &OwnedFd) {
     for entry in fs::read_dir(directory).into_iter().flatten().flatten() {
         let name = entry.file_name();

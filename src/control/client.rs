@@ -22,7 +22,7 @@ pub enum Error {
     #[error("the supervisor does not listen at {}", .0.display())]
     Gone(PathBuf),
     /// It could not be asked.
-    #[error("can not reach the supervisor at {}", path.display())]
+    #[error("cannot reach the supervisor at {}", path.display())]
     Io {
         /// Where.
         path: PathBuf,
@@ -36,8 +36,8 @@ pub enum Error {
     /// It ended meanwhile.
     #[error("the supervisor ended before it answered")]
     Ended,
-    /// What it said can not be understood: it is of another version.
-    #[error("the supervisor's answer can not be understood")]
+    /// What it said cannot be understood: it is of another version.
+    #[error("the supervisor's answer cannot be understood")]
     Odd(#[source] serde_json::Error),
     /// It says no.
     #[error(transparent)]

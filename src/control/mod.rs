@@ -5,7 +5,7 @@
 //! - [`server`]: one thread for all clients; it never waits for one of them, nor for the supervisor.
 //! - [`client`]: the other end, for the commands.
 //!
-//! Invariant: the thread that owns the job's state is only ever sent a [`Call`]. What a client does, or does not, can not
+//! Invariant: the thread that owns the job's state is only ever sent a [`Call`]. What a client does, or does not, cannot
 //! hold it up.
 
 pub mod address;

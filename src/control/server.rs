@@ -50,7 +50,7 @@ impl Server {
     /// Serves `DIRECTORY/NAME.sock`.
     ///
     /// # Errors
-    /// When the socket can not be made.
+    /// When the socket cannot be made.
     pub fn start(directory: &Path, name: &str, deliver: Deliver) -> io::Result<Server> {
         let bound = Arc::new(Bound::new(directory, name)?);
         let wake = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
@@ -359,7 +359,7 @@ impl Client {
         match getsockopt(&self.stream, PeerCredentials).map(|peer| peer.uid()) {
             Ok(uid) if uid == 0 || uid == we => Ok(()),
             Ok(uid) => Err(Fault::new(Code::Forbidden, format!("only root and user {we} may ask, this is user {uid}"))),
-            Err(error) => Err(Fault::new(Code::Forbidden, format!("it can not be told who asks: {error}"))),
+            Err(error) => Err(Fault::new(Code::Forbidden, format!("it cannot be told who asks: {error}"))),
         }
     }
 

@@ -41,7 +41,7 @@ const MOST_LINKS: u32 = 40;
 /// Checks an existing folder and all above it.
 ///
 /// # Errors
-/// `PermissionDenied` with what to do where somebody else decides what is there; that of the kernel where it can not be looked
+/// `PermissionDenied` with what to do where somebody else decides what is there; that of the kernel where it cannot be looked
 /// at.
 pub(super) fn check(directory: &Path) -> io::Result<()> {
     walk(directory, Place::Last)

@@ -28,7 +28,7 @@ pub(super) fn judge(facts: &Facts) -> Check {
             return Check::ok(name, format!("CRIU {version} at {path}; kernel {} needs {wanted}", facts.kernel));
         }
         Err(FindError::None { looked }) => format!("no criu (looked at {looked})"),
-        Err(FindError::Run { path, source }) => format!("{} can not be run: {source}", path.display()),
+        Err(FindError::Run { path, source }) => format!("{} cannot be run: {source}", path.display()),
         Err(FindError::Answer { path, said }) => format!("{} is no CRIU: it says {said:?}", path.display()),
         Err(FindError::Old { path, found, reason, .. }) => format!("CRIU {found} at {}: {reason}", path.display()),
     };

@@ -17,7 +17,7 @@ use crate::sys::criu::kernel_release;
 pub(super) enum Has {
     Yes,
     No,
-    /// It can not be tried, and there is no configuration to read.
+    /// It cannot be tried, and there is no configuration to read.
     Unknown,
 }
 
@@ -143,7 +143,7 @@ fn needed(check: &'static str, has: Has, what: &str, option: &str, trial: &trial
     match has {
         Has::Yes => Check::ok(check, what),
         Has::No => Check::needed(check, trial, format!("no {what}"), fix),
-        Has::Unknown => Check::not_here(check, format!("can not tell whether there is {what}")),
+        Has::Unknown => Check::not_here(check, format!("cannot tell whether there is {what}")),
     }
 }
 
@@ -175,7 +175,7 @@ fn events(facts: &Facts) -> Check {
     }
     Check::warn(
         name,
-        format!("no {}: jobs that use them can not be dumped", facts.events_absent.join(", ")),
+        format!("no {}: jobs that use them cannot be dumped", facts.events_absent.join(", ")),
         format!("{OTHER_KERNEL} CONFIG_EVENTFD, CONFIG_EPOLL, CONFIG_INOTIFY_USER and CONFIG_FHANDLE"),
     )
 }
@@ -191,12 +191,10 @@ fn sockets(facts: &Facts) -> Check {
         (Has::Yes, None) => {
             Check::ok(name, "SOCK_DIAG; for which sockets is not known without the kernel's configuration")
         }
-        (Has::Yes, Some(absent)) => Check::warn(
-            name,
-            format!("no {}: jobs with such sockets can not be dumped", absent.join(", ")),
-            fix(absent),
-        ),
-        _ => Check::warn(name, "no SOCK_DIAG: jobs with sockets can not be dumped", fix(&DIAG)),
+        (Has::Yes, Some(absent)) => {
+            Check::warn(name, format!("no {}: jobs with such sockets cannot be dumped", absent.join(", ")), fix(absent))
+        }
+        _ => Check::warn(name, "no SOCK_DIAG: jobs with sockets cannot be dumped", fix(&DIAG)),
     }
 }
 

@@ -76,7 +76,7 @@ pub(super) fn judge_room(facts: &Facts, gpus: &[Gpu], headroom: Option<u64>, res
     Check::warn(
         name,
         format!(
-            "{found}: a job that uses all of it can not be snapshotted, one with up to {} can",
+            "{found}: a job that uses all of it cannot be snapshotted, one with up to {} can",
             size(free.saturating_sub(reserve))
         ),
         "free or add host memory, or raise the memory limit (systemd: MemoryMax=, Slurm: --mem, Docker: --memory)",

@@ -4,7 +4,7 @@
 //!   gather (I/O, a few tries with the kernel, CRIU, NVML) ---> facts ---> judge (pure) ---> checks, each with a fix
 //! ```
 //!
-//! One file a group, and in each the two halves: `gather` only looks and never fails, as what can not be found out is a
+//! One file a group, and in each the two halves: `gather` only looks and never fails, as what cannot be found out is a
 //! fact too; `judge` only decides. The judgement that counts most is a job that really goes through a dump and a restore
 //! (`trial.rs`): rights, filters and kernel options that look wrong are forgiven where that works.
 //!
@@ -39,7 +39,7 @@ pub enum State {
     NotHere,
     /// Some jobs will not work, or something will be slow or short.
     Warn,
-    /// `run` can not work.
+    /// `run` cannot work.
     Missing,
 }
 
@@ -87,7 +87,7 @@ impl Check {
         Check { check, state: State::Missing, found: found.into(), fix: Some(fix.into()) }
     }
 
-    /// What a dump and a restore can not do without, unless they have just been seen to work.
+    /// What a dump and a restore cannot do without, unless they have just been seen to work.
     fn needed(check: &'static str, trial: &trial::Outcome, found: impl Into<String>, fix: impl Into<String>) -> Check {
         match trial {
             trial::Outcome::Worked { .. } => Check::warn(check, found, fix),

@@ -15,7 +15,7 @@ pub(super) struct Facts {
     /// Display controllers of NVIDIA on the PCI bus, driver or not.
     pub(super) on_bus: usize,
     pub(super) installed: Option<DriverVersion>,
-    /// Which functions libcuda.so.1 has, or why it can not be loaded.
+    /// Which functions libcuda.so.1 has, or why it cannot be loaded.
     pub(super) library: Result<Vec<Function>, String>,
     pub(super) gpus: GpuInventory,
     /// Pids of NVIDIA's multi-process service.
@@ -75,7 +75,7 @@ fn driver(facts: &Facts) -> Option<Check> {
         // WSL has a library and no kernel module of its own.
         (None, Ok(_)) => Check::warn(
             name,
-            "libcuda.so.1 is there, the kernel module is not loaded here: CUDA jobs can not be snapshotted",
+            "libcuda.so.1 is there, the kernel module is not loaded here: CUDA jobs cannot be snapshotted",
             "load it with `sudo modprobe nvidia`; under WSL there is none, use Linux itself",
         ),
         (Some(version), _) if facts.arch != "x86_64" => Check::warn(
@@ -84,7 +84,7 @@ fn driver(facts: &Facts) -> Option<Check> {
             "run CUDA jobs on an x86-64 machine; CPU jobs work here",
         ),
         (Some(version), _) if version.major() < 570 => {
-            Check::warn(name, format!("driver {version}: CUDA jobs can not be snapshotted, it takes 570"), install)
+            Check::warn(name, format!("driver {version}: CUDA jobs cannot be snapshotted, it takes 570"), install)
         }
         (Some(version), _) if gpus::hangs_the_host(version) => Check::warn(
             name,
@@ -119,7 +119,7 @@ fn functions(facts: &Facts) -> Check {
         0 => Check::ok(name, format!("{} of {}; not needed: {list}", has.len(), Function::ALL.len())),
         _ => Check::warn(
             name,
-            format!("CUDA jobs can not be snapshotted without {list}"),
+            format!("CUDA jobs cannot be snapshotted without {list}"),
             "install NVIDIA driver 580 or newer",
         ),
     }
@@ -147,16 +147,16 @@ fn inventory(facts: &Facts) -> Check {
     let divided: Vec<String> = gpus.iter().filter(|gpu| gpu.mig == Mig::On).map(|gpu| gpu.uuid.to_string()).collect();
     if !divided.is_empty() {
         let commands: Vec<String> = divided.iter().map(|uuid| format!("sudo nvidia-smi -i {uuid} -mig 0")).collect();
-        let found = format!("{list}; {} divided into MIG instances, which can not be checkpointed", divided.len());
+        let found = format!("{list}; {} divided into MIG instances, which cannot be checkpointed", divided.len());
         return Check::warn(name, found, commands.join(" && "));
     }
     if let Some(visible) = facts.visible.as_deref().filter(|visible| names_instance(visible)) {
-        let found = format!("{list}; CUDA_VISIBLE_DEVICES={visible} is a MIG instance, which can not be checkpointed");
+        let found = format!("{list}; CUDA_VISIBLE_DEVICES={visible} is a MIG instance, which cannot be checkpointed");
         return Check::warn(name, found, "unset CUDA_VISIBLE_DEVICES, or let it name whole GPUs");
     }
     let parts = gpus.iter().filter(|gpu| gpu.is_virtual).count();
     if parts > 0 {
-        let found = format!("{list}; {parts} virtual (vGPU), which can not be checkpointed");
+        let found = format!("{list}; {parts} virtual (vGPU), which cannot be checkpointed");
         return Check::warn(name, found, "give this virtual machine whole GPUs (PCI pass-through)");
     }
     if gpus.iter().any(|gpu| gpu.mig == Mig::Unknown) {
@@ -177,7 +177,7 @@ fn mps_runs(facts: &Facts) -> Check {
     let pids = facts.mps.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     Check::warn(
         name,
-        format!("the multi-process service runs (pid {pids}): its clients can not be checkpointed"),
+        format!("the multi-process service runs (pid {pids}): its clients cannot be checkpointed"),
         "stop it with `echo quit | sudo nvidia-cuda-mps-control`",
     )
 }

@@ -76,7 +76,7 @@ fn user(facts: &Facts) -> Check {
         (0, true) => Check::ok(name, "root"),
         (0, false) => Check::warn(
             name,
-            "root of a user namespace (a rootless container), not of the machine: CRIU can not do all of its work",
+            "root of a user namespace (a rootless container), not of the machine: CRIU cannot do all of its work",
             "run it as root of the machine, or in a container that is not rootless",
         ),
         (uid, _) => Check::missing(
@@ -113,7 +113,7 @@ fn capabilities(facts: &Facts, trial: &trial::Outcome) -> Check {
         return Check::needed(name, trial, format!("without {}", all.join(", ")), fix(&all));
     }
     if !useful.is_empty() {
-        let found = format!("without {}: jobs of other users than root can not be kept{note}", useful.join(", "));
+        let found = format!("without {}: jobs of other users than root cannot be kept{note}", useful.join(", "));
         return Check::warn(name, found, fix(&useful));
     }
     Check::ok(name, format!("all that CRIU needs{note}"))
@@ -126,7 +126,7 @@ fn seccomp(facts: &Facts, trial: &trial::Outcome) -> Check {
         Seccomp::Filtered => Check::needed(
             name,
             trial,
-            "a filter of system calls is on this process: CRIU can not suspend it, and the job inherits it",
+            "a filter of system calls is on this process: CRIU cannot suspend it, and the job inherits it",
             "start it without one (Docker: --security-opt seccomp=unconfined; systemd: no SystemCallFilter=)",
         ),
     }

@@ -71,7 +71,7 @@ fn try_preload(folder: &Path, store: &Path) -> Result<(), String> {
     let path = interposer::unpack(dir.path()).map_err(|error| chain(&error))?;
     let mut program = Command::new("true");
     program.env("LD_PRELOAD", path).stdin(Stdio::null());
-    let output = program.output().map_err(|error| format!("`true` can not be run: {error}"))?;
+    let output = program.output().map_err(|error| format!("`true` cannot be run: {error}"))?;
     // The loader goes on without an object that it does not take, and complains.
     let said = String::from_utf8_lossy(&output.stderr);
     match said.lines().next() {
@@ -187,7 +187,7 @@ fn pipes(facts: &Facts) -> Check {
     let name = PIPES;
     match (&facts.tmpfs, facts.pipe) {
         (Tmpfs::NotWanted | Tmpfs::NotRoot, _) => Check::not_here(name, NOT_TRIED),
-        (_, None) => Check::not_here(name, "a pipe's size can not be asked for"),
+        (_, None) => Check::not_here(name, "a pipe's size cannot be asked for"),
         (_, Some(got)) if got >= pages::FIFO_ROOM => Check::ok(name, format!("a pipe may hold {}", size(got))),
         (_, Some(got)) => Check::warn(
             name,
@@ -244,7 +244,7 @@ mod tests {
     #[test]
     fn without_a_tmpfs_images_go_to_the_store() {
         assert_eq!(tmpfs(&facts(mounted())).state, State::Ok);
-        let refused = tmpfs(&facts(Tmpfs::Refused("can not mount".into())));
+        let refused = tmpfs(&facts(Tmpfs::Refused("cannot mount".into())));
         assert_eq!(refused.state, State::Warn, "run works without");
         assert!(refused.fix.unwrap().contains("snapshot.staging-directory"));
         assert_eq!(tmpfs(&facts(Tmpfs::NotRoot)).state, State::NotHere);

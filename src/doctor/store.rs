@@ -129,7 +129,7 @@ fn permissions(facts: &Facts) -> Check {
         ),
         _ if !facts.writable => Check::missing(
             name,
-            format!("{path} can not be written by this user"),
+            format!("{path} cannot be written by this user"),
             "run it as root, or name another store with --store",
         ),
         Folder::NotYet => Check::ok(name, format!("{path} is not there yet; `run` makes it")),
@@ -146,7 +146,7 @@ fn mounted(facts: &Facts) -> Check {
     let name = "store.file-system";
     let elsewhere = "name a store on a local disk with --store or store.directory";
     let Some(fs) = &facts.file_system else {
-        return Check::warn(name, format!("the file system of {} can not be asked", facts.path.display()), elsewhere);
+        return Check::warn(name, format!("the file system of {} cannot be asked", facts.path.display()), elsewhere);
     };
     let (kind, mount) = (fs.kind.as_str(), fs.mount.display());
     let remount = |option: &str| format!("sudo mount -o remount,{option} '{mount}', or {elsewhere}");

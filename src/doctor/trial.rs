@@ -162,7 +162,7 @@ impl Trial<'_> {
         wait_for_program(job, &self.spec.program).ok_or_else(|| failure("`sleep` did not start within a second"))?;
         let ids: Vec<i32> = process::tree(job.root.pid()).into_iter().filter_map(process::inner_pid).collect();
         let root = process::inner_pid(job.root.pid()).ok_or_else(|| failure("`sleep` ended at once"))?;
-        // As for a snapshot here: a CRIU that can not load the plugin takes none.
+        // As for a snapshot here: a CRIU that cannot load the plugin takes none.
         let devices = Devices::find();
         let folder = plugin::unpack(&self.work).map_err(failed("preparing"))?;
         let plugin =

@@ -39,7 +39,7 @@ pub(super) enum Error {
     TooLong { after: Duration, output: String },
     #[error("it was called off")]
     CalledOff,
-    #[error("can not follow it: {0}")]
+    #[error("cannot follow it: {0}")]
     Io(#[from] io::Error),
 }
 

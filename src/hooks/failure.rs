@@ -13,7 +13,7 @@ use crate::telemetry::events::What;
 pub enum Failure {
     /// The job ended with an error. What becomes of it is told by later events.
     JobEnded,
-    /// The job can not go on after a snapshot.
+    /// The job cannot go on after a snapshot.
     JobLost,
     /// `hooks.failed-snapshots` snapshots failed in a row.
     SnapshotsFail,
@@ -21,7 +21,7 @@ pub enum Failure {
     Hung,
     /// A GPU that the job uses has a fault.
     GpuFault,
-    /// An image can not be used any more.
+    /// An image cannot be used any more.
     ImageBad,
     /// Content of the store is damaged, or the disk does not give it.
     StoreDamaged,
@@ -37,7 +37,7 @@ impl Failure {
     pub fn in_words(self, what: &What) -> String {
         match (self, what) {
             (Failure::JobLost, What::SnapshotFailed { why, .. }) => {
-                format!("it can not go on after a snapshot that failed: {why}")
+                format!("it cannot go on after a snapshot that failed: {why}")
             }
             (_, What::SnapshotFailed { why, .. }) => format!("its snapshots fail: {why}"),
             (_, What::Ended { cause: Some(cause), .. }) => cause.to_string(),

@@ -105,7 +105,7 @@ impl Runner {
         let last = began + self.0.hooks.timeout;
         let mut queue = self.0.queue();
         queue.closing = Some(Closing { others: began + self.0.hooks.timeout / 2, last });
-        // A thread that can not be started takes nothing out of the queue.
+        // A thread that cannot be started takes nothing out of the queue.
         while queue.has_thread && (queue.busy || !queue.waiting.is_empty()) {
             // One that is killed now is gone soon.
             let left = (last + command::GRACE).saturating_duration_since(Instant::now());
@@ -133,7 +133,7 @@ impl Shared {
             let started = std::thread::Builder::new().name("hooks".into()).spawn(move || shared.work());
             if let Err(error) = started {
                 drop(queue);
-                return self.report(task.point, format!("can not start a thread: {error}"));
+                return self.report(task.point, format!("cannot start a thread: {error}"));
             }
             queue.has_thread = true;
         }

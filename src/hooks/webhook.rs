@@ -76,7 +76,7 @@ impl Webhook {
             let started = std::thread::Builder::new().name("webhook".into()).spawn(move || shared.work());
             if let Err(error) = started {
                 drop(queue);
-                return self.0.report(format!("can not start a thread: {error}"));
+                return self.0.report(format!("cannot start a thread: {error}"));
             }
             queue.has_thread = true;
         }
@@ -172,7 +172,7 @@ impl Shared {
         let _ = rustls::crypto::ring::default_provider().install_default();
         let unusable = |why: String| Refusal { why, passes: false };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.map_err(|error| unusable(format!("can not set up its runtime: {error}")))?;
+        let runtime = runtime.map_err(|error| unusable(format!("cannot set up its runtime: {error}")))?;
         let client = reqwest::Client::builder()
             .timeout(REQUEST)
             .redirect(reqwest::redirect::Policy::none())

@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use super::{interposer, reaper};
 use crate::sys::durable;
 
-/// A file can not be put in place.
+/// A file cannot be put in place.
 #[derive(Debug, thiserror::Error)]
-#[error("can not put the {name} at {path}")]
+#[error("cannot put the {name} at {path}")]
 pub struct Error {
     name: &'static str,
     path: PathBuf,
@@ -71,7 +71,7 @@ pub(crate) fn is_named(path: &Path) -> bool {
 /// is that of its kind.
 ///
 /// # Errors
-/// `InvalidData` where the name is not that of the content; when the file can not be read or written.
+/// `InvalidData` where the name is not that of the content; when the file cannot be read or written.
 pub(crate) fn put_back(path: &Path, content: &[u8]) -> io::Result<()> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let kind = MAPPED.iter().find(|kind| kind.name_of(content) == name);
@@ -84,7 +84,7 @@ pub(crate) fn put_back(path: &Path, content: &[u8]) -> io::Result<()> {
 /// Puts `content` at `path` with the permission bits `mode`, unless it is there already.
 ///
 /// # Errors
-/// When the file can not be read or written.
+/// When the file cannot be read or written.
 pub fn put(path: &Path, content: &[u8], mode: u32) -> io::Result<()> {
     match std::fs::read(path) {
         Ok(found) if found == content => return set_mode(path, mode),

@@ -34,8 +34,8 @@ pub enum Error {
     /// The user database does not know it.
     #[error("job.user = {0:?}: no such user on this machine")]
     Unknown(String),
-    /// The user database can not be read.
-    #[error("can not look up user {name:?}")]
+    /// The user database cannot be read.
+    #[error("cannot look up user {name:?}")]
     Lookup {
         /// The name.
         name: String,

@@ -34,9 +34,9 @@ pub(super) const INTERPOSER: Embedded = Embedded {
     mode: 0o755,
 };
 
-/// A path that LD_PRELOAD can not name.
+/// A path that LD_PRELOAD cannot name.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
-#[error("LD_PRELOAD can not name {path}: it has a space, a colon or a dollar sign; choose another place for the store")]
+#[error("LD_PRELOAD cannot name {path}: it has a space, a colon or a dollar sign; choose another place for the store")]
 pub struct UnusablePath {
     path: PathBuf,
 }
@@ -45,7 +45,7 @@ pub struct UnusablePath {
 /// that the job runs as.
 ///
 /// # Errors
-/// When the file can not be read or written.
+/// When the file cannot be read or written.
 pub fn unpack(dir: &Path) -> Result<PathBuf, Error> {
     INTERPOSER.unpack(dir)
 }
@@ -61,7 +61,7 @@ pub fn is_in(pid: i32) -> bool {
 /// address that a call comes from; another object's hook, called after ours, sees the same calls as without it.
 ///
 /// # Errors
-/// When LD_PRELOAD can not name the path: spaces and colons part its entries, a dollar sign begins a token (ld.so(8)).
+/// When LD_PRELOAD cannot name the path: spaces and colons part its entries, a dollar sign begins a token (ld.so(8)).
 pub fn preload_value(path: &Path, existing: Option<&OsStr>) -> Result<OsString, UnusablePath> {
     if path.as_os_str().as_bytes().iter().any(|byte| b" :$\t\n".contains(byte)) {
         return Err(UnusablePath { path: path.to_path_buf() });

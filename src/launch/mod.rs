@@ -62,7 +62,7 @@ pub enum Privileges {
     Fixed,
 }
 
-/// Whether io_uring_setup(2) works in the job. CRIU (4.2) can not dump an io_uring.
+/// Whether io_uring_setup(2) works in the job. CRIU (4.2) cannot dump an io_uring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum IoUring {
     /// As on this machine.
@@ -83,14 +83,14 @@ impl IoUring {
     }
 }
 
-/// Why the command can not be run.
+/// Why the command cannot be run.
 #[derive(Debug, thiserror::Error)]
 pub enum ProgramError {
     /// There is no such program.
     #[error("command not found: {0}")]
     NotFound(String),
     /// It is there, but is no executable file.
-    #[error("can not execute {path}: {why}")]
+    #[error("cannot execute {path}: {why}")]
     NotExecutable {
         /// The file.
         path: PathBuf,
@@ -212,17 +212,17 @@ impl Job {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The world's init is gone.
-    #[error("can not enter the job's namespaces")]
+    #[error("cannot enter the job's namespaces")]
     World(#[source] io::Error),
     /// The reaper did not start.
-    #[error("can not start the job")]
+    #[error("cannot start the job")]
     Spawn(#[from] spawn::Error),
 }
 
 /// Starts the job in its world. The child returned is the reaper, which ends as the job ends.
 ///
 /// # Errors
-/// When the reaper can not be started; that the program itself can not be executed shows as exit code 126 or 127.
+/// When the reaper cannot be started; that the program itself cannot be executed shows as exit code 126 or 127.
 pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) -> Result<Child, Error> {
     let parent = match world {
         World::Private { .. } => 0,

@@ -3,7 +3,7 @@
 //! Measured with NCCL 2.28.9 on two H200 with NVLink, driver 580.159.04, 2026-11-22: all-reduce of 256 MiB at 298 GB/s
 //! (bus bandwidth); without direct ways between GPUs (`NCCL_P2P_DISABLE=1`) at 27.6 GB/s. With `NCCL_CUMEM_HOST_ENABLE` on,
 //! the restore of a process fails even after it has let go of all that it has of others; off, NCCL uses /dev/shm. Multicast
-//! (NVLS) can not be let go of and taken again. `NCCL_CUMEM_ENABLE=0` would bring CUDA IPC, which can not either.
+//! (NVLS) cannot be let go of and taken again. `NCCL_CUMEM_ENABLE=0` would bring CUDA IPC, which cannot either.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -57,7 +57,7 @@ pub fn tell(added: &[String], contrary: &[String]) {
     }
     if !contrary.is_empty() {
         tracing::warn!(
-            "{} is set: a job that uses NCCL on several GPUs can not be snapshotted so; leave it to gpu.nccl",
+            "{} is set: a job that uses NCCL on several GPUs cannot be snapshotted so; leave it to gpu.nccl",
             contrary.join(" ")
         );
     }

@@ -94,9 +94,9 @@ enum Change {
     Cut { to: u64, from: u64, kept: Option<PathBuf> },
 }
 
-/// An output file can not be used.
+/// An output file cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[error("can not {verb} the output file {path}")]
+#[error("cannot {verb} the output file {path}")]
 pub struct Error {
     verb: &'static str,
     path: PathBuf,
@@ -125,7 +125,7 @@ impl Files {
     /// The files in a job's log folder, created when they are not there. What a crash has left of a rotation is removed.
     ///
     /// # Errors
-    /// When they can not be created.
+    /// When they cannot be created.
     pub fn create(dir: &Path, bounds: Bounds) -> Result<Files, Error> {
         let (stdout, stderr) = (dir.join("stdout.log"), dir.join("stderr.log"));
         let files = Files { stdout, stderr, bounds, states: Arc::default() };
@@ -147,7 +147,7 @@ impl Files {
     /// job that stands still: nothing may be written between the copy and the cut.
     ///
     /// # Errors
-    /// When a file can not be copied; it is not cut then.
+    /// When a file cannot be copied; it is not cut then.
     pub fn rotate(&self) -> Result<(), Error> {
         for (path, state) in self.paths().into_iter().zip(lock(&self.states).iter_mut()) {
             let meta = std::fs::metadata(path).map_err(error("look at", path))?;
@@ -188,7 +188,7 @@ impl Held<'_> {
     /// not longer.
     ///
     /// # Errors
-    /// When it can not be read or cut.
+    /// When it cannot be read or cut.
     pub fn cut(&mut self, path: &Path, to: u64) -> io::Result<Option<Kept>> {
         let bounds = self.files.bounds;
         let ours = self.files.paths().into_iter().position(|ours| ours == path);

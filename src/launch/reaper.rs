@@ -27,7 +27,7 @@ pub(super) const REAPER: Embedded = Embedded {
 /// Makes sure that `dir` holds this version's reaper, whole, and returns its path.
 ///
 /// # Errors
-/// When the file can not be read or written.
+/// When the file cannot be read or written.
 pub fn unpack(dir: &Path) -> Result<PathBuf, Error> {
     REAPER.unpack(dir)
 }
@@ -41,7 +41,7 @@ pub fn is_named(path: &Path) -> bool {
 /// Whether the process executes a reaper, of any version: a file of ours, with the hash of its content in its name.
 ///
 /// # Errors
-/// When its executable can not be read.
+/// When its executable cannot be read.
 pub fn is_genuine(pid: i32) -> io::Result<bool> {
     let Some(path) = process::executable(pid).filter(|path| is_named(path)) else { return Ok(false) };
     let file = File::open(format!("/proc/{pid}/exe"))?;

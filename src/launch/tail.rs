@@ -52,7 +52,7 @@ impl Tail {
     /// Writes what rotations have kept of the time before the file itself.
     ///
     /// # Errors
-    /// When it can not be read or written.
+    /// When it cannot be read or written.
     pub fn copy_older(&mut self, to: &mut dyn Write) -> io::Result<()> {
         for _ in 0..TRIES {
             self.older = rotated(&self.path);
@@ -68,7 +68,7 @@ impl Tail {
     /// Leaves out all but the last lines.
     ///
     /// # Errors
-    /// When the file can not be read.
+    /// When the file cannot be read.
     pub fn skip_to_last(&mut self, lines: usize) -> io::Result<()> {
         let Some(file) = open(&self.path)? else { return Ok(()) };
         let length = file.metadata()?.len();
@@ -91,7 +91,7 @@ impl Tail {
     /// Writes what is new.
     ///
     /// # Errors
-    /// When it can not be read or written.
+    /// When it cannot be read or written.
     pub fn copy(&mut self, to: &mut dyn Write) -> io::Result<()> {
         let Some(file) = open(&self.path)? else { return Ok(()) };
         let older = rotated(&self.path);

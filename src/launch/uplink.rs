@@ -76,12 +76,12 @@ pub enum Missing {
 /// Why there is no uplink.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A descriptor or a pipe can not be made.
-    #[error("can not reach the job's network")]
+    /// A descriptor or a pipe cannot be made.
+    #[error("cannot reach the job's network")]
     Reach(#[source] io::Error),
-    /// The job's network can not be made.
+    /// The job's network cannot be made.
     #[error(
-        "can not make a network that belongs to user {user}, as whom {PROGRAM} runs; it takes user namespaces (sysctl user.max_user_namespaces)"
+        "cannot make a network that belongs to user {user}, as whom {PROGRAM} runs; it takes user namespaces (sysctl user.max_user_namespaces)"
     )]
     Network {
         /// The user.
@@ -90,8 +90,8 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// What the job's /etc/resolv.conf is to be can not be written.
-    #[error("can not write {}", path.display())]
+    /// What the job's /etc/resolv.conf is to be cannot be written.
+    #[error("cannot write {}", path.display())]
     Names {
         /// The file.
         path: PathBuf,

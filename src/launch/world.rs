@@ -66,11 +66,11 @@ pub enum World {
 pub enum Error {
     /// Init did not start.
     #[error(
-        "can not make the job's namespaces; as root in the initial user namespace it works, elsewhere try pid-namespace = \"host\""
+        "cannot make the job's namespaces; as root in the initial user namespace it works, elsewhere try pid-namespace = \"host\""
     )]
     Start(#[from] spawn::Error),
     /// Init could not prepare the namespaces.
-    #[error("can not prepare the job's namespaces: {step} failed")]
+    #[error("cannot prepare the job's namespaces: {step} failed")]
     Prepare {
         /// What failed.
         step: &'static str,
@@ -79,10 +79,10 @@ pub enum Error {
         source: io::Error,
     },
     /// There is no way out of the network.
-    #[error("can not give the job's network an uplink")]
+    #[error("cannot give the job's network an uplink")]
     Uplink(#[from] uplink::Error),
     /// The pipe to init failed.
-    #[error("can not talk to the job's init")]
+    #[error("cannot talk to the job's init")]
     Talk(#[source] io::Error),
 }
 
@@ -90,7 +90,7 @@ impl World {
     /// Makes new namespaces in which the next pid is above `last_pid`.
     ///
     /// # Errors
-    /// When the kernel does not allow namespaces, /proc can not be mounted, or there is no uplink where one is wanted.
+    /// When the kernel does not allow namespaces, /proc cannot be mounted, or there is no uplink where one is wanted.
     pub fn private(reaper: &Path, last_pid: i32, network: Network<'_>) -> Result<World, Error> {
         let (flags, loopback) = match network {
             Network::Host => (CloneFlags::empty(), "-"),

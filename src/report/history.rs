@@ -4,7 +4,7 @@
 //! exception: work is [`Kind::Useful`] until the job goes back to an image that is older, and [`Kind::Lost`] from then on.
 //!
 //! The clock on the wall may be set back between two events: what comes after is then counted from the event before, so
-//! that no time is negative and none is counted twice. A clock that was put forward can not be told from a long wait.
+//! that no time is negative and none is counted twice. A clock that was put forward cannot be told from a long wait.
 //! Lines may be missing (a power cut, a journal that was moved): each event is taken for what it says, whatever was before.
 
 use std::collections::HashMap;
@@ -95,7 +95,7 @@ pub enum Trouble {
     Supervisor,
     /// A snapshot failed.
     Snapshot,
-    /// An image can not be used.
+    /// An image cannot be used.
     Image,
     /// An image did not get to the store.
     Store,

@@ -30,7 +30,7 @@ pub enum Error {
     #[error(transparent)]
     Store(#[from] store::Error),
     /// The journal.
-    #[error("can not read the events of {job}")]
+    #[error("cannot read the events of {job}")]
     Journal {
         /// Of which job.
         job: store::JobName,
@@ -43,7 +43,7 @@ pub enum Error {
 /// What can be said of a job now.
 ///
 /// # Errors
-/// When the store or the journal can not be read.
+/// When the store or the journal cannot be read.
 pub fn of(folder: &JobFolder, since: Option<DateTime<Utc>>) -> Result<Report, Error> {
     let failed = |source| Error::Journal { job: folder.name().clone(), source };
     let events = events::read(&folder.log_dir()).map_err(failed)?;
@@ -62,7 +62,7 @@ pub fn of(folder: &JobFolder, since: Option<DateTime<Utc>>) -> Result<Report, Er
 /// What the job's supervisor does, or how its last run ended, in a word.
 ///
 /// # Errors
-/// When the record can not be read.
+/// When the record cannot be read.
 pub fn state(folder: &JobFolder, live: Option<&Published>) -> Result<String, store::Error> {
     if let Some(live) = live {
         return Ok(live.state.clone());
@@ -90,7 +90,7 @@ fn image_size(known: &Known) -> ImageSize {
     }
 }
 
-/// Bytes that a folder takes on the disk. What can not be looked at takes none.
+/// Bytes that a folder takes on the disk. What cannot be looked at takes none.
 #[must_use]
 pub fn allocated(dir: &Path) -> u64 {
     let Ok(entries) = fs::read_dir(dir) else { return 0 };

@@ -107,7 +107,7 @@ pub fn event(what: &What) -> (String, String) {
         What::SnapshotHeld { bound_us, .. } => format!("the job holds a snapshot off, for {} at most", time(*bound_us)),
         What::HoldOver { how, waited_us, .. } => format!("{}, after {}", how.replace('-', " "), time(*waited_us)),
         What::SnapshotFailed { why, job_lost: false } => why.clone(),
-        What::SnapshotFailed { why, job_lost: true } => format!("{why}; the job can not go on"),
+        What::SnapshotFailed { why, job_lost: true } => format!("{why}; the job cannot go on"),
         What::Stored { image, took_us, written } => {
             format!("image {image}, {} written in {}", size(*written), time(*took_us))
         }

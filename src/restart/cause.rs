@@ -136,7 +136,7 @@ pub struct Facts {
 pub struct MemoryFacts {
     /// The job's control group counts more kills than at the begin of the life.
     pub counted: bool,
-    /// The kernel's log names a process of the job, or one of its control group. None where it can not be read.
+    /// The kernel's log names a process of the job, or one of its control group. None where it cannot be read.
     pub logged: Option<bool>,
 }
 

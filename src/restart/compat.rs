@@ -1,7 +1,7 @@
 //! Can an image be restored on this machine? Asked before anything is started or put back.
 //!
 //! [`compare`] is a pure function from the manifest and the facts of this machine ([`Here`]) to what differs. Invariants: a
-//! difference is [`Severity::Fatal`] only where a restore, or the job after it, can not work: an image that is refused is
+//! difference is [`Severity::Fatal`] only where a restore, or the job after it, cannot work: an image that is refused is
 //! lost to the user until something is put right, so what is not sure is a warning. What is not known, of the image or of
 //! this machine, is no difference. Another boot, another host name and more of anything are none either.
 
@@ -23,7 +23,7 @@ use crate::store::Manifest;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Severity {
-    /// It can not work.
+    /// It cannot work.
     Fatal,
     /// It may not work.
     Warning,
@@ -59,7 +59,7 @@ impl Difference {
         self.what.starts_with(files::WHAT)
     }
 
-    /// Whether a restore can not work.
+    /// Whether a restore cannot work.
     #[must_use]
     pub fn is_fatal(&self) -> bool {
         self.severity == Severity::Fatal
@@ -85,7 +85,7 @@ pub fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
     all
 }
 
-/// That the driver did not take pairs that name a GPU that can not be used.
+/// That the driver did not take pairs that name a GPU that cannot be used.
 pub(super) fn too_few_gpus(manifest: &Manifest, here: &Here) -> Difference {
     let (image, here) =
         (format!("{} GPUs that the job could see", manifest.gpus.len()), here.devices.all.len().to_string());

@@ -16,7 +16,7 @@ use crate::sys::spawn::Ended;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The image has no readable manifest.
-    #[error("image {0} can not be used: its manifest is damaged")]
+    #[error("image {0} cannot be used: its manifest is damaged")]
     NoManifest(crate::store::ImageId),
     /// Files of the image are not what was written.
     #[error("image {id} is damaged: {what}")]
@@ -35,7 +35,7 @@ pub enum Error {
         what: String,
     },
     /// The image does not fit this machine; nothing was started.
-    #[error("image {id} can not be restored on this machine as it is: {}", compat::summary(differences))]
+    #[error("image {id} cannot be restored on this machine as it is: {}", compat::summary(differences))]
     Misfit {
         /// The image.
         id: crate::store::ImageId,
@@ -55,7 +55,7 @@ pub enum Error {
         why: super::Refused,
     },
     /// The GPUs that it needs are in use.
-    #[error("image {id} can not be restored now")]
+    #[error("image {id} cannot be restored now")]
     Busy {
         /// The image.
         id: crate::store::ImageId,
@@ -78,7 +78,7 @@ pub enum Error {
         why: String,
     },
     /// A file of ours that the job runs could not be put in place.
-    #[error("can not put {} back", path.display())]
+    #[error("cannot put {} back", path.display())]
     Recreate {
         /// The file.
         path: PathBuf,
@@ -107,7 +107,7 @@ pub enum Error {
     /// In the host's PID namespace, another process has a pid of the image.
     #[error("{0}")]
     PidTaken(#[source] criu::RunError),
-    /// The job's folder can not be used.
+    /// The job's folder cannot be used.
     #[error(transparent)]
     Store(#[from] crate::store::Error),
     /// A process of the image that used CUDA is not there after the restore.
@@ -125,7 +125,7 @@ pub enum Error {
     /// What processes had of each other's GPU memory did not come back.
     #[error("the GPU memory that the processes share did not come back: {0}")]
     Sharing(#[from] sharing::Error),
-    /// The notes about it can not be read.
+    /// The notes about it cannot be read.
     #[error("the GPU memory that the processes share did not come back: {0}")]
     SharingUnread(#[source] std::io::Error),
     /// The CUDA driver did not answer in time.

@@ -12,7 +12,7 @@
 //! pairs, and with pairs that name it as a new one.
 //!
 //! Invariants: pairs name every GPU of the image, and no new one twice; a GPU that the job used goes to none whose free
-//! memory is less, or not known, but by staying where that can not be asked; it stays where it can.
+//! memory is less, or not known, but by staying where that cannot be asked; it stays where it can.
 
 mod matching;
 mod wish;
@@ -51,9 +51,9 @@ pub enum Health {
     Fine,
     /// It had a fault after which NVIDIA advises to start nothing on it: taken only where there is no other.
     Faulted(u32),
-    /// NVML can not ask it.
+    /// NVML cannot ask it.
     Silent,
-    /// It is divided or virtual, and the driver can not checkpoint there.
+    /// It is divided or virtual, and the driver cannot checkpoint there.
     Part,
 }
 

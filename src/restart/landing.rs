@@ -29,7 +29,7 @@ impl Drop for InPlace {
 
 /// A landing file could not be put where it has to be.
 #[derive(Debug, thiserror::Error)]
-#[error("can not put the GPU memory of process {pid} at {}", path.display())]
+#[error("cannot put the GPU memory of process {pid} at {}", path.display())]
 pub struct Error {
     pid: i32,
     path: PathBuf,

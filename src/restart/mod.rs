@@ -121,7 +121,7 @@ pub struct Restored {
 /// Brings a job back from an image. `warn` is told what may keep it from working, before anything is done.
 ///
 /// # Errors
-/// When the image is damaged or can not be restored here. Nothing of the job is left running then.
+/// When the image is damaged or cannot be restored here. Nothing of the job is left running then.
 pub fn restore(
     request: &Request<'_>,
     warn: &dyn Fn(&Difference),
@@ -159,7 +159,7 @@ pub fn restore(
             Ok(0) => {}
             Ok(ended) => tracing::debug!("ended {ended} connections of dead processes of the job"),
             // CRIU says which port it is, if one is in the way.
-            Err(error) => tracing::debug!("can not look for connections of dead processes of the job: {error}"),
+            Err(error) => tracing::debug!("cannot look for connections of dead processes of the job: {error}"),
         }
     }
     // Before CRIU connects what was connected to it.
@@ -366,7 +366,7 @@ fn run_criu(
         if moment != Notify::PreResume {
             return Ok(());
         }
-        let root = criu::find_restored(manifest.tree.root).ok_or("the restored tree can not be found")?;
+        let root = criu::find_restored(manifest.tree.root).ok_or("the restored tree cannot be found")?;
         if let Err(error) = guard::check(root, &wanted) {
             let why = error.to_string();
             refused = Some(error);

@@ -71,12 +71,12 @@ fn is_area(folder: &Path, job: &str) -> bool {
 /// by root.
 fn is_roots(folder: &Path) -> Result<(), String> {
     let there = folder.ancestors().find(|path| fs::symlink_metadata(path).is_ok());
-    let there = there.ok_or("is in a folder that can not be looked at")?;
-    let real = fs::canonicalize(there).map_err(|error| format!("is in a folder that can not be looked at: {error}"))?;
+    let there = there.ok_or("is in a folder that cannot be looked at")?;
+    let real = fs::canonicalize(there).map_err(|error| format!("is in a folder that cannot be looked at: {error}"))?;
     for path in there.ancestors().chain(real.ancestors()) {
         let place = if path == folder || (path == real && there == folder) { Place::Last } else { Place::Above };
         let meta = fs::symlink_metadata(path).map_err(|error: io::Error| {
-            format!("is in a folder that can not be looked at: {}: {error}", path.display())
+            format!("is in a folder that cannot be looked at: {}: {error}", path.display())
         })?;
         judge(&meta, place, nix::unistd::geteuid().as_raw())
             .map_err(|why| format!("is in {}, {why}", path.display()))?;

@@ -6,7 +6,7 @@
 //! happen would lie.
 //!
 //! A file that is not here any more is made from its content in the image. Where the image does not have that, or a file is
-//! shorter than it was, the image can not be used here: [`check`] says so before anything is begun. Output of the job that
+//! shorter than it was, the image cannot be used here: [`check`] says so before anything is begun. Output of the job that
 //! is gone is no reason not to go on.
 //!
 //! Work on the user's files is done with the user's rights: the user owns the folders and could otherwise point us, as
@@ -158,7 +158,7 @@ pub enum RollbackError {
         has: u64,
     },
     /// The kernel refused.
-    #[error("can not put {} back: {verb} failed", path.display())]
+    #[error("cannot put {} back: {verb} failed", path.display())]
     Io {
         /// The file.
         path: PathBuf,

@@ -96,13 +96,13 @@ impl Devices {
                 Verdict::Asks => asking.push(shown()),
                 Verdict::Left => {
                     return Err(format!(
-                        "{} still has NVIDIA devices open after its CUDA checkpoint: it uses the GPU other than by CUDA too (OpenGL, NVENC), which can not be brought back",
+                        "{} still has NVIDIA devices open after its CUDA checkpoint: it uses the GPU other than by CUDA too (OpenGL, NVENC), which cannot be brought back",
                         shown()
                     ));
                 }
                 Verdict::Uses => {
                     return Err(format!(
-                        "{} has NVIDIA devices open: it just begins to use CUDA, and the next attempt will work, or it uses the GPU other than by CUDA (OpenGL, NVENC), which can not be brought back",
+                        "{} has NVIDIA devices open: it just begins to use CUDA, and the next attempt will work, or it uses the GPU other than by CUDA (OpenGL, NVENC), which cannot be brought back",
                         shown()
                     ));
                 }

@@ -207,7 +207,7 @@ pub(super) enum Error {
     Image(#[from] image::Error),
     #[error(transparent)]
     Path(#[from] PathError),
-    #[error("can not keep a hard link at {path}: {source}")]
+    #[error("cannot keep a hard link at {path}: {source}")]
     Link { path: PathBuf, source: io::Error },
 }
 

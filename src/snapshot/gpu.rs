@@ -5,7 +5,7 @@
 //! back.
 //!
 //! Invariants: what this module believes of each process is what the undo acts on; a process that the driver could not
-//! restore is `Lost`, for there is no second try, and is never touched again; one that can not be asked any more is
+//! restore is `Lost`, for there is no second try, and is never touched again; one that cannot be asked any more is
 //! `Lost` too, as it may be locked. A process that ended is `Gone` and stops nobody: whether the job goes on without it
 //! is the job's affair.
 
@@ -132,7 +132,7 @@ impl Group {
         self.members.iter().map(|m| m.process.pid()).collect()
     }
 
-    /// Whether one has memory of another that can not be let go. Asked before anything stands still.
+    /// Whether one has memory of another that cannot be let go. Asked before anything stands still.
     pub(super) fn check_sharing(&self) -> Result<(), Error> {
         Ok(sharing::check(&self.sharing()?)?)
     }
@@ -143,7 +143,7 @@ impl Group {
     }
 
     /// Locks all ([`lock::together`]), within `timeout` for each attempt, and has them let go of what they have of each other.
-    /// When one can not be locked, all are unlocked and it is tried again. The same when a process began or ceased to use
+    /// When one cannot be locked, all are unlocked and it is tried again. The same when a process began or ceased to use
     /// CUDA between the look and the lock.
     pub(super) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
@@ -353,17 +353,17 @@ impl Group {
                 Ok(State::Locked) => Stand::Locked,
                 Ok(State::Checkpointed) => Stand::Checkpointed,
                 _ if member.has_ended() => Stand::Gone,
-                // Failed; or it can not be told, and then it may be locked or half way.
+                // Failed; or it cannot be told, and then it may be locked or half way.
                 _ => Stand::Lost,
             };
         }
     }
 
-    /// Names the processes that are not running and can not be helped.
+    /// Names the processes that are not running and cannot be helped.
     pub(super) fn stuck(&self) -> Option<String> {
         let stuck: Vec<String> =
             self.members.iter().filter(|m| !m.may_run_on()).map(|m| format!("process {}", m.inner)).collect();
-        (!stuck.is_empty()).then(|| format!("{} can not use its GPU again", stuck.join(", ")))
+        (!stuck.is_empty()).then(|| format!("{} cannot use its GPU again", stuck.join(", ")))
     }
 
     pub(super) fn check_running(&self) -> Result<(), Error> {
@@ -385,7 +385,7 @@ fn look_at(pid: i32) -> Result<(Process, i32), cuda::Error> {
     let process = Process::new(pid)?;
     match process.state()? {
         State::Running => {}
-        // Left by somebody else's checkpoint: it is not ours to undo, and can not be dumped half done.
+        // Left by somebody else's checkpoint: it is not ours to undo, and cannot be dumped half done.
         state => return Err(cuda::Error::Busy { pid, state }),
     }
     let told = process.restore_thread_id()?;

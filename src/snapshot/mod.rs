@@ -1,7 +1,7 @@
 //! Freeze and capture: an ordered list of phases, each timed, each with an undo.
 //!
 //! ```text
-//!  preflight   may it be tried at all: memory, disk, what CRIU can not dump        job runs
+//!  preflight   may it be tried at all: memory, disk, what CRIU cannot dump        job runs
 //!  find        the CUDA processes of the tree                                       job runs
 //!  prepare     a place for the image, its pages made ready    undo: give it up      job runs
 //!  lock        all of them, at once                     undo: unlock               ---- freeze begins (CUDA)
@@ -19,7 +19,7 @@
 //!
 //! Invariants:
 //! - A phase that fails undoes all before it, in reverse order, and the job runs on. Where that is not possible (the
-//!   driver can not restore a process: there is no second try) the error says so ([`Error::job_is_lost`]), and the job
+//!   driver cannot restore a process: there is no second try) the error says so ([`Error::job_is_lost`]), and the job
 //!   has to be brought back from an image.
 //! - Nothing is in memory or in the store under an image's name before it is whole ([`crate::store`]). When the power
 //!   goes, at most a draft is left, which the next start sweeps.
@@ -146,7 +146,7 @@ pub enum Error {
         /// How often it was tried.
         attempts: u32,
     },
-    /// CUDA processes have memory of each other that they can not let go of.
+    /// CUDA processes have memory of each other that they cannot let go of.
     #[error("shared GPU memory: {0}")]
     Sharing(#[from] sharing::Error),
     /// What CRIU needs of ours is not in its place.
@@ -241,7 +241,7 @@ impl From<staging::TakeError> for Error {
 }
 
 impl Error {
-    /// Whether the job can not go on and has to be brought back from an image.
+    /// Whether the job cannot go on and has to be brought back from an image.
     #[must_use]
     pub fn job_is_lost(&self) -> bool {
         matches!(self, Error::Lost { .. })

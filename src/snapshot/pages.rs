@@ -14,7 +14,7 @@
 //! Invariants:
 //! - A FIFO holds references to live pages, not copies. [`Receivers::drain`] must return before the tasks run again, and
 //!   returns only when every byte was copied: call it in [`PostDump`](crate::sys::criu::Notify::PostDump).
-//! - CRIU never waits for us for good: what can not be stored is thrown away, and `drain` says why.
+//! - CRIU never waits for us for good: what cannot be stored is thrown away, and `drain` says why.
 //! - Whatever is dropped when, no FIFO and no thread is left, and the files of the spool stay for the next time.
 //! - When CRIU opens a pages file that has no FIFO it makes a regular one: slower, still right.
 //!
@@ -67,8 +67,8 @@ const MAX_THREADS: usize = 8;
 /// Why the job's memory was not received.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A file of the spool can not be used.
-    #[error("can not make memory ready for the image in {}", .path.display())]
+    /// A file of the spool cannot be used.
+    #[error("cannot make memory ready for the image in {}", .path.display())]
     Prepare {
         /// The file.
         path: PathBuf,
@@ -86,8 +86,8 @@ pub enum Error {
         /// What was asked for in vain.
         wanted: ByteSize,
     },
-    /// A FIFO can not be made.
-    #[error("can not make the FIFO {}", .path.display())]
+    /// A FIFO cannot be made.
+    #[error("cannot make the FIFO {}", .path.display())]
     Fifo {
         /// Its place.
         path: PathBuf,
@@ -96,10 +96,10 @@ pub enum Error {
         source: io::Error,
     },
     /// No thread.
-    #[error("can not start the threads that receive the job's memory")]
+    #[error("cannot start the threads that receive the job's memory")]
     Threads(#[source] io::Error),
     /// Taking from a FIFO, or copying, failed.
-    #[error("can not receive {}", .path.display())]
+    #[error("cannot receive {}", .path.display())]
     Receive {
         /// The FIFO or the file.
         path: PathBuf,
@@ -113,8 +113,8 @@ pub enum Error {
         /// The FIFO.
         path: PathBuf,
     },
-    /// A file can not be given its place in the image.
-    #[error("can not put {} into the image", .path.display())]
+    /// A file cannot be given its place in the image.
+    #[error("cannot put {} into the image", .path.display())]
     Place {
         /// The file.
         path: PathBuf,
@@ -241,7 +241,7 @@ impl Drained {
     /// files of the spool. Cutting takes a while (20 ms for each GiB given back), so it is for when the job runs again.
     ///
     /// # Errors
-    /// When a file can not be cut, linked or removed.
+    /// When a file cannot be cut, linked or removed.
     pub fn place(self) -> Result<Vec<Received>, Error> {
         let mut all = Vec::new();
         let mut kept = Vec::new();

@@ -272,7 +272,7 @@ impl<'a> Work<'a> {
             self.armed = landing::arm(area, slot, &landers)?;
         } else {
             std::fs::create_dir(&dir)
-                .map_err(|source| Error::Io { what: format!("can not make {}", dir.display()), source })?;
+                .map_err(|source| Error::Io { what: format!("cannot make {}", dir.display()), source })?;
         }
         let dir = target.dir().to_path_buf();
         self.target = Some(target);

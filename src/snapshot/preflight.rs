@@ -42,8 +42,8 @@ pub enum Refusal {
         /// Who.
         tracer: i32,
     },
-    /// CRIU can not dump something a process has.
-    #[error("process {pid} ({name}) has {what} open, which CRIU can not dump{hint}")]
+    /// CRIU cannot dump something a process has.
+    #[error("process {pid} ({name}) has {what} open, which CRIU cannot dump{hint}")]
     Unsupported {
         /// The process.
         pid: i32,
@@ -67,9 +67,9 @@ pub enum Refusal {
         /// The file.
         path: String,
     },
-    /// What a process shares with others can not be seen.
+    /// What a process shares with others cannot be seen.
     #[error(
-        "process {pid} ({name}) uses NCCL without the interposer, so that GPU memory it shares with others can not be seen, and its restore would not survive that: set gpu.nccl = \"auto\" and leave snapshot.interposer at \"auto\", or put NCCL_P2P_DISABLE=1 and NCCL_CUMEM_HOST_ENABLE=0 in the job's environment"
+        "process {pid} ({name}) uses NCCL without the interposer, so that GPU memory it shares with others cannot be seen, and its restore would not survive that: set gpu.nccl = \"auto\" and leave snapshot.interposer at \"auto\", or put NCCL_P2P_DISABLE=1 and NCCL_CUMEM_HOST_ENABLE=0 in the job's environment"
     )]
     Nccl {
         /// The process.
@@ -79,7 +79,7 @@ pub enum Refusal {
     },
     /// A process of the job has a namespace of its own.
     #[error(
-        "process {pid} ({name}) is in a {kind} namespace of its own (a sandbox, a container), which CRIU can not bring back here"
+        "process {pid} ({name}) is in a {kind} namespace of its own (a sandbox, a container), which CRIU cannot bring back here"
     )]
     Namespace {
         /// The process.
@@ -91,7 +91,7 @@ pub enum Refusal {
     },
     /// A process is on a part of a GPU.
     #[error(
-        "process {pid} ({name}) is on {part}, which the CUDA driver can not checkpoint: give the job whole GPUs{hint}"
+        "process {pid} ({name}) is on {part}, which the CUDA driver cannot checkpoint: give the job whole GPUs{hint}"
     )]
     PartOfGpu {
         /// The process.
@@ -137,7 +137,7 @@ pub(super) fn check_gpus(inventory: &GpuInventory, pids: &[i32]) -> Result<(), R
         }
         let on = |gpu: &&Gpu| match inventory.used_on(*pid) {
             Some(used) => used.contains_key(&gpu.uuid),
-            // Where it can not be told, only if there is no other that it could be on.
+            // Where it cannot be told, only if there is no other that it could be on.
             None => inventory.gpus.iter().all(|other| other.mig == Mig::On || other.is_virtual),
         };
         if let Some(gpu) = inventory.gpus.iter().filter(|gpu| gpu.mig == Mig::On || gpu.is_virtual).find(on) {

@@ -1,6 +1,6 @@
 //! What to do with the job's TCP connections.
 //!
-//! A connection within the job can live on in a restored one: both ends are in the image. One to the outside can not:
+//! A connection within the job can live on in a restored one: both ends are in the image. One to the outside cannot:
 //! the other side has seen it end, and a restore that insists on it fails. So by default those inside are kept, and the
 //! others come back closed.
 //!

@@ -34,8 +34,8 @@ use crate::sys::durable;
 /// they were.
 #[derive(Debug, Error)]
 pub enum PublishError {
-    /// The draft can not be listed.
-    #[error("can not list {}", .path.display())]
+    /// The draft cannot be listed.
+    #[error("cannot list {}", .path.display())]
     List {
         /// What.
         path: PathBuf,
@@ -45,16 +45,16 @@ pub enum PublishError {
     /// Something that is neither file nor folder, or a name that is not UTF-8.
     #[error("{} does not belong into an image: only files and folders with names in UTF-8 do", .0.display())]
     Foreign(PathBuf),
-    /// A file can not be hashed.
-    #[error("can not read {}", .path.display())]
+    /// A file cannot be hashed.
+    #[error("cannot read {}", .path.display())]
     Read {
         /// What.
         path: PathBuf,
         /// Why.
         source: io::Error,
     },
-    /// A file or folder can not be brought to the disk.
-    #[error("can not bring {} to the disk", .path.display())]
+    /// A file or folder cannot be brought to the disk.
+    #[error("cannot bring {} to the disk", .path.display())]
     Sync {
         /// What.
         path: PathBuf,
@@ -62,7 +62,7 @@ pub enum PublishError {
         source: io::Error,
     },
     /// The manifest contradicts the files.
-    #[error("image {id} can not be described")]
+    #[error("image {id} cannot be described")]
     Describe {
         /// Which.
         id: ImageId,
@@ -70,24 +70,24 @@ pub enum PublishError {
         source: ManifestError,
     },
     /// A file has a name that no part may have.
-    #[error("image {id} can not be described")]
+    #[error("image {id} cannot be described")]
     Path {
         /// Which.
         id: ImageId,
         /// Why.
         source: PathError,
     },
-    /// The manifest can not be written.
-    #[error("can not write {}", .path.display())]
+    /// The manifest cannot be written.
+    #[error("cannot write {}", .path.display())]
     Write {
         /// What.
         path: PathBuf,
         /// Why.
         source: io::Error,
     },
-    /// The draft can not get its name, or `images/` can not be synced: then the image is there, but a power cut may
+    /// The draft cannot get its name, or `images/` cannot be synced: then the image is there, but a power cut may
     /// take it away.
-    #[error("can not publish {}", .path.display())]
+    #[error("cannot publish {}", .path.display())]
     Publish {
         /// The lasting name.
         path: PathBuf,
@@ -205,7 +205,7 @@ impl Draft {
         // Once more: somebody may have tagged or marked it just before it changed names.
         carry_over(if loose { &self.dir } else { &from.dir }, &self.lasting)?;
         if loose {
-            // What can not be removed, the next sweep takes.
+            // What cannot be removed, the next sweep takes.
             let _ = remove::remove_all(&self.dir);
         }
         Ok(Image::load(&self.lasting, self.id, &self.trust))
@@ -226,7 +226,7 @@ fn carry_over(from: &Path, to: &Path) -> Result<(), PublishError> {
 
 impl Drop for Draft {
     fn drop(&mut self) {
-        // After publishing there is no folder of this name any more. What can not be removed, the next sweep takes.
+        // After publishing there is no folder of this name any more. What cannot be removed, the next sweep takes.
         let _ = fs::remove_dir_all(&self.dir);
     }
 }

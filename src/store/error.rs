@@ -14,7 +14,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// A file or folder could not be made, read, written or removed.
 #[derive(Debug, Error)]
-#[error("can not {what} {}{}", path.display(), Failing(source))]
+#[error("cannot {what} {}{}", path.display(), Failing(source))]
 pub struct FileError {
     /// What was tried.
     pub what: &'static str,
@@ -164,8 +164,8 @@ pub enum Error {
         "image {0} is in memory only so far, and only one in the store can be pinned or tagged: try again when `rekindle list` shows it there"
     )]
     NotStored(ImageId),
-    /// The tags of an image can not be read, and would be lost.
-    #[error("{} can not be read ({why}), so the image counts as pinned; remove the file to begin without tags", .path.display())]
+    /// The tags of an image cannot be read, and would be lost.
+    #[error("{} cannot be read ({why}), so the image counts as pinned; remove the file to begin without tags", .path.display())]
     UnreadableTags {
         /// The file.
         path: PathBuf,
@@ -182,7 +182,7 @@ pub enum Error {
     #[error("image {0} is pinned; `rekindle unpin` takes that back")]
     Pinned(ImageId),
     /// Reading failed.
-    #[error("can not read {}{}", .path.display(), Failing(.source))]
+    #[error("cannot read {}{}", .path.display(), Failing(.source))]
     Read {
         /// What.
         path: PathBuf,
@@ -190,7 +190,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Creating a folder failed.
-    #[error("can not create {}{}", .path.display(), Failing(.source))]
+    #[error("cannot create {}{}", .path.display(), Failing(.source))]
     Create {
         /// What.
         path: PathBuf,
@@ -198,7 +198,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Writing failed.
-    #[error("can not write {}{}", .path.display(), Failing(.source))]
+    #[error("cannot write {}{}", .path.display(), Failing(.source))]
     Write {
         /// What.
         path: PathBuf,
@@ -206,7 +206,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Locking failed, not because of another holder.
-    #[error("can not lock {}; the file system must support flock", .path.display())]
+    #[error("cannot lock {}; the file system must support flock", .path.display())]
     Lock {
         /// What.
         path: PathBuf,
@@ -214,7 +214,7 @@ pub enum Error {
         source: io::Error,
     },
     /// Removing failed; what is left is removed at the next start.
-    #[error("can not remove {}{}", .path.display(), Failing(.source))]
+    #[error("cannot remove {}{}", .path.display(), Failing(.source))]
     Remove {
         /// What.
         path: PathBuf,
@@ -238,7 +238,7 @@ pub enum Error {
         source: Untrusted,
     },
     /// The record of a job was written by a newer rekindle.
-    #[error("{} has version {version}, which this rekindle can not read; use the rekindle that wrote it, or a newer one", .path.display())]
+    #[error("{} has version {version}, which this rekindle cannot read; use the rekindle that wrote it, or a newer one", .path.display())]
     NewerRecord {
         /// The file.
         path: PathBuf,

@@ -27,7 +27,7 @@ pub(super) enum Kind {
     Other,
 }
 
-/// Lists all below `root`, at any depth; or the path that can not be read.
+/// Lists all below `root`, at any depth; or the path that cannot be read.
 pub(super) fn walk(root: &Path) -> Result<Vec<Entry>, (PathBuf, io::Error)> {
     let mut found = Vec::new();
     let mut open = vec![PathBuf::new()];

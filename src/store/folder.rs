@@ -116,7 +116,7 @@ impl JobFolder {
     ///
     /// # Errors
     /// [`Error::Supervised`] where another process is; [`Error::PerhapsSupervised`] where one on another machine may be;
-    /// [`Error::TakenOver`] where one was faster; [`Error::Lock`] where the file system can not lock.
+    /// [`Error::TakenOver`] where one was faster; [`Error::Lock`] where the file system cannot lock.
     pub fn lock(&self) -> Result<WriterLock> {
         lock::acquire(&self.path, &self.name)
     }
@@ -155,7 +155,7 @@ impl JobFolder {
     /// All images, newest first. An image that is damaged is among them and says so.
     ///
     /// # Errors
-    /// [`Error::Read`]: a folder that can not be listed is never an empty one.
+    /// [`Error::Read`]: a folder that cannot be listed is never an empty one.
     pub fn images(&self) -> Result<Vec<Image>> {
         let dir = self.images_dir();
         let mut ids: Vec<ImageId> = list(&dir)?.iter().filter_map(|name| name.parse().ok()).collect();
@@ -179,7 +179,7 @@ impl JobFolder {
         })
     }
 
-    /// Whether the store has the image, good or not. What can not be told is a no: then the one in memory is kept.
+    /// Whether the store has the image, good or not. What cannot be told is a no: then the one in memory is kept.
     #[must_use]
     pub fn is_stored(&self, id: ImageId) -> bool {
         self.images_dir().join(id.to_string()).is_dir()

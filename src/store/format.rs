@@ -89,7 +89,7 @@ pub enum FormatError {
     /// The content is not what was written.
     #[error("this {0} is damaged: the checksum does not match")]
     Checksum(What),
-    /// The checksum is right, and the content can not be.
+    /// The checksum is right, and the content cannot be.
     #[error("this {what} is damaged: its {field} is impossible")]
     Field {
         /// What.
@@ -127,11 +127,11 @@ impl FormatError {
     }
 }
 
-/// Why a file can not be used.
+/// Why a file cannot be used.
 #[derive(Debug, Error)]
 pub enum ReadError {
-    /// It can not be opened or read; nothing is known of it.
-    #[error("can not read {}{}", .path.display(), Failing(.source))]
+    /// It cannot be opened or read; nothing is known of it.
+    #[error("cannot read {}{}", .path.display(), Failing(.source))]
     Read {
         /// The file.
         path: PathBuf,
@@ -139,7 +139,7 @@ pub enum ReadError {
         source: io::Error,
     },
     /// It was read, and is not what it should be.
-    #[error("can not use {}", .path.display())]
+    #[error("cannot use {}", .path.display())]
     Format {
         /// The file.
         path: PathBuf,

@@ -14,7 +14,7 @@
 //! A chunk may be kept in two packs (`store.copies`). A second copy that is there stays for as long as any image needs the
 //! chunk, and both go when none does. Where one copy is enough, the other is content that nobody needs.
 //!
-//! Invariants: while any image or pack can not be read, nothing is marked, swept or copied: it may be needed. (One that was
+//! Invariants: while any image or pack cannot be read, nothing is marked, swept or copied: it may be needed. (One that was
 //! read and is damaged needs what its map still names.) A pack with a mark is still read from. Between mark and sweep lies at least the grace period by the clock of
 //! the wall; when that was set back, the mark is renewed.
 //!
@@ -89,10 +89,10 @@ pub struct Collected {
 /// Why a round was not done, or not to its end.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The store can not be read, or the lock is another job's.
+    /// The store cannot be read, or the lock is another job's.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// What an image needs can not be told.
+    /// What an image needs cannot be told.
     #[error(
         "nothing is swept while it is not known what image {image} needs: {why}; `rekindle repair` helps where it is damaged"
     )]
@@ -102,19 +102,19 @@ pub enum Error {
         /// Why.
         why: String,
     },
-    /// What is in a pack can not be told.
-    #[error("nothing is swept while pack {pack} can not be read: {why}; `rekindle repair` helps where it is damaged")]
+    /// What is in a pack cannot be told.
+    #[error("nothing is swept while pack {pack} cannot be read: {why}; `rekindle repair` helps where it is damaged")]
     Pack {
         /// Which.
         pack: PackName,
         /// Why.
         why: String,
     },
-    /// A file can not be written or removed, an old or a new one.
+    /// A file cannot be written or removed, an old or a new one.
     #[error(transparent)]
     File(#[from] FileError),
-    /// What is needed of a pack can not be copied; the pack stays.
-    #[error("can not copy what is needed of pack {pack}")]
+    /// What is needed of a pack cannot be copied; the pack stays.
+    #[error("cannot copy what is needed of pack {pack}")]
     Copy {
         /// Which.
         pack: PackName,
@@ -129,7 +129,7 @@ pub use super::pack::CopyError;
 /// One round. `now` is the time by which the grace period is counted.
 ///
 /// # Errors
-/// When something can not be read (then nothing was changed but indexes that were written anew), written or removed.
+/// When something cannot be read (then nothing was changed but indexes that were written anew), written or removed.
 pub fn collect(
     folder: &JobFolder,
     lock: &WriterLock,
@@ -190,7 +190,7 @@ fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected
         let why = match &problem.lost {
             Lost::Nothing => None,
             Lost::From { offset, pack_len, why } => {
-                Some(format!("{why}, so {} of its {pack_len} bytes can not be used", pack_len.saturating_sub(*offset)))
+                Some(format!("{why}, so {} of its {pack_len} bytes cannot be used", pack_len.saturating_sub(*offset)))
             }
             Lost::All(why) => Some(crate::telemetry::log::chain(why)),
         };

@@ -72,14 +72,14 @@ pub enum State {
         /// What was found.
         mark: BadMark,
     },
-    /// Its manifest can not be used.
+    /// Its manifest cannot be used.
     Damaged {
         /// Why.
         why: Damage,
     },
 }
 
-/// Why a manifest can not be used, without the cause as a value: this is kept and compared.
+/// Why a manifest cannot be used, without the cause as a value: this is kept and compared.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Damage {
     /// What that means for the image.
@@ -88,7 +88,7 @@ pub struct Damage {
     pub detail: String,
 }
 
-/// What is known of an image whose manifest can not be used.
+/// What is known of an image whose manifest cannot be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum DamageKind {
@@ -131,7 +131,7 @@ impl From<ManifestError> for Damage {
     }
 }
 
-/// Why an image is not believed, where that is why it can not be used.
+/// Why an image is not believed, where that is why it cannot be used.
 pub(crate) fn is_untrusted(state: &State) -> Option<&Damage> {
     match state {
         State::Damaged { why } if why.kind == DamageKind::Untrusted => Some(why),
@@ -222,10 +222,10 @@ impl Image {
         }
     }
 
-    /// Reads its chunk map, checked against the manifest; None where it is loose or its manifest can not be used.
+    /// Reads its chunk map, checked against the manifest; None where it is loose or its manifest cannot be used.
     ///
     /// # Errors
-    /// When the map can not be read, or is not the one that the manifest tells of.
+    /// When the map cannot be read, or is not the one that the manifest tells of.
     pub fn chunk_map(&self) -> Result<Option<ChunkMap>, ReadError> {
         let Some((manifest, chunks)) = self.manifest().and_then(|it| Some((it, it.chunks.as_ref()?))) else {
             return Ok(None);

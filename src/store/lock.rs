@@ -121,7 +121,7 @@ impl WriterLock {
     ///
     /// # Errors
     /// [`Error::TakenOver`], [`Error::LockReplaced`]: another process may have the folder now, and nothing may be written any
-    /// more. [`Error::Read`]: it can not be told, and nothing may be written until it can.
+    /// more. [`Error::Read`]: it cannot be told, and nothing may be written until it can.
     pub fn confirm(&self) -> Result<()> {
         self.look().map(drop)
     }

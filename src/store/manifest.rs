@@ -45,14 +45,14 @@ pub const MAX_BYTES: u64 = 64 << 20;
 /// Its name in the folder of the image.
 pub const FILE_NAME: &str = "manifest.json";
 
-/// Why a manifest can not be used.
+/// Why a manifest cannot be used.
 #[derive(Debug, Error)]
 pub enum ManifestError {
     /// There is none: not an image that was published whole.
     #[error("it has no {FILE_NAME}")]
     Missing,
-    /// It can not be opened or read; nothing is known of the image.
-    #[error("its {FILE_NAME} can not be read{why}: {0}", why = super::error::Failing(.0))]
+    /// It cannot be opened or read; nothing is known of the image.
+    #[error("its {FILE_NAME} cannot be read{why}: {0}", why = super::error::Failing(.0))]
     Read(#[source] io::Error),
     /// Larger than [`MAX_BYTES`].
     #[error("its {FILE_NAME} is larger than {MAX_BYTES} bytes")]

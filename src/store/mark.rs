@@ -45,11 +45,11 @@ impl std::fmt::Display for BadWhy {
     }
 }
 
-/// Whether the image in `dir` is marked. A mark that can not be read is still a mark: somebody had a reason.
+/// Whether the image in `dir` is marked. A mark that cannot be read is still a mark: somebody had a reason.
 pub(super) fn read(dir: &Path, fallback_when: DateTime<Utc>) -> Option<BadMark> {
     let illegible = |why: String| BadMark {
         why: BadWhy::Damaged,
-        detail: format!("its {FILE_NAME} can not be read: {why}"),
+        detail: format!("its {FILE_NAME} cannot be read: {why}"),
         when: fallback_when,
     };
     let file = match durable::open_for_reading(&dir.join(FILE_NAME)) {

@@ -18,7 +18,7 @@
 //! - A folder with the name of an image was published whole (draft.rs has the protocol); its files never change after
 //!   that, only `bad.json` and `tags.json` come and go.
 //! - One writer a job, by lock; readers at any time, without one.
-//! - What can not be read is an error or says so. It is never taken for empty, and nothing is deleted because of it.
+//! - What cannot be read is an error or says so. It is never taken for empty, and nothing is deleted because of it.
 //! - The newest good image is never removed by a plan ([`retention`]), and a pinned one by nobody.
 //!
 //! When the power goes there are whole images and, perhaps, leftovers with a dot in front, which the next start sweeps.

@@ -97,7 +97,7 @@ pub enum Error {
     #[error("image {0} is not there any more, or another one took its place")]
     Gone(super::ImageId),
     /// A part could not be read.
-    #[error("can not read {} to bring it to the store", path.display())]
+    #[error("cannot read {} to bring it to the store", path.display())]
     Copy {
         /// The part.
         path: PathBuf,
@@ -160,7 +160,7 @@ const MAX_WORKERS: usize = 16;
 /// Brings a staged or loose image into the packs of the job. One that is packed is answered as it is.
 ///
 /// # Errors
-/// When a part can not be read, a pack not be written, or the image not be published. There is no draft then, and what was
+/// When a part cannot be read, a pack not be written, or the image not be published. There is no draft then, and what was
 /// there before is as it was; packs that were closed stay, and are found by the next try.
 pub fn persist(
     image: &Image,

@@ -5,7 +5,7 @@
 //! 2. the hard links that it kept beside the user's files are removed, unless another image needs the same one;
 //! 3. its manifest, which names those links, and all else is removed.
 //!
-//! The next sweep begins again there, with the look for a pin. Nothing is removed while `images/` or a manifest that may need a link can not be
+//! The next sweep begins again there, with the look for a pin. Nothing is removed while `images/` or a manifest that may need a link cannot be
 //! read.
 
 use std::collections::HashSet;
@@ -61,7 +61,7 @@ pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     if folder.packs().dir().is_dir() {
         files.extend(temporary_files(folder.packs().dir())?);
     }
-    // An image whose folder can not be listed says so itself; it must not keep a job from starting.
+    // An image whose folder cannot be listed says so itself; it must not keep a job from starting.
     files.extend(images.iter().filter_map(|image| temporary_files(&image.dir).ok()).flatten());
     let mut removed = Vec::new();
     for path in doomed.into_iter().map(in_images) {
@@ -79,7 +79,7 @@ pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
     Ok(removed)
 }
 
-/// Nothing of an image that is pinned was removed: step 1 was interrupted. A pin that can not be read is none here: then
+/// Nothing of an image that is pinned was removed: step 1 was interrupted. A pin that cannot be read is none here: then
 /// step 1 had read that there is none, and what is left is half an image.
 fn bring_pinned_back(folder: &JobFolder) -> Result<()> {
     for name in list(&folder.images_dir())? {
@@ -125,7 +125,7 @@ const STEP: u64 = 128 << 20;
 /// Others write in between.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Frees what large files take, bit by bit. What can not be shortened is removed whole.
+/// Frees what large files take, bit by bit. What cannot be shortened is removed whole.
 fn shorten(folder: &Path) {
     for entry in files::walk(folder).unwrap_or_default() {
         let Kind::File { size } = entry.kind else { continue };

@@ -5,7 +5,7 @@
 //!
 //! No content is removed. A record that is not what was written is left out of the index, so that the next image that has
 //! the same content stores it again; it stays in its pack until that goes as any other. The begin of a pack is written anew
-//! in its place where it is damaged, since all of it follows from the records. What can not be read for another reason
+//! in its place where it is damaged, since all of it follows from the records. What cannot be read for another reason
 //! than its content (EIO: the disk is failing), or is not for us (a newer format, a key that we have not), stays as it is, and nothing is
 //! concluded from it. An image that has lost something is marked as bad, so that a restart passes it over; one that was
 //! marked and is whole after all keeps its mark, because what else speaks against it is not known here.
@@ -43,7 +43,7 @@ pub struct Repaired {
     pub packs: Vec<PackRepair>,
     /// What was taken from other packs or the replica, if anything.
     pub healed: Option<Healed>,
-    /// Images that have lost something, or of which that can not be told; newest first.
+    /// Images that have lost something, or of which that cannot be told; newest first.
     pub images: Vec<Suffering>,
 }
 
@@ -81,7 +81,7 @@ pub enum Outcome {
     /// The disk does not give some of it, which stays in its index: it may be whole. Whether an image needs that, and cannot
     /// have it from elsewhere, is told with the images.
     Unreadable,
-    /// Its records can not be read without another key, only that they are there.
+    /// Its records cannot be read without another key, only that they are there.
     NotChecked,
     /// Nothing could be told, and nothing was changed.
     LeftAlone,
@@ -99,7 +99,7 @@ impl std::fmt::Display for Outcome {
     }
 }
 
-/// An image that can not be put together any more, or perhaps not.
+/// An image that cannot be put together any more, or perhaps not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Suffering {
     /// Which.
@@ -116,7 +116,7 @@ pub struct Suffering {
 pub enum Loss {
     /// It has: it is marked as bad.
     Certain,
-    /// That can not be told, because something can not be read or is not for us. It is not marked.
+    /// That cannot be told, because something cannot be read or is not for us. It is not marked.
     NotKnown,
 }
 
@@ -136,10 +136,10 @@ pub enum Mode<'l> {
 /// Why a repair ended before its time. What was mended by then stays so.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The store can not be listed, an image not be marked, or the lock is not ours (any more).
+    /// The store cannot be listed, an image not be marked, or the lock is not ours (any more).
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A file can not be written or removed.
+    /// A file cannot be written or removed.
     #[error(transparent)]
     File(#[from] FileError),
     /// What is damaged cannot be taken from elsewhere.
@@ -165,7 +165,7 @@ impl std::fmt::Debug for Sources<'_> {
 /// Reads everything on so many threads, and repairs what can be. `progress` counts the bytes of the packs.
 ///
 /// # Errors
-/// When the store can not be listed, something not be written, or the lock was taken over.
+/// When the store cannot be listed, something not be written, or the lock was taken over.
 pub fn repair(
     folder: &JobFolder,
     mode: Mode<'_>,

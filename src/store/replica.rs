@@ -154,7 +154,7 @@ impl Replica {
         there.published().next().map(|(id, files)| self.look(id, files, cancelled)).transpose()
     }
 
-    /// Why nothing of an image is believed, where that is why it can not be used.
+    /// Why nothing of an image is believed, where that is why it cannot be used.
     ///
     /// # Errors
     /// [`Error::Untrusted`].

@@ -17,7 +17,7 @@
 //!   Bad images stay for a while, not counted, so that a wrong mark loses nothing at once.
 //! - Newer means a higher number, whatever the clock said. Hours and days are those that the clock showed when the image was
 //!   taken; where it was put back, images of a later time than now count as young.
-//! - After a plan for [`Policy::max_total`] what is left is within it, or the plan says that it can not be.
+//! - After a plan for [`Policy::max_total`] what is left is within it, or the plan says that it cannot be.
 //!
 //! [`admission`] asks the same before an image is written, [`survey`] collects the facts and carries a plan out.
 
@@ -43,7 +43,7 @@ pub use sizes::{Gathering, Sizes};
 pub struct Plan {
     /// One for each image.
     pub decisions: Vec<Decision>,
-    /// What is wanted and can not be reached.
+    /// What is wanted and cannot be reached.
     pub notes: Vec<Note>,
 }
 

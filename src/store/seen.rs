@@ -60,7 +60,7 @@ impl Seen {
     /// The runs that were noted, the last one first.
     ///
     /// # Errors
-    /// When the file is there and can not be read or understood.
+    /// When the file is there and cannot be read or understood.
     pub fn runs(&self) -> Result<Vec<Newest>, FileError> {
         let failed = |source| failed("read", &self.path)(source);
         let file = match durable::open_for_reading(&self.path) {
@@ -86,7 +86,7 @@ impl Seen {
     /// Notes an image, durably, unless a newer one of that run is noted.
     ///
     /// # Errors
-    /// When the note can not be read or written.
+    /// When the note cannot be read or written.
     pub fn note(&self, lineage: &str, image: ImageId) -> Result<(), FileError> {
         let mut runs = self.runs()?;
         let image = runs.iter().filter(|run| run.lineage == lineage).map(|run| run.image).fold(image, ImageId::max);

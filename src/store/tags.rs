@@ -2,7 +2,7 @@
 //! the image, in the store.
 //!
 //! - A pin keeps an image; a tag is a name for it and keeps nothing.
-//! - A file that is there and can not be read counts as a pin: somebody may have set one. A change is refused then.
+//! - A file that is there and cannot be read counts as a pin: somebody may have set one. A change is refused then.
 //! - It is written by whoever may write the folder, without the lock of the one writer, which a supervisor holds for weeks.
 //!   That is safe because the file is small, is replaced whole and is read anew when it counts: the removal of an image
 //!   first takes its name away, after which nobody can set a pin, then reads this file, and gives the name back where
@@ -106,13 +106,13 @@ impl Tags {
     /// An image has no more.
     pub const MOST: usize = 64;
 
-    /// Whether retention must leave the image alone. So it must where the file can not be read.
+    /// Whether retention must leave the image alone. So it must where the file cannot be read.
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.pinned || self.unreadable.is_some()
     }
 
-    /// Why the file can not be read, where it can not.
+    /// Why the file cannot be read, where it cannot.
     #[must_use]
     pub fn unreadable(&self) -> Option<&str> {
         self.unreadable.as_deref()
@@ -144,7 +144,7 @@ impl Tags {
 impl fmt::Display for Tags {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let pin = match &self.unreadable {
-            Some(why) => Some(format!("pinned ({FILE_NAME} can not be read: {why})")),
+            Some(why) => Some(format!("pinned ({FILE_NAME} cannot be read: {why})")),
             None => self.pinned.then(|| "pinned".to_owned()),
         };
         let words: Vec<String> = pin.into_iter().chain(self.tags.iter().map(Tag::to_string)).collect();

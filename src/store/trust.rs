@@ -93,7 +93,7 @@ impl Trust {
     /// As it is configured.
     ///
     /// # Errors
-    /// When there is to be a key and it can not be used.
+    /// When there is to be a key and it cannot be used.
     pub fn of(store: &config::Store) -> Result<Trust, KeyError> {
         let Some(path) = &store.encryption_key else { return Ok(Trust::default()) };
         let unsigned = if store.accept_unsigned { Unsigned::Accepted } else { Unsigned::Refused };

@@ -34,25 +34,25 @@ pub fn threads() -> usize {
     std::thread::available_parallelism().map_or(4, |cores| (2 * cores.get()).clamp(4, 16))
 }
 
-/// Why an image can not be unpacked.
+/// Why an image cannot be unpacked.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Its parts are plain files, or its manifest can not be used.
+    /// Its parts are plain files, or its manifest cannot be used.
     #[error("image {0} is not packed")]
     NotPacked(ImageId),
-    /// The chunk map can not be used.
-    #[error("image {id} can not be unpacked: its chunk map can not be used")]
+    /// The chunk map cannot be used.
+    #[error("image {id} cannot be unpacked: its chunk map cannot be used")]
     Map {
         /// Which.
         id: ImageId,
         /// Why.
         source: ReadError,
     },
-    /// The packs can not be listed.
+    /// The packs cannot be listed.
     #[error(transparent)]
     Store(#[from] super::Error),
-    /// A chunk can not be had.
-    #[error("image {id} can not be unpacked: byte {offset} of \"{part}\" can not be had")]
+    /// A chunk cannot be had.
+    #[error("image {id} cannot be unpacked: byte {offset} of \"{part}\" cannot be had")]
     Chunk {
         /// Which image.
         id: ImageId,
@@ -73,8 +73,8 @@ pub enum Error {
         /// What is wrong with the first chunk.
         source: Box<Error>,
     },
-    /// A file can not be written.
-    #[error("can not write {}{}", path.display(), super::error::Failing(source))]
+    /// A file cannot be written.
+    #[error("cannot write {}{}", path.display(), super::error::Failing(source))]
     Write {
         /// Which.
         path: PathBuf,
@@ -114,7 +114,7 @@ impl Error {
         matches!(self, Error::NotHealed { .. }) || self.is_failing_disk()
     }
 
-    /// Whether nothing is wrong with the image, and we can not read it: it is encrypted with another key, or newer than us.
+    /// Whether nothing is wrong with the image, and we cannot read it: it is encrypted with another key, or newer than us.
     #[must_use]
     pub fn is_not_for_us(&self) -> bool {
         match self {
@@ -332,7 +332,7 @@ struct Writing<'a> {
     manifest: &'a Manifest,
     into: &'a Path,
     progress: &'a Progress,
-    /// What is to be healed; None where what can not be had ends it.
+    /// What is to be healed; None where what cannot be had ends it.
     harmed: Option<Mutex<Harmed>>,
 }
 

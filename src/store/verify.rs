@@ -80,7 +80,7 @@ pub enum Finding {
     },
     /// Its content is not what was written.
     WrongHash,
-    /// It can not be read; nothing is known of its content.
+    /// It cannot be read; nothing is known of its content.
     Unreadable {
         /// In words.
         why: String,
@@ -96,7 +96,7 @@ pub enum Finding {
         /// What is wrong with that one.
         why: String,
     },
-    /// It was read, and can not be used.
+    /// It was read, and cannot be used.
     Broken {
         /// In words.
         why: String,
@@ -119,7 +119,7 @@ impl std::fmt::Display for Finding {
             Finding::Unreadable { why } => write!(f, "unreadable: {why}"),
             Finding::Extra => f.pad("not in the manifest"),
             Finding::Chunks { count, offset, why } => {
-                write!(f, "{count} chunks can not be had, the first at byte {offset}: {why}")
+                write!(f, "{count} chunks cannot be had, the first at byte {offset}: {why}")
             }
             Finding::Broken { why } => write!(f, "broken: {why}"),
         }

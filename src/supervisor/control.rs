@@ -74,7 +74,7 @@ impl Owner<'_> {
                 self.control.server = Some(server);
             }
             Err(error) => tracing::warn!(
-                "there is no control socket in {}, so `rekindle snapshot` and others can not reach the job: {error}",
+                "there is no control socket in {}, so `rekindle snapshot` and others cannot reach the job: {error}",
                 directory.display()
             ),
         }
@@ -212,7 +212,7 @@ impl Owner<'_> {
                 let tagged = (!how.tags.is_empty()).then(|| image.change_tags(Change::Tag(how.tags)));
                 match tagged {
                     Some(Err(error)) => {
-                        fail(reply, format!("image {} is there, but can not be tagged: {}", image.id, chain(&error)));
+                        fail(reply, format!("image {} is there, but cannot be tagged: {}", image.id, chain(&error)));
                     }
                     _ => reply(Ok(Answer::Snapshot(Snapped { stored: true, ..snapped }))),
                 }
@@ -309,7 +309,7 @@ impl Owner<'_> {
             }
             self.shared.folder.drop_links(&slot);
             if let Err(error) = slot.empty() {
-                tracing::warn!("memory of images can not be given back: {}", chain(&error));
+                tracing::warn!("memory of images cannot be given back: {}", chain(&error));
             }
         }
     }

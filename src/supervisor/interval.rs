@@ -12,7 +12,7 @@
 //! this order: T is kept between [`SHORTEST`] and [`LONGEST`]; it is raised until freezes take no more than
 //! `snapshot.max-overhead` of the time, d / (T + d); and it is no shorter than the last copy of an image to the store
 //! took, because no two are made at once. The last two may go beyond [`LONGEST`]: one is the user's word, the other
-//! can not be helped.
+//! cannot be helped.
 //!
 //! - d is the median of the last [`FREEZES`] freezes that were measured; of an even number the larger one of the middle,
 //!   because a first image is often taken before the job holds all its memory. A freeze of zero was not measured.

@@ -158,7 +158,7 @@ impl Owner<'_> {
                     let why = chain(&error);
                     self.keep_criu_log("dump", error.criu_log());
                     match error {
-                        _ if lost => tracing::error!("the snapshot failed and the job can not go on: {why}"),
+                        _ if lost => tracing::error!("the snapshot failed and the job cannot go on: {why}"),
                         snapshot::Error::Cancelled if stops => tracing::info!("the last snapshot was called off"),
                         snapshot::Error::Cancelled => tracing::info!("the snapshot was called off; the job runs on"),
                         _ if stops => tracing::error!("the last snapshot failed: {why}"),
@@ -358,7 +358,7 @@ impl Owner<'_> {
                         |id| format!("image {id} in memory")
                     )
                 ),
-                Err(error) => tracing::warn!("memory is short, and can not be given back: {}", chain(&error)),
+                Err(error) => tracing::warn!("memory is short, and cannot be given back: {}", chain(&error)),
             }
         }
     }
@@ -429,7 +429,7 @@ impl Owner<'_> {
         let path = self.shared.folder.log_dir().join(format!("criu-{kind}.log"));
         match std::fs::write(&path, log.text()) {
             Ok(()) => tracing::info!("CRIU's log is in {}", path.display()),
-            Err(error) => tracing::warn!("can not keep CRIU's log in {}: {error}", path.display()),
+            Err(error) => tracing::warn!("cannot keep CRIU's log in {}: {error}", path.display()),
         }
     }
 }
@@ -460,7 +460,7 @@ pub(super) fn shown(time: Duration) -> humantime::FormattedDuration {
     humantime::format_duration(Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(u64::MAX)))
 }
 
-/// Removes what the plan says. What can not be read stays. It may take seconds: never on the thread that owns the state.
+/// Removes what the plan says. What cannot be read stays. It may take seconds: never on the thread that owns the state.
 pub(super) fn rotate(setup: &Setup) {
     let store = &setup.config.store;
     match survey::rotate(&setup.folder, &setup.lock, &Policy::from(store), store.min_free.bytes()) {

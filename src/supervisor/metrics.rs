@@ -12,7 +12,7 @@ use crate::telemetry::events::Event;
 use crate::telemetry::metrics::textfile::Textfile;
 use crate::telemetry::metrics::{Facts, Replicated, serve};
 
-/// What is shown, and where. Where it can not be shown the job is supervised all the same.
+/// What is shown, and where. Where it cannot be shown the job is supervised all the same.
 pub(super) struct Metrics {
     facts: Arc<Mutex<Facts>>,
     textfile: Option<Textfile>,
@@ -42,7 +42,7 @@ impl Metrics {
         let address = address.and_then(|(wanted, listening)| match listening {
             Ok(address) => Some(address),
             Err(error) => {
-                tracing::warn!("metrics can not be had at {wanted} (metrics.listen): {error}");
+                tracing::warn!("metrics cannot be had at {wanted} (metrics.listen): {error}");
                 None
             }
         });

@@ -124,11 +124,11 @@ pub enum Error {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] crate::store::Error),
-    /// The job's output can not be kept.
+    /// The job's output cannot be kept.
     #[error(transparent)]
     Output(#[from] output::Error),
     /// Signals, threads or pipes.
-    #[error("can not set up the supervisor: {what}")]
+    #[error("cannot set up the supervisor: {what}")]
     Io {
         /// What was tried.
         what: &'static str,
@@ -167,7 +167,7 @@ impl Message {
 /// Supervises the job until it is over.
 ///
 /// # Errors
-/// When the supervisor itself can not work; how the job fared is in [`Finish`].
+/// When the supervisor itself cannot work; how the job fared is in [`Finish`].
 pub fn run(setup: Setup) -> Result<Finish, Error> {
     let shared = Arc::new(setup);
     let files = output::Files::create(&shared.folder.log_dir(), output::Bounds::of(&shared.config.log))?;
@@ -525,14 +525,14 @@ impl Owner<'_> {
         if let Some(job) = &self.job
             && let Err(error) = job.signal(signal)
         {
-            tracing::warn!("can not signal the job: {error}");
+            tracing::warn!("cannot signal the job: {error}");
         }
     }
 
-    /// A thread that can not be started is the end: nothing can be done without.
+    /// A thread that cannot be started is the end: nothing can be done without.
     fn spawn(&mut self, name: &str, work: impl FnOnce() + Send + 'static) {
         if let Err(error) = std::thread::Builder::new().name(name.into()).spawn(work) {
-            self.finish = Some(Finish::Failed { why: format!("can not start a thread: {error}"), last: None });
+            self.finish = Some(Finish::Failed { why: format!("cannot start a thread: {error}"), last: None });
         }
     }
 
@@ -569,7 +569,7 @@ impl Owner<'_> {
                 return;
             }
             Err(error) => {
-                tracing::error!("can not read the images: {}", chain(&error));
+                tracing::error!("cannot read the images: {}", chain(&error));
                 // What cannot be read may be there.
                 Images { others: true, ..Images::default() }
             }
@@ -608,7 +608,7 @@ impl Owner<'_> {
         self.show_word();
         self.show_metrics();
         if let Err(error) = self.published.write(&self.shared.folder.state_file()) {
-            tracing::debug!("can not publish the state: {error}");
+            tracing::debug!("cannot publish the state: {error}");
         }
         self.beat();
     }

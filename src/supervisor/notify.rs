@@ -80,7 +80,7 @@ impl Notify {
             Ok(socket) => Some(socket),
             Err(error) => {
                 tracing::warn!(
-                    "the service manager can not be told anything: NOTIFY_SOCKET={}: {error}",
+                    "the service manager cannot be told anything: NOTIFY_SOCKET={}: {error}",
                     name.display()
                 );
                 None

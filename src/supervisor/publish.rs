@@ -221,7 +221,7 @@ impl Published {
     /// What the job's supervisor published; nothing where there is none.
     ///
     /// # Errors
-    /// When it can not be told whether there is one.
+    /// When it cannot be told whether there is one.
     pub fn live(folder: &JobFolder) -> Result<Option<Published>, store::Error> {
         Ok(match folder.writer()? {
             Writer::Nobody => None,
@@ -238,7 +238,7 @@ impl Published {
     /// Reads what a supervisor published.
     ///
     /// # Errors
-    /// When there is nothing, or it can not be understood.
+    /// When there is nothing, or it cannot be understood.
     pub fn read(path: &Path) -> io::Result<Published> {
         Ok(serde_json::from_slice(&std::fs::read(path)?)?)
     }

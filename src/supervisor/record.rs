@@ -12,7 +12,7 @@ use super::{Owner, Setup};
 use crate::store::{Image, JobRecord, Outcome};
 use crate::telemetry::log::chain;
 
-/// What earlier runs of the job left for the choice of the interval. What can not be read is learnt anew.
+/// What earlier runs of the job left for the choice of the interval. What cannot be read is learnt anew.
 pub(super) fn recall(setup: &Setup) -> Pace {
     let read = setup.folder.record().and_then(|record| Ok((record, setup.folder.images()?)));
     let (record, images) = read.unwrap_or_else(|error| {
@@ -48,7 +48,7 @@ impl Owner<'_> {
         if matches!(self.machine.state(), State::Running(_) | State::Waiting { .. } | State::Suspended { .. })
             && let Err(error) = self.record(Outcome::Running, None)
         {
-            tracing::warn!("can not record how long the job ran: {}", chain(&error));
+            tracing::warn!("cannot record how long the job ran: {}", chain(&error));
         }
     }
 }

@@ -59,7 +59,7 @@ impl RunResult {
     /// Reads it.
     ///
     /// # Errors
-    /// When there is none, or it can not be understood.
+    /// When there is none, or it cannot be understood.
     pub fn read(folder: &JobFolder) -> std::io::Result<RunResult> {
         Ok(serde_json::from_slice(&std::fs::read(RunResult::file(folder))?)?)
     }
@@ -70,7 +70,7 @@ impl Owner<'_> {
     pub(super) fn forget_result(&self) {
         match durable::remove_file(&RunResult::file(&self.shared.folder)) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                tracing::warn!("the result of the run before can not be removed: {error}");
+                tracing::warn!("the result of the run before cannot be removed: {error}");
             }
             _ => {}
         }
@@ -107,7 +107,7 @@ impl Owner<'_> {
             .map_err(Into::into)
             .and_then(|bytes| durable::write_file(&path, &bytes, 0o600));
         if let Err(error) = written {
-            tracing::warn!("the result can not be written to {}: {error}", path.display());
+            tracing::warn!("the result cannot be written to {}: {error}", path.display());
         }
     }
 }

@@ -52,7 +52,7 @@ impl Owner<'_> {
         self.published.lineage.clone_from(&self.line.lineage);
         // Whoever goes on after us must not go on from the newer images.
         if let Err(error) = self.record(crate::store::Outcome::Running, None) {
-            tracing::warn!("the way back to image {image} can not be recorded: {}", chain(&error));
+            tracing::warn!("the way back to image {image} cannot be recorded: {}", chain(&error));
         }
     }
 

@@ -162,7 +162,7 @@ impl Owner<'_> {
                 return Event::Impossible { why, obstacle: Obstacle::Configuration };
             }
             Failed::Machine => {
-                tracing::error!("can not restore image {} now: {why}", image.id);
+                tracing::error!("cannot restore image {} now: {why}", image.id);
                 return Event::StartFailed { why };
             }
             Failed::NoFiles => return impossible(self.advise_files(&image, &why)),
@@ -200,7 +200,7 @@ impl Owner<'_> {
     fn advise_files(&self, image: &Image, why: &str) -> String {
         let job = self.shared.folder.name();
         format!(
-            "image {} of job {job} can not be used: {why}. Bring the file here as it was when the image was taken, with its mode (from the machine that the job ran on, or by a file system that both have), and run the same command again: the image is kept and is as good as it was. `rekindle run --fresh` begins anew.",
+            "image {} of job {job} cannot be used: {why}. Bring the file here as it was when the image was taken, with its mode (from the machine that the job ran on, or by a file system that both have), and run the same command again: the image is kept and is as good as it was. `rekindle run --fresh` begins anew.",
             image.id
         )
     }
@@ -210,7 +210,7 @@ impl Owner<'_> {
     fn advise_misfit(&self, image: &Image, error: &restart::Error) -> String {
         let job = self.shared.folder.name();
         let older = self.shared.folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
-        // What one can not be read without, the others can not either.
+        // What one cannot be read without, the others cannot either.
         let older = older.filter(|_| !matches!(error, restart::Error::Unpack(_)));
         let fits = older.filter(|other| self.is_usable(other)).find_map(|other| {
             let manifest = other.manifest()?;

@@ -14,7 +14,7 @@
 //!
 //! What is asked for by name goes beside that: a rewind ends the life that there is and starts the next one from an image,
 //! without a decision, because nothing failed; a suspension ends it after a snapshot, and the machine rests in Suspended
-//! until it is called back, rewound or stopped. What can not be had in a state is refused ([`Machine::admits`]).
+//! until it is called back, rewound or stopped. What cannot be had in a state is refused ([`Machine::admits`]).
 //!
 //! While an image is brought from memory to the store, or the memory of a job that runs already is brought back from one,
 //! no snapshot is begun: what asks for one then waits, a stop too. The same holds while the job holds snapshots off
@@ -372,7 +372,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// Whether a snapshot can not be begun yet.
+    /// Whether a snapshot cannot be begun yet.
     fn is_busy(&self) -> bool {
         self.persisting || self.held.is_some()
     }
@@ -397,7 +397,7 @@ impl<'a> Machine<'a> {
         life.next.filter(|at| self.quiet.is_none_or(|quiet| *at < quiet))
     }
 
-    /// What would begin a snapshot waits: memory that is not back yet can not be dumped, there is one slot beside the image
+    /// What would begin a snapshot waits: memory that is not back yet cannot be dumped, there is one slot beside the image
     /// that is being brought to the store, and a snapshot that took it would leave none for the next; or the job holds it off.
     fn postpone(&mut self, life: Life, event: Event, now: Instant) -> (State, Vec<Action>) {
         let then = self.postponed.and_then(|postponed| postponed.then);

@@ -123,7 +123,7 @@ impl Owner<'_> {
                 let report = |hit| sender.send(Message::Watched(Finding::Line(hit))).is_ok();
                 if let Err(error) = lines::watch(files, &setup.config.rules, &turn, report) {
                     tracing::error!(
-                        "rules for the output hold only at the end of the job: it can not be watched: {error}"
+                        "rules for the output hold only at the end of the job: it cannot be watched: {error}"
                     );
                 }
             });
@@ -298,7 +298,7 @@ impl Owner<'_> {
     /// To the image that is so many back, the newest being 1. What is newer is of a line that is left.
     fn back_by(&mut self, images: usize) -> Verdict {
         let good = self.good_images().unwrap_or_else(|error| {
-            tracing::error!("can not read the images: {}", chain(&error));
+            tracing::error!("cannot read the images: {}", chain(&error));
             Vec::new()
         });
         let Some(image) = good.get(images.saturating_sub(1)).or_else(|| good.last()).copied() else {

@@ -111,7 +111,7 @@ impl Owner<'_> {
         let deliver = move |call| sender.send(Message::Word(Box::new(call))).is_ok();
         match Server::start(socket, Box::new(deliver)) {
             Ok(server) => self.word.server = Some(server),
-            Err(error) => tracing::warn!("the job can not ask for anything (REKINDLE_SOCKET): {error}"),
+            Err(error) => tracing::warn!("the job cannot ask for anything (REKINDLE_SOCKET): {error}"),
         }
     }
 

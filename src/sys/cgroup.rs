@@ -91,7 +91,7 @@ pub fn kill_counters(pid: i32) -> Vec<PathBuf> {
     groups(&membership, &mounts).into_iter().filter_map(file).collect()
 }
 
-/// The sum of the counters; what can not be read counts as nothing.
+/// The sum of the counters; what cannot be read counts as nothing.
 #[must_use]
 pub fn kills(counters: &[PathBuf]) -> u64 {
     let count = |text: String| text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse::<u64>().ok());

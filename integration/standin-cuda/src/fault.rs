@@ -27,7 +27,7 @@ fn parse(text: &str) -> Option<Fault> {
     Some(fault)
 }
 
-/// Carries out the faults for `op` of job `pid`. The code to fail with, if any; a file that can not be understood fails
+/// Carries out the faults for `op` of job `pid`. The code to fail with, if any; a file that cannot be understood fails
 /// with -1, so that the test notices.
 pub(crate) fn inject(folder: &Path, op: &str, pid: i32) -> Result<(), i32> {
     if let Some(fault) = read(&folder.join(format!("die-at-{op}")), pid)? {

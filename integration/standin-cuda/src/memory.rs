@@ -217,7 +217,7 @@ pub(crate) fn checkpoint() -> Result<(), i32> {
     }
     unmap(staging, PIECE);
     for &(start, length) in &memory.device {
-        // The addresses stay taken, as the driver keeps them; a touch is now a fault. It can not fail: it replaces.
+        // The addresses stay taken, as the driver keeps them; a touch is now a fault. It cannot fail: it replaces.
         map(start, length, libc::PROT_NONE)?;
     }
     own.iter().for_each(|&(start, length)| unmap(start, length));

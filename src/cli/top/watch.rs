@@ -67,7 +67,7 @@ impl Watch {
         Watch { store, jobs: BTreeMap::new() }
     }
 
-    /// All jobs as they are now, by name. What can not be read of one job is said in its row.
+    /// All jobs as they are now, by name. What cannot be read of one job is said in its row.
     pub(super) fn look(&mut self) -> anyhow::Result<Vec<Row>> {
         let names = self.store.jobs()?;
         self.jobs.retain(|name, _| names.contains(name));
@@ -110,7 +110,7 @@ impl Followed {
                 self.events.extend(events.iter().skip(events.len().saturating_sub(EVENTS)).map(Told::of));
                 self.events.drain(..self.events.len().saturating_sub(EVENTS));
             }
-            Err(error) => trouble = Some(format!("can not read the events: {error}")),
+            Err(error) => trouble = Some(format!("cannot read the events: {error}")),
         }
         let live = Published::live(&self.folder).unwrap_or_else(|error| {
             trouble = Some(error.to_string());

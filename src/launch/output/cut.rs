@@ -45,9 +45,9 @@ pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: 
     let later: Vec<_> = pieces(path, gone).into_iter().filter(|(_, range)| range.end > to).collect();
     let kept = match keep(file, path, to, &later, state.gone, bounds) {
         Ok(kept) => kept,
-        // Output that can not be kept is no reason for a job to stay down.
+        // Output that cannot be kept is no reason for a job to stay down.
         Err(error) => {
-            tracing::warn!("can not keep what is cut from {}: {error}", path.display());
+            tracing::warn!("cannot keep what is cut from {}: {error}", path.display());
             let bytes = later.iter().map(|(_, range)| range.end - range.start.max(to)).sum::<u64>();
             let (_, rest) = sparse::last_data(file, to.max(gone)..length, 0)?;
             Kept { file: None, from: length, bytes: 0, lost: bytes + rest }

@@ -27,7 +27,7 @@ impl Follower {
     /// Follows from the files' present end.
     ///
     /// # Errors
-    /// When they can not be watched.
+    /// When they cannot be watched.
     pub fn start(files: &Files) -> io::Result<Follower> {
         Follower::copy_to(files, Box::new(io::stdout()), Box::new(io::stderr()))
     }
@@ -96,7 +96,7 @@ impl Tail {
     pub(super) fn copy(&mut self) {
         let mut buffer = [0u8; 16 << 10];
         while let Ok(count @ 1..) = self.read(&mut buffer) {
-            // A terminal that went away must not end the job: what can not be shown is still in the file.
+            // A terminal that went away must not end the job: what cannot be shown is still in the file.
             let _ = self.to.write_all(buffer.get(..count).unwrap_or_default());
         }
         let _ = self.to.flush();
@@ -116,7 +116,7 @@ impl Tail {
             if !is_over && let Ok(count @ 1..) = read_before(&self.path, &self.file, changes, &mut self.at, buffer) {
                 return Ok(count);
             }
-            // All of it was shown, or it is not kept any more and can not be.
+            // All of it was shown, or it is not kept any more and cannot be.
             self.at = next;
             changes.pop_front();
         }

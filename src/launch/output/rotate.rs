@@ -138,7 +138,7 @@ impl Rotation {
     /// Rotates until this is dropped.
     ///
     /// # Errors
-    /// When the files can not be watched.
+    /// When the files cannot be watched.
     pub fn start(files: &Files) -> io::Result<Rotation> {
         let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
         for path in files.paths() {

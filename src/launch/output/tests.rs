@@ -122,7 +122,7 @@ fn nothing_is_lost_on_a_slow_terminal() {
     tail.copy();
     let all = "1 2 3 4 last 3 4 5 6 7 8 9 a b c C X D E F ";
     assert_eq!(screen.text(), all);
-    // What is not kept any more can not be shown: the next is.
+    // What is not kept any more cannot be shown: the next is.
     write!(writer, "gone ").unwrap();
     std::fs::remove_file(cut(2).file.unwrap()).unwrap();
     write!(writer, "G ").unwrap();

@@ -28,7 +28,7 @@ fn driver(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let difference = |severity| Difference::new(severity, what, then, now);
     match DriverVersion::parse(now).map(|version| version.major()) {
         Some(major) if major < FIRST_DRIVER => Some(difference(Severity::Fatal).advise(format!(
-            "install driver {then}: older ones than {FIRST_DRIVER} can not bring a process back"
+            "install driver {then}: older ones than {FIRST_DRIVER} cannot bring a process back"
         ))),
         _ if then == now => None,
         _ => Some(difference(Severity::Warning).advise(format!(

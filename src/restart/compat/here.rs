@@ -37,7 +37,7 @@ pub enum FileHere {
     Missing,
     /// A folder, a device.
     NotAFile,
-    /// It can not be looked at.
+    /// It cannot be looked at.
     Unknown,
     /// A regular file.
     File {

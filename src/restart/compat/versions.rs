@@ -8,7 +8,7 @@ pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
     criu(manifest, here).into_iter().chain(kernel(manifest, here)).collect()
 }
 
-/// A newer CRIU writes what an older one can not read, and does not always say so.
+/// A newer CRIU writes what an older one cannot read, and does not always say so.
 fn criu(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let (made, here) = (Version::parse(&manifest.criu)?, here.criu?);
     let difference = || Difference::new(Severity::Fatal, "CRIU", made.to_string(), here.to_string());

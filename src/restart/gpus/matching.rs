@@ -96,7 +96,7 @@ struct Search<'a> {
     /// By device: who has it.
     holders: Vec<Option<usize>>,
     ask: Ask,
-    /// Devices whose holder can not be sent elsewhere.
+    /// Devices whose holder cannot be sent elsewhere.
     held: Vec<usize>,
     seen: Vec<bool>,
 }
@@ -125,7 +125,7 @@ impl Search<'_> {
     }
 }
 
-/// The new GPU of each old one, the unused among them too, and whether one that can not be used had to be named, as it is
+/// The new GPU of each old one, the unused among them too, and whether one that cannot be used had to be named, as it is
 /// divided or silent. None where there are too few.
 pub(super) fn fill(olds: &[Old], devices: &[Device], places: &[Option<usize>]) -> Option<(Vec<GpuUuid>, bool)> {
     let mut news: Vec<Option<GpuUuid>> = places.iter().map(|place| place.map(|at| devices[at].uuid)).collect();

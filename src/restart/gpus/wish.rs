@@ -78,7 +78,7 @@ pub enum ParsePairError {
     #[error("{0:?} is not a pair of GPUs: wants OLD=NEW")]
     NotAPair(String),
     /// An instance of a divided GPU.
-    #[error("{0:?} is an instance of a divided GPU (MIG), where the CUDA driver can not checkpoint")]
+    #[error("{0:?} is an instance of a divided GPU (MIG), where the CUDA driver cannot checkpoint")]
     Instance(String),
     /// Neither a number nor a UUID.
     #[error("{0}, or a number as nvidia-smi counts")]

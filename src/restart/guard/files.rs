@@ -68,7 +68,7 @@ impl Held {
 /// All that these processes have and that has a path, each once.
 ///
 /// # Errors
-/// When something of a process that lives can not be looked at: then nothing is known of it.
+/// When something of a process that lives cannot be looked at: then nothing is known of it.
 pub(super) fn held(tree: &[i32]) -> Result<BTreeSet<Held>, (i32, io::Error)> {
     let mut all = BTreeSet::new();
     for pid in tree {

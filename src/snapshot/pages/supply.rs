@@ -20,7 +20,7 @@ impl Supply {
         Supply { criu_dir: criu_dir.into(), spool: spool.into(), ready, known: Vec::new() }
     }
 
-    /// The file for `pages-N.img`, which CRIU has opened. Where it can not be told whose pages those are, it is one that
+    /// The file for `pages-N.img`, which CRIU has opened. Where it cannot be told whose pages those are, it is one that
     /// nothing was made ready in: slower, still right.
     pub(super) fn take(&mut self, n: usize) -> Spool {
         let owner = self.owner(n);

@@ -37,11 +37,11 @@ const SEALS: &str = "rekindle 2026 store: sealing of chunks";
 const ID: &str = "rekindle 2026 store: id of the key";
 const SIGNS: &str = "rekindle 2026 store: signatures of manifests and records";
 
-/// Why a key file can not be used.
+/// Why a key file cannot be used.
 #[derive(Debug, Error)]
 pub enum KeyError {
-    /// It can not be opened or read.
-    #[error("can not read the key file {}; make one with `head -c 32 /dev/urandom > KEY && chmod 600 KEY`", .path.display())]
+    /// It cannot be opened or read.
+    #[error("cannot read the key file {}; make one with `head -c 32 /dev/urandom > KEY && chmod 600 KEY`", .path.display())]
     Read {
         /// The file.
         path: PathBuf,

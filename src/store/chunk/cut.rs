@@ -5,7 +5,7 @@
 //! would move all that follow. So it is cut by the addresses of its pages: where the next page lies in another piece of
 //! [`CHUNK`] bytes of the address space.
 //!
-//! Nothing depends on where the cuts are but how much is shared: a page map that can not be read, or does not
+//! Nothing depends on where the cuts are but how much is shared: a page map that cannot be read, or does not
 //! add up to the size of the file, means cuts at fixed offsets.
 
 use std::collections::HashMap;

@@ -159,7 +159,7 @@ impl ChunkMap {
     /// Reads the file at `path`, of which the manifest has the hash.
     ///
     /// # Errors
-    /// When it can not be read, or is not what was written.
+    /// When it cannot be read, or is not what was written.
     pub fn read(path: &Path, expected: &blake3::Hash) -> Result<ChunkMap, ReadError> {
         let bytes = read_bytes(path)?;
         let is_same = blake3::hash(&bytes) == *expected;
@@ -176,7 +176,7 @@ impl ChunkMap {
     /// Reads the file at `path`, whatever manifest it belongs to; and its hash.
     ///
     /// # Errors
-    /// When it can not be read, or is not what was written.
+    /// When it cannot be read, or is not what was written.
     pub fn read_any(path: &Path) -> Result<(ChunkMap, blake3::Hash), ReadError> {
         let bytes = read_bytes(path)?;
         let map = ChunkMap::parse(&bytes).map_err(|source| ReadError::Format { path: path.to_owned(), source })?;

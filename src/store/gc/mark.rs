@@ -32,7 +32,7 @@ pub(super) fn take_back(packs: &Packs, pack: PackName) -> Result<(), FileError> 
     durable::remove_file(&path).map_err(failed("remove", &path))
 }
 
-/// Whether the mark is old enough. One that can not be read or is from the future, because the clock was set back, is
+/// Whether the mark is old enough. One that cannot be read or is from the future, because the clock was set back, is
 /// renewed: the grace period begins again.
 pub(super) fn is_due(packs: &Packs, pack: PackName, grace: Duration, now: DateTime<Utc>) -> Result<bool, FileError> {
     let since = read(packs, pack).and_then(|mark| now.signed_duration_since(mark.when).to_std().ok());

@@ -45,7 +45,7 @@ impl Needed {
                 self.0.extend(map.iter().flat_map(ChunkMap::chunks).filter_map(|(id, _)| prefix(id.as_bytes())));
                 Ok(())
             }
-            // It was read and is not what was written, or not there: whatever it named can not be put together any more.
+            // It was read and is not what was written, or not there: whatever it named cannot be put together any more.
             Err(ReadError::Format { source, .. }) if !source.is_not_for_us() => Ok(()),
             Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(()),
             Err(error) => Err(unknown(chain(&error))),

@@ -86,7 +86,7 @@ fn a_clock_that_was_set_back_begins_the_grace_period_again() {
     assert!(ground.collect(-100_000 + 599).unwrap().swept.is_empty());
     assert_eq!(ground.collect(-100_000 + 600).unwrap().swept.len(), 1);
 
-    // A mark that can not be read says nothing about when.
+    // A mark that cannot be read says nothing about when.
     ground.drop_image(&ground.add(2, &four(2)));
     ground.collect(0).unwrap();
     let mark = ground.folder.packs().dir().join(&ground.packs(".gone")[0]);
@@ -173,7 +173,7 @@ fn what_is_encrypted_stays_so_and_is_copied_with_its_key_only() {
     let old = ground.persist_as(&ground.stage(1, &[("criu/a", noise(1, 8 * CHUNK))]), &with).unwrap();
     let kept = ground.persist_as(&ground.stage(2, &[("criu/a", noise(1, CHUNK))]), &with).unwrap();
     ground.drop_image(&old);
-    assert_eq!(ground.repack(0).unwrap(), Collected::default(), "without the key it can not be checked");
+    assert_eq!(ground.repack(0).unwrap(), Collected::default(), "without the key it cannot be checked");
     let bounds = Bounds { sweep_after: Duration::ZERO, key: Some(&key), ..bounds(Some(u64::MAX)) };
     let done = collect(&ground.folder, &ground.lock, &bounds, at(0), &|| false).unwrap();
     assert_eq!(done.repacked.len(), 1);

@@ -178,7 +178,7 @@ fn with_a_key_only_what_is_signed_with_it_is_taken() {
     for manifest in [full(), packed()] {
         let bytes = manifest.to_bytes(&ours).unwrap();
         assert_eq!(Manifest::parse(&bytes, &ours).unwrap(), manifest);
-        assert_eq!(Manifest::parse(&bytes, &Trust::default()).unwrap(), manifest, "who has no key can not tell");
+        assert_eq!(Manifest::parse(&bytes, &Trust::default()).unwrap(), manifest, "who has no key cannot tell");
 
         let plain = manifest.to_bytes(&Trust::default()).unwrap();
         let error = Manifest::parse(&plain, &ours).unwrap_err();

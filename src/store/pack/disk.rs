@@ -138,7 +138,7 @@ impl Temporary {
 impl Drop for Temporary {
     fn drop(&mut self) {
         if !self.kept {
-            // What can not be removed, the next sweep takes.
+            // What cannot be removed, the next sweep takes.
             let _ = fs::remove_file(&self.path);
         }
     }

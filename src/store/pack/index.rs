@@ -171,10 +171,10 @@ pub struct Scan {
     pub lost: Option<FormatError>,
 }
 
-/// Why a pack can not be scanned.
+/// Why a pack cannot be scanned.
 #[derive(Debug, thiserror::Error)]
 pub enum ScanError {
-    /// It can not be read.
+    /// It cannot be read.
     #[error(transparent)]
     Read(#[from] io::Error),
     /// Its begin is not that of a pack.
@@ -186,7 +186,7 @@ pub enum ScanError {
 /// passed over; a record whose body is damaged shows that when it is read.
 ///
 /// # Errors
-/// When it can not be read, or is no pack of ours. What is wrong behind the header of the pack is part of the answer.
+/// When it cannot be read, or is no pack of ours. What is wrong behind the header of the pack is part of the answer.
 pub fn scan(
     pack_len: u64,
     mut read_at: impl FnMut(u64, &mut [u8; HEADER]) -> io::Result<()>,

@@ -25,11 +25,11 @@ const GAP: u64 = 128 << 10;
 /// Reads that are under way at once, at least: one is decoded while others are on their way.
 const READERS: usize = 4;
 
-/// Why a chunk can not be had.
+/// Why a chunk cannot be had.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadChunkError {
     /// The kernel does not give it.
-    #[error("can not read {} at byte {offset}{}", path.display(), Failing(source))]
+    #[error("cannot read {} at byte {offset}{}", path.display(), Failing(source))]
     Read {
         /// The pack.
         path: PathBuf,
@@ -39,7 +39,7 @@ pub enum ReadChunkError {
         source: io::Error,
     },
     /// It is there, and is not what it should be, or not for us.
-    #[error("chunk {id} can not be had from byte {offset} of {}", path.display())]
+    #[error("chunk {id} cannot be had from byte {offset} of {}", path.display())]
     Format {
         /// The chunk.
         id: ChunkId,
@@ -63,7 +63,7 @@ pub enum ReadChunkError {
         /// The kernel's answer.
         source: io::Error,
     },
-    /// The packs can not be listed again.
+    /// The packs cannot be listed again.
     #[error(transparent)]
     Store(#[from] Error),
     /// It was not wanted any more.
@@ -146,7 +146,7 @@ pub trait Visit<T>: Sync {
     /// What ends the reading.
     type Error: Send + From<ReadChunkError>;
 
-    /// The chunk, for all that want it (at least one), or why it can not be had.
+    /// The chunk, for all that want it (at least one), or why it cannot be had.
     ///
     /// # Errors
     /// To end the reading.
@@ -212,7 +212,7 @@ impl Reading<'_> {
         let pass = Pass { reading: self, index, wants: &wants, queue: &queue, visit, fallback };
         let readers = self.threads.max(READERS).min(pass.queue().len());
         thread::scope(|scope| {
-            // A helper that can not be started is not missed: the work is shared by whoever is there.
+            // A helper that cannot be started is not missed: the work is shared by whoever is there.
             let start = |_| thread::Builder::new().name("reader".into()).spawn_scoped(scope, || pass.run()).ok();
             let helpers: Vec<_> = (1..readers).filter_map(start).collect();
             let mut all = pass.run();
@@ -275,7 +275,7 @@ impl Reading<'_> {
     }
 }
 
-/// What is done about what can not be had from where it should be.
+/// What is done about what cannot be had from where it should be.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fallback {
     /// Another pack is asked; what was in a pack that is not there is left for another pass.
@@ -394,7 +394,7 @@ impl<T: Copy, V: Visit<T>> Pass<'_, T, V> {
                     let record = bytes.get_mut(from..to).unwrap_or_default();
                     self.reading.decode(self.index, id, location, record, &mut tools.scratch)
                 }
-                // One record of the span may be what can not be read; the others are tried by themselves.
+                // One record of the span may be what cannot be read; the others are tried by themselves.
                 false => self.reading.one(self.index, id, location, &mut tools.raw).map(|()| tools.raw.as_slice()),
             };
             let raw = match raw {

@@ -1,8 +1,8 @@
 //! The packs of a job: the door to `packs/`, and the index of all of them in memory.
 //!
-//! Reading needs no lock. A pack whose index is missing or can not be used is read itself, header by header; what
-//! can not be had that way is a [`Problem`]. Nothing here writes or removes, and whoever does (sweep, repack) must not
-//! while there are problems: what can not be read is never taken for empty.
+//! Reading needs no lock. A pack whose index is missing or cannot be used is read itself, header by header; what
+//! cannot be had that way is a [`Problem`]. Nothing here writes or removes, and whoever does (sweep, repack) must not
+//! while there are problems: what cannot be read is never taken for empty.
 
 mod name;
 mod table;
@@ -42,11 +42,11 @@ pub struct Problem {
     pub pack: PackName,
     /// Why its index was not used; None where that is not the problem.
     pub index: Option<ReadError>,
-    /// What of the pack can not be had.
+    /// What of the pack cannot be had.
     pub lost: Lost,
 }
 
-/// What of a pack can not be had.
+/// What of a pack cannot be had.
 #[derive(Debug)]
 pub enum Lost {
     /// Nothing: its records were read in place of the index.
@@ -106,15 +106,15 @@ impl Packs {
     /// The packs, by name; also those of which only the index or the mark is left.
     ///
     /// # Errors
-    /// [`Error::Read`]: a folder that can not be listed is never an empty one.
+    /// [`Error::Read`]: a folder that cannot be listed is never an empty one.
     pub fn names(&self) -> Result<Vec<PackName>> {
         Ok(self.list()?.into_keys().collect())
     }
 
-    /// The ids of the keys that packs here are encrypted with. A pack that can not be read counts for nothing.
+    /// The ids of the keys that packs here are encrypted with. A pack that cannot be read counts for nothing.
     ///
     /// # Errors
-    /// [`Error::Read`] where the folder can not be listed.
+    /// [`Error::Read`] where the folder cannot be listed.
     pub fn keys(&self) -> Result<BTreeSet<[u8; 16]>> {
         let key = |name: PackName| {
             let file = durable::open_for_reading(&self.pack_path(name)).ok()?;
@@ -127,7 +127,7 @@ impl Packs {
     /// Reads the indexes of all packs.
     ///
     /// # Errors
-    /// [`Error::Read`] where the folder can not be listed. What is wrong with a pack is in [`Index::problems`].
+    /// [`Error::Read`] where the folder cannot be listed. What is wrong with a pack is in [`Index::problems`].
     pub fn index(&self) -> Result<Index> {
         let mut index = Index::default();
         for (name, files) in self.list()? {
@@ -158,7 +158,7 @@ impl Packs {
     /// Reads the records of a pack in place of its index.
     ///
     /// # Errors
-    /// When it can not be read, or is no pack of ours.
+    /// When it cannot be read, or is no pack of ours.
     pub fn scan(&self, name: PackName) -> std::result::Result<Scan, ReadError> {
         let path = self.pack_path(name);
         let failed = |source| ReadError::Read { path: path.clone(), source };
@@ -218,7 +218,7 @@ impl Packs {
     /// The index of a pack as it is in its file.
     ///
     /// # Errors
-    /// Where it can not be read, or is not what was written.
+    /// Where it cannot be read, or is not what was written.
     pub(in crate::store) fn read_index(&self, name: PackName) -> std::result::Result<PackIndex, ReadError> {
         let path = self.index_path(name);
         let failed = |source| ReadError::Read { path: path.clone(), source };

@@ -100,7 +100,7 @@ impl<'k> PackWriter<'k> {
     /// the pack.
     ///
     /// # Errors
-    /// When this or an earlier one can not be written.
+    /// When this or an earlier one cannot be written.
     pub fn keep(&mut self, id: ChunkId, raw_len: usize) -> Result<u64, FileError> {
         let start = self.filled + HEADER;
         let mut scratch = std::mem::take(&mut self.scratch);
@@ -130,7 +130,7 @@ impl<'k> PackWriter<'k> {
     /// Adds a record that is encoded already. Answers how many bytes it takes in the pack.
     ///
     /// # Errors
-    /// When this or an earlier one can not be written.
+    /// When this or an earlier one cannot be written.
     pub fn append(&mut self, header: &RecordHeader, stored: &[u8]) -> Result<u64, FileError> {
         self.note(header);
         self.put(&header.to_bytes())?;
@@ -142,7 +142,7 @@ impl<'k> PackWriter<'k> {
     /// Closes the last pack and waits until all are on the disk. Answers which.
     ///
     /// # Errors
-    /// When one can not be written.
+    /// When one cannot be written.
     pub fn finish(mut self) -> Result<Vec<PackName>, FileError> {
         self.close()?;
         let PackWriter { disk, names, .. } = self;

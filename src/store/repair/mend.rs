@@ -94,7 +94,7 @@ impl Mending<'_> {
         let unread = PackIndex::new(pack_len, unread);
         let whole = contents.clone();
         let contents = PackIndex::new(pack_len, contents.entries().iter().chain(unread.entries()).copied().collect());
-        // What can not be checked counts as before: an index that leaves something out had a reason.
+        // What cannot be checked counts as before: an index that leaves something out had a reason.
         let contents = match &before {
             Before::Index(index) if unchecked.is_some() => {
                 let known = |entry: &&Entry| has(index, entry);

@@ -13,7 +13,7 @@ use crate::store::pack::{Entry, PACK_MAX, PackHeader, RecordHeader};
 
 /// What is whole of a pack.
 pub(super) struct Salvage {
-    /// Its records that are whole, or whose header is where they can not be checked, in the order in which they lie.
+    /// Its records that are whole, or whose header is where they cannot be checked, in the order in which they lie.
     pub(super) entries: Vec<Entry>,
     /// Records whose header is, and whose body the disk does not give.
     pub(super) unread: Vec<Entry>,
@@ -34,14 +34,14 @@ pub(super) enum Begin {
     Whole(PackHeader),
     /// It is damaged, and this is what it was.
     Mend(PackHeader),
-    /// It is damaged, and whether its records are whole can not be told.
+    /// It is damaged, and whether its records are whole cannot be told.
     Lost,
 }
 
 /// Why nothing can be said of a pack.
 #[derive(Debug)]
 pub(super) enum Stop {
-    /// It can not be read.
+    /// It cannot be read.
     Read(io::Error),
     /// It is fine, but not for us; or nothing that we would have written.
     NotForUs(FormatError),
@@ -150,7 +150,7 @@ fn header_at(file: &File, at: u64, pack_len: u64) -> io::Result<Option<RecordHea
 
 struct Walk<'a> {
     file: &'a File,
-    /// The keys that the pack may be encrypted with, none among them; empty where it can not be checked.
+    /// The keys that the pack may be encrypted with, none among them; empty where it cannot be checked.
     candidates: Vec<Option<&'a Key>>,
     record: Vec<u8>,
     raw: Vec<u8>,
@@ -206,7 +206,7 @@ const FIRST: u8 = b'R';
 /// Where the next header begins whose check is right, at `from` or behind.
 fn search(file: &File, mut from: u64, pack_len: u64) -> io::Result<Option<u64>> {
     let mut window = vec![0; WINDOW];
-    // What can not be read in one go is read page by page.
+    // What cannot be read in one go is read page by page.
     let mut step = WINDOW;
     while pack_len.saturating_sub(from) >= HEADER_BYTES {
         let len = usize::try_from(pack_len - from).unwrap_or(usize::MAX).min(step);
@@ -217,7 +217,7 @@ fn search(file: &File, mut from: u64, pack_len: u64) -> io::Result<Option<u64>> 
                 step = if step == WINDOW { usize::try_from(PAGE).unwrap_or(WINDOW) } else { HEADER };
                 continue;
             }
-            // What can not be read holds no header. The next page may.
+            // What cannot be read holds no header. The next page may.
             Err(error) if is_failing(&error) => {
                 (from, step) = ((from / PAGE + 1) * PAGE, WINDOW);
                 continue;

@@ -151,7 +151,7 @@ impl Case {
                 Err(error) => {
                     let text = crate::telemetry::log::chain(&error);
                     assert!(text.contains(&image.id.to_string()), "{text}");
-                    let part = parts.iter().any(|(path, _)| text.contains(&format!("of \"{path}\" can not be had")));
+                    let part = parts.iter().any(|(path, _)| text.contains(&format!("of \"{path}\" cannot be had")));
                     let place = text.contains(".pack") || text.contains("is in no pack");
                     let manifest = now.manifest().is_none();
                     assert!(part && place || text.contains("chunk map") || manifest, "{text}");
@@ -172,9 +172,9 @@ impl Case {
         (0..self.images.len()).filter(|n| needs(map(&self.images[*n].0))).collect()
     }
 
-    /// All that has to hold for damage after which exactly `suffering` can not be restored.
+    /// All that has to hold for damage after which exactly `suffering` cannot be restored.
     fn check(&self, what: &str, suffering: &[usize]) {
-        // What can be unpacked before the repair can be after it, and what can not is told.
+        // What can be unpacked before the repair can be after it, and what cannot is told.
         let before = self.that_unpack();
         assert!(before.iter().all(|n| !suffering.contains(n)), "{what}: {before:?}");
         let bytes = self.bytes();

@@ -65,7 +65,7 @@ impl Client {
             unusable(format!("{}; {}", translate(&error, url.scheme(), &secrets), connect::help(url)))
         })?;
         let runtime = Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.map_err(|error| unusable(format!("can not set up its runtime: {error}")))?;
+        let runtime = runtime.map_err(|error| unusable(format!("cannot set up its runtime: {error}")))?;
         Ok(Client { url: url.clone(), store, root: path.join(job.as_str()), runtime, secrets })
     }
 
@@ -74,7 +74,7 @@ impl Client {
         self.url.to_string()
     }
 
-    /// Before something is written for the first time: a folder for the job that others can not enter, as in the store.
+    /// Before something is written for the first time: a folder for the job that others cannot enter, as in the store.
     pub(super) fn prepare(&self) -> Result<()> {
         if self.url.scheme() != Scheme::File {
             return Ok(());

@@ -22,8 +22,8 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// Why a call on a replica failed. What was replicated before is as it was.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The address or what the environment says can not be used.
-    #[error("the replica {url} can not be used: {why}")]
+    /// The address or what the environment says cannot be used.
+    #[error("the replica {url} cannot be used: {why}")]
     Open {
         /// The address.
         url: String,
@@ -31,7 +31,7 @@ pub enum Error {
         why: String,
     },
     /// The other side did not do what was asked.
-    #[error("can not {action} the replica {url}: {failure}")]
+    #[error("cannot {action} the replica {url}: {failure}")]
     Remote {
         /// The address.
         url: String,
@@ -76,7 +76,7 @@ pub enum Error {
     )]
     NotPacked(ImageId),
     /// A file of ours.
-    #[error("can not read {}", path.display())]
+    #[error("cannot read {}", path.display())]
     Read {
         /// Which.
         path: PathBuf,
@@ -87,13 +87,13 @@ pub enum Error {
     /// A file of ours is not what it should be.
     #[error(transparent)]
     Local(#[from] ReadError),
-    /// The image can not be sent, because it is not whole here.
+    /// The image cannot be sent, because it is not whole here.
     #[error(
-        "image {0} can not be replicated: of its content is missing here what no pack has; `rekindle verify` says more"
+        "image {0} cannot be replicated: of its content is missing here what no pack has; `rekindle verify` says more"
     )]
     NotWholeHere(ImageId),
     /// It is encrypted, and the key is not the one.
-    #[error("image {image} in the replica {url} can not be used: {why}; set store.encryption-key as where it was made")]
+    #[error("image {image} in the replica {url} cannot be used: {why}; set store.encryption-key as where it was made")]
     Key {
         /// The address.
         url: String,
@@ -116,8 +116,8 @@ pub enum Error {
         /// The job's folder.
         path: PathBuf,
     },
-    /// A file of ours can not be written.
-    #[error("can not write {}", path.display())]
+    /// A file of ours cannot be written.
+    #[error("cannot write {}", path.display())]
     Write {
         /// Which.
         path: PathBuf,
@@ -170,7 +170,7 @@ impl fmt::Display for Failure {
         let code = |code: &Option<String>| code.as_ref().map(|code| format!(" ({code})")).unwrap_or_default();
         match self {
             Failure::Unreachable(why) => {
-                write!(f, "it can not be reached ({why}); check the network, the address and the proxy settings")
+                write!(f, "it cannot be reached ({why}); check the network, the address and the proxy settings")
             }
             Failure::TimedOut => {
                 f.write_str("no answer in time; check the network, or send less at once (replica.rate)")

@@ -47,7 +47,7 @@ impl Replica {
     /// restored, without.
     ///
     /// # Errors
-    /// [`Error::NotWhole`] and [`Error::Damaged`] where it can not be used, [`Error::Key`], [`Error::NoRoom`], [`Error::Remote`], [`Error::Write`],
+    /// [`Error::NotWhole`] and [`Error::Damaged`] where it cannot be used, [`Error::Key`], [`Error::NoRoom`], [`Error::Remote`], [`Error::Write`],
     /// [`Error::Store`], [`Error::Cancelled`]. What was fetched by then stays, and the next call goes on behind it.
     pub fn fetch(
         &self,

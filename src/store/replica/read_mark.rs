@@ -1,4 +1,4 @@
-//! What a mark there says. One that can not be understood is still a mark: somebody had a reason.
+//! What a mark there says. One that cannot be understood is still a mark: somebody had a reason.
 
 use chrono::{DateTime, Utc};
 
@@ -10,7 +10,7 @@ pub(super) const MAX_BYTES: u64 = 64 << 10;
 pub(super) fn parse(bytes: &[u8], fallback_when: DateTime<Utc>) -> BadMark {
     serde_json::from_slice(bytes).unwrap_or_else(|error| BadMark {
         why: BadWhy::Damaged,
-        detail: format!("its mark can not be read: {error}"),
+        detail: format!("its mark cannot be read: {error}"),
         when: fallback_when,
     })
 }

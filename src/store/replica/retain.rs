@@ -1,6 +1,6 @@
 //! How many images stay there.
 //!
-//! By count only: what the rules of the store keep longer is kept there. Behind the images, packs that no remaining image needs go. What can not
+//! By count only: what the rules of the store keep longer is kept there. Behind the images, packs that no remaining image needs go. What cannot
 //! be read there is never removed, and while there is anything like that no pack is: it may be what holds an image. Maps and
 //! indexes are read here where they are here too, so that not all of them come over the network each time.
 
@@ -92,7 +92,7 @@ impl Replica {
         Ok(removed)
     }
 
-    /// The chunks that the images need, or why that can not be told.
+    /// The chunks that the images need, or why that cannot be told.
     fn needed(
         &self,
         there: &Inventory,
@@ -105,7 +105,7 @@ impl Replica {
             match self.map_of(&image, folder, cancelled) {
                 Ok(map) => needed.extend(map.chunks().map(|(id, _)| id)),
                 Err(Error::NotWhole { why, .. } | Error::Damaged { why, .. }) => {
-                    return Ok(Err(format!("it can not be told what image {id} there needs: {why}")));
+                    return Ok(Err(format!("it cannot be told what image {id} there needs: {why}")));
                 }
                 Err(error) => return Err(error),
             }

@@ -157,7 +157,7 @@ impl Replica {
         let path = packs.pack_path(name);
         let size = fs::metadata(&path).map_err(|source| Error::Read { path: path.clone(), source })?.len();
         let index = packs.pack_index(name).map_err(|problem| {
-            let source = io::Error::new(io::ErrorKind::NotFound, format!("its records can not be read: {problem:?}"));
+            let source = io::Error::new(io::ErrorKind::NotFound, format!("its records cannot be read: {problem:?}"));
             Error::Read { path: path.clone(), source }
         })?;
         self.client.send(&layout::of_pack(name, PackFile::Pack), &path, size, flow)?;

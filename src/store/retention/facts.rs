@@ -64,7 +64,7 @@ pub enum FactKind {
     Good,
     /// It is marked as bad, or its manifest is broken.
     Bad,
-    /// Nothing is known: its manifest can not be read, or a newer rekindle wrote it.
+    /// Nothing is known: its manifest cannot be read, or a newer rekindle wrote it.
     Unknown,
 }
 
@@ -75,7 +75,7 @@ pub enum Pin {
     None,
     /// Somebody did.
     Pinned,
-    /// What is said of it can not be read: somebody may have.
+    /// What is said of it cannot be read: somebody may have.
     Unreadable,
 }
 

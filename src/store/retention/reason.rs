@@ -47,7 +47,7 @@ pub enum KeepReason {
     FromTheFuture,
     /// Somebody pinned it.
     Pinned,
-    /// What is said of it can not be read, which may be a pin.
+    /// What is said of it cannot be read, which may be a pin.
     MaybePinned,
     /// It is on its way to the replica.
     Replicating,
@@ -72,7 +72,7 @@ pub enum RemoveReason {
     MinFree(u64),
 }
 
-/// What a plan can not reach.
+/// What a plan cannot reach.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Note {
     /// What must stay takes more than all may.
@@ -106,11 +106,11 @@ impl fmt::Display for KeepReason {
             KeepReason::Within(age) => write!(f, "younger than {}", humantime::format_duration(*age)),
             KeepReason::FromTheFuture => f.write_str("taken later than now"),
             KeepReason::Pinned => f.write_str("pinned"),
-            KeepReason::MaybePinned => f.write_str("tags.json can not be read, so it counts as pinned"),
+            KeepReason::MaybePinned => f.write_str("tags.json cannot be read, so it counts as pinned"),
             KeepReason::Replicating => f.write_str("on its way to the replica"),
             KeepReason::RecentBad(n) => write!(f, "bad, one of the last {n} bad ones"),
             KeepReason::NoGoodImage => f.write_str("there is no good image"),
-            KeepReason::Unknown => f.write_str("can not be read here, so it is not touched"),
+            KeepReason::Unknown => f.write_str("cannot be read here, so it is not touched"),
         }
     }
 }

@@ -65,7 +65,7 @@ impl Survey {
         let mut sizes = Gathering::<[u8; 16]>::default();
         for image in &images {
             sizes.own(image.id, allocated(&image.dir));
-            // What a map that can not be read names is counted for the other images only: too little is promised then.
+            // What a map that cannot be read names is counted for the other images only: too little is promised then.
             let Ok(Some(map)) = image.chunk_map() else { continue };
             for (id, _) in map.chunks() {
                 let Some(prefix) = id.as_bytes().first_chunk() else { continue };
@@ -190,14 +190,14 @@ fn remove_all(folder: &JobFolder, lock: &WriterLock, ids: impl IntoIterator<Item
 /// Bytes that a user without special rights can still write to the file system of `path`.
 ///
 /// # Errors
-/// [`Error::Read`] when the file system can not be asked.
+/// [`Error::Read`] when the file system cannot be asked.
 pub fn free_space(path: &Path) -> Result<u64> {
     let stat = nix::sys::statvfs::statvfs(path);
     let stat = stat.map_err(|source| Error::Read { path: path.to_owned(), source: source.into() })?;
     Ok(stat.blocks_available().saturating_mul(stat.fragment_size()))
 }
 
-/// Bytes that a folder takes on the disk. What can not be looked at takes none: too little is promised to come free then,
+/// Bytes that a folder takes on the disk. What cannot be looked at takes none: too little is promised to come free then,
 /// never too much.
 fn allocated(dir: &Path) -> u64 {
     let entries = |path: &Path| -> io::Result<Vec<fs::DirEntry>> { fs::read_dir(path)?.collect() };

@@ -66,7 +66,7 @@ fn reasons_read_well() {
             "older than the last 2",
             "bad, older than the last 2 bad ones",
             "older than the last 2",
-            "can not be read here, so it is not touched",
+            "cannot be read here, so it is not touched",
             "bad, one of the last 2 bad ones",
             "one of the last 2",
             "newest good",
@@ -138,7 +138,7 @@ fn pinned_ones_stay() {
         reasons(&planned(&facts, &last(1))),
         [
             "pinned",
-            "tags.json can not be read, so it counts as pinned",
+            "tags.json cannot be read, so it counts as pinned",
             "older than the last 1",
             "bad, older than the last 1 bad ones",
             "newest good, pinned",

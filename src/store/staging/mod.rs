@@ -76,7 +76,7 @@ pub enum HugePages {
 /// nearest folder above that is there, and unmounts it.
 ///
 /// # Errors
-/// When it can not be mounted, or others could write there.
+/// When it cannot be mounted, or others could write there.
 pub fn try_mount(base: &Path) -> Result<HugePages, Error> {
     let there = base.ancestors().find(|path| path.exists()).unwrap_or(base);
     if there == base {
@@ -103,7 +103,7 @@ impl Area {
     /// be in it. `size` bounds a new one, in bytes; what is really used is decided for each snapshot.
     ///
     /// # Errors
-    /// When it can not be mounted, or others could write there.
+    /// When it cannot be mounted, or others could write there.
     pub fn open(base: &Path, folder: &JobFolder, lock: &WriterLock, size: u64) -> Result<Area, Error> {
         folder.check_lock(lock)?;
         let path = match left(folder.path()) {
@@ -184,7 +184,7 @@ impl Area {
     /// Unmounts it; images that are only here are lost.
     ///
     /// # Errors
-    /// When it can not be unmounted.
+    /// When it cannot be unmounted.
     pub fn close(&self) -> Result<(), Error> {
         let _ = fs::remove_file(&self.link);
         if !is_mounted(&self.path).unwrap_or(false) {

@@ -56,7 +56,7 @@ impl Slot {
     /// Gives all its memory back.
     ///
     /// # Errors
-    /// When something can not be removed.
+    /// When something cannot be removed.
     pub fn empty(&self) -> Result<(), Error> {
         self.forget_image()?;
         Ok(LASTING.iter().try_for_each(|name| remove_dir(&self.dir.join(name)))?)
@@ -65,7 +65,7 @@ impl Slot {
     /// Takes the image out, the manifest first, and begins another one.
     ///
     /// # Errors
-    /// When the old one can not be removed, or the folders can not be made.
+    /// When the old one cannot be removed, or the folders cannot be made.
     pub fn begin(&self, id: ImageId) -> Result<Filling, Error> {
         self.forget_image()?;
         make(&self.dir, 0o700)?;
@@ -141,7 +141,7 @@ impl Filling {
     /// Removes what earlier images left for the pages of this one: files that are made anew.
     ///
     /// # Errors
-    /// When something can not be removed.
+    /// When something cannot be removed.
     pub fn clear_pages(&self) -> Result<(), Error> {
         for name in LASTING {
             let path = self.slot.dir.join(name);
@@ -160,7 +160,7 @@ impl Filling {
     /// The landing file of a process, with at least `len` bytes of memory behind it.
     ///
     /// # Errors
-    /// When it can not be made, or memory is short.
+    /// When it cannot be made, or memory is short.
     pub fn landing_file(&self, pid: i32, len: u64) -> Result<PathBuf, Error> {
         let path = self.slot.dir.join(Filling::landing_part(pid));
         let open = || File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
@@ -173,7 +173,7 @@ impl Filling {
     /// as what they came from was.
     ///
     /// # Errors
-    /// When the manifest can not be written.
+    /// When the manifest cannot be written.
     pub fn seal(mut self, mut manifest: Manifest) -> Result<Image, Error> {
         let dir = self.slot.dir.clone();
         let spare = |path: &Path| -> bool {

@@ -15,7 +15,7 @@ pub enum TakeError {
     /// Memory has no room.
     #[error(transparent)]
     NoRoom(#[from] Refusal),
-    /// A slot can not be emptied or begun.
+    /// A slot cannot be emptied or begun.
     #[error(transparent)]
     Area(#[from] Error),
 }
@@ -36,7 +36,7 @@ impl Area {
     /// unless memory has room for one only and the store has that image; then `instead` is told its name.
     ///
     /// # Errors
-    /// When there is no room, or a slot can not be emptied.
+    /// When there is no room, or a slot cannot be emptied.
     pub fn take(
         &self,
         folder: &JobFolder,

@@ -11,7 +11,7 @@ impl SmallDisk {
     fn mount(at: &Path) -> Option<SmallDisk> {
         let options = format!("size={},mode=0700", SmallDisk::BYTES);
         let mounted = mount(Some("rekindle-test"), at, Some("tmpfs"), MsFlags::empty(), Some(options.as_str()));
-        let why = mounted.err().map_or_else(String::new, |error| format!("can not mount a small tmpfs: {error}"));
+        let why = mounted.err().map_or_else(String::new, |error| format!("cannot mount a small tmpfs: {error}"));
         require("root", mounted.is_ok(), &why).then(|| SmallDisk(at.to_owned()))
     }
 
@@ -31,7 +31,7 @@ impl SmallDisk {
 impl Drop for SmallDisk {
     fn drop(&mut self) {
         if let Err(error) = umount2(&self.0, MntFlags::MNT_DETACH) {
-            eprintln!("can not unmount {}: {error}", self.0.display());
+            eprintln!("cannot unmount {}: {error}", self.0.display());
         }
     }
 }

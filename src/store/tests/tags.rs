@@ -67,7 +67,7 @@ fn what_can_not_be_read_is_a_pin() {
         let (plan, gone) = survey::rotate(&home.folder, &home.lock, &Policy::default(), 0).unwrap();
         assert!(gone.is_empty());
         let reason = plan.decisions[1].verdict.to_string();
-        assert_eq!(reason, "tags.json can not be read, so it counts as pinned");
+        assert_eq!(reason, "tags.json cannot be read, so it counts as pinned");
     }
 }
 

@@ -1,4 +1,4 @@
-//! What can not be read is not deleted. Root reads through all permissions, so the obstacles are of another kind.
+//! What cannot be read is not deleted. Root reads through all permissions, so the obstacles are of another kind.
 
 use super::*;
 use retention::survey::{self, Survey};

@@ -84,7 +84,7 @@ pub struct PackReport {
 /// reads every record of a share of them.
 ///
 /// # Errors
-/// When the packs can not be listed, or it is called off. Damage is part of the answer.
+/// When the packs cannot be listed, or it is called off. Damage is part of the answer.
 pub fn check_packs(
     folder: &JobFolder,
     key: Option<&Key>,
@@ -113,7 +113,7 @@ pub fn check_packs(
             };
             // What is wrong with the pack itself is why its index could not be used, too.
             let index = index.filter(|index| lost.as_ref() != Some(index));
-            let index = index.map(|index| format!("its index can not be used: {index}"));
+            let index = index.map(|index| format!("its index cannot be used: {index}"));
             let why = index.into_iter().chain(lost).collect::<Vec<_>>().join("; ");
             PackReport { path: packs.pack_path(*pack), chunks: 0, unreadable: 0, elsewhere: 0, why }
         })

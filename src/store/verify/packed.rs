@@ -76,7 +76,7 @@ pub(super) fn look(image: &Image) -> Result<(ChunkMap, Index), PartReport> {
     Ok((map.unwrap_or_default(), index))
 }
 
-/// What has to be read for all of the image, and what can not be.
+/// What has to be read for all of the image, and what cannot be.
 pub(super) fn wants(manifest: &Manifest, map: &ChunkMap, index: &Index) -> (Wrong, Vec<Want<Place>>) {
     let mut wrong = Wrong::none(manifest.parts.len());
     let mut wants = Vec::new();

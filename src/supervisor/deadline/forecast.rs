@@ -196,7 +196,7 @@ pub(super) enum Attended {
     No,
 }
 
-/// What is wrong with a grace that can not hold a last snapshot, and what to do.
+/// What is wrong with a grace that cannot hold a last snapshot, and what to do.
 pub(super) fn too_short(forecast: &Forecast, grace: Duration, attended: Attended) -> Option<String> {
     let advice = format!(
         "Set it to what there is (--grace), and see that there is enough: {} or more as terminationGracePeriodSeconds, TimeoutStopSec, or N in Slurm's --signal=B:USR2@N",

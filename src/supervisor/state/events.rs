@@ -31,7 +31,7 @@ pub enum Finish {
         /// The image.
         image: ImageId,
     },
-    /// It can not be started here at all.
+    /// It cannot be started here at all.
     Impossible {
         /// Why, in words.
         why: String,
@@ -184,7 +184,7 @@ impl Event {
 pub enum Harm {
     /// None.
     None,
-    /// It can not go on.
+    /// It cannot go on.
     Lost,
 }
 

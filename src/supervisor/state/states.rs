@@ -69,7 +69,7 @@ pub enum Then {
 pub enum Ending {
     /// It was asked for.
     Stop(Stop),
-    /// It can not go on after a snapshot.
+    /// It cannot go on after a snapshot.
     Lost,
     /// It makes room, and its image is taken.
     Suspend,

@@ -46,11 +46,11 @@ pub const PAGE: u64 = 4096;
 const PRESENT: u32 = 4;
 const MAX_RECORD: usize = 16 << 20;
 
-/// Why an image file can not be used.
+/// Why an image file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file can not be read.
-    #[error("can not read {path}")]
+    /// The file cannot be read.
+    #[error("cannot read {path}")]
     Read {
         /// The file.
         path: PathBuf,
@@ -58,8 +58,8 @@ pub enum Error {
         #[source]
         source: io::Error,
     },
-    /// The file can not be written.
-    #[error("can not write {path}")]
+    /// The file cannot be written.
+    #[error("cannot write {path}")]
     Write {
         /// The file.
         path: PathBuf,
@@ -154,7 +154,7 @@ pub struct Ids {
 /// subreaper again too late: it would be missing in the next image.
 ///
 /// # Errors
-/// When pstree.img is missing or damaged, or can not be written.
+/// When pstree.img is missing or damaged, or cannot be written.
 pub fn adopt_daemons(dir: &Path) -> Result<(), Error> {
     let path = dir.join("pstree.img");
     let before: Vec<PstreeEntry> = Records::open(path.clone(), PSTREE)?.all()?;
@@ -398,7 +398,7 @@ pub fn page_runs(path: &Path) -> Result<PageRuns, Error> {
 /// it writes a page map in blocks, and one after the other.
 ///
 /// # Errors
-/// When the folder can not be read.
+/// When the folder cannot be read.
 pub fn page_maps(dir: &Path) -> Result<Vec<(String, Option<u32>)>, Error> {
     let read = |source| Error::Read { path: dir.into(), source };
     let mut all = Vec::new();

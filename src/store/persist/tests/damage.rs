@@ -72,7 +72,7 @@ fn a_pack_that_is_cut_or_gone_is_named_and_its_index_is_not_missed() {
     assert!(error.is_damage() && chain(&error).contains("in no pack"), "{}", chain(&error));
     fs::remove_file(&path).unwrap();
     let error = ground.unpack(&image, None).unwrap_err();
-    assert!(error.is_damage() && chain(&error).contains("byte 0 of \"criu/a\" can not be had"), "{}", chain(&error));
+    assert!(error.is_damage() && chain(&error).contains("byte 0 of \"criu/a\" cannot be had"), "{}", chain(&error));
 }
 
 #[test]

@@ -12,7 +12,7 @@ impl SmallDisk {
         let dir = tempfile::tempdir().unwrap();
         let options = format!("size={bytes},mode=0700");
         let mounted = mount(Some("rekindle-test"), dir.path(), Some("tmpfs"), MsFlags::empty(), Some(options.as_str()));
-        let why = mounted.err().map_or_else(String::new, |error| format!("can not mount a small tmpfs: {error}"));
+        let why = mounted.err().map_or_else(String::new, |error| format!("cannot mount a small tmpfs: {error}"));
         require("root", mounted.is_ok(), &why).then(|| SmallDisk(dir))
     }
 }

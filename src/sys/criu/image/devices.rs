@@ -38,7 +38,7 @@ pub struct Replaced {
 /// the mappings. Answers which processes have them, by pid.
 ///
 /// # Errors
-/// When an image file is missing or damaged, or can not be written.
+/// When an image file is missing or damaged, or cannot be written.
 pub fn without_devices(dir: &Path) -> Result<Vec<Replaced>, Error> {
     let files = null_files(&dir.join("files.img"))?;
     let mut all = Vec::new();
@@ -134,7 +134,7 @@ fn own_memory(path: &Path) -> Result<usize, Error> {
     let mut mappings = 0;
     rewrite(path, MM, |(), record| {
         let before = mappings;
-        let new = with_own_memory(record, &mut mappings).ok_or_else(|| damaged(path, "a record can not be read"))?;
+        let new = with_own_memory(record, &mut mappings).ok_or_else(|| damaged(path, "a record cannot be read"))?;
         Ok((mappings > before).then_some(new))
     })?;
     Ok(mappings)

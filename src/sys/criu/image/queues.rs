@@ -57,7 +57,7 @@ pub struct Queues {
 /// Puts sockets of files.img into the order in which CRIU restores the descriptors that are in their queues.
 ///
 /// # Errors
-/// When an image file is missing or damaged, or can not be written.
+/// When an image file is missing or damaged, or cannot be written.
 pub fn keep_in_flight(dir: &Path) -> Result<Queues, Error> {
     let queues = queues(&dir.join("sk-queues.img"))?;
     if queues.is_empty() {
