@@ -75,9 +75,9 @@ fn an_image_of_another_machine_is_refused_and_kept() {
     rewrite(&newest, |manifest| manifest.host.kernel = "99.1.0".into());
     let mut run = again(&lab);
     run.wait_said("kernel: the image has 99.1.0");
-    run.wait_said("the job is back from image 000002");
+    run.wait_said("the job was restored from image 000002");
     run.crash(&lab);
-    assert_eq!(run.err().matches("the job is back from image").count(), 2, "{}", run.err());
+    assert_eq!(run.err().matches("the job was restored from image").count(), 2, "{}", run.err());
     assert_eq!(run.err().matches("kernel: the image has").count(), 1, "once: {}", run.err());
     finish(&lab, run);
 }
@@ -120,7 +120,7 @@ fn a_program_that_was_replaced_is_refused_until_it_is_back() {
     }
     put(&whole);
     let mut run = command(&lab);
-    run.wait_said("the job is back from image 000002");
+    run.wait_said("the job was restored from image 000002");
     fs::write(&finish, "").unwrap();
     let (_, said) = run.ends_with(0);
     assert!(!said.contains("differs"), "{said}");

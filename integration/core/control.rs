@@ -163,7 +163,7 @@ fn a_rewind_goes_back_and_stays_there() {
     assert_eq!((lab.good(), lab.published().unwrap().restarts), (vec![3, 2, 1], 0), "newer images stay");
     // A crash goes back to where it was taken back to, not to what came after that; so does the next run.
     run.crash(&lab);
-    run.wait_said_times("the job is back from image 000001", 2);
+    run.wait_said_times("the job was restored from image 000001", 2);
     lab.kill_9(run);
     let mut run = start(&lab);
     run.wait_said("goes on from image 000001");

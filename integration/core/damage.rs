@@ -233,14 +233,14 @@ fn a_restart_passes_over_what_only_the_newest_has_lost() {
         let what = format!("{how:?} {}", file.display());
         harm(&file, how);
         let mut run = ground.again();
-        run.wait_said("the job is back from image 000001");
+        run.wait_said("the job was restored from image 000001");
         ground.lab.kill_9(run);
         assert_marked(&ground.lab.images()[0], &what);
         assert_eq!(ground.lab.good(), [1], "{what}");
         ground.mend();
     }
     let mut run = ground.again();
-    run.wait_said("the job is back from image 000002");
+    run.wait_said("the job was restored from image 000002");
     // Its log was put back to image 1 meanwhile, so there is nothing to count.
     fs::write(ground.lab.file("finish"), "").unwrap();
     run.ends_with(0);
@@ -256,7 +256,7 @@ fn a_restart_does_without_an_index() {
             harm(&shared, how);
         }
         let mut run = ground.again();
-        run.wait_said("the job is back from image 000002");
+        run.wait_said("the job was restored from image 000002");
         count_on(&ground.lab, &mut run, 2);
         ground.lab.kill_9(run);
         assert_eq!(ground.lab.good(), [2, 1], "{how:?}");
@@ -313,7 +313,7 @@ fn an_image_that_was_asked_for_by_name_is_not_replaced_by_another() {
     assert_eq!(said.matches("is marked as bad").count(), 1, "{said}");
     // A run takes what there is.
     let mut run = ground.again();
-    run.wait_said("the job is back from image 000001");
+    run.wait_said("the job was restored from image 000001");
     finish(&ground.lab, run);
 }
 
@@ -382,7 +382,7 @@ fn a_restart_passes_over_damage_to_a_loose_image() {
         let how = [MIDDLE, Harm::Cut, Harm::Delete][n / 4 % 3];
         harm(&newest.dir.join(short), how);
         let mut run = again(&lab);
-        run.wait_said("the job is back from image 000001");
+        run.wait_said("the job was restored from image 000001");
         lab.kill_9(run);
         lab.forget_memory();
         assert_marked(&lab.images()[0], &format!("{how:?} {}", short.display()));
@@ -390,7 +390,7 @@ fn a_restart_passes_over_damage_to_a_loose_image() {
     }
     // It is restored as it is, and packed then.
     let mut run = again(&lab);
-    run.wait_said("the job is back from image 000002");
+    run.wait_said("the job was restored from image 000002");
     run.wait_for("it is packed", || lab.images()[0].form() == Form::Packed);
     let report = lab.images()[0].verify_content(None, 2, &Progress::default(), &|| false).unwrap();
     assert!(report.is_sound(), "{report:?}");
@@ -421,7 +421,7 @@ fn a_page_file_cut_short_is_refused_at_once() {
         assert!(forged.verify().is_sound() && forged.form() == form);
         let mut run = again(&lab);
         run.wait_said("its page map says");
-        run.wait_said("the job is back from image 000001");
+        run.wait_said("the job was restored from image 000001");
         assert!(!lab.processes().iter().any(|(_, line)| line.contains("swrk")), "{:?}", lab.processes());
         finish(&lab, run);
     }
@@ -455,7 +455,7 @@ fn a_manifest_from_the_future_is_left_alone() {
     let listed = lab.rekindle(&["list", "j"]);
     assert!(String::from_utf8_lossy(&listed.stdout).contains("version 7"), "{listed:?}");
     let mut run = again(&lab);
-    run.wait_said("the job is back from image 000001");
+    run.wait_said("the job was restored from image 000001");
     for _ in 0..4 {
         run.snapshot(&lab);
     }
@@ -496,7 +496,7 @@ fn leftovers_are_swept_and_nothing_else() {
     fs::create_dir(images.join("notes")).unwrap();
     let mut run = again(&lab);
     run.wait_said("left by an interrupted run");
-    run.wait_said("the job is back from image 000002");
+    run.wait_said("the job was restored from image 000002");
     let left: Vec<String> =
         fs::read_dir(images).unwrap().flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect();
     assert!(left.contains(&"notes".into()) && !left.iter().any(|name| name.starts_with('.')), "{left:?}");

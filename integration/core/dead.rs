@@ -34,12 +34,12 @@ fn no_image_is_taken_of_a_job_that_has_yet_to_hear_of_a_death() {
     let Some(lab) = Lab::new() else { return };
     let mut run = begin(&lab, "2");
     for _ in 0..2 {
-        let back = run.err().matches("the job is back from image 000001").count();
+        let back = run.err().matches("the job was restored from image 000001").count();
         kill_child(&lab, &mut run);
         run.signal(Signal::SIGUSR1);
         run.wait_said("(python3) was ended by signal SIGKILL, and its parent has not waited for it");
         // The job hears of it and ends; the image has the child alive.
-        run.wait_said_times("the job is back from image 000001", back + 1);
+        run.wait_said_times("the job was restored from image 000001", back + 1);
         assert_eq!(lab.good(), [1], "{}", run.err());
         count_on(&lab, &mut run, 5);
         assert_eq!(process::children(run.job_pid(&lab)).len(), 1);
@@ -80,7 +80,7 @@ fn what_outlives_the_job_does_nothing_any_more() {
         std::thread::sleep(Duration::from_millis(500));
         assert!(lab.file("needed").exists(), "{back}");
         run.signal(Signal::SIGCONT);
-        run.wait_said_times("the job is back from image 000001", back);
+        run.wait_said_times("the job was restored from image 000001", back);
         count_on(&lab, &mut run, 5);
     }
     finish(&lab, run);
@@ -98,7 +98,7 @@ fn a_parent_that_never_waits_has_its_images() {
     assert!(begun.elapsed() < Duration::from_secs(4), "it is waited for once: {:?}", begun.elapsed());
     assert_eq!(run.err().matches("the image has dead processes").count(), 1, "and said once");
     run.crash(&lab);
-    run.wait_said("the job is back from image 000003");
+    run.wait_said("the job was restored from image 000003");
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }

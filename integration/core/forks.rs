@@ -26,7 +26,7 @@ fn a_storm_of_children_is_in_every_image_and_comes_back_from_each() {
     for number in [21, 17, 11, 5] {
         run.kill_9();
         run = lab.run_with(&["restore", &format!("j/{number}")], [] as [&str; 0]);
-        run.wait_said(&format!("the job is back from image {number:06}"));
+        run.wait_said(&format!("the job was restored from image {number:06}"));
         count_on(&lab, &mut run, 3);
     }
     finish(&lab, run);

@@ -178,7 +178,7 @@ fn groups_that_are_gone_are_made_again_as_they_were() {
     lab.kill_9(run);
     ground.remove_the_jobs();
     let mut run = start(&lab);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     ground.is_back(&lab, &mut run);
     for inner in ground.jobs() {
         let owner = |path: &Path| {
@@ -196,7 +196,7 @@ fn groups_that_are_gone_are_made_again_as_they_were() {
     lab.assert_all_gone();
     ground.remove_the_jobs();
     let mut run = start(&lab);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     ground.is_back(&lab, &mut run);
     finish(&lab, run);
 }
@@ -225,7 +225,7 @@ fn a_group_that_others_use_by_now_is_entered_and_not_changed() {
         fs::write(inner.join("cgroup.procs"), stranger.0.id().to_string()).unwrap();
     }
     let mut run = start(&lab);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     let child = child(&lab, &mut run).to_string();
     for inner in ground.jobs() {
         let (name, _, other) = setting_of(&inner);
@@ -263,7 +263,7 @@ fn a_group_that_the_user_may_not_make_is_not_made() {
     ground.remove_the_jobs();
 
     let mut run = lab.run(&command);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     count_on(&lab, &mut run, 3);
     let (said, stays) = (run.err(), "stays in the supervisor's control group, and not in \"job/inner\"");
     assert_eq!(said.matches(stays).count(), ground.groups.len(), "one line for each: {said}");
@@ -340,7 +340,7 @@ fn a_path_that_leads_out_of_the_supervisors_group_is_refused() {
             assert!(beside.into_iter().all(|group| !group.exists()), "{said}");
         } else {
             let mut run = start(&lab);
-            run.wait_said("the job is back from image");
+            run.wait_said("the job was restored from image");
             ground.is_back(&lab, &mut run);
             finish(&lab, run);
             return;

@@ -225,7 +225,7 @@ fn a_job_in_the_host_pid_namespace() {
     assert_eq!(rekindle::sys::process::inner_pid(pid), Some(pid));
     lab.kill_9(run);
     let mut run = lab.python("kinds.py", &["daemon", lab.path().to_str().unwrap()]);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
     assert_counts_up(&lab.read("daemon.txt"));
@@ -284,7 +284,7 @@ fn a_terminals_number_is_the_jobs_own() {
     let _taken: Vec<_> =
         (0..16).map(|_| fs::File::options().read(true).write(true).open("/dev/ptmx").unwrap()).collect();
     let mut run = lab.python("kinds.py", &["terminals", lab.path().to_str().unwrap()]);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }

@@ -108,7 +108,7 @@ fn after_a_crash_an_image_is_taken_whose_files_are_still_there() {
     // As a survivor that cleans up does.
     std::fs::remove_file(lab.file("data")).unwrap();
     run.crash(&lab);
-    run.wait_said("the job is back from image 000001");
+    run.wait_said("the job was restored from image 000001");
     assert_eq!(run.err().matches("and is not marked as bad").count(), 2, "{}", run.err());
     assert_eq!(lab.good(), [3, 2, 1]);
     count_on(&lab, &mut run, 5);
@@ -156,23 +156,23 @@ fn back_to_an_older_image_and_on_from_there() {
     run.kill_9();
     let mut run = lab.run_with(&["restore", "j/1"], [] as [&str; 0]);
     run.wait_said("goes on from image 000001");
-    run.wait_said("the job is back from image 000001");
+    run.wait_said("the job was restored from image 000001");
     assert!(numbers(&lab.output()).len() < mark + 3, "it is back where image 1 was taken");
     count_on(&lab, &mut run, 3);
     // Nothing newer of its own: the same image, not the future that was given up.
     run.crash(&lab);
-    run.wait_said_times("the job is back from image 000001", 2);
+    run.wait_said_times("the job was restored from image 000001", 2);
     run.kill_9();
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
-    run.wait_said("the job is back from image 000001");
+    run.wait_said("the job was restored from image 000001");
     count_on(&lab, &mut run, 3);
     assert_eq!(run.snapshot(&lab), 4);
     count_on(&lab, &mut run, 3);
     run.crash(&lab);
-    run.wait_said("the job is back from image 000004");
+    run.wait_said("the job was restored from image 000004");
     run.kill_9();
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
-    run.wait_said("the job is back from image 000004");
+    run.wait_said("the job was restored from image 000004");
     finish(&lab, run);
     assert_counts_up(&lab.output());
 }

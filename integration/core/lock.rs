@@ -41,7 +41,7 @@ fn a_supervisor_that_was_taken_over_stops_and_touches_nothing() {
     fs::File::options().write(true).open(&file).unwrap().set_modified(long_ago).unwrap();
     let mut run = again(&lab);
     run.wait_said("it is taken for dead");
-    run.wait_said("the job is back from image 000001");
+    run.wait_said("the job was restored from image 000001");
     count_on(&lab, &mut run, 2);
     finish(&lab, run);
     assert_eq!(fs::read(&file).unwrap(), b"", "a supervisor that ends empties it");

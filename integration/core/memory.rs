@@ -79,7 +79,7 @@ fn the_tmpfs_is_lost_under_a_running_job() {
         assert!(second > first);
         count_on(&lab, &mut run, 5);
         run.crash(&lab);
-        run.wait_said(&format!("the job is back from image {second:06}"));
+        run.wait_said(&format!("the job was restored from image {second:06}"));
         count_on(&lab, &mut run, 5);
         run.signal(Signal::SIGTERM);
         let (_, said) = run.ends_with(143);
@@ -111,7 +111,7 @@ fn the_tmpfs_is_lost_with_an_image_that_was_nowhere_else() {
         let lost = stage(&lab, &mut run);
         lose(&lab);
         run.crash(&lab);
-        run.wait_said(&format!("the job is back from image {first:06}"));
+        run.wait_said(&format!("the job was restored from image {first:06}"));
         count_on(&lab, &mut run, 5);
         run.wait_said(&format!("image {lost} is lost, it was in memory only"));
         let failure = || lab.published().and_then(|now| now.persist_failure).unwrap_or_default();
@@ -142,7 +142,7 @@ fn a_store_that_is_slower_than_the_interval_stretches_it() {
     assert!(added.len() >= 3 && added.iter().all(|bytes| *bytes > 8 << 20), "{added:?}");
     let least = Duration::from_secs(added.iter().rev().take(3).sum::<u64>() / (4 << 20));
     assert!(took > least, "three of {added:?} bytes in {took:?}");
-    let (taken, count) = (said.matches("the job stood still for").count(), stored(&lab).len());
+    let (taken, count) = (said.matches("the job was frozen for").count(), stored(&lab).len());
     assert!(taken <= count + 1, "{taken} were taken, {count} are stored: none was taken for nothing");
     assert_sound(&lab);
     run.crash(&lab);
@@ -208,7 +208,7 @@ fn a_full_store_keeps_the_image_in_memory() {
     assert!(why.contains(&second.to_string()) && why.contains("No space left"), "{why}");
     assert_eq!(lab.good(), [first]);
     run.crash(&lab);
-    run.wait_said(&format!("the job is back from image {second}"));
+    run.wait_said(&format!("the job was restored from image {second}"));
     count_on(&lab, &mut run, 5);
     // With room again the next one gets there.
     store.clear();
@@ -261,7 +261,7 @@ fn kill_9_before_the_image_is_in_the_store() {
     let lab = lab.set("store.persist-rate", "\"unlimited\"");
     let mut run = again(&lab);
     run.wait_said(&format!("goes on from image {image}"));
-    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("the job was restored from image {image}"));
     run.wait_said(&format!("image {image} is in the store"));
     count_on(&lab, &mut run, 5);
     assert_eq!(stored(&lab), [image]);
@@ -388,7 +388,7 @@ fn kept_one_image(lab: Lab) -> bool {
     }
     assert!(lab.job().staged().len() <= 1, "{}", tail(&run.err()));
     run.crash(&lab);
-    run.wait_said(&format!("the job is back from image {third:06}"));
+    run.wait_said(&format!("the job was restored from image {third:06}"));
     count_on(&lab, &mut run, 2);
     finish(&lab, run);
     true
@@ -461,7 +461,7 @@ fn memory_that_is_not_wanted_any_more_is_given_back() {
     lab.kill_9(run);
     let lab = lab.set("snapshot.staging", "\"store\"").set("store.persist-rate", "\"unlimited\"");
     let mut run = again(&lab);
-    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("the job was restored from image {image}"));
     run.wait_said(&format!("image {image} is in the store"));
     count_on(&lab, &mut run, 2);
     run.signal(Signal::SIGTERM);
@@ -484,7 +484,7 @@ fn images_are_given_up_when_memory_gets_short() {
     // More than the machine has: it is short from the beginning.
     let lab = lab.set("snapshot.memory-reserve", "\"1TiB\"");
     let mut run = command(&lab);
-    run.wait_said(&format!("the job is back from image {newest:06}"));
+    run.wait_said(&format!("the job was restored from image {newest:06}"));
     run.wait_said("memory is short");
     assert!(comes(LIMIT, || lab.job().staged().is_empty()), "both are in the store\n{}", tail(&run.err()));
     assert!(lab.good().contains(&newest));

@@ -33,7 +33,7 @@ fn stored_with(lab: Lab) -> Option<Lab> {
 /// Brings the job back, and lets it check itself.
 fn comes_back(lab: &Lab) {
     let mut run = again(lab);
-    run.wait_said("the job is back from image 000001");
+    run.wait_said("the job was restored from image 000001");
     count_on(lab, &mut run, 2);
     finish(lab, run);
 }
@@ -75,7 +75,7 @@ fn memory_has_no_room_to_unpack_it() {
     let lab = lab.set("snapshot.memory-reserve", "\"1TiB\"");
     let mut run = again(&lab);
     run.wait_said("the image is unpacked to the disk");
-    run.wait_said("the job is back from image 000001");
+    run.wait_said("the job was restored from image 000001");
     assert!(!unpacked(&lab).exists(), "it goes when the job has its memory");
     assert!(lab.job().staged().is_empty());
     count_on(&lab, &mut run, 2);
@@ -101,14 +101,14 @@ fn a_restart_from_what_is_just_being_packed() {
             run.wait_for("the image is there", || lab.good().first() == Some(&id));
             let pid = run.job_pid(&lab);
             kill(pid, Signal::SIGKILL);
-            run.wait_said(&format!("the job is back from image {id:06}"));
+            run.wait_said(&format!("the job was restored from image {id:06}"));
             count_on(&lab, &mut run, 2);
         }
         assert_eq!(lab.good(), [3, 2, 1], "{}", tail(&run.err()));
         // And so does the next supervisor, which finds it.
         lab.kill_9(run);
         let mut run = again(&lab);
-        run.wait_said("the job is back from image 000003");
+        run.wait_said("the job was restored from image 000003");
         run.wait_for("it is packed", || lab.images()[0].form() == Form::Packed);
         let report = lab.images()[0].verify_content(None, 2, &Progress::default(), &|| false).unwrap();
         assert!(report.is_sound(), "{report:?}");
@@ -179,13 +179,13 @@ fn a_key_that_came_later() {
     assert_eq!(lab.good(), [1], "it is not marked");
     let lab = lab.set("store.accept-unsigned", "true");
     let mut run = again(&lab);
-    run.wait_said("the job is back from image 000001");
+    run.wait_said("the job was restored from image 000001");
     let second = run.snapshot(&lab);
     assert!(lab.job().packs().names().unwrap().len() >= 2);
     lab.kill_9(run);
     lab.forget_memory();
     let mut run = again(&lab);
-    run.wait_said(&format!("the job is back from image {second:06}"));
+    run.wait_said(&format!("the job was restored from image {second:06}"));
     count_on(&lab, &mut run, 2);
     finish(&lab, run);
 }

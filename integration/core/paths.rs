@@ -75,8 +75,8 @@ impl Scene {
     fn restores(&self) -> Result<(), String> {
         let mut run = self.lab.run(&self.command);
         let said = run.said_so_far();
-        assert!(comes(LIMIT, || said().contains("the job is back from image") || !run.runs()), "{}", said());
-        if said().contains("the job is back from image") {
+        assert!(comes(LIMIT, || said().contains("the job was restored from image") || !run.runs()), "{}", said());
+        if said().contains("the job was restored from image") {
             let written = || fs::metadata(self.theirs.join("alive")).unwrap().len();
             let before = written();
             assert!(comes(LIMIT, || written() > before), "the job does nothing: {}", said());

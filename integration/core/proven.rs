@@ -30,7 +30,7 @@ fn the_newest_proven_image_stays_until_a_newer_one_is_proven() {
     assert!(plan.contains("newest that the job has lived on from"), "{plan}");
     // It is known after the supervisor, and after the life, that proved it.
     run.crash(&lab);
-    run.wait_said("the job is back from image 000004");
+    run.wait_said("the job was restored from image 000004");
     lab.kill_9(run);
     assert_eq!(proven(&lab), [1]);
     let pruned = lab.rekindle(&["prune", "j", "--keep-last", "1"]);
@@ -38,7 +38,7 @@ fn the_newest_proven_image_stays_until_a_newer_one_is_proven() {
     assert_eq!(lab.good(), [4, 1]);
     // An image is proven by the life that is restored from it, too; then the older one may go.
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
-    run.wait_said("the job is back from image 000004");
+    run.wait_said("the job was restored from image 000004");
     run.wait_for("image 4 is proven", || proven(&lab) == [4, 1]);
     let table = lab.rekindle(&["list", "j"]);
     assert!(String::from_utf8_lossy(&table.stdout).contains("good, proven"), "{table:?}");

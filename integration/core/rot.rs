@@ -64,7 +64,7 @@ fn three_images_outlive_damage_to_one_copy_of_what_they_share() {
     assert!(!said.contains(&packs[1].to_string()) || packs[1] == first.pack, "{said}");
 
     let mut run = again(&lab);
-    run.wait_said("the job is back from image 000003");
+    run.wait_said("the job was restored from image 000003");
     let said = run.err();
     let told = format!("1 damaged chunk in {}", job.packs().pack_path(first.pack).display());
     assert!(said.contains(&told) && said.contains("1 taken from another pack"), "{said}");
@@ -237,7 +237,7 @@ fn of_newest(lab: &Lab) -> (PathBuf, u64) {
 
 fn back_from(lab: &Lab, image: &str) -> (Running, String) {
     let mut run = again(lab);
-    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("the job was restored from image {image}"));
     let said = run.err();
     (run, said)
 }

@@ -117,7 +117,7 @@ fn signals_that_come_together_are_one_request() {
     let images = lab.images();
     assert_eq!(format!("{:?}", images[0].manifest().unwrap().reason), "Final", "{said}");
     let mut run = again(&lab);
-    run.wait_said("the job is back from image 000001");
+    run.wait_said("the job was restored from image 000001");
     finish(&lab, run);
 }
 
@@ -256,7 +256,7 @@ fn criu_hanging_or_killed_in_a_restore() {
     crate::supervisor::kill(pid, Signal::SIGKILL);
     run.wait_said("CRIU did not finish within 1s");
     std::fs::remove_file(lab.file("slow")).unwrap();
-    run.wait_said("the job is back from image 000001");
+    run.wait_said("the job was restored from image 000001");
     assert_eq!(lab.good(), [2, 1], "that it took too long is no evidence against it");
     // Further than the other image was: a log that is shorter than it was then would be continued with a gap.
     run.wait_for("the job is further than the other image", || numbers(&lab.output()).len() > newest);
@@ -264,7 +264,7 @@ fn criu_hanging_or_killed_in_a_restore() {
     run.kill_9();
     // The next run takes it again.
     let mut run = again(&lab);
-    run.wait_said("the job is back from image 000002");
+    run.wait_said("the job was restored from image 000002");
     assert!(numbers(&lab.output()).len() > 3);
     finish(&lab, run);
     assert_counts_up(&lab.output());

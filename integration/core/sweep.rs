@@ -125,11 +125,11 @@ fn whatever_the_user_changes_nothing_of_roots_does() {
         let began = Instant::now();
         let mut run = lab.run(&command);
         let said = run.said_so_far();
-        let is_over = comes(ROUND, || said().contains("the job is back from image") || !run.runs());
+        let is_over = comes(ROUND, || said().contains("the job was restored from image") || !run.runs());
         let changes = String::from_utf8(mutating.wait_with_output().unwrap().stdout).unwrap();
         let shown = || format!("seed {seed}, after {:?}\n{changes}\n{}", began.elapsed(), tail(&said()));
         assert!(is_over, "neither restored nor given up: {}", shown());
-        if said().contains("the job is back from image") {
+        if said().contains("the job was restored from image") {
             restored += 1;
         } else {
             let why = said().lines().find_map(|line| Some(line.split_once(" ERROR ")?.1.to_owned()));

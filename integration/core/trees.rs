@@ -162,7 +162,7 @@ fn tcp_close_closes_all() {
     kill(pid, Signal::SIGKILL);
     // It does not cope: each life ends with its first word to the other side.
     let (_, said) = run.ends_with(1);
-    assert!(said.contains("the job is back from image"), "{said}");
+    assert!(said.contains("the job was restored from image"), "{said}");
 }
 
 #[test]
@@ -199,7 +199,7 @@ fn a_port_that_another_program_has_costs_no_image() {
     run.wait_said("cannot restore image");
     assert!(run.err().contains("the port is in use"), "{}", run.err());
     drop(taken);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     count_on(&lab, &mut run, 3);
     assert_eq!(lab.good(), [1]);
     finish(&lab, run);
@@ -245,7 +245,7 @@ fn a_network_of_its_own() {
     drop(taken);
     lab.kill_9(run);
     let mut run = lab.python("trees.py", &["ranks", lab.path().to_str().unwrap()]);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     count_on(&lab, &mut run, 3);
     finish(&lab, run);
 }

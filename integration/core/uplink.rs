@@ -127,7 +127,7 @@ fn a_way_out_before_and_after_each_restore() {
     lab.kill_9(run);
     wait_for("the uplink is gone", || !alive(last));
     let mut run = start_with(&lab, port);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     connected(&lab, &mut run, 4);
     let last = uplink(&run);
     finish(&lab, run);

@@ -51,7 +51,7 @@ fn a_user_has_no_rights_over_its_supervisor() {
         let mode = std::os::unix::fs::MetadataExt::mode(&metadata);
         assert!(mode & 0o077 == 0 || !below_closed(&entry, &lab.store()), "{} has mode {mode:o}", entry.display());
     }
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     end(&lab, run);
 }
 
@@ -324,7 +324,7 @@ fn comes_back_as_nobody(job: &str, kind: &str) {
     count_on(&lab, &mut run, 5);
     lab.kill_9(run);
     let mut run = lab.run(&command);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     count_on(&lab, &mut run, 5);
     fs::write(theirs.join("finish"), "").unwrap();
     let (code, _, said) = run.finish(std::time::Duration::from_secs(120));

@@ -178,7 +178,7 @@ fn comes_back_from(kind: &str, state: &str) {
     go_wrong(&lab);
     run.wait_said("the job hangs: it used neither a processor nor a GPU");
     fs::remove_file(lab.file("wrong")).unwrap();
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     crate::kinds::count_on(&lab, &mut run, 3);
     finish(&lab, run);
     assert!(told(&lab).contains(&"hung Work restart".into()), "{:?}", told(&lab));
@@ -310,7 +310,7 @@ fn training_that_goes_wrong_is_sent_back_and_in_the_end_given_up() {
     let second = run.snapshot(&lab);
     go_wrong(&lab);
     run.wait_said("rule 1 (rewind): step ");
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     // It goes on from before, in a file that ends there, and the job has taken away what made it go wrong.
     crate::kinds::count_on(&lab, &mut run, 5);
     assert!(!lab.output().contains("nan"), "{}", lab.output());

@@ -41,7 +41,7 @@ fn lives_on(lab: &Lab, kind: &str) -> Running {
     run.snapshot(lab);
     lab.kill_9(run);
     let mut run = lab.python("word_job.py", &[kind, lab.path().to_str().unwrap()]);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     run.wait_for("it hears of the restore", || restored(lab) == 2);
     count_on(lab, &mut run, 3);
     assert!(!run.err().contains("snapshot failed"), "{}", run.err());
@@ -209,7 +209,7 @@ fn a_hold_ends_at_its_bound_and_with_the_holder_and_with_the_job() {
     // In the image it still thinks that it holds.
     let pid = run.job_pid(&lab);
     kill(pid, Signal::SIGKILL);
-    run.wait_said("the job is back from image");
+    run.wait_said("the job was restored from image");
     run.snapshot(&lab);
     assert_eq!(told(&lab)[3..], ["taken Signal"], "nobody holds after a restore");
     fs::remove_file(lab.file("hold-on")).unwrap();

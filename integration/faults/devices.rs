@@ -49,7 +49,7 @@ fn a_child_by_fork_that_has_them_is_in_the_image_without_them() {
     for _ in 0..3 {
         fs::remove_file(&seen).unwrap();
         supervisor.kill_job();
-        supervisor.said("the job is back from image");
+        supervisor.said("the job was restored from image");
         supervisor.until("the child has something else", finds("/dev/null /dev/null r--p zeros"));
         supervisor.assert_unharmed(1);
         // Of what was restored.

@@ -59,14 +59,14 @@ fn a_job_whose_gpu_is_full_comes_back_on_another_and_stays_there() {
     assert!(shown.contains("restore on the same GPUs"), "{shown}");
     // With room for it nothing is said to the driver.
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     assert_eq!(moved(&rig, &mut supervisor), []);
     rig.standin.gpus(&two(1020, 0));
     let (_, shown) = rig.ask(&["show", "j"]);
     assert!(shown.contains(&format!("{A} (6.0 MiB by process 1001)")), "{shown}");
     assert!(shown.contains(&format!("{B} (not used)")), "{shown}");
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.said(&format!("what was on {A} is on {B} now: it has 4.0 MiB free"));
     assert_eq!(moved(&rig, &mut supervisor), [(A.into(), B.into(), "it has 4.0 MiB free".into())]);
     // Before there is another image: from the same one to the same place.
@@ -76,7 +76,7 @@ fn a_job_whose_gpu_is_full_comes_back_on_another_and_stays_there() {
     assert_eq!(used(&supervisor.snapshot()), [B]);
     rig.standin.gpus(&two(0, 0));
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     assert_eq!(moved(&rig, &mut supervisor), [], "that image is of the other GPU");
     assert_eq!(used(&supervisor.snapshot()), [B]);
     supervisor.stop();
@@ -97,7 +97,7 @@ fn a_job_whose_gpu_is_gone_or_lost_comes_back_on_another() {
         let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
         assert_eq!((&shown["devices"]["plan"], &shown["devices"]["moved"][0]["old"]), (&"move".into(), &A.into()));
         supervisor.kill_job();
-        supervisor.said("the job is back from image");
+        supervisor.said("the job was restored from image");
         let moved = moved(&rig, &mut supervisor);
         assert!(moved.len() == 1 && moved[0].0 == A && moved[0].2 == words, "{moved:?}");
         let now = used(&supervisor.snapshot());
@@ -130,7 +130,7 @@ fn a_job_whose_gpu_had_a_fault_comes_back_on_another() {
     rig.standin.gpus("ea 1024 0\nb0 1024 1023\n");
     supervisor.kill_job();
     supervisor.said("there is no other in its place, so it is tried");
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.counts();
     supervisor.stop();
     rig.assert_sequence();
@@ -205,7 +205,7 @@ fn a_map_is_for_the_images_that_were_there() {
     supervisor.counts();
     assert_eq!(used(&supervisor.snapshot()), [B]);
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     assert_eq!(moved(&rig, &mut supervisor), []);
     assert_eq!(used(&supervisor.snapshot()), [B]);
     supervisor.stop();
@@ -282,7 +282,7 @@ fn ranks_get_their_gpus_back_at_once() {
     rig.standin.fault("fail-restore", "0 delay=2500");
     let began = Instant::now();
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     let took = began.elapsed();
     assert!(took >= Duration::from_millis(2500) && took < Duration::from_millis(4900), "{took:?}");
     rig.clear("fail-restore");

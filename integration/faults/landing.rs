@@ -48,7 +48,7 @@ fn gpu_memory_lands_and_comes_back_from_memory_and_from_the_store() {
         assert_landed(&image);
         assert_disarmed(&rig);
         supervisor.kill_job();
-        let line = supervisor.said("the job is back from image");
+        let line = supervisor.said("the job was restored from image");
         assert!(line.contains(&image.id.to_string()), "{line}");
         supervisor.assert_unharmed(1);
         assert_disarmed(&rig);
@@ -64,7 +64,7 @@ fn gpu_memory_lands_and_comes_back_from_memory_and_from_the_store() {
         assert!(stored.id == image.id && !stored.is_staged());
         assert_landed(&stored);
         supervisor = rig.run();
-        supervisor.said(&format!("the job is back from image {}", image.id));
+        supervisor.said(&format!("the job was restored from image {}", image.id));
         supervisor.assert_unharmed(1);
         assert_disarmed(&rig);
     }
@@ -82,18 +82,18 @@ fn gpu_memory_comes_back_where_no_tmpfs_is() {
     supervisor.until("it is in the store", |rig| rig.folder().images().unwrap().iter().any(|i| i.id == image.id));
     rig.forget_memory();
     supervisor.kill_job();
-    supervisor.said(&format!("the job is back from image {}", image.id));
+    supervisor.said(&format!("the job was restored from image {}", image.id));
     supervisor.assert_unharmed(1);
     let in_store = supervisor.snapshot();
     assert!(!in_store.is_staged() && in_store.manifest().unwrap().landing.is_empty());
     supervisor.kill_job();
-    supervisor.said(&format!("the job is back from image {}", in_store.id));
+    supervisor.said(&format!("the job was restored from image {}", in_store.id));
     supervisor.assert_unharmed(1);
     supervisor.stop();
     let memory = rig.path().join("memory");
     assert_eq!(fs::read_dir(&memory).unwrap().count(), 0, "nothing is left below {}", memory.display());
     let mut supervisor = rig.run();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     assert_landed(&supervisor.snapshot());
     supervisor.stop();
     rig.assert_sequence();
@@ -114,7 +114,7 @@ fn several_processes_land_each_in_a_file_of_its_own() {
         landed.sort_unstable();
         assert_eq!(landed, cuda);
         supervisor.kill_job();
-        supervisor.said("the job is back from image");
+        supervisor.said("the job was restored from image");
         supervisor.assert_unharmed(2);
     }
     supervisor.stop();
@@ -131,7 +131,7 @@ fn without_the_interposer_gpu_memory_is_in_the_pages() {
     assert!(pages(&image) > (2 * MIB) << 20, "{}", pages(&image));
     assert_eq!(interposers(&rig), Vec::<PathBuf>::new());
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);
     supervisor.stop();
     rig.assert_sequence();
@@ -153,7 +153,7 @@ fn the_interposer_comes_back_with_the_image() {
     let content = fs::read(&interposer).unwrap();
     fs::remove_file(&interposer).unwrap();
     supervisor.kill_job();
-    supervisor.said(&format!("the job is back from image {}", image.id));
+    supervisor.said(&format!("the job was restored from image {}", image.id));
     supervisor.assert_unharmed(1);
     assert_eq!(fs::read(&interposer).unwrap(), content);
     // The next run would not have it, and its job does.
@@ -163,7 +163,7 @@ fn the_interposer_comes_back_with_the_image() {
     drop(supervisor);
     rig.set("SNAPSHOT_INTERPOSER", "off");
     let mut supervisor = rig.run();
-    supervisor.said(&format!("the job is back from image {}", image.id));
+    supervisor.said(&format!("the job was restored from image {}", image.id));
     supervisor.assert_unharmed(1);
     assert_eq!(fs::read(&interposer).unwrap(), content);
     assert_landed(&supervisor.snapshot());
@@ -189,14 +189,14 @@ fn another_users_process_lands_in_a_file_that_it_may_open() {
     drop(supervisor);
     for _ in 0..2 {
         let mut supervisor = rig.run();
-        supervisor.said(&format!("the job is back from image {}", image.id));
+        supervisor.said(&format!("the job was restored from image {}", image.id));
         supervisor.assert_unharmed(1);
         supervisor.kill();
         rig.assert_nothing_left();
         rig.forget_memory();
     }
     let mut supervisor = rig.run();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.signal(Signal::SIGUSR2);
     supervisor.wait();
 }

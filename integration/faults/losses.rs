@@ -4,7 +4,7 @@ use crate::rig::{Rig, Supervisor};
 
 /// Waits until the job is back from its newest image and unharmed.
 fn comes_back(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, restarts: u32) {
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(ranks);
     assert_eq!(rig.state().unwrap().restarts, restarts);
     rig.assert_store_is_whole();
@@ -105,7 +105,7 @@ fn a_restart_whose_cuda_restore_fails_is_tried_again() {
     }
     assert!(rig.images().iter().all(rekindle::store::Image::is_good), "the image is as good as it was");
     rig.clear("fail-restore");
-    let line = supervisor.said("the job is back from image");
+    let line = supervisor.said("the job was restored from image");
     assert!(line.contains(&image.id.to_string()), "{line}");
     supervisor.assert_unharmed(1);
     // The same with a process that dies of it, and a CRIU that is killed.
@@ -115,12 +115,12 @@ fn a_restart_whose_cuda_restore_fails_is_tried_again() {
     // As a failed restore, or as a restored job that ended; the first words are those of the kill.
     supervisor.said("going on from image");
     supervisor.said("going on from image");
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);
     rig.criu_fault("rm -f \"$0-fault\"; kill -9 $$");
     supervisor.kill_job();
     supervisor.said("was not restored, and is not marked as bad");
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);
     assert!(rig.images().iter().all(rekindle::store::Image::is_good));
     supervisor.stop();
@@ -140,7 +140,7 @@ fn a_machine_that_does_not_get_better_is_given_up_with_a_reason() {
     // The next run goes on from the same image.
     rig.clear("fail-restore");
     let mut supervisor = rig.run();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);
     supervisor.stop();
     rig.assert_sequence();

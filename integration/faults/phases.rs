@@ -151,7 +151,7 @@ fn an_image_that_can_not_be_renamed_is_none() {
     supervisor.assert_unharmed(1);
     supervisor.image();
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);
     supervisor.stop();
     rig.assert_store_is_whole();
@@ -266,7 +266,7 @@ pub(crate) fn locked_soon(rig: &Rig, ranks: usize) {
     }
     assert!(!rig.log().contains("the snapshot failed"), "{}", rig.log());
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(ranks);
     supervisor.stop();
     rig.assert_sequence();

@@ -430,7 +430,7 @@ impl Supervisor<'_> {
 
     /// Waits for the next image.
     pub(crate) fn image(&mut self) -> Image {
-        let line = self.said("the job stood still for");
+        let line = self.said("the job was frozen for");
         let id = line.split("image ").nth(1).and_then(|rest| rest.split(':').next()).unwrap();
         let id: ImageId = id.parse().unwrap();
         self.rig.images().into_iter().find(|image| image.id == id).unwrap()

@@ -20,7 +20,7 @@ fn shares(ranks: usize) {
             supervisor.assert_unharmed(ranks);
         }
         supervisor.kill_job();
-        supervisor.said("the job is back from image");
+        supervisor.said("the job was restored from image");
         supervisor.assert_unharmed(ranks);
         assert_eq!(rig.state().unwrap().restarts, round);
     }
@@ -30,7 +30,7 @@ fn shares(ranks: usize) {
     rig.assert_nothing_left();
     rig.forget_memory();
     let mut supervisor = rig.run();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(ranks);
     supervisor.stop();
     rig.assert_sequence();
@@ -71,7 +71,7 @@ fn what_can_not_be_let_go_is_refused_in_words_and_the_job_goes_on() {
     refused(&mut supervisor, "NCCL_NVLS_ENABLE=0");
     assert_eq!(rig.state().unwrap().restarts, 0);
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(2);
     supervisor.snapshot();
     supervisor.stop();
@@ -90,7 +90,7 @@ fn ranks_that_share_and_let_go_all_the_time_lose_nothing() {
         // Descriptors are on their way between ranks at many of these moments.
         if round % 10 == 0 {
             supervisor.kill_job();
-            supervisor.said("the job is back from image");
+            supervisor.said("the job was restored from image");
             supervisor.assert_unharmed(3);
         }
     }
@@ -130,7 +130,7 @@ fn files_that_ranks_sent_each_other_and_do_not_receive_hold_up_snapshots_only() 
     supervisor.has_rank(1, "post");
     supervisor.snapshot();
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(2);
     supervisor.has_rank(0, "take");
     supervisor.assert_unharmed(2);
@@ -211,7 +211,7 @@ fn letting_go_fails_in_each_rank_and_the_job_runs_on() {
 }
 
 fn comes_back(rig: &Rig, supervisor: &mut Supervisor<'_>, restarts: u32) {
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(2);
     assert_eq!(rig.state().unwrap().restarts, restarts);
     supervisor.snapshot();

@@ -28,7 +28,7 @@ fn a_cuda_job_is_snapshotted_on_the_interval_and_comes_back() {
         let unlock = &manifest.phases[7];
         assert_eq!(manifest.freeze_us, unlock.started_us + unlock.took_us - lock.started_us);
         supervisor.kill_job();
-        supervisor.said("the job is back from image");
+        supervisor.said("the job was restored from image");
         supervisor.counts();
         supervisor.assert_unharmed(1);
         assert_eq!(rig.state().unwrap().restarts, restarts);
@@ -49,10 +49,10 @@ fn a_thread_that_is_stopped_with_a_lock_that_the_driver_wants_does_not_hold_the_
     for _ in 0..3 {
         let image = supervisor.snapshot();
         let freeze = Duration::from_micros(image.manifest().unwrap().freeze_us);
-        assert!(freeze < Duration::from_secs(5), "the job stood still for {freeze:?}");
+        assert!(freeze < Duration::from_secs(5), "the job was frozen for {freeze:?}");
         supervisor.assert_unharmed(1);
         supervisor.kill_job();
-        supervisor.said("the job is back from image");
+        supervisor.said("the job was restored from image");
         supervisor.counts();
     }
     assert!(rig.log().contains("the driver's thread waits for a stopped one"), "none was met with the lock");
@@ -83,7 +83,7 @@ fn tree_that_grows(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, lat
     supervisor.snapshot();
     for _ in 0..2 {
         supervisor.kill_job();
-        supervisor.said("the job is back from image");
+        supervisor.said("the job was restored from image");
         supervisor.assert_unharmed(ranks);
     }
 }
@@ -130,7 +130,7 @@ fn rank_that_leaves(hold: &str, holder: usize) {
     assert!(!rig.log().contains("the snapshot failed"), "an end is no failure");
     supervisor.assert_running(3);
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_running(3);
     supervisor.stop();
     rig.assert_sequence();
@@ -153,7 +153,7 @@ fn one_of_many_ranks_that_fails_sets_all_going() {
     supervisor.assert_unharmed(4);
     supervisor.image();
     supervisor.kill_job();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(4);
     supervisor.stop();
     rig.assert_sequence();

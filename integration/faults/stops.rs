@@ -137,7 +137,7 @@ fn the_supervisor_is_killed_and_stopped_during_a_restart() {
         }
     }
     let mut supervisor = rig.run();
-    supervisor.said("the job is back from image");
+    supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);
     supervisor.stop();
     rig.assert_sequence();

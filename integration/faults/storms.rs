@@ -114,7 +114,7 @@ fn restarts_from_the_newest(said: &str, mut newest: ImageId) -> ImageId {
         let named = || line.split("image ").nth(1)?.split([' ', ':']).next()?.parse::<ImageId>().ok();
         let restart =
             ["goes on from ", "going on from ", "the job is back from "].iter().any(|words| line.contains(words));
-        if line.contains("the job stood still for") {
+        if line.contains("the job was frozen for") {
             newest = newest.max(named().unwrap());
         } else if restart {
             assert_eq!(named(), Some(newest), "{line}");

@@ -59,7 +59,7 @@ fn a_job_goes_on_elsewhere_with_the_same_configuration() {
     let lab = lab.set("store.min-free", "\"1MiB\"");
     let mut run = lab.python("kinds.py", &command);
     run.wait_said(&format!("image {image} came from the replica"));
-    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("the job was restored from image {image}"));
     let said = run.err();
     assert!(said.contains("stdout.log is begun anew") && said.contains("are not here"), "{said}");
     completes(&lab, run, &lab, &before);
@@ -89,7 +89,7 @@ fn a_job_goes_on_in_a_store_of_another_path() {
     fs::write(&theirs, "theirs\n").unwrap();
 
     let mut run = other.python("kinds.py", &command);
-    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("the job was restored from image {image}"));
     assert!(line(&listed(&["list", "j", "--replica"])).contains("store, replica "));
     assert!(!listed(&["list", "j"]).contains("replica"));
     // It is as good as any: its images, taken here, bring it back, also in a later run.
@@ -98,7 +98,7 @@ fn a_job_goes_on_in_a_store_of_another_path() {
     let image = replicated(&mut run, &other);
     other.kill_9(run);
     let mut run = other.python("kinds.py", &command);
-    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("the job was restored from image {image}"));
     let first = *numbers(&other.output()).first().unwrap();
     let upto = numbers(&before).into_iter().filter(|n| *n < first).map(|n| format!("n {n}\n")).collect::<String>();
     completes(&other, run, &lab, &upto);
@@ -129,7 +129,7 @@ fn files_that_are_not_here_are_asked_for_and_nothing_is_begun() {
     }
     fs::rename(lab.file("kept"), lab.file("a.txt")).unwrap();
     let mut run = lab.python("kinds.py", &command);
-    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("the job was restored from image {image}"));
     let said = run.err();
     assert!(said.contains("w.txt was not here, and is made anew from the image"), "{said}");
     assert!(said.contains("a.txt was put back"), "{said}");

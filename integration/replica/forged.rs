@@ -104,7 +104,7 @@ fn an_added_image_with_a_higher_number_is_refused_and_not_run() {
             // It is not what was signed: the newest that is, is taken.
             Signature::Old => {
                 let mut run = lab.run(&command);
-                run.wait_said(&format!("the job is back from image {image}"));
+                run.wait_said(&format!("the job was restored from image {image}"));
                 fs::write(lab.file("finish"), "").unwrap();
                 run.ends_with(0)
             }
@@ -149,7 +149,7 @@ fn an_image_that_is_put_into_the_store_is_refused_and_not_run() {
     // Whoever is in charge removes it, and the job goes on.
     fs::remove_dir_all(image_dir(&lab.store(), &forged)).unwrap();
     let mut run = lab.run(&command);
-    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("the job was restored from image {image}"));
     fs::write(lab.file("finish"), "").unwrap();
     run.ends_with(0);
 }
@@ -188,7 +188,7 @@ fn a_wrong_key_is_named_and_nothing_is_written() {
     assert_eq!((state(&lab.store()), state(replica.path())), (store, before), "nothing was written");
     let lab = lab.set_file("store.encryption-key", "key");
     let mut run = lab.run(&command);
-    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("the job was restored from image {image}"));
     fs::write(lab.file("finish"), "").unwrap();
     run.ends_with(0);
 }
@@ -212,7 +212,7 @@ fn a_record_that_was_changed_is_not_believed() {
     }
     fs::write(&path, text).unwrap();
     let mut run = lab.run(&command);
-    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("the job was restored from image {image}"));
     fs::write(lab.file("finish"), "").unwrap();
     run.ends_with(0);
 }
@@ -230,7 +230,7 @@ fn an_older_state_in_place_of_the_newest_is_told() {
     lose(&lab, run);
     fs::remove_dir_all(image_dir(replica.path(), &newest)).unwrap();
     let mut run = lab.run(&command);
-    run.wait_said(&format!("the job is back from image {older}"));
+    run.wait_said(&format!("the job was restored from image {older}"));
     let said = run.err();
     assert!(said.contains("goes back to an older state") && said.contains(&newest), "{said}");
     fs::write(lab.file("finish"), "").unwrap();
@@ -262,14 +262,14 @@ fn images_from_before_the_key_need_a_word_and_no_more() {
     assert!(out.is_empty() && said.contains("store.accept-unsigned = true") && !lab.store().exists(), "{said}");
     let lab = lab.set("store.accept-unsigned", "true");
     let mut run = lab.run(&command);
-    run.wait_said(&format!("the job is back from image {image}"));
+    run.wait_said(&format!("the job was restored from image {image}"));
     let signed = replicated(&mut run, &lab);
     lab.kill_9(run);
     lab.forget_memory();
     // What is written now is signed, and needs no word any more.
     let lab = lab.set("store.accept-unsigned", "false");
     let mut run = lab.run(&command);
-    run.wait_said(&format!("the job is back from image {signed}"));
+    run.wait_said(&format!("the job was restored from image {signed}"));
     fs::write(lab.file("finish"), "").unwrap();
     run.ends_with(0);
 }

@@ -45,7 +45,7 @@ fn three_images_outlive_sixteen_damaged_bytes_of_what_they_share() {
     assert!(output.status.code() == Some(1) && said.contains("takes what it can from the replica"), "{said}");
 
     let mut run = lab.python("kinds.py", &["fresh-2", &folder]);
-    run.wait_said("the job is back from image 000003");
+    run.wait_said("the job was restored from image 000003");
     let said = run.err();
     assert!(said.contains(&format!("1 damaged chunk in {}", pack.display())), "{said}");
     assert_eq!(said.matches("1 taken from the replica and stored again; the restore goes on").count(), 1, "{said}");

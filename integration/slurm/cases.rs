@@ -120,7 +120,7 @@ impl Job<'_> {
 
     /// Waits until it goes on from an image, after `times` restarts by Slurm.
     fn goes_on(&self, limit: Duration, times: usize) {
-        self.wait_said(limit, "the job is back from image", times);
+        self.wait_said(limit, "the job was restored from image", times);
         self.counts();
         assert_eq!(self.field("Restarts"), times.to_string());
         assert!(!self.said().contains("job starts anew"));

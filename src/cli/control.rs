@@ -92,7 +92,7 @@ fn words(folder: &JobFolder, answer: &Answer) -> String {
         Answer::Snapshot(it) => {
             let (freeze, size) = (super::list::milliseconds(it.freeze_us), super::list::size(it.bytes));
             let place = if it.stored { "in the store" } else { "in memory, on its way to the store" };
-            format!("{name}/{}: {size}, the job stood still for {freeze}; {place}", it.image)
+            format!("{name}/{}: {size}, the job was frozen for {freeze}; {place}", it.image)
         }
         Answer::Suspended { image, only_in_memory: None } => {
             format!("job {name} is suspended: `rekindle resume {name}` goes on from {}", from(image))

@@ -77,7 +77,7 @@ pub struct Report {
     pub failures: usize,
     /// How often a snapshot failed.
     pub snapshots_failed: usize,
-    /// How long the job stood still for snapshots.
+    /// How long the job was frozen for snapshots.
     pub freeze: Option<Freezes>,
     /// What the interval costs; none before there are two snapshots in a row.
     pub cost: Option<Cost>,
@@ -156,7 +156,7 @@ impl Times {
     }
 }
 
-/// How long the job stood still for a snapshot. A freeze of zero was not measured and is not among them.
+/// How long the job was frozen for a snapshot. A freeze of zero was not measured and is not among them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Freezes {
     /// How many.

@@ -102,7 +102,7 @@ pub fn event(what: &What) -> (String, String) {
             format!("the job runs from {}, after {}{gpus}", from(image), time(*took_us))
         }
         What::SnapshotTaken { image, freeze_us, bytes, .. } => {
-            format!("image {image}, {}, the job stood still for {}", size(*bytes), time(*freeze_us))
+            format!("image {image}, {}, the job was frozen for {}", size(*bytes), time(*freeze_us))
         }
         What::SnapshotHeld { bound_us, .. } => format!("the job holds a snapshot off, for {} at most", time(*bound_us)),
         What::HoldOver { how, waited_us, .. } => format!("{}, after {}", how.replace('-', " "), time(*waited_us)),

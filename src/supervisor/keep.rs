@@ -134,7 +134,7 @@ impl Owner<'_> {
                 let bytes = taken.image.manifest().map_or(0, |m| m.bytes);
                 let freeze = shown(taken.freeze);
                 let size = ByteSize::b(bytes);
-                tracing::info!("image {}: {size}, the job stood still for {freeze}", taken.image.id);
+                tracing::info!("image {}: {size}, the job was frozen for {freeze}", taken.image.id);
                 self.published.taken(&taken);
                 self.await_proof(taken.image.id);
                 self.tell_snapshot(&taken);

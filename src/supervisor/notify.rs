@@ -236,7 +236,7 @@ fn status(published: &Published, now: DateTime<Utc>) -> String {
     }
     if let (Some(image), Some(freeze)) = (published.last_image, published.last_freeze_us) {
         let (age, freeze) = (age(now - image.taken()), Duration::from_micros(freeze).as_secs_f64());
-        add(format!("image {} taken {age}, the job stood still for {freeze:.1} s", image.sequence()));
+        add(format!("image {} taken {age}, the job was frozen for {freeze:.1} s", image.sequence()));
     }
     for (moving, place) in [(&published.persisting, "store"), (&published.replicating, "replica")] {
         if let Some(moving) = moving {

@@ -42,7 +42,7 @@ pub struct Published {
     pub restarts: u32,
     /// The newest image.
     pub last_image: Option<ImageId>,
-    /// How long the job stood still for it, in microseconds.
+    /// How long the job was frozen for it, in microseconds.
     pub last_freeze_us: Option<u64>,
     /// Its size, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]

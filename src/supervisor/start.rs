@@ -352,7 +352,7 @@ fn restore_job(
         Ok(restored) => {
             let mut notes: Vec<String> = restored.put_back.iter().map(ToString::to_string).collect();
             let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();
-            notes.push(format!("the job is back from image {id} after {}", shown(took)));
+            notes.push(format!("the job was restored from image {id} after {}", shown(took)));
             let moved = restored.moved;
             notes.extend(moved.iter().map(|m| format!("what was on {} is on {} now: {}", m.old, m.new, m.why)));
             notes.extend(restored.visible.map(|value| {

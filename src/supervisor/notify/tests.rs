@@ -85,7 +85,7 @@ fn the_line_says_what_people_want_to_know() {
     let at = |seconds| taken + TimeDelta::seconds(seconds);
     assert_eq!(status(&published("starting"), at(0)), "starting");
     let running = Published { last_image: Some(image), last_freeze_us: Some(612_000), ..published("running") };
-    assert_eq!(status(&running, at(0)), "running; image 12 taken just now, the job stood still for 0.6 s");
+    assert_eq!(status(&running, at(0)), "running; image 12 taken just now, the job was frozen for 0.6 s");
     assert!(status(&running, at(60)).contains("taken 1 minute ago,"));
     assert!(status(&running, at(7300)).contains("taken 2 hours ago,"));
     assert!(status(&running, at(90_000)).contains("taken 1 day ago,"));

@@ -117,7 +117,7 @@ pub enum Event {
     },
     /// A snapshot is in the store.
     SnapshotTaken {
-        /// How long the job stood still for it.
+        /// How long the job was frozen for it.
         freeze: Duration,
         /// How long it took then to make it lasting, where that is done.
         persist: Option<Duration>,

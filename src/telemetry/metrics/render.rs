@@ -177,7 +177,7 @@ impl Seen {
         )?;
         sink.gauge(
             "rekindle_last_freeze_seconds",
-            "How long the job stood still for the newest image",
+            "How long the job was frozen for the newest image",
             facts.last.map(|last| last.freeze),
         )?;
         sink.gauge("rekindle_last_image_bytes", "Size of the newest image", facts.last.map(|last| real(last.bytes)))?;
@@ -185,7 +185,7 @@ impl Seen {
             let phases = facts.phases.iter().map(|(name, time)| ([("phase", name.clone())], *time));
             sink.family("rekindle_last_freeze_phase_seconds", "The same by phase", phases)?;
         }
-        let help = "How long the job stood still for snapshots";
+        let help = "How long the job was frozen for snapshots";
         let mut encoder = sink.0.encode_descriptor("rekindle_freeze_seconds", help, None, MetricType::Histogram)?;
         let buckets: Vec<(f64, u64)> = BUCKETS.into_iter().zip(facts.freezes.counts).collect();
         encoder.encode_histogram::<NoLabelSet>(facts.freezes.sum, facts.freezes.counts.iter().sum(), &buckets, None)?;
