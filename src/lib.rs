@@ -20,6 +20,7 @@
 //!
 //! The modules in the order of that flow:
 //!
+//! - [`base`]: plain data and calculations that all others speak of.
 //! - [`cli`]: what was typed, turned into calls of the modules below; tables, JSON and exit codes.
 //! - [`config`]: TOML, typed and then validated; touches nothing.
 //! - [`launch`]: the job's world: namespaces, init, reaper, interposer, user, limits, output.
@@ -38,6 +39,7 @@
 //! - [`telemetry`]: logs for people, the journal of a job's events, metrics.
 //! - [`report`]: what a job's time went to, from that journal: a page, a document.
 
+pub mod base;
 pub mod cli;
 pub mod config;
 pub mod control;

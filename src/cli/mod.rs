@@ -33,6 +33,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser};
 
+use crate::base::chain;
 use crate::config::{self as settings, Overrides};
 use crate::store::{Access, Store, Trust};
 use crate::telemetry;
@@ -197,7 +198,7 @@ fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     match dispatch(&cli) {
         Ok(exit) => exit.into(),
         Err(error) => {
-            let text = error.chain().fold(String::new(), |text, cause| join_cause(text, &cause.to_string()));
+            let text = chain(error.as_ref());
             // The last line is one of the log, where that is for programs.
             if telemetry::log::is_json() {
                 tracing::error!("{text}")
@@ -206,15 +207,6 @@ fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
             }
             exit::of_error(&error).into()
         }
-    }
-}
-
-/// A cause that its parent quotes already is not said twice.
-fn join_cause(text: String, cause: &str) -> String {
-    match text.as_str() {
-        "" => cause.to_string(),
-        known if known.contains(cause) => text,
-        known => format!("{known}: {cause}"),
     }
 }
 
@@ -288,12 +280,6 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
-    }
-
-    #[test]
-    fn a_cause_is_not_said_twice() {
-        assert_eq!(join_cause("cannot read x".into(), "no such file"), "cannot read x: no such file");
-        assert_eq!(join_cause("cannot read x: no such file".into(), "no such file"), "cannot read x: no such file");
     }
 
     #[test]

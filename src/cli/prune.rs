@@ -8,12 +8,12 @@ use serde::Serialize;
 use super::list::size;
 use super::output::{complain, print_table};
 use super::{Exit, Global, Misuse, job_args};
+use crate::base::chain;
 use crate::config::{self, SizeLimit};
 use crate::store::gc;
 use crate::store::retention::survey::{self, Survey};
 use crate::store::retention::{Plan, Policy, Verdict};
 use crate::store::{ImageId, JobFolder, JobName, Known, Place};
-use crate::telemetry::log::chain;
 
 /// What to prune, and by which rules.
 #[derive(Debug, clap::Args)]

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::Misuse;
 use super::list::size;
+use crate::base::chain;
 use crate::config::Config;
 use crate::store::chunk::Key;
 use crate::store::persist::Progress;
@@ -18,7 +19,6 @@ use crate::store::{
     WriterLock,
 };
 use crate::supervisor::notify::Notify;
-use crate::telemetry::log::chain;
 
 /// How often a fetch says how far it is.
 const SAY: Duration = Duration::from_secs(3);

@@ -9,6 +9,7 @@ use anyhow::Context;
 use chrono::{DateTime, Utc};
 
 use super::{Exit, Global, Misuse, environment, job_args, named_criu, replica, start_log, trust};
+use crate::base::chain;
 use crate::config::{ColdStart, Config, Deadline, Interposer, Limit, Overrides, Requeue, Staging, Stdin, UplinkMode};
 use crate::launch::identity;
 use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper, uplink};
@@ -32,7 +33,6 @@ use crate::sys::inherited;
 use crate::sys::nvml::names_instance;
 use crate::sys::spawn::Ended;
 use crate::telemetry;
-use crate::telemetry::log::chain;
 use crate::watch::beats::Beats;
 use crate::word::server::Socket;
 

@@ -8,10 +8,10 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use super::replica;
+use crate::base::chain;
 use crate::config::Config;
 use crate::store::image::is_untrusted;
 use crate::store::{Access, Error, ImageId, JobFolder, JobName, Outcome, Seen, Store, Trust};
-use crate::telemetry::log::chain;
 
 /// An image is not believed, and it is newer than all that are.
 #[derive(Debug, thiserror::Error)]

@@ -36,7 +36,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-pub use auto::{MeanTime, Percentage};
+pub use crate::base::Percentage;
+pub use auto::MeanTime;
 pub use control::Control;
 pub use error::{Error, Fault, Problem};
 pub use files::{ChangedFiles, Files};

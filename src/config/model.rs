@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::auto::{MeanTime, Percentage};
+use super::auto::MeanTime;
 use super::control::Control;
 use super::files::{ChangedFiles, Files};
 use super::gpu::Gpu;
@@ -17,6 +17,7 @@ use super::tell::{Hooks, LogFormat, Metrics};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 use super::watch::{Patience, Rule, Watch};
 use super::word::Word;
+use crate::base::Percentage;
 use crate::sys::parallel;
 
 /// The only configuration format there is so far.

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::auto::{MeanTime, Percentage};
+use super::auto::MeanTime;
 use super::keys;
 use super::model::{Config, LIMITS, PidNamespace, VERSION};
 use super::network::{NetworkMode, UplinkMode};
@@ -11,6 +11,7 @@ use super::scheduler::Deadline;
 use super::storage::{Repack, SizeLimit, VerifyRate};
 use super::value::{ByteSize, Interval, Rate, Stdin};
 use super::watch::RuleAction;
+use crate::base::Percentage;
 
 /// A key, an entry in it included, and the rule that its value breaks.
 pub(super) type Broken = (String, String);

@@ -186,7 +186,7 @@ impl From<Rate> for String {
 pub enum Interval {
     /// With this much time between the end of one and the start of the next.
     Every(Duration),
-    /// Chosen from what a snapshot costs and how often the job fails ([`crate::supervisor::interval`]).
+    /// Chosen from what a snapshot costs and how often the job fails ([`crate::base::interval`]).
     Auto,
     /// Only when asked to.
     Off,

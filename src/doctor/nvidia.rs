@@ -4,11 +4,11 @@
 use std::path::Path;
 
 use super::Check;
+use crate::base::chain;
 use crate::launch::gpus;
 use crate::sys::cuda::{self, Driver, DriverVersion, Function};
 use crate::sys::nvml::{GpuInventory, Mig, names_instance};
 use crate::sys::process;
-use crate::telemetry::log::chain;
 
 #[derive(Debug)]
 pub(super) struct Facts {

@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use super::{Check, memory, nvidia, size, trial};
+use crate::base::chain;
 use crate::config::{Config, Interposer, Staging};
 use crate::launch::interposer;
 use crate::snapshot::pages;
 use crate::store::staging::leftovers::{self, Leftover};
 use crate::store::staging::{self, HugePages};
 use crate::store::{Access, Store};
-use crate::telemetry::log::chain;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {

@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use nix::sys::statvfs::{FsFlags, statvfs};
 
 use super::Check;
+use crate::base::chain;
 use crate::config::PidNamespace;
 use crate::launch::world::{FIRST_PID, Network, World, last_pid_for};
 use crate::launch::{self, IoUring, Job, JobSpec, Privileges, output, plugin, reaper};
 use crate::snapshot::devices::Devices;
 use crate::sys::criu::{self, Criu, DumpOptions, Hooks, Place, Plugin, RestoreOptions, Tcp};
 use crate::sys::process;
-use crate::telemetry::log::chain;
 
 /// On one CRIU request. A good one takes less than a tenth of a second, on a busy machine less than one.
 const LIMIT: Duration = Duration::from_secs(5);

@@ -10,8 +10,8 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::base::chain;
 use crate::sys::cuda::{self, DriverVersion, Process, State};
-use crate::telemetry::log::chain;
 
 /// The drivers, by their first number. No report is known of 580, which most was measured with, nor of 610.
 const HANG_THE_HOST: RangeInclusive<u32> = 595..=595;

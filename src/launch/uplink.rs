@@ -29,10 +29,10 @@ use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::embedded;
+use crate::base::chain;
 use crate::store::staging;
 use crate::sys::netns::{self, Owned};
 use crate::sys::spawn::{self, Child, Ended, Open, Spawn};
-use crate::telemetry::log::chain;
 
 /// The program, and the name of its package in Debian, Ubuntu and Fedora.
 pub const PROGRAM: &str = "slirp4netns";

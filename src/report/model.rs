@@ -7,9 +7,9 @@ use serde::Serialize;
 
 use super::history::{Failure, History, Kind, Snapshot, Span, Trouble};
 use super::words;
-use crate::config::Percentage;
+use crate::base::Percentage;
+use crate::base::interval::{self, Choice, Failures, MtbfSource};
 use crate::store::ImageId;
-use crate::supervisor::interval::{self, Choice, Failures, MtbfSource};
 use crate::telemetry::events::Event;
 
 /// So many events are listed.

@@ -11,11 +11,11 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
 use super::{Error, Request};
+use crate::base::chain;
 use crate::store::staging::{Need, TakeError};
 use crate::store::unpack;
 use crate::store::{Form, Image, Manifest};
 use crate::sys::durable;
-use crate::telemetry::log::chain;
 
 /// Where a packed image is unpacked below the job's scratch folder.
 const FOLDER: &str = "unpacked";

@@ -20,6 +20,7 @@ use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 
 use super::{Error, Request, Unpacking, Until, landing, run_criu};
+use crate::base::chain;
 use crate::config::ChangedFiles;
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
@@ -31,7 +32,6 @@ use crate::store::{Access, Image, ImageId, JobFolder, JobName, Manifest, Store};
 use crate::sys::criu::{self, Criu, Version};
 use crate::sys::spawn::Ended;
 use crate::sys::{cgroup, netns, process, view};
-use crate::telemetry::log::chain;
 
 /// What is to be tried, and with what.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -74,7 +74,7 @@ impl Devices {
     /// `cuda` are the CUDA processes in it, as we see them. Answers what the user should know; an error, in words, where an
     /// image without the devices would not be one of the job.
     pub(super) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Option<String>, String> {
-        let replaced = image::without_devices(criu_dir).map_err(|e| crate::telemetry::log::chain(&e))?;
+        let replaced = image::without_devices(criu_dir).map_err(|e| crate::base::chain(&e))?;
         if replaced.is_empty() {
             return Ok(None);
         }

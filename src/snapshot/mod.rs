@@ -45,13 +45,13 @@ use std::time::{Duration, Instant};
 
 use chrono::Utc;
 
+use crate::base::interval::Choice;
 use crate::config::Config;
 use crate::launch::{self, Job};
 use crate::store::manifest::{self, Manifest, PidNamespace, Reason};
 use crate::store::retention::survey::NoRoom;
 use crate::store::staging::{self, Area, admission};
 use crate::store::{Image, JobFolder, JobPath, PublishError, WriterLock};
-use crate::supervisor::interval::Choice;
 use crate::sys::criu::image::Dangling;
 use crate::sys::criu::{self, Criu};
 use crate::sys::cuda;

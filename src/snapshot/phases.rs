@@ -12,6 +12,7 @@ use super::target::Target;
 use super::{
     Dead, Error, InFlight, Subject, Unnoticed, devices, files, gpu, groups, in_flight, landing, preflight, prepare, tcp,
 };
+use crate::base::chain;
 use crate::launch::identity::Identity;
 use crate::launch::{Privileges, plugin};
 use crate::restart;
@@ -23,7 +24,6 @@ use crate::sys::criu::{self, DumpOptions, Hooks, Notify, Place, Plugin, Tcp};
 use crate::sys::nvml::GpuInventory;
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace, repair};
-use crate::telemetry::log::chain;
 
 /// CRIU's images within an image.
 pub(crate) const CRIU_DIR: &str = "criu";

@@ -269,7 +269,7 @@ fn supervisor(holder: Option<&Holder>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::telemetry::log::chain;
+    use crate::base::chain;
 
     #[test]
     fn a_failing_disk_is_told_as_that_with_the_file_and_what_to_do() {

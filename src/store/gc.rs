@@ -192,7 +192,7 @@ fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected
             Lost::From { offset, pack_len, why } => {
                 Some(format!("{why}, so {} of its {pack_len} bytes cannot be used", pack_len.saturating_sub(*offset)))
             }
-            Lost::All(why) => Some(crate::telemetry::log::chain(why)),
+            Lost::All(why) => Some(crate::base::chain(why)),
         };
         if let Some(why) = why {
             return Err(Error::Pack { pack: problem.pack, why });
@@ -208,7 +208,7 @@ fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected
 /// Writes the index of a pack anew, from its records. One that is damaged was perhaps struck out of the index that was there
 /// ([`super::heal`]), and must not take the place of a whole copy: it is left out.
 fn write_index(packs: &Packs, pack: PackName, key: Option<&Key>) -> Result<(), Error> {
-    let why = |error: &dyn std::error::Error| Error::Pack { pack, why: crate::telemetry::log::chain(error) };
+    let why = |error: &dyn std::error::Error| Error::Pack { pack, why: crate::base::chain(error) };
     let scan = packs.scan(pack).map_err(|error| why(&error))?;
     let mut entries = scan.index.entries().to_vec();
     if let Ok(key) = scan.header.key_for(key) {

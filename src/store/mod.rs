@@ -38,7 +38,6 @@ mod links;
 mod lock;
 pub mod manifest;
 mod mark;
-pub(crate) mod micros;
 pub mod pack;
 mod paths;
 pub mod persist;

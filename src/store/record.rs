@@ -10,9 +10,10 @@ use serde_json::value::RawValue;
 
 use super::error::{Error, Result};
 use super::id::{ImageId, JobName};
-use super::micros;
 use super::paths::JobPath;
 use super::trust::{Signature, Trust};
+use crate::base::interval::Failures;
+use crate::base::micros;
 use crate::sys::durable;
 
 pub(super) const FILE_NAME: &str = "job.json";
@@ -44,7 +45,7 @@ pub struct JobRecord {
     /// and the end of a run, at a death and at each snapshot.
     #[serde(rename = "uptime_us", default, with = "micros")]
     pub uptime: Duration,
-    /// How often it failed in that time; see [`crate::supervisor::interval::Failures`].
+    /// How often it failed in that time; see [`crate::base::interval::Failures`].
     #[serde(default)]
     pub failures: u32,
     /// How often this run was brought back from an image.
@@ -146,6 +147,15 @@ pub(super) fn write(path: &Path, record: &JobRecord, job: &JobName, trust: &Trus
     durable::write_file(path, &to_bytes(record, job, trust).map_err(failed)?, 0o600).map_err(failed)
 }
 
+impl JobRecord {
+    /// How often the job failed by the end of this run. One whose end is not recorded was ended by force, with the job.
+    #[must_use]
+    pub fn seen_so_far(&self) -> Failures {
+        let by_force = u32::from(self.outcome == Outcome::Running);
+        Failures { uptime: self.uptime, failures: self.failures.saturating_add(by_force) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -197,5 +207,24 @@ mod tests {
         assert_eq!(read(&old, &job, &Trust::default()).unwrap(), record());
         assert!(matches!(untrusted(read(&old, &job, &ours)), Untrusted::Unsigned { .. }));
         assert_eq!(read(&old, &job, &trust(7, Unsigned::Accepted)).unwrap(), record());
+    }
+
+    #[test]
+    fn a_run_that_was_ended_by_force_has_failed() {
+        let record = |outcome| JobRecord {
+            command: Vec::new(),
+            directory: "/".into(),
+            lineage: String::new(),
+            base: None,
+            created: chrono::DateTime::UNIX_EPOCH,
+            outcome,
+            exit_code: None,
+            uptime: Duration::from_secs(3600),
+            failures: 2,
+            restores: 0,
+        };
+        for (outcome, failures) in [(Outcome::Running, 3), (Outcome::Stopped, 2), (Outcome::Completed, 2)] {
+            assert_eq!(record(outcome).seen_so_far(), Failures { uptime: Duration::from_secs(3600), failures });
+        }
     }
 }

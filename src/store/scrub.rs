@@ -15,9 +15,9 @@ use super::error::Result;
 use super::format::FormatError;
 use super::pack::set::Lost;
 use super::pack::{Entry, Location, PackHeader, PackName, Packs, record};
+use crate::base::chain;
 use crate::store::pack::record::HEADER_BYTES;
 use crate::sys::direct::{Aligned, DirectFile, Way, span};
-use crate::telemetry::log::chain;
 
 /// A pack is read again after this time. Disks lose sectors in months, not in hours.
 pub const AGAIN: Duration = Duration::from_secs(24 * 3600);

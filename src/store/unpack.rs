@@ -24,9 +24,9 @@ use super::manifest::Manifest;
 use super::pack::Index;
 use super::pack::reader::{ReadChunkError, Reading, Visit, Want};
 use super::persist::Progress;
+use crate::base::chain;
 use crate::sys::direct::Way;
 use crate::sys::pages::Writer;
-use crate::telemetry::log::chain;
 
 /// Threads for a restart, when the job needs no processor: more than there are, because each waits for the disk as well.
 #[must_use]

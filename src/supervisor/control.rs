@@ -4,6 +4,7 @@
 //! not. Its answer comes when the state says what became of it ([`Owner::settle`], after every step), or with the snapshot
 //! that it is about. Nobody is forgotten: a [`Reply`] that is dropped answers that the supervisor ended.
 
+use crate::base::chain;
 use crate::control::protocol::{Answer, Code, Fault, Request, Snapped, Snapshot};
 use crate::control::server::Server;
 use crate::control::{Call, Reply};
@@ -11,7 +12,6 @@ use crate::snapshot::Taken;
 use crate::store::manifest::Reason;
 use crate::store::{Change, Image, ImageId};
 use crate::telemetry::events::What;
-use crate::telemetry::log::chain;
 
 use std::time::Instant;
 

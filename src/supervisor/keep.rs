@@ -12,6 +12,7 @@ use super::memory;
 use super::publish::Persisting;
 use super::state::{Event, Finish, State};
 use super::{Message, Owner, PROGRESS, Setup};
+use crate::base::chain;
 use crate::hooks::Passed;
 use crate::snapshot::{self, Launch, Subject, Taken};
 use crate::store::gc;
@@ -23,7 +24,6 @@ use crate::store::{Form, Image, ImageId, Seen};
 use crate::sys::criu::Log;
 use crate::sys::{cgroup, process};
 use crate::telemetry::events::What;
-use crate::telemetry::log::chain;
 
 /// How often it is looked at how much memory is left.
 pub(super) const LOOK: Duration = Duration::from_secs(2);

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use super::Owner;
 use super::state::State;
+use crate::base::chain;
 use crate::store::ImageId;
 use crate::sys::spawn::Ended;
-use crate::telemetry::log::chain;
 
 /// A proof that could not be written down is tried again after this time.
 const AGAIN: Duration = Duration::from_secs(10);

@@ -12,9 +12,9 @@ use chrono::{DateTime, TimeDelta, Utc};
 use serde::{Deserialize, Serialize};
 
 use super::deadline::Forecast;
-use super::interval::Choice;
 use super::state::State;
 use super::watch::LastEnd;
+use crate::base::interval::Choice;
 use crate::launch::Job;
 use crate::snapshot::Taken;
 use crate::store::persist::Progress;

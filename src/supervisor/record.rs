@@ -6,11 +6,11 @@
 
 use std::time::{Duration, Instant};
 
-use super::interval::{Failures, Pace};
 use super::state::State;
 use super::{Owner, Setup};
+use crate::base::chain;
+use crate::base::interval::Pace;
 use crate::store::{Image, JobRecord, Outcome};
-use crate::telemetry::log::chain;
 
 /// What earlier runs of the job left for the choice of the interval. What cannot be read is learnt anew.
 pub(super) fn recall(setup: &Setup) -> Pace {
@@ -21,7 +21,7 @@ pub(super) fn recall(setup: &Setup) -> Pace {
     });
     let ours = images.iter().rev().filter_map(Image::manifest).filter(|m| m.lineage == setup.launch.lineage);
     let freezes = ours.map(|m| Duration::from_micros(m.freeze_us));
-    Pace::recalled(record.as_ref().map(Failures::after).unwrap_or_default(), freezes)
+    Pace::recalled(record.as_ref().map(JobRecord::seen_so_far).unwrap_or_default(), freezes)
 }
 
 impl Owner<'_> {

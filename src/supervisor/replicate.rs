@@ -13,13 +13,13 @@ use super::keep::shown;
 use super::publish::Persisting;
 use super::state::Finish;
 use super::{Message, Owner, PROGRESS, Setup};
+use crate::base::chain;
 use crate::config::Rate;
 use crate::store::persist::Progress;
 use crate::store::replica::{self, Patience, Replica, Uploaded};
 use crate::store::{Form, Image, ImageId, State};
 use crate::sys::process;
 use crate::telemetry::events::What as Told;
-use crate::telemetry::log::chain;
 
 /// The first pause after an outage.
 const PAUSE: Duration = Duration::from_secs(30);

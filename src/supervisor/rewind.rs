@@ -6,13 +6,13 @@ use super::control::Incoming;
 use super::line::{Candidate, Line, Target};
 use super::state::Event;
 use super::{Message, Owner, Setup};
+use crate::base::chain;
 use crate::control::Reply;
 use crate::control::protocol::{Code, Fault};
 use crate::restart;
 use crate::restart::compat::{self, Difference, Here};
 use crate::restart::policy::{From, Images};
 use crate::store::{Image, ImageId, LATEST, State};
-use crate::telemetry::log::chain;
 
 /// A name for a run that begins from nothing, or from an image that is not the newest.
 pub(crate) fn new_lineage() -> String {

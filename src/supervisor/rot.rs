@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 
 use super::state::State;
 use super::{Message, Owner, Setup, replicate};
+use crate::base::chain;
 use crate::config::VerifyRate;
 use crate::store::ImageId;
 use crate::store::heal::{self, Healed, Healing};
 use crate::store::scrub::{AGAIN, Scrub, Step};
 use crate::sys::process;
 use crate::telemetry::events::What;
-use crate::telemetry::log::chain;
 
 /// What is owed to the rate is slept for when it is as much: fewer pauses wake the processor less often.
 const PAUSE: Duration = Duration::from_millis(100);

@@ -12,6 +12,7 @@ use super::failed::{Failed, Lives, without_damaged};
 use super::keep::{Moving, shown};
 use super::state::{Event, Obstacle, State};
 use super::{Message, Owner, Setup, replicate};
+use crate::base::chain;
 use crate::config::{NetworkMode, PidNamespace};
 use crate::hooks::{Passed, Refused};
 use crate::launch::world::{FIRST_PID, Network, World};
@@ -25,7 +26,6 @@ use crate::store::persist::Progress;
 use crate::store::unpack;
 use crate::store::{BadMark, BadWhy, Image, ImageId, JobName};
 use crate::telemetry::events::What;
-use crate::telemetry::log::chain;
 
 pub(super) struct StartedJob {
     job: Job,

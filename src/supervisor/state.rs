@@ -35,7 +35,7 @@ pub use admission::Wish;
 pub use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Stop, Verdict};
 pub use states::{Ending, Life, State, Then};
 
-use super::interval::{Choice, Failures, Pace};
+use crate::base::interval::{Choice, Failures, Pace};
 use crate::config::Config;
 use crate::restart::policy::{Death, Decision, Failure, From, History, Images, Mark};
 use crate::store::ImageId;

@@ -2,7 +2,6 @@
 
 mod json;
 
-use std::error::Error;
 use std::fmt;
 use std::io::IsTerminal;
 use std::sync::OnceLock;
@@ -80,22 +79,6 @@ fn fields() -> impl for<'a> FormatFields<'a> {
         }
     };
     debug_fn(write).delimited(" ")
-}
-
-/// An error with all its causes on one line; a cause that its parent quotes already is left out.
-#[must_use]
-pub fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        let cause_text = cause.to_string();
-        if !text.contains(&cause_text) {
-            text.push_str(": ");
-            text.push_str(&cause_text);
-        }
-        next = cause.source();
-    }
-    text
 }
 
 #[cfg(test)]

@@ -14,9 +14,9 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 
 use super::{Bounds, Change, Files, State, States, lock, numbered};
+use crate::base::chain;
 use crate::sys::durable::Unfinished;
 use crate::sys::sparse;
-use crate::telemetry::log::chain;
 
 /// Makes room for a new NAME.1.
 fn shift(path: &Path, keep: u32) -> io::Result<()> {

@@ -4,13 +4,13 @@ use std::collections::HashSet;
 use std::io;
 
 use super::{Error, PackUse};
+use crate::base::chain;
 use crate::config::Copies;
 use crate::store::chunk::map::{self, ChunkMap};
 use crate::store::folder::JobFolder;
 use crate::store::format::ReadError;
 use crate::store::image::{DamageKind, Image, State};
 use crate::store::pack::set::{Index, Packs};
-use crate::telemetry::log::chain;
 
 /// The names of chunks. Half of each is enough, as in the index.
 type Prefix = [u8; 16];

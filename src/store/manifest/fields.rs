@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 
 use super::contents::{Owner, Stamp, TrackedFolder};
 use super::groups::ControlGroup;
+use crate::base::interval::Choice;
 use crate::store::id::{ImageId, JobName};
 use crate::store::paths::{JobPath, PartPath, of_job};
-use crate::supervisor::interval::Choice;
 use crate::sys::criu::Tcp;
 use crate::sys::nvml;
 

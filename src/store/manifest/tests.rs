@@ -1,8 +1,8 @@
 use super::*;
+use crate::base::interval;
 use crate::store::chunk::Key;
 use crate::store::tests::manifest;
 use crate::store::{Unsigned, Untrusted};
-use crate::supervisor::interval;
 use proptest::prelude::*;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;

@@ -166,7 +166,7 @@ fn every_kind_of_part_comes_back_as_it_was() {
                 let error = ground.unpack(&image, wrong.as_ref()).unwrap_err();
                 assert!(!error.is_damage(), "{error:?}");
                 let expected = if wrong.is_some() { "another key" } else { "name the key file" };
-                assert!(crate::telemetry::log::chain(&error).contains(expected), "{error:?}");
+                assert!(crate::base::chain(&error).contains(expected), "{error:?}");
             }
         }
     }

@@ -6,6 +6,7 @@ use std::io;
 use chrono::Utc;
 
 use super::{Error, Hold, Loss, Suffering};
+use crate::base::chain;
 use crate::store::chunk::ChunkId;
 use crate::store::chunk::map::Extent;
 use crate::store::folder::JobFolder;
@@ -15,7 +16,6 @@ use crate::store::mark::{BadMark, BadWhy};
 use crate::store::pack::set::{Index, PackInfo};
 use crate::store::pack::{PackIndex, PackName};
 use crate::store::verify::Finding;
-use crate::telemetry::log::chain;
 
 /// What the packs have, and what they may have.
 #[derive(Debug, Default)]

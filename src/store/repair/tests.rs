@@ -149,7 +149,7 @@ impl Case {
                     whole.push(n);
                 }
                 Err(error) => {
-                    let text = crate::telemetry::log::chain(&error);
+                    let text = crate::base::chain(&error);
                     assert!(text.contains(&image.id.to_string()), "{text}");
                     let part = parts.iter().any(|(path, _)| text.contains(&format!("of \"{path}\" cannot be had")));
                     let place = text.contains(".pack") || text.contains("is in no pack");

@@ -10,6 +10,7 @@ use serde::Serialize;
 
 use super::packed::{self, Wrong};
 use super::{PartReport, Report};
+use crate::base::chain;
 use crate::store::chunk::{ChunkId, Key};
 use crate::store::folder::JobFolder;
 use crate::store::image::{Form, Image};
@@ -18,7 +19,6 @@ use crate::store::pack::{Entry, Location, PackName, Packs, Problem, ReadChunkErr
 use crate::store::persist::Progress;
 use crate::store::unpack::Place;
 use crate::sys::direct::Way;
-use crate::telemetry::log::chain;
 
 /// Of how many packs the content is read, in per cent; which ones is left to chance, so that a little every day reads all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

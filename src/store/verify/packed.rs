@@ -27,7 +27,7 @@ impl Wrong {
             Some((count, offset, _)) if *offset <= place.offset => *count += 1,
             other => {
                 let count = other.take().map_or(1, |(count, ..)| count + 1);
-                *other = Some((count, place.offset, crate::telemetry::log::chain(why)));
+                *other = Some((count, place.offset, crate::base::chain(why)));
             }
         }
     }
@@ -60,8 +60,8 @@ pub(super) fn packs_of(image: &Image) -> Packs {
 
 /// The map of the image and the index of the packs, or what is wrong with them.
 pub(super) fn look(image: &Image) -> Result<(ChunkMap, Index), PartReport> {
-    let broken = |error: &dyn std::error::Error| Finding::Broken { why: crate::telemetry::log::chain(error) };
-    let unreadable = |error: &dyn std::error::Error| Finding::Unreadable { why: crate::telemetry::log::chain(error) };
+    let broken = |error: &dyn std::error::Error| Finding::Broken { why: crate::base::chain(error) };
+    let unreadable = |error: &dyn std::error::Error| Finding::Unreadable { why: crate::base::chain(error) };
     let map = image.chunk_map().map_err(|error| PartReport {
         path: map::FILE_NAME.into(),
         finding: match &error {

@@ -6,7 +6,8 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
-use crate::store::{ImageId, micros};
+use crate::base::micros;
+use crate::store::ImageId;
 use crate::supervisor::Persisting;
 use crate::telemetry::events::{Event, What};
 

@@ -37,7 +37,7 @@ fn lives() {
         let images = ground.folder.images().unwrap();
         for old in images.iter().skip(1) {
             if let Err(error) = ground.folder.remove(&ground.lock, &old.id) {
-                assert!(crate::telemetry::log::chain(&error).contains("no storage space"), "{error:?}");
+                assert!(crate::base::chain(&error).contains("no storage space"), "{error:?}");
             }
         }
         let bounds = Bounds { sweep_after: Duration::ZERO, repack: Some(u64::MAX), key: None, copies: Copies::One };

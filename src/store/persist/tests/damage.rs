@@ -1,9 +1,9 @@
 //! Damage of packs, indexes and maps: found, and named.
 
 use super::*;
+use crate::base::chain;
 use crate::store::pack::Packs;
 use crate::store::verify::{Finding, Share, check_packs};
-use crate::telemetry::log::chain;
 
 fn one_image() -> (Ground, Image) {
     let ground = Ground::new();

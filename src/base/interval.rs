@@ -29,8 +29,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::Percentage;
-use crate::store::micros;
+use crate::base::Percentage;
+use crate::base::micros;
 pub use pace::{FIRST, FREEZES, Failures, PRIOR, Pace};
 
 /// What a snapshot costs beside its freeze (finding the processes, hashing, syncing) is no longer small below.
@@ -106,7 +106,7 @@ pub enum Bound {
 mod ppm {
     use serde::{Deserialize, Deserializer, Serializer};
 
-    use crate::config::Percentage;
+    use crate::base::Percentage;
 
     pub(super) fn serialize<S: Serializer>(share: &Percentage, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.serialize_u32(share.as_millionths())

@@ -1,6 +1,5 @@
 use super::*;
 use crate::config::{Config, Interval, MeanTime, Snapshot};
-use crate::store::{JobRecord, Outcome};
 use proptest::prelude::*;
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -169,25 +168,6 @@ fn the_mean_time_is_learnt_from_the_job() {
     pace.failed();
     assert_eq!(mtbf(&mut pace, 2 * DAY), 2 * DAY);
     assert_eq!(pace.failures(2 * DAY), Failures { uptime: 5 * DAY, failures: 2 });
-}
-
-#[test]
-fn a_run_that_was_ended_by_force_has_failed() {
-    let record = |outcome| JobRecord {
-        command: Vec::new(),
-        directory: "/".into(),
-        lineage: String::new(),
-        base: None,
-        created: chrono::DateTime::UNIX_EPOCH,
-        outcome,
-        exit_code: None,
-        uptime: HOUR,
-        failures: 2,
-        restores: 0,
-    };
-    for (outcome, failures) in [(Outcome::Running, 3), (Outcome::Stopped, 2), (Outcome::Completed, 2)] {
-        assert_eq!(Failures::after(&record(outcome)), Failures { uptime: HOUR, failures });
-    }
 }
 
 /// Durations of every size, the clock's whole range among them.

@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use super::{Choice, FOREVER, Facts, MtbfSource, SHORTEST, choose, whole_micros};
 use crate::config::{Interval, MeanTime, Snapshot};
-use crate::store::{JobRecord, Outcome};
 
 /// The first wait, while no freeze is known: a job has loaded its libraries and its data by then, and has not done much
 /// that could be lost.
@@ -29,13 +28,6 @@ pub struct Failures {
 }
 
 impl Failures {
-    /// What an earlier run left. One whose end is not in its record was ended by force, with the job.
-    #[must_use]
-    pub fn after(record: &JobRecord) -> Failures {
-        let by_force = u32::from(record.outcome == Outcome::Running);
-        Failures { uptime: record.uptime, failures: record.failures.saturating_add(by_force) }
-    }
-
     /// The mean time between two, with [`PRIOR`] for what is not known yet.
     #[must_use]
     pub fn mean_time_between(&self) -> Duration {
