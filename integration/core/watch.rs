@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use nix::sys::signal::Signal;
-use rekindle::restart::cause::{Cause, Missing};
+use rekindle::base::cause::{Cause, Missing};
 use rekindle::supervisor::RunResult;
 use rekindle::telemetry::events::{What, read};
 

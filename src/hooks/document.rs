@@ -57,7 +57,7 @@ impl<'a> Document<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::restart::cause::Cause;
+    use crate::base::cause::Cause;
     use crate::telemetry::events::What;
 
     #[test]

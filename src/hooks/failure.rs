@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::restart::cause::Cause;
+use crate::base::cause::Cause;
 use crate::telemetry::events::What;
 
 /// What failed.

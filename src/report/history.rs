@@ -13,7 +13,7 @@ use chrono::{DateTime, Utc};
 use serde::Serialize;
 
 use super::words;
-use crate::restart::cause::Cause;
+use crate::base::cause::Cause;
 use crate::store::ImageId;
 use crate::store::manifest::{Phase, Reason};
 use crate::telemetry::events::{Event, What};

@@ -18,12 +18,11 @@ mod matching;
 mod wish;
 
 use bytesize::ByteSize;
-use serde::{Deserialize, Serialize};
 
+use crate::base::{Moved, xid};
 use crate::store::Manifest;
 use crate::sys::cuda::{DriverVersion, GpuMapping, GpuUuid};
 use crate::sys::nvml::{GpuInventory, Mig};
-use crate::watch::xid;
 use matching::{Ask, Faults, Room, place};
 pub use wish::{GpuRef, Pair, ParsePairError, Wishes};
 
@@ -108,17 +107,6 @@ fn is_same_address(one: &str, other: &str) -> bool {
         Some((domain, rest.split('.').next().unwrap_or_default().to_owned()))
     };
     plain(one).is_some_and(|address| plain(other) == Some(address))
-}
-
-/// A GPU that the job used, and the one in its place.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Moved {
-    /// Its UUID.
-    pub old: String,
-    /// That of the other.
-    pub new: String,
-    /// Why, in words.
-    pub why: String,
 }
 
 /// What is to be done about the GPUs.

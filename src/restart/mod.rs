@@ -5,7 +5,6 @@
 //! after what is cut was copied beside them. When the power goes in the middle, the next run begins again with the same
 //! image, and finds files that were put back already as they should be.
 
-pub mod cause;
 pub mod compat;
 mod contents;
 mod cuda;
@@ -27,6 +26,7 @@ mod user;
 
 use std::time::{Duration, Instant};
 
+use crate::base::Moved;
 use crate::config::ChangedFiles;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, Network, World};
@@ -43,7 +43,7 @@ use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
 use crate::word::server as word;
 use compat::{Difference, Here};
-use gpus::{Moved, Plan, Relocation, Wishes};
+use gpus::{Plan, Relocation, Wishes};
 use moved::Logs;
 
 pub use error::{Blame, Error};

@@ -1,6 +1,6 @@
 //! Which rule (`[[rules]]`) is for an end, a hang or a fault: a pure function. The first that fits.
 
-use super::cause::Cause;
+use crate::base::cause::Cause;
 use crate::config::{CauseName, Match, Rule};
 use crate::sys::spawn::Ended;
 
@@ -59,8 +59,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::base::cause::Missing;
     use crate::config::Config;
-    use crate::restart::cause::Missing;
 
     fn rules(matches: &[&str]) -> Vec<Rule> {
         let text: String =

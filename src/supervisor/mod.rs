@@ -15,6 +15,7 @@ pub(crate) mod line;
 mod memory;
 mod metrics;
 pub mod notify;
+mod pace;
 mod proof;
 mod publish;
 mod record;

@@ -6,10 +6,10 @@
 
 use std::time::{Duration, Instant};
 
+use super::pace::Pace;
 use super::state::State;
 use super::{Owner, Setup};
 use crate::base::chain;
-use crate::base::interval::Pace;
 use crate::store::{Image, JobRecord, Outcome};
 
 /// What earlier runs of the job left for the choice of the interval. What cannot be read is learnt anew.

@@ -35,7 +35,8 @@ pub use admission::Wish;
 pub use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Stop, Verdict};
 pub use states::{Ending, Life, State, Then};
 
-use crate::base::interval::{Choice, Failures, Pace};
+use super::pace::Pace;
+use crate::base::interval::{Choice, Failures};
 use crate::config::Config;
 use crate::restart::policy::{Death, Decision, Failure, From, History, Images, Mark};
 use crate::store::ImageId;

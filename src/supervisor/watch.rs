@@ -16,10 +16,11 @@ use super::line::Target;
 use super::publish::Published;
 use super::state::{Ending, Event, State, Stop, Verdict};
 use super::{Message, Owner, Setup};
+use crate::base::cause::{Cause, Facts, Missing, judge};
 use crate::base::chain;
+use crate::base::xid;
 use crate::config::{GpuFaults, HangAction, RuleAction};
 use crate::launch::Job;
-use crate::restart::cause::{Cause, Facts, Missing, judge};
 use crate::restart::rules::{self, Case};
 use crate::sys::process;
 use crate::sys::spawn::Ended;
@@ -28,7 +29,6 @@ use crate::watch::gpu::{self, Fault};
 use crate::watch::lines::{self, Hit, Turn};
 use crate::watch::vigil::{self, Order, Vigil};
 use crate::watch::witness::Witness;
-use crate::watch::xid;
 
 /// What the threads that watch the job report.
 pub(super) enum Finding {

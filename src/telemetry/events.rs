@@ -15,8 +15,8 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use super::clean;
-use crate::restart::cause::{Cause, Missing};
-use crate::restart::gpus::Moved;
+use crate::base::Moved;
+use crate::base::cause::{Cause, Missing};
 use crate::store::ImageId;
 use crate::store::manifest::{Phase, Reason};
 

@@ -17,4 +17,3 @@ pub mod lines;
 pub mod stacks;
 pub mod vigil;
 pub mod witness;
-pub mod xid;

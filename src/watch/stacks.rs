@@ -15,8 +15,8 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use crate::base::cause::Missing;
 use crate::launch::find_program;
-use crate::restart::cause::Missing;
 use crate::sys::process;
 use crate::sys::spawn::Spawn;
 

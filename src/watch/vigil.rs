@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 use super::clock::Clock;
 use super::gpu::GpuWork;
 use super::stacks;
+use crate::base::cause::Missing;
 use crate::config::Watch;
 use crate::launch::output;
-use crate::restart::cause::Missing;
 use crate::sys::process;
 
 /// What it is told.

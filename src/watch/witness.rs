@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::kmsg::{KernelLog, Notice};
-use crate::restart::cause::MemoryFacts;
+use crate::base::cause::MemoryFacts;
 use crate::sys::{cgroup, process};
 
 /// What is compared at the end of a life with what was at its begin.

@@ -1,5 +1,4 @@
 use super::*;
-use crate::config::{Config, Interval, MeanTime, Snapshot};
 use proptest::prelude::*;
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -105,69 +104,6 @@ fn a_choice_is_json_with_units_in_its_names() {
     let json = serde_json::to_value(&plain).unwrap();
     assert!(json["mtbf_source"] == "configured" && json.get("persist_us").is_none(), "{json}");
     assert_eq!(serde_json::from_value::<Choice>(json).unwrap(), plain);
-}
-
-fn auto() -> Snapshot {
-    Snapshot { interval: Interval::Auto, ..Config::default().snapshot }
-}
-
-#[test]
-fn the_first_snapshot_comes_soon() {
-    let (mut pace, observed) = (Pace::default(), auto());
-    assert_eq!(pace.next(&observed, Duration::ZERO), Some(FIRST));
-    let known = |time| Snapshot { mean_time_between_failures: MeanTime::Known(time), ..auto() };
-    assert_eq!(pace.next(&known(Duration::from_secs(100)), Duration::ZERO), Some(Duration::from_secs(10)));
-    assert_eq!(pace.next(&known(Duration::from_secs(2)), Duration::ZERO), Some(SHORTEST));
-    // It was not measured.
-    pace.frozen(Duration::ZERO);
-    assert_eq!((pace.next(&observed, Duration::ZERO), pace.choice()), (Some(FIRST), None));
-    pace.frozen(millis(2200));
-    assert_eq!(pace.next(&observed, Duration::ZERO), Some(choose(&facts(millis(2200), DAY)).interval));
-}
-
-#[test]
-fn an_interval_that_is_given_is_kept() {
-    let mut pace = Pace::recalled(Failures::default(), [millis(2200)]);
-    let every = Config::default().snapshot;
-    assert_eq!(pace.next(&every, HOUR), Some(Duration::from_secs(600)));
-    assert_eq!(pace.next(&Snapshot { interval: Interval::Off, ..every }, HOUR), None);
-    assert_eq!(pace.choice(), None);
-}
-
-#[test]
-fn the_freeze_is_the_median_of_the_last_five() {
-    let freeze = |freezes: &[u64]| {
-        let mut pace = Pace::recalled(Failures::default(), freezes.iter().map(|n| millis(*n)));
-        pace.next(&auto(), Duration::ZERO);
-        pace.choice().map(|choice| choice.freeze)
-    };
-    assert_eq!(freeze(&[]), None);
-    assert_eq!(freeze(&[7]), Some(millis(7)));
-    assert_eq!(freeze(&[100, 2000]), Some(millis(2000)), "the first is often too small");
-    assert_eq!(freeze(&[9000, 1, 3, 2, 4, 5]), Some(millis(3)), "one of six is forgotten");
-}
-
-#[test]
-fn the_mean_time_is_learnt_from_the_job() {
-    let mean = |uptime, failures| Failures { uptime, failures }.mean_time_between();
-    assert_eq!(mean(Duration::ZERO, 0), DAY);
-    assert_eq!(mean(6 * DAY, 0), 7 * DAY);
-    assert_eq!(mean(6 * DAY, 6), DAY);
-    // In the long run it is what was seen.
-    let long = mean(1000 * DAY, 100);
-    assert!(long > 9 * DAY && long < 10 * DAY, "{long:?}");
-    // It is learnt while the job runs, and from every failure.
-    let mut pace = Pace::recalled(Failures { uptime: DAY, failures: 1 }, [millis(2200)]);
-    let mtbf = |pace: &mut Pace, age| {
-        pace.next(&auto(), age);
-        pace.choice().unwrap().mtbf
-    };
-    assert_eq!(mtbf(&mut pace, Duration::ZERO), DAY);
-    assert_eq!(mtbf(&mut pace, 2 * DAY), 2 * DAY);
-    pace.lived(2 * DAY);
-    pace.failed();
-    assert_eq!(mtbf(&mut pace, 2 * DAY), 2 * DAY);
-    assert_eq!(pace.failures(2 * DAY), Failures { uptime: 5 * DAY, failures: 2 });
 }
 
 /// Durations of every size, the clock's whole range among them.

@@ -1,5 +1,6 @@
 //! A child that was started or adopted, until it is reaped.
 
+use crate::base::Ended;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 
@@ -14,28 +15,6 @@ use crate::sys::process;
 pub struct Child {
     pub(super) pid: i32,
     pub(super) pidfd: OwnedFd,
-}
-
-/// How a child ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Ended {
-    /// It exited with this code.
-    Exit(i32),
-    /// This signal ended it.
-    Signal(i32),
-}
-
-impl std::fmt::Display for Ended {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Ended::Exit(code) => write!(f, "exit code {code}"),
-            Ended::Signal(n) => match nix::sys::signal::Signal::try_from(*n) {
-                Ok(signal) => write!(f, "signal {signal}"),
-                Err(_) => write!(f, "signal {n}"),
-            },
-        }
-    }
 }
 
 impl Child {

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, Utc};
 
 use super::events::{Event, What};
-use crate::restart::cause::Cause;
+use crate::base::cause::Cause;
 use crate::store::ImageId;
 use crate::supervisor::Published;
 use work::Work;

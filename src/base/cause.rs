@@ -7,8 +7,8 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::sys::spawn::Ended;
-use crate::watch::xid::{self, Remedy};
+use super::Ended;
+use super::xid::{self, Remedy};
 
 /// Why a life ended.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
