@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use rekindle::supervisor::Published;
+use rekindle::published::Published;
 
 const LIMIT: Duration = Duration::from_secs(30);
 

@@ -24,10 +24,12 @@
 //! - [`cli`]: what was typed, turned into calls of the modules below; tables, JSON and exit codes.
 //! - [`config`]: TOML, typed and then validated; touches nothing.
 //! - [`launch`]: the job's world: namespaces, init, reaper, interposer, user, limits, output.
+//! - [`guard`]: what a process of the job may be and have: asked before a snapshot, compared before a restored job runs.
 //! - [`snapshot`]: freeze and capture, an ordered list of phases with an undo each; CRIU's pages are received in memory.
 //! - [`store`]: one folder a job, one image a snapshot, in memory first; chunks in packs, retention, verify, repair, replica.
 //! - [`restart`]: why did it end, is it worth another try, from which image; put files back, restore.
 //! - [`supervisor`]: the one owner of the state; a pure `step` function and the loop that carries out its actions.
+//! - [`published`]: what others see of a running job.
 //! - [`control`]: the socket on which others ask the supervisor for something; its protocol, both ends.
 //! - [`scheduler`]: the batch system that started us: what it calls the job, when its time is over, how it is queued again.
 //! - [`watch`]: what is wrong with a job that has not ended, and who ended one that has.
@@ -44,8 +46,12 @@ pub mod cli;
 pub mod config;
 pub mod control;
 pub mod doctor;
+pub mod guard;
 pub mod hooks;
 pub mod launch;
+#[cfg(test)]
+mod layers;
+pub mod published;
 pub mod report;
 pub mod restart;
 pub mod scheduler;

@@ -8,8 +8,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rekindle::cuda::{self, Driver, Process};
+use rekindle::published::Published;
 use rekindle::store::{Access, Image, ImageId, JobFolder, Store};
-use rekindle::supervisor::Published;
 
 use crate::standin::Standin;
 

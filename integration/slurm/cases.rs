@@ -6,8 +6,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use chrono::Utc;
+use rekindle::published::Published;
 use rekindle::store::{Access, JobFolder, Store};
-use rekindle::supervisor::Published;
 use rekindle::telemetry::events::{What, read};
 
 use crate::cluster::Cluster;

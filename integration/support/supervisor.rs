@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, Utc};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
+use rekindle::published::Published;
 use rekindle::store::{Access, Image, JobFolder, Store};
-use rekindle::supervisor::Published;
 
 /// How long anything here may take. Far above what it takes on an idle machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(30);

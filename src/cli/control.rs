@@ -6,8 +6,8 @@ use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, Misuse, progress};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request, Rewind, Snapshot};
+use crate::published::Published;
 use crate::store::{ImageId, JobFolder, Tag, Writer};
-use crate::supervisor::Published;
 
 /// A job.
 #[derive(Debug, clap::Args)]

@@ -8,10 +8,10 @@ use serde::Serialize;
 use super::output::{Format, print_table};
 use super::{Exit, Global, Misuse};
 use crate::base::interval::Choice;
+use crate::published::{Persisting, Published};
 use crate::store::manifest::Reason;
 use crate::store::replica::{Patience, Replica};
 use crate::store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag, Trust};
-use crate::supervisor::{Persisting, Published};
 
 /// What to list.
 #[derive(Debug, clap::Args)]

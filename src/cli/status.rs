@@ -11,9 +11,9 @@ use super::output::{Format, print_json, print_table, print_text};
 use super::{Exit, Global};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
+use crate::published::Published;
 use crate::store::staging::leftovers::Leftover;
 use crate::store::{JobFolder, JobName, JobRecord, Outcome, Store};
-use crate::supervisor::Published;
 use crate::telemetry::clean;
 
 /// Whose status, and how often.

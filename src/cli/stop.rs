@@ -8,8 +8,8 @@ use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, control, progress};
 use crate::control::client;
 use crate::control::protocol::{self, Request};
+use crate::published::Published;
 use crate::store::{ImageId, JobFolder, JobName, Outcome, Writer};
-use crate::supervisor::Published;
 
 /// What to stop, and how.
 #[derive(Debug, clap::Args)]

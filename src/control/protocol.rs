@@ -13,8 +13,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::published::Published;
 use crate::store::{ImageId, Tag};
-use crate::supervisor::Published;
 
 /// Of requests and answers.
 pub const VERSION: u32 = 1;

@@ -22,7 +22,7 @@ use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use super::Call;
 use super::address::Bound;
 use super::protocol::{self, Answer, Code, Fault, MAX_LINE, Request};
-use crate::supervisor::Published;
+use crate::published::Published;
 
 /// At a time.
 pub const CLIENTS: usize = 128;

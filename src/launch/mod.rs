@@ -6,6 +6,7 @@
 
 pub mod embedded;
 pub mod gpus;
+pub mod host;
 pub mod identity;
 pub mod interposer;
 pub mod nccl;

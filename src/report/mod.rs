@@ -18,8 +18,8 @@ use std::{fs, io};
 
 use chrono::{DateTime, Utc};
 
+use crate::published::Published;
 use crate::store::{self, JobFolder, Known, Outcome, Place};
-use crate::supervisor::Published;
 use crate::telemetry::events;
 use model::{Facts, ImageSize, Report};
 

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::Fault;
 use super::compat::{self, Difference};
 use super::rollback::RollbackError;
+use crate::guard::{Fault, Refused};
 use crate::launch::world;
 use crate::sys::criu;
 use crate::sys::cuda;
@@ -52,7 +52,7 @@ pub enum Error {
         id: crate::store::ImageId,
         /// What was found.
         #[source]
-        why: super::Refused,
+        why: Refused,
     },
     /// The GPUs that it needs are in use.
     #[error("image {id} cannot be restored now")]

@@ -11,7 +11,6 @@ mod cuda;
 mod error;
 pub mod gpus;
 mod groups;
-mod guard;
 mod landing;
 mod locks;
 mod moved;
@@ -28,6 +27,7 @@ use std::time::{Duration, Instant};
 
 use crate::base::Moved;
 use crate::config::ChangedFiles;
+use crate::guard;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, Network, World};
 use crate::launch::{Job, Privileges, embedded, output, plugin};
@@ -41,14 +41,11 @@ use crate::sys::criu::image::LostLocks;
 use crate::sys::criu::{self, Criu, Hooks, Notify, Place, Plugin, RestoreOptions};
 use crate::sys::spawn::Ended;
 use crate::sys::{process, ptrace};
-use crate::word::server as word;
 use compat::{Difference, Here};
 use gpus::{Plan, Relocation, Wishes};
 use moved::Logs;
 
 pub use error::{Blame, Error};
-pub use guard::{Fault, Refused};
-pub(crate) use guard::{foresee, note};
 pub use landing::Error as LandingError;
 pub use locks::Error as LockError;
 pub use plain::Unpacked;
@@ -80,10 +77,20 @@ pub struct Request<'a> {
     pub changed_files: ChangedFiles,
     /// Which GPUs it shall come back on, where that is not left to us.
     pub wishes: &'a Wishes,
-    /// Where it may ask its supervisor for something.
-    pub word: Option<&'a word::Socket>,
+    /// What has to be there before CRIU connects what was connected to it.
+    pub prepare: Prepare<'a>,
     /// How an image that is in packs gets out of them.
     pub unpacking: Unpacking<'a>,
+}
+
+/// What is done in the new world of a job before CRIU works there.
+#[derive(Clone, Copy)]
+pub struct Prepare<'a>(pub &'a (dyn Fn(&World) + Sync));
+
+impl std::fmt::Debug for Prepare<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Prepare")
+    }
 }
 
 /// How an image that is in packs gets out of them.
@@ -162,10 +169,7 @@ pub fn restore(
             Err(error) => tracing::debug!("cannot look for connections of dead processes of the job: {error}"),
         }
     }
-    // Before CRIU connects what was connected to it.
-    if let Some(word) = request.word {
-        bring_word(word, request.network, &world);
-    }
+    (request.prepare.0)(&world);
     let root = match timed.run("criu", || {
         run_criu(request, manifest, &world, &lost_locks, Until::ItRuns, cancelled)?.ok_or(Error::Cancelled)
     }) {
@@ -241,15 +245,6 @@ fn put_files_back(request: &Request<'_>, manifest: &Manifest) -> Result<Vec<PutB
         tracing::info!("{made} folders that the job had removed since were made again");
     }
     Ok(rollback::put_back(request.image, manifest, request)?)
-}
-
-/// Has the job of this world reach its socket. Without it the job runs all the same.
-pub(crate) fn bring_word(word: &word::Socket, network: Network<'_>, world: &World) {
-    if let (Network::Private | Network::Uplink(_), Some(init)) = (network, world.init())
-        && let Err(error) = word.move_to(init.pid())
-    {
-        tracing::warn!("the job gets no answers at REKINDLE_SOCKET: {error}");
-    }
 }
 
 /// A process that was alive in the image (it has memory there) and is dead, below the root that CRIU makes as our child.

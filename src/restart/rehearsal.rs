@@ -1,7 +1,7 @@
 //! A restore that is tried beside the running job, and never runs.
 //!
 //! A process of its own ([`play`], behind the hidden command `rekindle rehearse`) sees the machine's files through a
-//! [view](crate::sys::view), in which all it writes is lost, and has PID, IPC and network namespaces of its own, in which
+//! [`view`], in which all it writes is lost, and has PID, IPC and network namespaces of its own, in which
 //! every address is its own. In there the image is restored by the same steps as in earnest, until CRIU has made every
 //! process and is about to let them run. There it is called off: not one instruction of the job is executed, and the kernel
 //! takes away what was made.
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 
-use super::{Error, Request, Unpacking, Until, landing, run_criu};
+use super::{Error, Prepare, Request, Unpacking, Until, landing, run_criu};
 use crate::base::chain;
 use crate::config::ChangedFiles;
 use crate::launch::Privileges;
@@ -197,7 +197,7 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
         // The job has gone on since.
         changed_files: ChangedFiles::Warn,
         wishes: &wishes,
-        word: None,
+        prepare: Prepare(&|_| ()),
         unpacking: Unpacking {
             staging: staging.as_ref(),
             memory_reserve: script.reserve,

@@ -128,7 +128,7 @@ pub enum Error {
     Guard(String),
     /// A hook did not let it be tried.
     #[error("not tried: {0}")]
-    Hook(#[from] crate::hooks::Refused),
+    Hook(Box<dyn std::error::Error + Send + Sync>),
     /// A call of the CUDA driver failed.
     #[error("{phase}: {source}")]
     Cuda {
@@ -350,7 +350,7 @@ fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> 
         directory: subject.launch.directory.clone(),
         user: subject.launch.user.clone(),
         rights: work.rights.clone(),
-        host: crate::telemetry::host::describe(),
+        host: crate::launch::host::describe(),
         rekindle: env!("CARGO_PKG_VERSION").into(),
         criu: subject.criu.version.to_string(),
         driver: if cuda.is_empty() { None } else { work.gpus.driver.clone() },

@@ -13,9 +13,9 @@ use super::{
     Dead, Error, InFlight, Subject, Unnoticed, devices, files, gpu, groups, in_flight, landing, preflight, prepare, tcp,
 };
 use crate::base::chain;
+use crate::guard;
 use crate::launch::identity::Identity;
 use crate::launch::{Privileges, plugin};
-use crate::restart;
 use crate::store::ImageId;
 use crate::store::manifest::{
     ControlGroup, Folder, GivenFile, JobRights, Landing, OpenFile, Phase, Recreate, SavedLink, TreeProcess,
@@ -208,7 +208,7 @@ impl<'a> Work<'a> {
         self.job_pid = self.subject.job.main_pid().and_then(process::inner_pid).ok_or(Error::JobEnded)?;
         self.check_dead().map_err(Error::Unnoticed)?;
         preflight::check(&tree, self.subject)?;
-        restart::foresee(self.root(), self.subject.launch.identity.as_ref(), self.privileges())
+        guard::foresee(self.root(), self.subject.launch.identity.as_ref(), self.privileges())
             .map_err(|why| Error::Guard(chain(&why)))?;
         in_flight::let_pass(&tree, self.cancelled);
         self.expected = expect(&tree);
@@ -398,7 +398,7 @@ impl<'a> Work<'a> {
             let corrected = criu::image::correct_access(&dir).map_err(|e| chain(&e))?;
             tracing::debug!(corrected, "mappings of files that CRIU took for read-only");
             let user = subject.launch.identity.as_ref();
-            let noted = restart::note(root, user, privileges).map_err(|error| chain(&error))?;
+            let noted = guard::note(root, user, privileges).map_err(|error| chain(&error))?;
             (self.given_files, self.rights) = (noted.given, Some(noted.rights));
             let groups = groups::find(&dead.tree);
             self.control_groups = groups.groups;

@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, SecondsFormat, Utc};
 
-pub use forecast::Forecast;
-use forecast::{Attended, Measured, Room, Route, in_seconds, left_of, plan, too_short, with_margin};
+use crate::published::{Forecast, with_margin};
+use forecast::{Attended, Measured, Room, Route, in_seconds, left_of, plan, too_short};
 
 use super::events::micros;
 use super::state::{Event, Stop};

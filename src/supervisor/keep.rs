@@ -9,11 +9,11 @@ use chrono::Utc;
 
 use super::events::micros;
 use super::memory;
-use super::publish::Persisting;
 use super::state::{Event, Finish, State};
 use super::{Message, Owner, PROGRESS, Setup};
 use crate::base::chain;
 use crate::hooks::Passed;
+use crate::published::Persisting;
 use crate::snapshot::{self, Launch, Subject, Taken};
 use crate::store::gc;
 use crate::store::persist::{self, Progress};
@@ -117,7 +117,7 @@ impl Owner<'_> {
             let cancelled = || cancel.load(Ordering::Relaxed);
             let result = match gate.map_or(Passed::Yes, |gate| gate.pass(&cancelled)) {
                 Passed::Yes => snapshot::take(&subject, reason, &cancelled),
-                Passed::Refused(refused) => Err(refused.into()),
+                Passed::Refused(refused) => Err(snapshot::Error::Hook(Box::new(refused))),
                 Passed::CalledOff => Err(snapshot::Error::Cancelled),
             };
             drop(job);

@@ -19,8 +19,6 @@ mod pace;
 mod proof;
 mod publish;
 mod record;
-pub use deadline::Forecast;
-pub use publish::{Persisting, Published};
 mod rehearse;
 mod replicate;
 mod rewind;
@@ -36,7 +34,6 @@ mod stops;
 mod unread;
 mod watch;
 mod word;
-pub use watch::LastEnd;
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -50,6 +47,7 @@ use signal_hook::consts as sig;
 use crate::base::chain;
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output, uplink};
+use crate::published::Published;
 use crate::restart::gpus::Wishes;
 use crate::restart::policy::{From, Images, Mark};
 use crate::scheduler::Scheduler;
@@ -193,7 +191,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         unread: unread::Unread::default(),
         cancel: Arc::new(AtomicBool::new(false)),
         stops: stops::Stops::default(),
-        published: publish::Published::new(&shared.launch.lineage),
+        published: Published::new(&shared.launch.lineage),
         remarks: Vec::new(),
         proofs: proof::Proofs::default(),
         deaths: Arc::default(),
@@ -315,7 +313,7 @@ struct Owner<'a> {
     cancel: Arc<AtomicBool>,
     /// Who asked to stop.
     stops: stops::Stops,
-    published: publish::Published,
+    published: Published,
     /// What the last snapshot remarked on, which need not be said of the next one again.
     remarks: Vec<String>,
     /// Processes of the job that were killed and not waited for, as snapshots have seen them.

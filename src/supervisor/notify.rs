@@ -16,8 +16,8 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, TimeDelta, Utc};
 use sd_notify::NotifyState;
 
-use super::publish::Published;
 use super::{Owner, Setup};
+use crate::published::Published;
 use crate::store::persist::Progress;
 use crate::telemetry::clean::is_harmful;
 

@@ -1,141 +1,17 @@
-//! What others see of a running job: `state.json` in its folder, replaced at each change.
-//!
-//! It is a courtesy for `rekindle list` and scripts, not a part of the state: it may be old when the supervisor was
-//! killed, which the job's lock tells.
+//! Keeps what others see of the job ([`Published`]) up to date.
 
 use std::io;
-use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Instant;
 
-use chrono::{DateTime, TimeDelta, Utc};
-use serde::{Deserialize, Serialize};
+use chrono::{TimeDelta, Utc};
 
-use super::deadline::Forecast;
 use super::state::State;
-use super::watch::LastEnd;
 use crate::base::interval::Choice;
 use crate::launch::Job;
+use crate::published::Published;
 use crate::snapshot::Taken;
-use crate::store::persist::Progress;
-use crate::store::{self, ImageId, JobFolder, Writer};
 use crate::sys::{durable, process};
-
-/// The content of `state.json`.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Published {
-    /// Version of this format.
-    pub version: u32,
-    /// starting, restoring, running, snapshotting, waiting, suspending, suspended, rewinding, stopping, done.
-    pub state: String,
-    /// Since when.
-    pub since: DateTime<Utc>,
-    /// When this supervisor began.
-    pub begun: DateTime<Utc>,
-    /// The supervisor's pid.
-    pub supervisor: u32,
-    /// The run that began from nothing.
-    pub lineage: String,
-    /// The pid of the command's process, as the host sees it.
-    pub pid: Option<i32>,
-    /// Restarts since the supervisor began.
-    pub restarts: u32,
-    /// The newest image.
-    pub last_image: Option<ImageId>,
-    /// How long the job was frozen for it, in microseconds.
-    pub last_freeze_us: Option<u64>,
-    /// Its size, in bytes.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last_bytes: Option<u64>,
-    /// When the next snapshot is due, where the clock says so.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub next: Option<DateTime<Utc>>,
-    /// The GPUs that the job used at its last snapshot, by name.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub gpus: Vec<String>,
-    /// The socket on which the supervisor can be asked.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub control: Option<PathBuf>,
-    /// The interval in force, where it is chosen (`snapshot.interval = "auto"`) and something was measured.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub interval: Option<Choice>,
-    /// Until when the job holds off a snapshot that waits, at most.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub held: Option<DateTime<Utc>>,
-    /// Why the last snapshot failed, if it did.
-    pub last_failure: Option<String>,
-    /// The image that is on its way from memory to the store.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub persisting: Option<Persisting>,
-    /// The image that is read to bring the job back, when it is in packs.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub restoring: Option<Persisting>,
-    /// Why the last image did not get from memory to the store, if it did not.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub persist_failure: Option<String>,
-    /// The image that is on its way to the replica.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub replicating: Option<Persisting>,
-    /// The newest image that this supervisor brought to the replica.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last_replicated: Option<ImageId>,
-    /// Why the last image did not get to the replica, if it did not.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub replica_failure: Option<String>,
-    /// When the job must be gone.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub deadline: Option<DateTime<Utc>>,
-    /// What a last snapshot would take.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub predicted: Option<Forecast>,
-    /// How the last life of the job ended.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub last_end: Option<LastEnd>,
-    /// Where its metrics are served.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub metrics: Option<SocketAddr>,
-    /// How the job hangs, while it does.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub hang: Option<String>,
-    /// The last fault of a GPU that this life of the job uses.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub gpu_fault: Option<String>,
-    /// Of the machine's boot that the supervisor runs in.
-    #[serde(default)]
-    pub boot_id: String,
-}
-
-/// How far the way of an image from memory to the store is, or from there to the replica.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Persisting {
-    /// Which.
-    pub image: ImageId,
-    /// Bytes that were copied.
-    pub done: u64,
-    /// Bytes in all.
-    pub total: u64,
-    /// Bytes that are new and went to the disk or the replica.
-    #[serde(default)]
-    pub written: u64,
-    /// Bytes that were copied each second, so far.
-    #[serde(default)]
-    pub rate: u64,
-}
-
-impl Persisting {
-    /// How far it is now.
-    #[must_use]
-    pub fn of(image: ImageId, progress: &Progress) -> Persisting {
-        let (done, total) = progress.bytes();
-        Persisting { image, done, total, written: progress.written(), rate: progress.rate() }
-    }
-
-    /// How much of it is done, in hundredths. What is copied still has to be synced: it is never 100.
-    #[must_use]
-    pub fn percent(&self) -> u64 {
-        (self.done.saturating_mul(100) / self.total.max(1)).min(99)
-    }
-}
 
 impl Published {
     pub(super) fn new(lineage: &str) -> Published {
@@ -216,30 +92,5 @@ impl Published {
     pub(super) fn write(&self, path: &Path) -> io::Result<()> {
         let bytes = serde_json::to_vec_pretty(self)?;
         durable::replace_file(path, &bytes, 0o600)
-    }
-
-    /// What the job's supervisor published; nothing where there is none.
-    ///
-    /// # Errors
-    /// When it cannot be told whether there is one.
-    pub fn live(folder: &JobFolder) -> Result<Option<Published>, store::Error> {
-        Ok(match folder.writer()? {
-            Writer::Nobody => None,
-            Writer::Known(_) | Writer::Unnamed => Published::read(&folder.state_file()).ok(),
-        })
-    }
-
-    /// How far the way of this image to the store is, if it is on it.
-    #[must_use]
-    pub fn persisting_image(&self, id: ImageId) -> Option<&Persisting> {
-        self.persisting.as_ref().filter(|persisting| persisting.image == id)
-    }
-
-    /// Reads what a supervisor published.
-    ///
-    /// # Errors
-    /// When there is nothing, or it cannot be understood.
-    pub fn read(path: &Path) -> io::Result<Published> {
-        Ok(serde_json::from_slice(&std::fs::read(path)?)?)
     }
 }

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use super::events::micros;
 use super::keep::shown;
-use super::publish::Persisting;
 use super::state::Finish;
 use super::{Message, Owner, PROGRESS, Setup};
 use crate::base::chain;
 use crate::config::Rate;
+use crate::published::Persisting;
 use crate::store::persist::Progress;
 use crate::store::replica::{self, Patience, Replica, Uploaded};
 use crate::store::{Form, Image, ImageId, State};

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::Owner;
 use super::events::micros;
 use super::state::Finish;
-use super::watch::LastEnd;
+use crate::published::LastEnd;
 use crate::store::{Image, ImageId, JobFolder};
 use crate::sys::durable;
 

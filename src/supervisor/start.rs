@@ -272,6 +272,16 @@ fn network(setup: &Setup) -> Network<'_> {
     }
 }
 
+/// Has the job of this world reach its socket. Without it the job runs all the same.
+fn reach_socket(setup: &Setup, world: &World) {
+    let Some(word) = &setup.word else { return };
+    if let (Network::Private | Network::Uplink(_), Some(init)) = (network(setup), world.init())
+        && let Err(error) = word.move_to(init.pid())
+    {
+        tracing::warn!("the job gets no answers at REKINDLE_SOCKET: {error}");
+    }
+}
+
 fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartFailure> {
     let world = match setup.config.job.pid_namespace {
         PidNamespace::Private => {
@@ -279,9 +289,7 @@ fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartF
         }
         PidNamespace::Host => World::Host,
     };
-    if let Some(word) = &setup.word {
-        restart::bring_word(word, network(setup), &world);
-    }
+    reach_socket(setup, &world);
     match launch::start(&world, &setup.reaper, &setup.spec, files) {
         Ok(root) => {
             let job = Job::new(world, root);
@@ -331,7 +339,7 @@ fn restore_job(
         network: network(setup),
         changed_files: setup.config.restart.changed_files,
         wishes,
-        word: setup.word.as_ref(),
+        prepare: restart::Prepare(&|world| reach_socket(setup, world)),
         unpacking: restart::Unpacking {
             staging: setup.staging.as_ref(),
             memory_reserve: setup.config.snapshot.memory_reserve.bytes(),

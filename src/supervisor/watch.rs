@@ -7,13 +7,9 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use chrono::{DateTime, Utc};
-use serde::{Deserialize, Serialize};
-
 use super::events::micros;
 use super::keep::shown;
 use super::line::Target;
-use super::publish::Published;
 use super::state::{Ending, Event, State, Stop, Verdict};
 use super::{Message, Owner, Setup};
 use crate::base::cause::{Cause, Facts, Missing, judge};
@@ -21,6 +17,7 @@ use crate::base::chain;
 use crate::base::xid;
 use crate::config::{GpuFaults, HangAction, RuleAction};
 use crate::launch::Job;
+use crate::published::{LastEnd, Published};
 use crate::restart::rules::{self, Case};
 use crate::sys::process;
 use crate::sys::spawn::Ended;
@@ -36,32 +33,6 @@ pub(super) enum Finding {
     Vigil(u32, vigil::Finding),
     Line(Hit),
     Fault(Fault),
-}
-
-/// How the last life of a job ended.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LastEnd {
-    /// When it was seen.
-    pub time: DateTime<Utc>,
-    /// Its exit code.
-    pub exit_code: Option<i32>,
-    /// Or the signal that ended it.
-    pub signal: Option<i32>,
-    /// Why.
-    pub cause: Cause,
-    /// The same for people.
-    pub words: String,
-}
-
-impl LastEnd {
-    fn now(ended: Option<Ended>, cause: Cause) -> LastEnd {
-        let (exit_code, signal) = match ended {
-            Some(Ended::Exit(code)) => (Some(code), None),
-            Some(Ended::Signal(signal)) => (None, Some(signal)),
-            None => (None, None),
-        };
-        LastEnd { time: Utc::now(), exit_code, signal, words: cause.to_string(), cause }
-    }
 }
 
 /// What the owner knows of the job's health.

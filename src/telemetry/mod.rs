@@ -2,7 +2,6 @@
 
 pub mod clean;
 pub mod events;
-pub mod host;
 pub mod log;
 pub mod metrics;
 pub mod tail;

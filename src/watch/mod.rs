@@ -5,7 +5,7 @@
 //! - [`lines`]: the output as it comes, held against the rules;
 //! - [`gpu`]: whether GPUs work for the job, and their faults while it runs;
 //! - [`witness`]: who killed it: the kernel for want of memory, or a GPU that failed;
-//! - [`kmsg`] and [`xid`]: how the kernel and the driver say so.
+//! - [`kmsg`] and [`xid`](crate::base::xid): how the kernel and the driver say so.
 //!
 //! Nothing here changes the job or decides anything; the supervisor does.
 

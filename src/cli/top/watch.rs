@@ -5,11 +5,11 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, Utc};
 
+use crate::published::{Persisting, Published};
 use crate::report::history::{History, Kind, between};
 use crate::report::model::{Times, Told};
 use crate::report::{self, words};
 use crate::store::{JobFolder, JobName, Store};
-use crate::supervisor::{Persisting, Published};
 use crate::telemetry::tail::Tail;
 
 /// So many events of a job are kept.

@@ -5,13 +5,13 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use crate::launch::host;
 use crate::restart::gpus::{Devices, Wishes};
 use crate::store::Manifest;
 use crate::store::manifest::Host;
 use crate::sys::criu::Version;
 use crate::sys::nvml::GpuInventory;
 use crate::sys::{durable, elf};
-use crate::telemetry::host;
 
 /// The facts of this machine.
 #[derive(Debug, Clone)]

@@ -4,11 +4,9 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use chrono::{DateTime, Utc};
-use serde::{Deserialize, Serialize};
 
-use crate::base::micros;
+use crate::published::{Forecast, Persisting};
 use crate::store::ImageId;
-use crate::supervisor::Persisting;
 use crate::telemetry::events::{Event, What};
 
 /// So many are remembered of each, and the slowest of them counts: being early costs seconds, being late the work since the
@@ -17,42 +15,6 @@ const REMEMBERED: usize = 5;
 
 /// Bytes in a microsecond for a way that was never measured: 100 MB/s, a slow disk or a network file system.
 const UNKNOWN_RATE: u64 = 100;
-
-/// Beside the forecast: for the end of the job, and ours.
-const END: Duration = Duration::from_secs(2);
-
-/// How long a last snapshot is expected to take, without what is added for safety ([`Forecast::lead`]).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Forecast {
-    /// From its begin until the image is whole where it is made; the job's freeze is a part of it.
-    #[serde(rename = "snapshot_us", with = "micros")]
-    pub snapshot: Duration,
-    /// Its way from memory to the store; zero where it is made there.
-    #[serde(rename = "store_us", with = "micros")]
-    pub store: Duration,
-    /// Its way to the replica; zero where there is none.
-    #[serde(rename = "replica_us", with = "micros")]
-    pub replica: Duration,
-}
-
-impl Forecast {
-    /// All of it.
-    #[must_use]
-    pub fn total(&self) -> Duration {
-        self.snapshot.saturating_add(self.store).saturating_add(self.replica)
-    }
-
-    /// How long before a deadline it is begun.
-    #[must_use]
-    pub fn lead(&self) -> Duration {
-        with_margin(self.total())
-    }
-}
-
-/// A quarter more, and some seconds.
-pub(super) fn with_margin(time: Duration) -> Duration {
-    time.saturating_add(time / 4).saturating_add(END)
-}
 
 /// Where an image goes that is to outlive this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

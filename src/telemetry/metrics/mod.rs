@@ -17,8 +17,8 @@ use chrono::{DateTime, Utc};
 
 use super::events::{Event, What};
 use crate::base::cause::Cause;
+use crate::published::Published;
 use crate::store::ImageId;
-use crate::supervisor::Published;
 use work::Work;
 
 /// Upper bounds of the buckets of freezes, in seconds.

@@ -54,7 +54,7 @@ fn the_slowest_of_the_last_counts_and_grows_with_the_image() {
     known.observe(&event(9, What::Replicated { image: id(1), took_us: 20_000_000, sent: 1 }));
     let all = known.forecast(BOTH).unwrap();
     assert_eq!(all, Forecast { snapshot: seconds(4), store: seconds(3), replica: seconds(20) });
-    assert_eq!((all.total(), all.lead()), (seconds(27), seconds(27) + Duration::from_millis(6750) + END));
+    assert_eq!((all.total(), all.lead()), (seconds(27), seconds(27) + Duration::from_millis(8750)));
     // Twice the size takes twice as long; faster ones do not count.
     snapshot(&mut known, 2, 2_000_000_000, 1);
     stored(&mut known, 2, 1);

@@ -3,11 +3,11 @@
 //! CRIU takes both from the image, and opens files by their path, with more rights than the job has. The user owns the
 //! folders, and could have put a link to somebody else's file in the place of one that the job had open, between the
 //! snapshot and the restore. So before the first instruction of the job runs
-//! - the rights of every thread are compared with what a launch gives ([`rights`]);
+//! - the rights of every thread are compared with what a launch gives (`rights`);
 //! - every file of every process (descriptors, mappings, programs, working directories) is looked up anew by its path, with
 //!   the rights of the user, in the mount namespace of the job: it must be the same file, by device and inode, and the user
 //!   must have the access that the process has. A mode alone says nothing: the way to the file may be closed;
-//! - files of the kernel's own, in /proc and /sys, must be of those that do not depend on who opened them ([`kernel`]).
+//! - files of the kernel's own, in /proc and /sys, must be of those that do not depend on who opened them (`kernel`).
 //!
 //! What root gave to the job (its output, a standard input, a working directory that the user cannot reach) is noted in the
 //! image with its inode and its access, and must be that very file. A file that lost its name has no path to look up, and is
