@@ -175,3 +175,107 @@ fn a_stop_does_not_wait_for_it() {
     assert!(stopped.elapsed() < Duration::from_secs(20), "{:?}", stopped.elapsed());
     lab.assert_all_gone();
 }
+
+const RACER: &str = "
+import os, time
+here, end = os.stat('/').st_dev, time.monotonic() + 8
+while time.monotonic() < end:
+    for pid in filter(str.isdigit, os.listdir('/proc')):
+        try:
+            root = os.open(f'/proc/{pid}/root', os.O_PATH)
+        except OSError:
+            continue
+        if os.fstat(root).st_dev != here:
+            print('reached', pid, flush=True)
+        os.close(root)
+print('over')
+";
+
+/// In the view limits of the machine's mounts could be got around, and memory be filled that nobody counts.
+#[test]
+fn the_user_of_the_job_does_not_get_into_it() {
+    use std::os::unix::process::CommandExt;
+    let Some(lab) = lab() else { return };
+    let lab = lab.set("job.user", "\"nobody\"");
+    let script = "import time\nn = 0\nwhile True:\n    n += 1\n    print('n', n, flush=True)\n    time.sleep(0.02)";
+    let mut run = lab.run(["/usr/bin/python3", "-c", script]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    let mut racer = std::process::Command::new("/usr/bin/python3");
+    let out = racer.args(["-c", RACER]).current_dir("/").uid(65534).gid(65534).output().unwrap();
+    assert!(events(&lab, "rehearsed") >= 2, "{}", run.err());
+    assert_eq!(String::from_utf8_lossy(&out.stdout), "over\n");
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+}
+
+/// A mount, undone at the end.
+struct Bound(PathBuf);
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+const PIPE: &str = "
+import os, sys, time
+pipe = os.open(sys.argv[1] + '/pipe', os.O_RDWR | os.O_NONBLOCK)
+os.write(pipe, b'ten bytes!')
+n = 0
+while not os.path.exists(sys.argv[1] + '/finish'):
+    n += 1
+    print('n', n, flush=True)
+    time.sleep(0.02)
+found = os.read(pipe, 100)
+print('done' if found == b'ten bytes!' else f'wrong: {found}')
+";
+
+/// A single file that is mounted cannot be laid over: what the job has there is the machine's.
+#[test]
+fn a_pipe_that_cannot_be_laid_over_is_left_alone() {
+    let Some(lab) = lab() else { return };
+    nix::unistd::mkfifo(&lab.file("real"), nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
+    fs::write(lab.file("pipe"), "").unwrap();
+    let none = None::<&str>;
+    nix::mount::mount(Some(&lab.file("real")), &lab.file("pipe"), none, nix::mount::MsFlags::MS_BIND, none).unwrap();
+    let _bound = Bound(lab.file("pipe"));
+    let mut run = lab.run(["/usr/bin/python3", "-c", PIPE, lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    run.wait_said("was not rehearsed: it has files at");
+    fs::write(lab.file("finish"), "").unwrap();
+    let (code, out, said) = run.finish(Duration::from_secs(60));
+    assert!(code == 0 && out.ends_with("done\n"), "{out}{said}");
+}
+
+const LEASE: &str = "
+import fcntl, os, signal, sys, time
+folder = sys.argv[1]
+signal.signal(signal.SIGIO, lambda *_: print('broken', flush=True))
+file = os.open(folder + '/leased', os.O_RDWR | os.O_CREAT, 0o600)
+n = 0
+while not os.path.exists(folder + '/finish'):
+    n += 1
+    if n > 1 and os.path.exists(folder + '/take') and fcntl.fcntl(file, fcntl.F_GETLEASE) != fcntl.F_WRLCK:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        print('taken', flush=True)
+    print('n', n, flush=True)
+    time.sleep(0.02)
+print('done')
+";
+
+/// To copy a file to the view is to open it, which would break a write lease that the job took since.
+#[test]
+fn a_write_lease_is_not_broken() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.rehearse", "\"3s\"")) else { return };
+    let mut run = lab.run(["/usr/bin/python3", "-c", LEASE, lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    fs::write(lab.file("take"), "").unwrap();
+    run.wait_printed("taken\n");
+    run.wait_said("was not rehearsed: there is a write lease on");
+    fs::write(lab.file("finish"), "").unwrap();
+    let (code, out, said) = run.finish(Duration::from_secs(60));
+    assert!(code == 0 && out.ends_with("done\n") && !out.contains("broken"), "{out}{said}");
+}

@@ -65,7 +65,7 @@ const CATALOGUE: &[Entry] = &[
     (44, "a fault at a context switch", Remedy::Nothing),
     (45, "what was left of a program that ended was cleared away", Remedy::Nothing),
     (46, "the GPU stopped processing and timed out", Remedy::ResetGpu),
-    (48, "memory error that ECC can not correct (double bit)", Remedy::ResetGpu),
+    (48, "memory error that ECC cannot correct (double bit)", Remedy::ResetGpu),
     (54, "the board's power cable is not connected", Remedy::Support),
     (60, MEDIA, Remedy::RestartJob),
     (62, "a micro-controller of the GPU halted", Remedy::ResetGpu),
@@ -123,8 +123,8 @@ const CATALOGUE: &[Entry] = &[
     (158, "a fatal time-out of the GPU", Remedy::ResetGpu),
     (160, "a channel of GPU memory is retired", Remedy::Nothing),
     (161, "a channel of GPU memory could not be retired", Remedy::Nothing),
-    (171, "memory error that ECC can not correct, in device memory", Remedy::ResetGpu),
-    (172, "memory error that ECC can not correct, in a cache", Remedy::ResetGpu),
+    (171, "memory error that ECC cannot correct, in device memory", Remedy::ResetGpu),
+    (172, "memory error that ECC cannot correct, in a cache", Remedy::ResetGpu),
 ];
 
 const COPY: &str = "an exception of a copy engine";

@@ -3,7 +3,7 @@
 use crate::store::manifest::Host;
 use crate::sys::process;
 
-/// Describes this machine. What can not be found out is empty: it is for comparing, not for deciding.
+/// Describes this machine. What cannot be found out is empty: it is for comparing, not for deciding.
 #[must_use]
 pub fn describe() -> Host {
     let uname = nix::sys::utsname::uname().ok();

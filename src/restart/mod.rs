@@ -358,6 +358,12 @@ fn run_criu(
     let wanted = guard::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
     let (mut refused, mut rehearsed) = (None, false);
     let mut before_it_runs = |moment| {
+        // Every process is made, and still has our rights: its user cannot reach it, nor what it sees (CRIU gives the
+        // rights after this, `CR_STATE_RESTORE_CREDS`).
+        if let (Notify::PostRestore(_), Until::BeforeItRuns) = (moment, until) {
+            rehearsed = true;
+            return Err("this was a rehearsal".into());
+        }
         if moment != Notify::PreResume {
             return Ok(());
         }
@@ -366,10 +372,6 @@ fn run_criu(
             let why = error.to_string();
             refused = Some(error);
             return Err(why);
-        }
-        if until == Until::BeforeItRuns {
-            rehearsed = true;
-            return Err("this was a rehearsal".into());
         }
         locks::hold(root, lost_locks);
         groups::put_back(root, manifest, request.identity);

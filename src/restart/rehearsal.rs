@@ -3,7 +3,7 @@
 //! A process of its own ([`play`], behind the hidden command `rekindle rehearse`) sees the machine's files through a
 //! [`view`], in which all it writes is lost, and has PID, IPC and network namespaces of its own, in which
 //! every address is its own. In there the image is restored by the same steps as in earnest, until CRIU has made every
-//! process and is about to let them run. There it is called off: not one instruction of the job is executed, and the kernel
+//! process and is about to give them their rights and let them run. There it is called off: not one instruction of the job is executed, and the kernel
 //! takes away what was made.
 //!
 //! What it cannot show: whether the driver takes GPU memory back, and what the job does once it runs. What has changed on
@@ -13,9 +13,12 @@
 //! memory is short.
 
 use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use nix::mount::{MsFlags, mount};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 
@@ -30,6 +33,7 @@ use crate::store::persist::Progress;
 use crate::store::staging::Area;
 use crate::store::{Access, Image, ImageId, JobFolder, JobName, Manifest, Store};
 use crate::sys::criu::{self, Criu, Version};
+use crate::sys::leases::WriteLease;
 use crate::sys::spawn::Ended;
 use crate::sys::{cgroup, netns, process, view};
 
@@ -103,6 +107,24 @@ pub fn play(script: &Script) -> Outcome {
 /// job's can be, one of another program is not in the view.
 const OUTSIDE: &str = "Can't connect";
 
+/// What CRIU says where the reason is the rehearsal, which shares the machine's limits with the job and has neither its network
+/// devices nor its moment: none of it is a fault of the image.
+const NOT_OF_THE_IMAGE: [&str; 12] = [
+    "Resource temporarily unavailable",
+    "failed with -11",
+    "Too many open files",
+    "Cannot allocate memory",
+    "No space left",
+    "Disk quota exceeded",
+    "Read-only file system",
+    "Address already in use",
+    "No such device",
+    "ifindex",
+    "packet socket",
+    // A file that is open for reading, and was written to by somebody since.
+    "bad size",
+];
+
 enum Failure {
     Refused(String),
     NotTried(String),
@@ -115,10 +137,16 @@ impl Failure {
 
     /// What CRIU said of the image, and nothing that has another reason.
     fn of_restore(error: &Error) -> Failure {
+        let log = error.criu_log();
+        let says = |mark: &str| log.is_some_and(|log| log.errors().iter().any(|line| line.contains(mark)));
+        if says(OUTSIDE) {
+            let why = "it is connected to a program outside of the job, which must not hear of it";
+            return Failure::NotTried(why.into());
+        }
+        if log.is_some_and(criu::Log::says_killed) || NOT_OF_THE_IMAGE.iter().any(|mark| says(mark)) {
+            return Failure::of(error);
+        }
         match error {
-            Error::Criu(criu::RunError::Refused { log }) if log.errors().iter().any(|line| line.contains(OUTSIDE)) => {
-                Failure::NotTried("it is connected to a program outside of the job, which must not hear of it".into())
-            }
             Error::Criu(criu::RunError::Refused { log }) if !log.errors().is_empty() => Failure::Refused(chain(error)),
             // It found itself wrong about the image. Killed it may have been by anybody.
             Error::Criu(criu::RunError::Gone {
@@ -137,12 +165,14 @@ fn try_it(script: &Script) -> Result<Duration, Failure> {
     let folder = open().map_err(|error| Failure::of(&error))?;
     let image = find(&folder, script.image)?;
     let manifest = image.manifest().ok_or_else(|| Failure::NotTried("the image is gone".into()))?;
+    harmless(&image, manifest)?;
     let room = room(manifest, script.reserve)?;
     let scratch = folder.scratch_dir().map_err(|error| Failure::of(&error))?;
-    view::enter(&scratch, room).map_err(|error| Failure::of(&error))?;
+    let as_they_are = view::enter(&scratch, room).map_err(|error| Failure::of(&error))?;
+    out_of_reach(&image, &as_they_are)?;
     if let Some(names) = &script.names {
-        let put = fs::copy(names, "/etc/resolv.conf");
-        put.map_err(|error| Failure::NotTried(format!("cannot write its /etc/resolv.conf: {error}")))?;
+        let put = mount(Some(names), "/etc/resolv.conf", None::<&str>, MsFlags::MS_BIND, None::<&str>);
+        put.map_err(|error| Failure::NotTried(format!("cannot set up its /etc/resolv.conf: {error}")))?;
     }
     let began = Instant::now();
     let result = restore(script, &folder, &image, manifest);
@@ -162,21 +192,72 @@ fn find(folder: &JobFolder, id: ImageId) -> Result<Image, Failure> {
     staged.ok_or_else(|| Failure::NotTried("the image is not in memory any more".into()))
 }
 
+/// Whether a second copy of the job takes nothing from the first but memory and time.
+fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
+    let not_tried = |why: String| Err(Failure::NotTried(why));
+    match criu::image::scarce(&image.dir.join("criu")) {
+        Ok(None) => {}
+        Ok(Some(what)) => {
+            return not_tried(format!("it has {what}, and a second copy would take some of them from it"));
+        }
+        Err(error) => return Err(Failure::of_restore(&criu::RunError::Image(error).into())),
+    }
+    // Processes, threads, groups and sessions: more than it has tasks.
+    let tasks = u64::try_from(manifest.tree.ids.len()).unwrap_or(u64::MAX);
+    if let Some(left) = cgroup::tasks_headroom(std::process::id().cast_signed()).filter(|left| left / 4 < tasks) {
+        return not_tried(format!("it has up to {tasks} tasks, and its control group has room for {left} more"));
+    }
+    // A file that is copied to the view is opened, which breaks a write lease of the job's.
+    let leases = WriteLease::all();
+    let leased = manifest.open_files.iter().map(|file| &file.path).find(|path| {
+        let inode = fs::metadata(path.as_path()).map(|metadata| metadata.ino());
+        inode.is_ok_and(|inode| leases.iter().any(|lease| lease.is_on(inode)))
+    });
+    match leased {
+        Some(path) => not_tried(format!("there is a write lease on {}", path.display())),
+        None => Ok(()),
+    }
+}
+
+/// Whether the job has nothing in the places that the view shows as they are.
+fn out_of_reach(image: &Image, as_they_are: &[PathBuf]) -> Result<(), Failure> {
+    let tables = ["files.img", "ghost-file.img", "remap-fpath.img"].map(|name| image.dir.join("criu").join(name));
+    let tables: Vec<Vec<u8>> = tables.iter().filter_map(|path| fs::read(path).ok()).collect();
+    let names = |path: &&PathBuf| {
+        // CRIU writes paths with and without the first slash.
+        let bytes = path.as_os_str().as_bytes();
+        let bytes = bytes.strip_prefix(b"/").unwrap_or(bytes);
+        tables.iter().any(|table| table.windows(bytes.len().max(1)).any(|window| window == bytes))
+    };
+    match as_they_are.iter().find(names) {
+        Some(path) => Err(Failure::NotTried(format!("it has files at {}, which cannot be laid over", path.display()))),
+        None => Ok(()),
+    }
+}
+
 /// How many bytes may be written in the view; an error where there is too little memory.
 fn room(manifest: &Manifest, reserve: u64) -> Result<u64, Failure> {
+    /// Kernel memory of the processes, and what files grew by since.
+    const BESIDES: u64 = 64 << 20;
     let pages = manifest.parts.iter().filter(|part| part.path.starts_with("criu/pages-")).map(|part| part.size);
-    // A file that is written to is copied to the view when it is opened.
-    let files = manifest.open_files.iter().map(|file| file.size).sum::<u64>();
-    // Kernel memory of the processes, and what the files grew by since.
-    let need = pages.sum::<u64>().saturating_add(files.saturating_mul(2)).saturating_add(64 << 20);
+    let pages = pages.sum::<u64>().saturating_add(BESIDES);
+    // A file that is written to is copied to the view when it is opened, and what the image has of it is put over that.
+    let files = manifest.open_files.iter().map(|file| {
+        let metadata = fs::metadata(file.path.as_path());
+        let allocated = metadata.map_or(file.size, |metadata| metadata.blocks().saturating_mul(512));
+        allocated.saturating_mul(if file.part.is_some() { 2 } else { 1 })
+    });
+    let need = pages.saturating_add(files.sum::<u64>());
     let machine = cgroup::memory_available().unwrap_or(u64::MAX);
     let group = cgroup::memory_headroom(std::process::id().cast_signed()).unwrap_or(u64::MAX);
+    // The job may grow meanwhile.
     let free = machine.min(group).saturating_sub(reserve);
+    let free = free.saturating_sub(free / 8);
     if need > free {
         let (need, free) = (bytesize::ByteSize::b(need), bytesize::ByteSize::b(free));
         return Err(Failure::NotTried(format!("it needs {need} of memory, and {free} may be used")));
     }
-    Ok(free)
+    Ok(free.saturating_sub(pages))
 }
 
 fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manifest) -> Result<(), Failure> {

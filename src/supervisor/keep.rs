@@ -333,7 +333,7 @@ impl Owner<'_> {
             cgroup::memory_available().into_iter().chain(limit).min().is_some_and(|left| left < reserve)
         };
         // At any other time somebody reads or writes there.
-        if !matches!(self.machine.state(), State::Running(_)) || !is_short() {
+        if !matches!(self.machine.state(), State::Running(_)) || !is_short() || self.stop_rehearsal() {
             return;
         }
         let newest = area.images().into_iter().find(Image::is_good).map(|image| image.id);

@@ -26,6 +26,10 @@ use crate::telemetry::events::What;
 const FIRST: Duration = Duration::from_secs(60);
 /// One that could not be tried is tried again so soon.
 const AGAIN: Duration = Duration::from_secs(600);
+/// A second look at an image that was refused comes so long after the first: what it was may be over by then.
+const SECOND_LOOK: Duration = Duration::from_secs(60);
+/// Beside what CRIU may take.
+const BESIDES: Duration = Duration::from_secs(60);
 /// How often it is looked whether it is over.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -36,8 +40,8 @@ pub(super) struct Rehearsals {
     due: Option<Instant>,
     /// Set to call the present one off.
     under_way: Option<Arc<AtomicBool>>,
-    /// An image that was refused once, and is tried again.
-    refused: Option<ImageId>,
+    /// The last one was refused, and it is tried again.
+    refused: bool,
 }
 
 impl Rehearsals {
@@ -101,7 +105,7 @@ impl Owner<'_> {
             _ if called_off => self.rehearsals.due = next(AGAIN.min(every)),
             Outcome::Restored { took } => {
                 self.rehearsals.due = next(every);
-                self.rehearsals.refused = None;
+                self.rehearsals.refused = false;
                 tracing::info!(
                     "image {image} was restored in a rehearsal, in {}; nothing of it ran",
                     shown(Duration::from_millis(took))
@@ -109,14 +113,18 @@ impl Owner<'_> {
                 self.tell(What::Rehearsed { image, took_us: took.saturating_mul(1000) });
             }
             // Once may be chance.
-            Outcome::Refused { why } if self.rehearsals.refused.is_none() => {
+            Outcome::Refused { .. } if !self.shared.folder.staged().iter().any(|staged| staged.id == image) => {
+                // A later image has its place, and was there in part.
+                self.rehearsals.due = next(AGAIN.min(every));
+            }
+            Outcome::Refused { why } if !self.rehearsals.refused => {
                 tracing::debug!("image {image} was refused in a rehearsal: {why}");
-                self.rehearsals.refused = Some(image);
-                self.rehearsals.due = next(Duration::ZERO);
+                self.rehearsals.refused = true;
+                self.rehearsals.due = next(SECOND_LOOK.min(every));
             }
             Outcome::Refused { why } => {
                 self.rehearsals.due = next(every);
-                self.rehearsals.refused = None;
+                self.rehearsals.refused = false;
                 tracing::error!(
                     "image {image} could not be restored in a rehearsal, twice: {why}. The job runs on and its images are kept, but do not count on them: a restart would probably fail in the same way"
                 );
@@ -131,12 +139,18 @@ impl Owner<'_> {
         }
     }
 
-    /// The run ends: what is under way goes.
-    pub(super) fn close_rehearsals(&mut self) {
-        self.rehearsals.due = None;
+    /// Memory is short: what is under way has as much of it as the job.
+    pub(super) fn stop_rehearsal(&self) -> bool {
         if let Some(cancel) = &self.rehearsals.under_way {
             cancel.store(true, Ordering::Relaxed);
         }
+        self.rehearsals.under_way.is_some()
+    }
+
+    /// The run ends: what is under way goes.
+    pub(super) fn close_rehearsals(&mut self) {
+        self.rehearsals.due = None;
+        self.stop_rehearsal();
     }
 }
 
@@ -171,14 +185,19 @@ fn rehearse(setup: &Setup, image: ImageId, cancel: &AtomicBool) -> io::Result<Ou
         .dies_with_us()
         .start()
         .map_err(io::Error::other)?;
+    let limit = setup.config.restart.restore_timeout.saturating_add(BESIDES);
+    let began = Instant::now();
     while !child.has_ended()? {
-        if cancel.load(Ordering::Relaxed) {
+        if cancel.load(Ordering::Relaxed) || began.elapsed() > limit {
             // Its namespaces end with it.
             child.signal(libc::SIGKILL)?;
         }
         std::thread::sleep(LOOK);
     }
     let ended = child.wait()?;
+    if began.elapsed() > limit {
+        return Err(io::Error::other(format!("it was not over after {}", humantime::format_duration(limit))));
+    }
     let mut text = Vec::new();
     output.rewind()?;
     output.read_to_end(&mut text)?;

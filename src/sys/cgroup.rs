@@ -18,8 +18,32 @@ const UNLIMITED: u64 = 1 << 60;
 pub fn memory_headroom(pid: i32) -> Option<u64> {
     let membership = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
     let mounts = std::fs::read_to_string("/proc/self/mounts").ok()?;
-    groups(&membership, &mounts).iter().filter_map(Group::headroom).min()
+    groups(&membership, &mounts, &MEMORY).iter().filter_map(Group::headroom).min()
 }
+
+/// Tasks left below the tightest limit of the control groups that hold the process; `None` without a limit.
+#[must_use]
+pub fn tasks_headroom(pid: i32) -> Option<u64> {
+    let membership = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
+    let mounts = std::fs::read_to_string("/proc/self/mounts").ok()?;
+    groups(&membership, &mounts, &TASKS).iter().filter_map(Group::headroom).min()
+}
+
+/// What a controller bounds: its name, and the files with limit and use in version 2 and in version 1.
+struct Bounded {
+    controller: &'static str,
+    v2: (&'static str, &'static str),
+    v1: (&'static str, &'static str),
+}
+
+const MEMORY: Bounded = Bounded {
+    controller: "memory",
+    v2: ("memory.max", "memory.current"),
+    v1: ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+};
+
+const TASKS: Bounded =
+    Bounded { controller: "pids", v2: ("pids.max", "pids.current"), v1: ("pids.max", "pids.current") };
 
 /// A control group with the names that its version gives to limit and use.
 #[derive(Debug, PartialEq, Eq)]
@@ -50,7 +74,7 @@ impl Group {
     }
 }
 
-fn groups(membership: &str, mounts: &str) -> Vec<Group> {
+fn groups(membership: &str, mounts: &str, bounded: &Bounded) -> Vec<Group> {
     let mount = |wanted: &dyn Fn(&str, &str) -> bool| {
         mounts.lines().find_map(|line| {
             let mut fields = line.split(' ').skip(1);
@@ -65,12 +89,14 @@ fn groups(membership: &str, mounts: &str) -> Vec<Group> {
         let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
         if controllers.is_empty() {
             if let Some(mount) = mount(&|kind, _| kind == "cgroup2") {
-                found.push(Group { mount, path: relative(path), limit: "memory.max", used: "memory.current" });
+                let (limit, used) = bounded.v2;
+                found.push(Group { mount, path: relative(path), limit, used });
             }
-        } else if controllers.split(',').any(|c| c == "memory")
-            && let Some(mount) = mount(&|kind, options| kind == "cgroup" && options.split(',').any(|o| o == "memory"))
+        } else if controllers.split(',').any(|c| c == bounded.controller)
+            && let Some(mount) =
+                mount(&|kind, options| kind == "cgroup" && options.split(',').any(|o| o == bounded.controller))
         {
-            let (limit, used) = ("memory.limit_in_bytes", "memory.usage_in_bytes");
+            let (limit, used) = bounded.v1;
             found.push(Group { mount, path: relative(path), limit, used });
         }
     }
@@ -88,7 +114,7 @@ pub fn kill_counters(pid: i32) -> Vec<PathBuf> {
         // In a container the mount may begin at the group itself, whatever its path is outside.
         [group.mount.join(&group.path).join(name), group.mount.join(name)].into_iter().find(|file| file.is_file())
     };
-    groups(&membership, &mounts).into_iter().filter_map(file).collect()
+    groups(&membership, &mounts, &MEMORY).into_iter().filter_map(file).collect()
 }
 
 /// The sum of the counters; what cannot be read counts as nothing.
@@ -133,9 +159,9 @@ mod tests {
         write("a/b/memory.max", "max\n");
         write("a/b/memory.current", "300\n");
         let mounts = format!("cgroup2 {} cgroup2 rw 0 0\n", dir.path().display());
-        let found = groups("0::/a/b\n", &mounts);
+        let found = groups("0::/a/b\n", &mounts, &MEMORY);
         assert_eq!(found[0].headroom(), Some(600));
-        assert_eq!(groups("0::/\n", &mounts)[0].headroom(), None);
+        assert_eq!(groups("0::/\n", &mounts, &MEMORY)[0].headroom(), None);
     }
 
     #[test]
@@ -154,7 +180,7 @@ mod tests {
     #[test]
     fn version_one_is_found_by_its_controller() {
         let mounts = "cgroup /sys/fs/cgroup/cpu cgroup rw,cpu 0 0\ncgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\n";
-        let found = groups("5:memory:/job\n4:cpu:/\n", mounts);
+        let found = groups("5:memory:/job\n4:cpu:/\n", mounts, &MEMORY);
         assert_eq!(found.len(), 1);
         assert_eq!(found[0].mount, Path::new("/sys/fs/cgroup/memory"));
         assert_eq!(found[0].path, Path::new("job"));

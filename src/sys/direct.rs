@@ -208,7 +208,7 @@ impl DirectFile {
     fn refused(&self, error: &io::Error) -> bool {
         let refused = error.raw_os_error() == Some(libc::EINVAL) && self.way() == Way::Direct;
         if refused {
-            // Where it can not be taken back, the second try fails as the first did.
+            // Where it cannot be taken back, the second try fails as the first did.
             let _ = set_direct(&self.file, false);
             self.direct.store(false, Ordering::Relaxed);
         }

@@ -105,7 +105,7 @@ pub fn publish_dir(tmp: &Path, to: &Path) -> io::Result<()> {
     point(Step::Write)?;
     match renameat2(AT_FDCWD, tmp, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE) {
         Ok(()) => {}
-        // NFS and some FUSE file systems know no flags (EINVAL). A folder can not replace a file or a folder with
+        // NFS and some FUSE file systems know no flags (EINVAL). A folder cannot replace a file or a folder with
         // something in it (rename(2): ENOTDIR, ENOTEMPTY), so the plain call destroys nothing either.
         Err(Errno::EINVAL | Errno::ENOSYS) if fs::symlink_metadata(to).is_err() => fs::rename(tmp, to)?,
         Err(Errno::EINVAL | Errno::ENOSYS) => return Err(io::ErrorKind::AlreadyExists.into()),
@@ -117,7 +117,7 @@ pub fn publish_dir(tmp: &Path, to: &Path) -> io::Result<()> {
 /// Has two folders change names in one step, and makes that durable. What is in both must have been synced before.
 ///
 /// # Errors
-/// `Unsupported` where the file system can not (NFS, some FUSE); else the step that failed.
+/// `Unsupported` where the file system cannot (NFS, some FUSE); else the step that failed.
 pub fn exchange_dirs(a: &Path, b: &Path) -> io::Result<()> {
     point(Step::Write)?;
     match renameat2(AT_FDCWD, a, AT_FDCWD, b, RenameFlags::RENAME_EXCHANGE) {

@@ -5,7 +5,7 @@
 
 use std::io;
 
-/// Puts back what a supervisor can not work with: SIGCHLD gets its default action, no signal stays blocked. Call it
+/// Puts back what a supervisor cannot work with: SIGCHLD gets its default action, no signal stays blocked. Call it
 /// before other threads are started, which get the mask of the one that starts them.
 ///
 /// # Errors

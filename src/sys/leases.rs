@@ -19,6 +19,12 @@ impl WriteLease {
         parse(&fs::read_to_string("/proc/locks").unwrap_or_default())
     }
 
+    /// Whether it may be on the file with this inode number, on any device.
+    #[must_use]
+    pub fn is_on(&self, inode: u64) -> bool {
+        self.inode == inode
+    }
+
     /// The file. None where the holder has closed it since.
     #[must_use]
     pub fn path(&self) -> Option<PathBuf> {

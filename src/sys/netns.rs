@@ -4,7 +4,7 @@
 //! made by root takes root. So this one is made in a user namespace of its own, whose owner is another user: that user has
 //! all rights in it (user_namespaces(7)), and none anywhere else.
 //!
-//! Both are made by a process that is forked for this, and ended: a process with threads can not enter a user namespace.
+//! Both are made by a process that is forked for this, and ended: a process with threads cannot enter a user namespace.
 //! Between fork and end it makes system calls only, because other threads may have held locks.
 
 use std::fs::{self, File};

@@ -11,12 +11,12 @@ use nvml_wrapper::{Device, Nvml};
 
 use super::cuda::{self, GpuUuid};
 
-/// Whether a GPU is divided into instances, which can not be checkpointed.
+/// Whether a GPU is divided into instances, which cannot be checkpointed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mig {
     /// Divided.
     On,
-    /// Whole, or of a kind that can not be divided.
+    /// Whole, or of a kind that cannot be divided.
     Off,
     /// Not known without NVML.
     Unknown,
@@ -41,7 +41,7 @@ pub struct Gpu {
     pub memory_free: Option<u64>,
     /// Divided or not.
     pub mig: Mig,
-    /// Whether it is a part of one that the host shares out to virtual machines (vGPU), which can not be checkpointed.
+    /// Whether it is a part of one that the host shares out to virtual machines (vGPU), which cannot be checkpointed.
     pub is_virtual: bool,
 }
 
@@ -127,7 +127,7 @@ fn gpu(device: &Device<'_>) -> Option<Gpu> {
         memory_total: memory.as_ref().map(|memory| memory.total),
         memory_used: memory.as_ref().map(|memory| memory.used),
         memory_free: memory.as_ref().map(|memory| memory.free),
-        // A GPU that can not be divided answers NotSupported.
+        // A GPU that cannot be divided answers NotSupported.
         mig: if device.mig_mode().is_ok_and(|mode| mode.current == 1) { Mig::On } else { Mig::Off },
         // One that is passed through as a whole is none.
         is_virtual: matches!(device.virtualization_mode(), Ok(GpuVirtualizationMode::Vgpu)),

@@ -7,7 +7,7 @@
 //! little; fallocate(2) takes 1.7 s for each GiB of those.
 //!
 //! A mapping here is never read or written by our own instructions, but by read(2), process_vm_writev(2) and madvise(2) on
-//! its range. Where a page can not be had (the file was cut, its file system is full) those fail with EFAULT or a short
+//! its range. Where a page cannot be had (the file was cut, its file system is full) those fail with EFAULT or a short
 //! count; a load or a store would be a SIGBUS. For the same reason nothing here hands out a slice.
 
 use std::fs::File;

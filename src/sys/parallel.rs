@@ -36,7 +36,7 @@ where
         done.inspect_err(|_| queue().clear())
     };
     thread::scope(|scope| {
-        // A helper that can not be started is not missed: the work is shared by whoever is there.
+        // A helper that cannot be started is not missed: the work is shared by whoever is there.
         let helpers = (1..threads).filter_map(|_| thread::Builder::new().spawn_scoped(scope, run).ok());
         let helpers: Vec<_> = helpers.collect();
         let mut done = run();

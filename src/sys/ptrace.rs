@@ -36,13 +36,26 @@ impl Alone {
     /// Lets thread `tid` of a stopped process run.
     ///
     /// # Errors
-    /// When it can not be traced: another tracer has it, or a right is missing.
+    /// When it cannot be traced: another tracer has it, or a right is missing.
     pub fn run(tid: i32) -> io::Result<Alone> {
+        Alone::with(tid, Signals::Wait)
+    }
+
+    /// Lets it run for a moment, in which signals come as ever: it may be in the middle of code that has blocked some, or be
+    /// about to enter such, and would go on with a mask of ours for ever.
+    ///
+    /// # Errors
+    /// As [`Alone::run`].
+    pub fn turn(tid: i32) -> io::Result<Alone> {
+        Alone::with(tid, Signals::Come)
+    }
+
+    fn with(tid: i32, signals: Signals) -> io::Result<Alone> {
         let over = Arc::new(AtomicBool::new(false));
         let (begun, result) = mpsc::sync_channel(1);
         let until = Arc::clone(&over);
         // Only the thread that seized may make requests, and it must look after its tracee all the time.
-        let trace = move || match Tracee::seize(tid) {
+        let trace = move || match Tracee::seize(tid, signals) {
             Ok(mut tracee) => {
                 let _ = begun.send(Ok(()));
                 tracee.keep_running(&until);
@@ -76,6 +89,9 @@ fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()>
 /// What a thread gets for what it does itself.
 const FAULTS: [i32; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP];
 
+/// What stops a process: it stands already, and stays so when the thread is let go.
+const STOPS: [i32; 4] = [libc::SIGSTOP, libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
+
 /// How often the tracer looks. A thread that makes a helper stands until it has; so it looks without a pause for a
 /// while after each.
 const PAUSE: Duration = Duration::from_micros(50);
@@ -87,8 +103,17 @@ const HELPERS_END: Duration = Duration::from_millis(100);
 /// The name that the interposer gives to its threads.
 const HELPER: &str = "rekindle-copy";
 
+/// What becomes of signals meanwhile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Signals {
+    /// They wait until it is let go.
+    Wait,
+    Come,
+}
+
 struct Tracee {
     tid: i32,
+    signals: Signals,
     mask: u64,
     /// Threads that it has made, and so on; they are traced too.
     made: Vec<i32>,
@@ -98,16 +123,23 @@ struct Tracee {
 #[derive(Clone, Copy)]
 enum Seen {
     Nothing,
-    Stopped(i32),
+    /// With the signal that is to be delivered, or 0.
+    Stopped(i32, i32),
     Gone(i32),
 }
 
 impl Tracee {
-    fn seize(tid: i32) -> io::Result<Tracee> {
+    fn seize(tid: i32, signals: Signals) -> io::Result<Tracee> {
         let options = usize::try_from(libc::PTRACE_O_TRACECLONE).unwrap_or_default();
         ptrace(libc::PTRACE_SEIZE, tid, 0, options)?;
-        let mut tracee = Tracee { tid, mask: 0, made: Vec::new() };
+        let mut tracee = Tracee { tid, signals, mask: 0, made: Vec::new() };
+        // It stands with its process, unless somebody has just let that go on.
+        ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
         wait_for_stop(tid)?;
+        if signals == Signals::Come {
+            ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
+            return Ok(tracee);
+        }
         // A signal handler must not run in the middle of the driver's work: signals wait until the thread is let go. Not
         // those of faults: the kernel takes the handler of one that is blocked away (`force_sig_info_to_task`).
         ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut tracee.mask).addr())?;
@@ -126,7 +158,7 @@ impl Tracee {
         let mut attention = Instant::now();
         while !over.load(Ordering::Relaxed) {
             match self.look() {
-                Ok(Seen::Stopped(_)) => attention = Instant::now() + ATTENTION,
+                Ok(Seen::Stopped(..)) => attention = Instant::now() + ATTENTION,
                 Ok(Seen::Gone(tid)) if tid == self.tid => break,
                 Err(_) => return,
                 Ok(_) if Instant::now() < attention => std::hint::spin_loop(),
@@ -135,11 +167,11 @@ impl Tracee {
         }
         let deadline = Instant::now() + HELPERS_END;
         while self.has_helper() && Instant::now() < deadline {
-            if !matches!(self.look(), Ok(Seen::Stopped(_))) {
+            if !matches!(self.look(), Ok(Seen::Stopped(..))) {
                 std::thread::sleep(PAUSE);
             }
         }
-        // A thread that is gone needs nothing; one that can not be detached is let go when this thread ends.
+        // A thread that is gone needs nothing; one that cannot be detached is let go when this thread ends.
         for tid in std::mem::take(&mut self.made) {
             let _ = self.let_go(tid);
         }
@@ -156,13 +188,16 @@ impl Tracee {
     fn look(&mut self) -> io::Result<Seen> {
         let seen = wait(-1, libc::__WNOTHREAD | libc::WNOHANG)?;
         match seen {
-            Seen::Stopped(tid) => {
+            Seen::Stopped(tid, signal) => {
                 // The stop of a new thread can be seen before that of its maker, which tells of it.
                 if tid != self.tid && !self.made.contains(&tid) {
                     self.made.push(tid);
                 }
+                // One for a fault is held back: the instruction meets it again.
+                let comes = self.signals == Signals::Come && !FAULTS.contains(&signal) && !STOPS.contains(&signal);
+                let signal = if comes { usize::try_from(signal).unwrap_or_default() } else { 0 };
                 // It may have been killed since.
-                let _ = ptrace(libc::PTRACE_CONT, tid, 0, 0);
+                let _ = ptrace(libc::PTRACE_CONT, tid, 0, signal);
             }
             Seen::Gone(tid) => self.made.retain(|made| *made != tid),
             Seen::Nothing => {}
@@ -173,7 +208,12 @@ impl Tracee {
     /// With the mask that the maker had: the threads it made have inherited the one that it was given here.
     fn let_go(&self, tid: i32) -> io::Result<()> {
         ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
-        wait_for_stop(tid)?;
+        let signal = wait_for_stop(tid)?;
+        if self.signals == Signals::Come {
+            let comes = !FAULTS.contains(&signal) && !STOPS.contains(&signal);
+            let signal = if comes { usize::try_from(signal).unwrap_or_default() } else { 0 };
+            return ptrace(libc::PTRACE_DETACH, tid, 0, signal);
+        }
         ptrace(libc::PTRACE_SETSIGMASK, tid, size_of::<u64>(), (&raw const self.mask).addr())?;
         ptrace(libc::PTRACE_DETACH, tid, 0, 0)
     }
@@ -185,16 +225,27 @@ fn wait(tid: i32, options: i32) -> io::Result<Seen> {
     match unsafe { libc::waitpid(tid, &raw mut status, libc::__WALL | options) } {
         0 => Ok(Seen::Nothing),
         -1 => Err(io::Error::last_os_error()),
-        tid if libc::WIFSTOPPED(status) => Ok(Seen::Stopped(tid)),
+        tid if libc::WIFSTOPPED(status) => {
+            // Of an event, which is in the upper half, there is no signal.
+            Ok(Seen::Stopped(tid, if status >> 16 == 0 { libc::WSTOPSIG(status) } else { 0 }))
+        }
         tid => Ok(Seen::Gone(tid)),
     }
 }
 
-fn wait_for_stop(tid: i32) -> io::Result<()> {
+/// How long a thread may take to stop: one that waits in the kernel, for a driver or a child of vfork(2), does not.
+const STOPS_WITHIN: Duration = Duration::from_secs(10);
+
+/// The signal that it was about to get, or 0.
+fn wait_for_stop(tid: i32) -> io::Result<i32> {
+    let deadline = Instant::now() + STOPS_WITHIN;
     loop {
-        match wait(tid, 0) {
-            Ok(Seen::Stopped(_)) => return Ok(()),
-            Ok(Seen::Nothing) => {}
+        match wait(tid, libc::WNOHANG) {
+            Ok(Seen::Stopped(_, signal)) => return Ok(signal),
+            Ok(Seen::Nothing) if Instant::now() > deadline => {
+                return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT));
+            }
+            Ok(Seen::Nothing) => std::thread::sleep(Duration::from_micros(20)),
             Ok(Seen::Gone(_)) => return Err(io::Error::from_raw_os_error(libc::ESRCH)),
             Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
             Err(e) => return Err(e),
@@ -307,6 +358,33 @@ mod tests {
         until(|| is_stopped(pid));
         go_on(pid).unwrap();
         until(|| process::state(pid) == Some('R'));
+    }
+
+    /// A turn leaves the signals of a thread as they are, and loses none.
+    #[test]
+    fn signals_come_in_a_turn_and_the_mask_stays() {
+        let script = "trap 'echo came' USR1; echo ready; while :; do :; done";
+        let mut child = Command::new("sh");
+        let mut child = Reaped(child.args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap());
+        let pid = child.0.id().cast_signed();
+        let mut out = child.0.stdout.take().unwrap();
+        let mut said = [0; 6];
+        out.read_exact(&mut said).unwrap();
+        let blocked = || {
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+            status.lines().find(|line| line.starts_with("SigBlk:")).unwrap().to_owned()
+        };
+        let before = blocked();
+        assert!(stop(pid, Duration::from_secs(5)).unwrap());
+        signal(pid, libc::SIGUSR1).unwrap();
+        let turn = Alone::turn(pid).unwrap();
+        assert_eq!(blocked(), before);
+        let mut said = [0; 5];
+        out.read_exact(&mut said).unwrap();
+        assert_eq!(&said, b"came\n");
+        drop(turn);
+        until(|| is_stopped(pid));
+        assert_eq!(blocked(), before);
     }
 
     /// What the interposer does: a thread of a stopped process makes another one, which must run.

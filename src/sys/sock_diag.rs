@@ -85,7 +85,7 @@ pub fn ownerless() -> io::Result<Vec<Ownerless>> {
 /// Ends it now.
 ///
 /// # Errors
-/// When the kernel can not (EOPNOTSUPP), or does not let us. One that has ended by itself is none.
+/// When the kernel cannot (EOPNOTSUPP), or does not let us. One that has ended by itself is none.
 pub fn destroy(connection: &Ownerless) -> io::Result<()> {
     let socket = open()?;
     ask(&socket, SOCK_DESTROY, NLM_F_REQUEST | NLM_F_ACK, connection.family, &connection.id)?;

@@ -1,4 +1,4 @@
-//! Starting children where an ordinary spawn can not: in a new or an existing PID and mount namespace, with a chosen
+//! Starting children where an ordinary spawn cannot: in a new or an existing PID and mount namespace, with a chosen
 //! pid, with files opened inside.
 //!
 //! Invariants:
@@ -78,10 +78,10 @@ pub enum World {
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// An argument holds a NUL byte.
-    #[error("can not pass an argument with a NUL byte")]
+    #[error("cannot pass an argument with a NUL byte")]
     Nul(#[from] std::ffi::NulError),
     /// The fork itself failed.
-    #[error("can not fork {program}")]
+    #[error("cannot fork {program}")]
     Fork {
         /// What was to be started.
         program: String,
@@ -90,7 +90,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The child could not set itself up.
-    #[error("can not start {program}: {step} failed")]
+    #[error("cannot start {program}: {step} failed")]
     Child {
         /// What was to be started.
         program: String,
@@ -149,7 +149,7 @@ impl Spawn {
     }
 
     fn inherit_environment(mut self) -> Spawn {
-        // A variable of this process can not hold a NUL.
+        // A variable of this process cannot hold a NUL.
         self.env = std::env::vars_os().filter_map(|(k, v)| c_string(join(&k, &v)).ok()).collect();
         self
     }
@@ -279,7 +279,7 @@ impl Spawn {
     /// When the fork fails, or a step of the child before its program runs; the error names the step.
     pub fn start(self) -> Result<Child, Error> {
         match self.world {
-            // pid_for_children is a property of the thread and can not be left again: a thread of its own enters.
+            // pid_for_children is a property of the thread and cannot be left again: a thread of its own enters.
             World::Join(..) => std::thread::scope(|scope| {
                 let spawn = &self;
                 scope.spawn(move || spawn.start_here()).join().unwrap_or_else(|_| Err(self.lost()))
@@ -311,7 +311,7 @@ impl Spawn {
         let (report, report_end) =
             nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|e| self.fork_error(e.into()))?;
         let mut plan = child::Plan::new(self, report_end.as_raw_fd()).map_err(|e| self.fork_error(e))?;
-        // The register is held over the fork, so that a stray can not be one we are just starting.
+        // The register is held over the fork, so that a stray cannot be one we are just starting.
         let mut children = register();
         let (pid, pidfd) = self.clone_process(&mut plan).map_err(|e| self.fork_error(e))?;
         children.insert(pid);

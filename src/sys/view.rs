@@ -10,6 +10,7 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
@@ -35,6 +36,8 @@ fn failed<E: Into<io::Error>>(what: impl Into<String>) -> impl FnOnce(E) -> Erro
 struct Mount {
     point: PathBuf,
     kind: String,
+    /// What it keeps files there from: a view must not take it away.
+    flags: MsFlags,
 }
 
 /// What is done about a mount.
@@ -88,8 +91,9 @@ fn mounts(mountinfo: &str) -> Vec<Mount> {
     let mut seen = BTreeSet::new();
     let parse = |line: &str| {
         let (front, back) = line.split_once(" - ")?;
-        let point = unescaped(front.split(' ').nth(4)?);
-        Some(Mount { point, kind: back.split(' ').next()?.to_owned() })
+        let mut fields = front.split(' ').skip(4);
+        let (point, options) = (unescaped(fields.next()?), fields.next()?);
+        Some(Mount { point, kind: back.split(' ').next()?.to_owned(), flags: flags(options) })
     };
     let mut found: Vec<Mount> = mountinfo.lines().filter_map(parse).collect();
     found.reverse();
@@ -97,6 +101,20 @@ fn mounts(mountinfo: &str) -> Vec<Mount> {
     // What lies below another comes after it.
     found.sort_by_key(|mount| mount.point.components().count());
     found
+}
+
+/// Those of the options of a mount that are kept.
+fn flags(options: &str) -> MsFlags {
+    let of = |option| match option {
+        "nosuid" => MsFlags::MS_NOSUID,
+        "nodev" => MsFlags::MS_NODEV,
+        "noexec" => MsFlags::MS_NOEXEC,
+        "noatime" => MsFlags::MS_NOATIME,
+        "nodiratime" => MsFlags::MS_NODIRATIME,
+        "relatime" => MsFlags::MS_RELATIME,
+        _ => MsFlags::empty(),
+    };
+    options.split(',').map(of).fold(MsFlags::empty(), |all, flag| all | flag)
 }
 
 /// Blanks and the like are written as three octal digits.
@@ -120,20 +138,25 @@ fn unescaped(text: &str) -> PathBuf {
 }
 
 /// Enters a view of its own for good. `base` is a folder to build it in, and stays as it is; `limit` is how many bytes may
-/// be written in it. The process must have one thread only.
+/// be written in it. The process must have one thread only. Answers the places that could not be laid over, but for the
+/// kernel's: what is not a file there (a FIFO, a device, a socket, a lock) is the machine's.
 ///
 /// # Errors
 /// When the kernel refuses: it takes CAP_SYS_ADMIN and overlayfs. The process is then in a mount namespace of its own, and
 /// sees what it saw before or less.
-pub fn enter(base: &Path, limit: u64) -> Result<(), Error> {
+pub fn enter(base: &Path, limit: u64) -> Result<Vec<PathBuf>, Error> {
     let none = None::<&str>;
     unshare(CloneFlags::CLONE_NEWNS).map_err(failed("make a mount namespace"))?;
     mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).map_err(failed("make mounts private"))?;
-    let table = fs::read_to_string("/proc/self/mountinfo").map_err(failed("read /proc/self/mountinfo"))?;
+    let table = fs::read("/proc/self/mountinfo").map_err(failed("read /proc/self/mountinfo"))?;
+    // A name that is no text is not found below, and left out.
+    let table = String::from_utf8_lossy(&table);
     let upper = format!("size={limit},mode=0755");
     mount(Some("rekindle"), base, Some("tmpfs"), MsFlags::empty(), Some(upper.as_str()))
         .map_err(failed("mount a tmpfs"))?;
-    let root = base.join("root");
+    // The upper sides are named from here: a name with a comma ends an option.
+    chdir(base).map_err(failed("enter the folder of the view"))?;
+    let (root, mut as_they_are) = (base.join("root"), Vec::new());
     for (number, place) in mounts(&table).iter().enumerate() {
         let target = if place.point == Path::new("/") {
             fs::create_dir(&root).map_err(failed("make a folder"))?;
@@ -141,27 +164,38 @@ pub fn enter(base: &Path, limit: u64) -> Result<(), Error> {
         } else {
             root.join(place.point.strip_prefix("/").unwrap_or(&place.point))
         };
-        // Below a file system that was mounted over it.
-        if fs::symlink_metadata(&target).is_err() || fs::symlink_metadata(&place.point).is_err() {
+        // Below a file system that was mounted over it. To look at one of autofs may mount something.
+        if place.kind == "autofs"
+            || fs::symlink_metadata(&target).is_err()
+            || fs::symlink_metadata(&place.point).is_err()
+        {
             continue;
         }
         match place.plan() {
-            Plan::Overlay if overlay(base, number, &place.point, &target).is_ok() => {}
+            Plan::Overlay if overlay(number, place, &target).is_ok() => {}
             Plan::Overlay if place.point == Path::new("/") => {
-                overlay(base, number, &place.point, &target).map_err(failed("lay a file system in memory over /"))?;
+                overlay(number, place, &target).map_err(failed("lay a file system in memory over /"))?;
             }
-            _ => bind(&place.point, &target)?,
+            _ => {
+                bind(place, &target)?;
+                if !KERNELS.contains(&place.kind.as_str()) {
+                    as_they_are.push(place.point.clone());
+                }
+            }
         }
     }
     chdir(&root).map_err(failed("enter the view"))?;
     // The old root is mounted over the new one, and goes (pivot_root(2)).
     pivot_root(".", ".").map_err(failed("enter the view"))?;
     umount2(".", MntFlags::MNT_DETACH).map_err(failed("leave the machine's mounts"))?;
-    chdir("/").map_err(failed("enter the view"))
+    chdir("/").map_err(failed("enter the view"))?;
+    Ok(as_they_are)
 }
 
-fn overlay(base: &Path, number: usize, lower: &Path, target: &Path) -> io::Result<()> {
-    let (upper, work) = (base.join(format!("upper{number}")), base.join(format!("work{number}")));
+/// From the folder of the view.
+fn overlay(number: usize, place: &Mount, target: &Path) -> io::Result<()> {
+    let lower = &place.point;
+    let (upper, work) = (format!("upper{number}"), format!("work{number}"));
     for folder in [&upper, &work] {
         match fs::create_dir(folder) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
@@ -171,20 +205,15 @@ fn overlay(base: &Path, number: usize, lower: &Path, target: &Path) -> io::Resul
     // The upper side is what a folder that is not changed looks like.
     let of = fs::metadata(lower)?;
     fs::set_permissions(&upper, of.permissions())?;
-    std::os::unix::fs::chown(
-        &upper,
-        Some(std::os::unix::fs::MetadataExt::uid(&of)),
-        Some(std::os::unix::fs::MetadataExt::gid(&of)),
-    )?;
-    let options = format!("lowerdir={},upperdir={},workdir={}", lower.display(), upper.display(), work.display());
-    Ok(mount(Some("rekindle"), target, Some("overlay"), MsFlags::empty(), Some(options.as_str()))?)
+    std::os::unix::fs::chown(&upper, Some(of.uid()), Some(of.gid()))?;
+    let options = format!("lowerdir={},upperdir={upper},workdir={work}", lower.display());
+    Ok(mount(Some("rekindle"), target, Some("overlay"), place.flags, Some(options.as_str()))?)
 }
 
-fn bind(from: &Path, target: &Path) -> Result<(), Error> {
-    let none = None::<&str>;
-    let name = from.display();
-    mount(Some(from), target, none, MsFlags::MS_BIND, none).map_err(failed(format!("mount {name}")))?;
-    let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
+fn bind(place: &Mount, target: &Path) -> Result<(), Error> {
+    let (none, name) = (None::<&str>, place.point.display());
+    mount(Some(&place.point), target, none, MsFlags::MS_BIND, none).map_err(failed(format!("mount {name}")))?;
+    let flags = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY | place.flags;
     mount(none, target, none, flags, none).map_err(failed(format!("mount {name} for reading only")))
 }
 
@@ -202,12 +231,14 @@ mod tests {
         let found = mounts(text);
         let names: Vec<(&str, &str)> = found.iter().map(|m| (m.point.to_str().unwrap(), m.kind.as_str())).collect();
         assert_eq!(names, [("/", "ext4"), ("/proc", "tmpfs"), ("/a", "xfs"), ("/a/b c", "tmpfs")]);
+        assert_eq!(flags("rw,nosuid,nodev,relatime"), MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_RELATIME);
         assert_eq!(unescaped("\\134x\\9"), Path::new("\\x\\9"));
     }
 
     #[test]
     fn the_kernels_file_systems_are_not_laid_over() {
-        let plan = |point: &str, kind: &str| Mount { point: point.into(), kind: kind.into() }.plan();
+        let plan =
+            |point: &str, kind: &str| Mount { point: point.into(), kind: kind.into(), flags: MsFlags::empty() }.plan();
         assert_eq!(plan("/", "ext4"), Plan::Overlay);
         assert_eq!(plan("/proc", "proc"), Plan::Bind);
         assert_eq!(plan("/dev/pts", "devpts"), Plan::Bind);

@@ -2,7 +2,7 @@
 //!
 //! For reports, hooks and whoever wants to know later. Only the supervisor writes it, and goes on in it after a restart. A
 //! line is written at once and not synced: when the power goes the last lines may be missing, or half of one, which
-//! [`read`] leaves out. Where it can not be written the job is supervised all the same, and the log says so once.
+//! [`read`] leaves out. Where it cannot be written the job is supervised all the same, and the log says so once.
 //!
 //! Fields may be added to an event, and events to the list: readers ignore what they do not know ([`What::Unknown`]).
 
@@ -125,7 +125,7 @@ pub enum What {
     SnapshotFailed {
         /// Why, in words.
         why: String,
-        /// Whether the job can not go on.
+        /// Whether the job cannot go on.
         job_lost: bool,
     },
     /// An image is in the store.
@@ -204,7 +204,7 @@ pub enum What {
         /// Why: the cause of an end, or the line of output.
         why: String,
     },
-    /// An image can not be used any more.
+    /// An image cannot be used any more.
     ImageBad {
         /// Which.
         image: ImageId,
@@ -302,7 +302,7 @@ impl Journal {
             // What is wrong with this descriptor need not be with the next.
             self.file = None;
             if !std::mem::replace(&mut self.complained, true) {
-                tracing::warn!("events can not be written to {}: {error}", self.path.display());
+                tracing::warn!("events cannot be written to {}: {error}", self.path.display());
             }
         }
     }
@@ -340,10 +340,10 @@ fn open(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// The events of a job, the oldest first; none where there is no file. Lines that can not be understood are left out.
+/// The events of a job, the oldest first; none where there is no file. Lines that cannot be understood are left out.
 ///
 /// # Errors
-/// When the file can not be read.
+/// When the file cannot be read.
 pub fn read(logs: &Path) -> io::Result<Vec<Event>> {
     let mut events = Vec::new();
     for name in [format!("{FILE_NAME}.1"), FILE_NAME.into()] {
@@ -361,7 +361,7 @@ pub fn read(logs: &Path) -> io::Result<Vec<Event>> {
 /// The newest events, so many bytes of them; none where there is no file.
 ///
 /// # Errors
-/// When the file can not be read.
+/// When the file cannot be read.
 pub fn newest(logs: &Path, bytes: u64) -> io::Result<Vec<Event>> {
     let mut file = match File::open(logs.join(FILE_NAME)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),

@@ -55,7 +55,7 @@ pub fn start(level: Level, format: LogFormat) {
         .with_writer(std::io::stderr)
         .with_ansi(colours)
         .with_target(false)
-        // It would tell of a line that can not be written by eprintln, which panics when standard error is what failed
+        // It would tell of a line that cannot be written by eprintln, which panics when standard error is what failed
         // (a closed pipe, a full disk), and the job would die of it.
         .log_internal_errors(false)
         .with_timer(ChronoLocal::new("%Y-%m-%d %H:%M:%S%.3f".into()));

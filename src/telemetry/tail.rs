@@ -24,10 +24,10 @@ impl Tail {
         Tail { logs: logs.to_owned(), file: None, partial: Vec::new(), began: false }
     }
 
-    /// The events since the last call, the oldest first. Lines that can not be understood are left out.
+    /// The events since the last call, the oldest first. Lines that cannot be understood are left out.
     ///
     /// # Errors
-    /// When the journal can not be read.
+    /// When the journal cannot be read.
     pub fn more(&mut self) -> io::Result<Vec<Event>> {
         let mut events = Vec::new();
         if !std::mem::replace(&mut self.began, true) {

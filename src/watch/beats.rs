@@ -28,7 +28,7 @@ impl Beats {
     /// Listens at `path`, in a folder that must be there. Only root and `user` may send.
     ///
     /// # Errors
-    /// When it can not be made.
+    /// When it cannot be made.
     pub fn listen(path: &Path, user: Option<u32>) -> io::Result<Beats> {
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),

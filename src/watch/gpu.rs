@@ -47,7 +47,7 @@ fn devices(nvml: &Nvml) -> Vec<Device<'_>> {
     (0..nvml.device_count().unwrap_or(0)).filter_map(|index| nvml.device_by_index(index).ok()).collect()
 }
 
-/// Whether it runs one of the processes; None where it can not be told. In a container the driver's pids may be others.
+/// Whether it runs one of the processes; None where it cannot be told. In a container the driver's pids may be others.
 fn runs(device: &Device<'_>, pids: &[i32]) -> Option<bool> {
     let on_it = device.running_compute_processes().ok()?;
     let ours = |pid: u32| i32::try_from(pid).is_ok_and(|pid| pids.contains(&pid));
@@ -148,7 +148,7 @@ fn events_of(nvml: &Nvml, pids: &impl Fn() -> Vec<i32>, report: &impl Fn(Fault) 
                     Some(XidError::Value(xid)) => u32::try_from(xid).unwrap_or(u32::MAX),
                     _ => continue,
                 };
-                // One that is lost can not be asked who uses it.
+                // One that is lost cannot be asked who uses it.
                 if runs(&event.device, &pids()) == Some(false) {
                     continue;
                 }

@@ -155,7 +155,7 @@ mod tests {
         };
         let mark = std::process::id();
         let line = |xid: u32| format!("rekindle test: NVRM: Xid (PCI:{mark}:00:00): {xid}, pid=1, name=x, nothing\n");
-        let Ok(()) = write(&line(1)) else { return eprintln!("SKIP: the kernel's log can not be written") };
+        let Ok(()) = write(&line(1)) else { return eprintln!("SKIP: the kernel's log cannot be written") };
         let mut log = KernelLog::from_now().unwrap();
         write(&line(2)).unwrap();
         let ours = |notices: Vec<(Duration, Notice)>| -> Vec<u32> {

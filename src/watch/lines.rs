@@ -61,7 +61,7 @@ pub struct Hit {
 /// is no such rule.
 ///
 /// # Errors
-/// When the files can not be watched.
+/// When the files cannot be watched.
 pub fn watch(files: [PathBuf; 2], rules: &[Rule], turn: &Turn, report: impl Fn(Hit) -> bool) -> io::Result<()> {
     let rules: Vec<(usize, Match)> = rules
         .iter()

@@ -35,14 +35,14 @@ const TOOLS_TIME: Duration = Duration::from_secs(20);
 /// Tasks that are looked at.
 const TASKS: usize = 512;
 
-/// Writes down what the processes of the tree are at. Answers where; nothing where it can not be written.
+/// Writes down what the processes of the tree are at. Answers where; nothing where it cannot be written.
 pub fn keep(root: i32, logs: &Path, what: Missing, idle: Duration) -> Option<PathBuf> {
     let path = logs.join(format!("stacks-{}.txt", newest(logs).map_or(1, |n| n.saturating_add(1))));
     let mut text = capture(root, what, idle);
     let end = (0..=LARGEST.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
     text.truncate(end);
     if let Err(error) = crate::sys::durable::replace_file(&path, text.as_bytes(), 0o600) {
-        tracing::warn!("the stacks can not be written to {}: {error}", path.display());
+        tracing::warn!("the stacks cannot be written to {}: {error}", path.display());
         return None;
     }
     remove_old(logs);
@@ -75,7 +75,7 @@ fn remove_old(logs: &Path) {
 fn capture(root: i32, what: Missing, idle: Duration) -> String {
     let mut text = String::new();
     let idle = humantime::format_duration(Duration::from_millis(u64::try_from(idle.as_millis()).unwrap_or(u64::MAX)));
-    // Writing to a string can not fail.
+    // Writing to a string cannot fail.
     let _ = writeln!(text, "{}: {what} for {idle}", chrono::Utc::now().to_rfc3339());
     let pids = process::tree(root);
     let tasks = pids.iter().flat_map(|pid| process::threads(*pid).into_iter().map(move |tid| (*pid, tid)));

@@ -179,15 +179,15 @@ const HINTS: &[(&str, &str)] = &[
     ),
     (
         "anon_inode:[io_uring",
-        "the job uses io_uring, which CRIU can not dump: with job.allow-io-uring = false programs do without",
+        "the job uses io_uring, which CRIU cannot dump: with job.allow-io-uring = false programs do without",
     ),
     (
         "send_fds failed",
-        "most likely an io_uring descriptor, which CRIU can not dump: with job.allow-io-uring = false programs do without",
+        "most likely an io_uring descriptor, which CRIU cannot dump: with job.allow-io-uring = false programs do without",
     ),
     (
         "Can't retrieve FDs from socket",
-        "most likely an io_uring descriptor, which CRIU can not dump: with job.allow-io-uring = false programs do without",
+        "most likely an io_uring descriptor, which CRIU cannot dump: with job.allow-io-uring = false programs do without",
     ),
     (
         "has bad size",
@@ -207,12 +207,12 @@ const HINTS: &[(&str, &str)] = &[
         "Can't create link remap",
         "a file the job has open lost its name but has another hard link, and its folder is not writable",
     ),
-    ("Can't link ", "a file that had lost its name at the snapshot can not be put back: its saved hard link is gone"),
+    ("Can't link ", "a file that had lost its name at the snapshot cannot be put back: its saved hard link is gone"),
     ("Connected TCP socket", "the job has a TCP connection: set snapshot.tcp to \"close\" or \"keep\""),
     ("--tcp-close", "the image was taken with snapshot.tcp = \"close\""),
     (
         "Can't connect inet socket back",
-        "a TCP connection to the outside can not be brought back; take images with snapshot.tcp = \"close\"",
+        "a TCP connection to the outside cannot be brought back; take images with snapshot.tcp = \"close\"",
     ),
     (
         "Can't bind inet socket",
@@ -228,17 +228,17 @@ const HINTS: &[(&str, &str)] = &[
     ),
     (
         "Unable to load",
-        "CRIU can not load the plugin for NVIDIA's devices: is the store's file system mounted noexec, or is this CRIU a static program?",
+        "CRIU cannot load the plugin for NVIDIA's devices: is the store's file system mounted noexec, or is this CRIU a static program?",
     ),
-    ("handle_device_vma", "a device is mapped that CRIU can not dump"),
-    ("chr 10:", "the job has a device open that CRIU can not dump"),
-    ("perf_event", "the job has a perf event open, which CRIU can not dump: stop profiling it"),
-    ("userfaultfd", "the job uses userfaultfd, which CRIU can not dump"),
+    ("handle_device_vma", "a device is mapped that CRIU cannot dump"),
+    ("chr 10:", "the job has a device open that CRIU cannot dump"),
+    ("perf_event", "the job has a perf event open, which CRIU cannot dump: stop profiling it"),
+    ("userfaultfd", "the job uses userfaultfd, which CRIU cannot dump"),
     ("Unseizable non-zombie", "a debugger or strace holds the job: detach it"),
-    ("nested", "the job made namespaces of its own (a sandbox, a container), which CRIU can not dump from outside"),
+    ("nested", "the job made namespaces of its own (a sandbox, a container), which CRIU cannot dump from outside"),
     (
         "Can't restore sub-task in NS",
-        "a child of the job had a mount or network namespace of its own, which CRIU can not restore here",
+        "a child of the job had a mount or network namespace of its own, which CRIU cannot restore here",
     ),
     (
         "suspending seccomp failed",

@@ -63,8 +63,8 @@ pub enum FindError {
         /// Where it was looked for.
         looked: String,
     },
-    /// The one that was named can not be run.
-    #[error("can not run {path}: install CRIU 4.2 or newer, or name another with criu.path or REKINDLE_CRIU")]
+    /// The one that was named cannot be run.
+    #[error("cannot run {path}: install CRIU 4.2 or newer, or name another with criu.path or REKINDLE_CRIU")]
     Run {
         /// The executable.
         path: PathBuf,

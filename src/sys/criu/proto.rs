@@ -45,7 +45,7 @@ pub(crate) struct InheritFd {
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct Options {
     /// -1: `images_dir` names it instead. CRIU would look the descriptor up in our /proc, which a CRIU in another PID
-    /// namespace can not.
+    /// namespace cannot.
     #[prost(int32, required, tag = "1", default = "-1")]
     pub images_dir_fd: i32,
     #[prost(int32, optional, tag = "2")]

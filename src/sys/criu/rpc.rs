@@ -126,10 +126,10 @@ impl std::fmt::Debug for Hooks<'_> {
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     /// CRIU did not start.
-    #[error("can not start CRIU")]
+    #[error("cannot start CRIU")]
     Start(#[source] spawn::Error),
     /// The socket, the pipe or a wait failed.
-    #[error("can not talk to CRIU: {what}")]
+    #[error("cannot talk to CRIU: {what}")]
     Talk {
         /// The call.
         what: &'static str,
@@ -186,7 +186,7 @@ pub enum RunError {
     /// It was not wanted any more.
     #[error("cancelled")]
     Cancelled,
-    /// The restored process can not be found among our children.
+    /// The restored process cannot be found among our children.
     #[error("CRIU reports success, but the restored process {pid} is not there")]
     Lost {
         /// Its pid in the namespace.

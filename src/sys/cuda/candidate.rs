@@ -10,7 +10,7 @@ use std::path::Path;
 /// mapped need not be in use, and a forked child inherits descriptors of CUDA without being a CUDA process.
 ///
 /// # Errors
-/// Where `/proc/PID` can not be read: the process is gone ([`io::ErrorKind::NotFound`]), or belongs to somebody else.
+/// Where `/proc/PID` cannot be read: the process is gone ([`io::ErrorKind::NotFound`]), or belongs to somebody else.
 pub fn is_candidate(pid: i32) -> io::Result<bool> {
     let proc = Path::new("/proc").join(pid.to_string());
     if any_map(&proc, |name| is_libcuda(name) || is_device(name))? {

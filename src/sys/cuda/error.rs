@@ -14,12 +14,12 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// Why a call on the CUDA driver did not work.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// libcuda.so.1 can not be loaded and no NVIDIA kernel module is there either.
+    /// libcuda.so.1 cannot be loaded and no NVIDIA kernel module is there either.
     #[error("needs NVIDIA driver 570 or newer, no NVIDIA driver found")]
     NoDriver(#[source] libloading::Error),
-    /// The kernel module is loaded but libcuda.so.1 can not be.
+    /// The kernel module is loaded but libcuda.so.1 cannot be.
     #[error(
-        "needs NVIDIA driver 570 or newer: driver {installed} is there but its libcuda.so.1 can not be loaded; install \
+        "needs NVIDIA driver 570 or newer: driver {installed} is there but its libcuda.so.1 cannot be loaded; install \
          the driver's compute libraries (in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
     )]
     NoLibrary {
@@ -67,7 +67,7 @@ pub enum Error {
         /// Why.
         source: io::Error,
     },
-    /// A timeout that the driver can not express.
+    /// A timeout that the driver cannot express.
     #[error("a lock timeout of {0:?} is out of range: wants more than 0 (0 waits for ever) and at most 49 days")]
     Timeout(Duration),
     /// The driver reported a state that this version does not know.
@@ -78,8 +78,8 @@ pub enum Error {
         /// `CUprocessState`.
         value: i32,
     },
-    /// The thread that does the driver's work can not be let run while the others are stopped.
-    #[error("can not let thread {tid} of process {pid} run alone (is a debugger on it?)")]
+    /// The thread that does the driver's work cannot be let run while the others are stopped.
+    #[error("cannot let thread {tid} of process {pid} run alone (is a debugger on it?)")]
     Thread {
         /// The process.
         pid: i32,
@@ -205,14 +205,14 @@ fn hint(function: Function, pid: i32, code: i32) -> &'static str {
         }
         (code::NOT_SUPPORTED, Function::Restore) => {
             ": it has memory of another process mapped (CUDA IPC, NCCL over NVLink: set NCCL_P2P_DISABLE=1 and \
-             NCCL_CUMEM_HOST_ENABLE=0); it can not go on, kill it"
+             NCCL_CUMEM_HOST_ENABLE=0); it cannot go on, kill it"
         }
         (code::NOT_SUPPORTED, _) => ": managed memory (cudaMallocManaged), MIG, MPS, vGPU and arm64 are not supported",
         _ => "",
     }
 }
 
-/// Names of the codes that are hinted at above, for a driver that can not be asked.
+/// Names of the codes that are hinted at above, for a driver that cannot be asked.
 pub(super) fn name(code: i32) -> &'static str {
     match code {
         code::INVALID_VALUE => "CUDA_ERROR_INVALID_VALUE",

@@ -50,7 +50,7 @@ pub mod code {
     pub const STUB_LIBRARY: i32 = 34;
     /// There is no GPU, or not the one that was named.
     pub const NO_DEVICE: i32 = 100;
-    /// The GPU that was named is none, or can not be used.
+    /// The GPU that was named is none, or cannot be used.
     pub const INVALID_DEVICE: i32 = 101;
     /// No right to trace the process, or it is gone.
     pub const OPERATING_SYSTEM: i32 = 304;
@@ -58,6 +58,6 @@ pub mod code {
     pub const ILLEGAL_STATE: i32 = 401;
     /// The lock timed out; the process runs on.
     pub const NOT_READY: i32 = 600;
-    /// The process uses something that can not be checkpointed.
+    /// The process uses something that cannot be checkpointed.
     pub const NOT_SUPPORTED: i32 = 801;
 }

@@ -24,7 +24,7 @@ pub enum State {
     Locked,
     /// Device memory lies in its host memory and no GPU is held.
     Checkpointed,
-    /// A restore went wrong; the process can not go on.
+    /// A restore went wrong; the process cannot go on.
     Failed,
     /// A checkpoint is under way (from driver 615 on).
     Checkpointing,
@@ -142,7 +142,7 @@ impl Process {
     /// same kind; it must then name every GPU of the process.
     ///
     /// # Errors
-    /// After a failure the process can not be restored again: kill it and restore its image. [`Error::NoMapping`]
+    /// After a failure the process cannot be restored again: kill it and restore its image. [`Error::NoMapping`]
     /// before driver 580, [`Error::TooManyPairs`] for more than a `u32` of them; both leave it as it was.
     pub fn restore(&self, mapping: &[GpuMapping]) -> Result<()> {
         if !mapping.is_empty() {
@@ -170,7 +170,7 @@ impl Process {
     /// killed.
     ///
     /// # Errors
-    /// Those of `work`, and [`Error::Thread`] when the thread can not be let run.
+    /// Those of `work`, and [`Error::Thread`] when the thread cannot be let run.
     pub fn alone<T>(&self, thread: i32, patience: Duration, work: impl FnOnce() -> Result<T>) -> Result<T> {
         if !ptrace::stands(self.pid, STOP_TIMEOUT) {
             return work();

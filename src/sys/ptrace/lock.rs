@@ -57,7 +57,7 @@ impl Guest {
         let memory = File::options().read(true).write(true).open(format!("/proc/{pid}/mem"))?;
         let instruction = find_syscall(pid, &memory)?;
         ptrace(libc::PTRACE_SEIZE, tid, 0, 0)?;
-        let prepared = wait_for_stop(tid).and_then(|()| {
+        let prepared = wait_for_stop(tid).and_then(|_| {
             // A signal handler must not run in the middle.
             let mut mask = 0_u64;
             ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut mask).addr())?;

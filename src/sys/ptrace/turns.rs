@@ -48,7 +48,7 @@ pub fn lend(pid: i32, tid: i32, patience: Duration, over: &Receiver<()>) {
                 if other == tid || !(all || is_busy(pid, other)) || process::state(other) != Some('T') {
                     continue;
                 }
-                let Ok(alone) = Alone::run(other) else { continue };
+                let Ok(alone) = Alone::turn(other) else { continue };
                 let done = over.recv_timeout(turn) != Err(RecvTimeoutError::Timeout);
                 drop(alone);
                 if done {

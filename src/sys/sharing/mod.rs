@@ -35,7 +35,7 @@ use table::{Import, Tag};
 /// Why memory that is shared could not be let go, or taken again.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It has memory of another process that can not be let go.
+    /// It has memory of another process that cannot be let go.
     #[error("process {pid} has GPU memory of another process mapped, which its restore would not survive: {why}")]
     Unmanaged {
         /// The process, as the job sees it.
@@ -44,7 +44,7 @@ pub enum Error {
         why: Obstacle,
     },
     /// A keeper gave no answer in time.
-    #[error("process {pid}: the GPU memory of other processes can not be let go just now: {source}")]
+    #[error("process {pid}: the GPU memory of other processes cannot be let go just now: {source}")]
     Busy {
         /// The process, as the job sees it.
         pid: i32,
@@ -52,7 +52,7 @@ pub enum Error {
         source: std::io::Error,
     },
     /// The driver refused.
-    #[error("process {pid}: the driver can not {what} (error {code})")]
+    #[error("process {pid}: the driver cannot {what} (error {code})")]
     Driver {
         /// The process, as the job sees it.
         pid: i32,
@@ -105,7 +105,7 @@ impl fmt::Display for Obstacle {
 /// The tables of those processes that have one; `pids` as we see them.
 ///
 /// # Errors
-/// When one is there and can not be read.
+/// When one is there and cannot be read.
 pub fn of(pids: &[i32]) -> std::io::Result<Vec<Sharing>> {
     pids.iter().filter_map(|pid| Sharing::of(*pid).transpose()).collect()
 }
@@ -166,7 +166,7 @@ pub fn is_let_go(all: &[Sharing]) -> bool {
 }
 
 /// Tells the interposer of each, `pids` as we see them, that CUDA is about to be locked, or is unlocked. One that has ended,
-/// or whose table can not be read, keeps no other from being told.
+/// or whose table cannot be read, keeps no other from being told.
 ///
 /// The driver's lock (580) is a lock of the libc's that calls of the API take for reading. Whoever waits for it as it is
 /// unlocked has it, running or not: a thread that stands still would keep it, and CUDA could not be locked again. Threads

@@ -43,7 +43,7 @@ impl Sharing {
     /// The table of process `pid`, as we see it; None where it has none.
     ///
     /// # Errors
-    /// When it has one that can not be read, or of another version of the interposer.
+    /// When it has one that cannot be read, or of another version of the interposer.
     pub fn of(pid: i32) -> io::Result<Option<Sharing>> {
         let Ok(maps) = std::fs::read_to_string(format!("/proc/{pid}/maps")) else { return Ok(None) };
         let prefix = "/memfd:rekindle-sharing-";

@@ -101,7 +101,7 @@ fn a_table_is_believed_in_nothing() {
     table.imports[0].pid.store(7, Relaxed);
     table.exports[0].handle.store(1, Relaxed);
     assert!(matches!(check(&all), Err(Error::Unmanaged { why: Obstacle::NoKeeper, .. })));
-    // It is told of a lock, whoever else can not be.
+    // It is told of a lock, whoever else cannot be.
     assert!(matches!(check_announced(&all), Err(Error::Busy { pid: 7, .. })));
     announce(&[i32::MAX, pid], true);
     check_announced(&all).unwrap();

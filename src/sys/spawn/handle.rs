@@ -10,7 +10,7 @@ use nix::sys::wait::WaitPidFlag;
 use super::{World, register};
 use crate::sys::process;
 
-/// A child of this process, by pidfd, so that its pid can not be mistaken for another's.
+/// A child of this process, by pidfd, so that its pid cannot be mistaken for another's.
 #[derive(Debug)]
 pub struct Child {
     pub(super) pid: i32,

@@ -28,7 +28,7 @@ const TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 /// Serves from now on, until the process ends. Answers where: with port 0 the kernel chose one.
 ///
 /// # Errors
-/// When the address can not be had.
+/// When the address cannot be had.
 pub fn start(address: SocketAddr, render: Render) -> io::Result<SocketAddr> {
     let listener = TcpListener::bind(address)?;
     let address = listener.local_addr()?;

@@ -80,7 +80,7 @@ fn the_state_is_answered_here_and_the_rest_by_the_owner() {
     assert_eq!(code(r#"{"version":1,"request":"snapshot","life":"k"}"#), "restored");
     hall.server.show(None);
     assert_eq!(code(r#"{"version":1,"request":"state"}"#), "later");
-    // Who can not be answered is heard all the same.
+    // Who cannot be answered is heard all the same.
     hall.server.show(Some(facts()));
     let nameless = UnixDatagram::unbound().unwrap();
     nameless.send_to(br#"{"version":1,"request":"release"}"#, hall.socket.path()).unwrap();

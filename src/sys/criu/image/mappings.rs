@@ -32,6 +32,27 @@ pub fn written_by_mappings(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(found.into_iter().collect())
 }
 
+/// What the processes have of which a machine has little, in words: a second copy would take it from the first.
+///
+/// # Errors
+/// When an image file is missing or damaged.
+pub fn scarce(dir: &Path) -> Result<Option<&'static str>, Error> {
+    /// `VMA_AREA_AIORING`.
+    const AIO_RING: u32 = 1 << 13;
+    for (_, path) in images(dir, "mm-")? {
+        let entries: Vec<MmEntry> = Records::open(path, MM)?.all()?;
+        for vma in entries.iter().flat_map(|entry| &entry.vmas) {
+            if vma.flags & libc::MAP_HUGETLB.cast_unsigned() != 0 {
+                return Ok(Some("huge pages"));
+            }
+            if vma.status & AIO_RING != 0 {
+                return Ok(Some("rings of asynchronous I/O"));
+            }
+        }
+    }
+    Ok(None)
+}
+
 /// Has files opened for writing where a mapping of them is writable. CRIU 4.2 takes the access mode from the mode of the
 /// link in /proc/PID/map_files, and the kernel keeps the link of an earlier mapping of the same addresses with the mode that
 /// it had: a restore would fail with "Can't restore 0x... mapping". Answers how many mappings were corrected.

@@ -34,7 +34,7 @@ pub(super) fn rewrite<M: Message + Default>(
 }
 
 /// A message with other fields: `change` gets the key and the content of each field that has a length, and answers the new
-/// content where it has one. None where the message, or what `change` reads of it, can not be read.
+/// content where it has one. None where the message, or what `change` reads of it, cannot be read.
 pub(super) fn with_fields(
     record: &[u8],
     mut change: impl FnMut(u64, &[u8]) -> Option<Option<Vec<u8>>>,

@@ -66,7 +66,7 @@ pub fn tcp_sockets(dir: &Path) -> Result<Vec<TcpSocket>, Error> {
 /// CRIU (4.2) can only keep all connections or close all.
 ///
 /// # Errors
-/// When files.img is missing or damaged, or can not be written.
+/// When files.img is missing or damaged, or cannot be written.
 pub fn close_connections_outwards(dir: &Path) -> Result<usize, Error> {
     let path = dir.join("files.img");
     let all = tcp_sockets(dir)?;

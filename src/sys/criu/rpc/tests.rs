@@ -7,7 +7,7 @@ fn ask(script: &str, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<
     let [path, draft] = ["criu", "draft"].map(|name| dir.path().join(name));
     std::fs::write(&draft, format!("#!/bin/sh\n{script}")).unwrap();
     // By another process: a child that another test forks meanwhile would hold our descriptor for a moment, and a file that
-    // is open for writing can not be executed (ETXTBSY).
+    // is open for writing cannot be executed (ETXTBSY).
     let install = std::process::Command::new("install").args([&draft, &path]).status().unwrap();
     assert!(install.success());
     let criu = Criu { path, version: Version(4, 2, 0) };

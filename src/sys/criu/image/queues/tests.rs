@@ -240,7 +240,7 @@ fn damage_is_found() {
     let whole = std::fs::read(&path).unwrap();
     for length in 0..whole.len() {
         std::fs::write(&path, &whole[..length]).unwrap();
-        // Cut between two packets it can not be told from a shorter one.
+        // Cut between two packets it cannot be told from a shorter one.
         let left = keep_in_flight(dir.path());
         assert!(left.is_err() || length == 8 || whole.len() - length == 8, "{length}: {left:?}");
     }
