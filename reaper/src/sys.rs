@@ -107,13 +107,7 @@ pub(crate) fn mount(source: &CStr, target: &CStr, kind: &CStr, flags: usize) -> 
     mount_with(source, target, kind, flags, c"")
 }
 
-pub(crate) fn mount_with(
-    source: &CStr,
-    target: &CStr,
-    kind: &CStr,
-    flags: usize,
-    options: &CStr,
-) -> Result<(), Errno> {
+pub(crate) fn mount_with(source: &CStr, target: &CStr, kind: &CStr, flags: usize, options: &CStr) -> Result<(), Errno> {
     let strings = [source, target, kind].map(|text| text.as_ptr().addr());
     call(165, [strings[0], strings[1], strings[2], flags, options.as_ptr().addr()]).map(drop)
 }
