@@ -43,6 +43,7 @@ pub fn lend(pid: i32, tid: i32, patience: Duration, over: &Receiver<()>) {
             let turn = TURN.saturating_mul(1 << round.min(16)).min(LONGEST_TURN);
             let all = round >= ROUNDS_OF_THE_BUSY;
             round += 1;
+            let waiting = now.map(|wait| wait.call);
             before = None;
             for other in process::threads(pid) {
                 if other == tid || !(all || is_busy(pid, other)) || process::state(other) != Some('T') {
@@ -54,7 +55,8 @@ pub fn lend(pid: i32, tid: i32, patience: Duration, over: &Receiver<()>) {
                 if done {
                     return;
                 }
-                if Wait::of(pid, tid) != now {
+                // It has got what it waited for.
+                if call_of(pid, tid) != waiting {
                     break;
                 }
             }
