@@ -78,6 +78,9 @@ pub struct Published {
     /// Why the last image did not get to the replica, if it did not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replica_failure: Option<String>,
+    /// Why an image could not be restored in a rehearsal, until one can.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rehearsal_failure: Option<String>,
     /// When the job must be gone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline: Option<DateTime<Utc>>,

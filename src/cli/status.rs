@@ -212,6 +212,7 @@ fn notes(row: &Row) -> Vec<String> {
         notes.push(failure(it.last_failure.as_ref(), "the last snapshot failed"));
         notes.push(failure(it.persist_failure.as_ref(), "not in the store"));
         notes.push(failure(it.replica_failure.as_ref(), "not in the replica"));
+        notes.push(failure(it.rehearsal_failure.as_ref(), "cannot be restored, by a rehearsal"));
     }
     notes.push(row.left_in_memory.as_ref().map(|left| format!("{left}: {}", left.advice())));
     notes.into_iter().flatten().collect()

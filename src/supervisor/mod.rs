@@ -504,7 +504,10 @@ impl Owner<'_> {
             Message::End(answer) => self.end_is_known(answer),
             Message::Hook(report) => self.hook_failed(report),
             Message::Rot(report) => self.rot_found(*report),
-            Message::Rehearsed(rehearsed) => self.rehearsed(*rehearsed),
+            Message::Rehearsed(rehearsed) => {
+                self.rehearsed(*rehearsed);
+                self.publish();
+            }
         }
     }
 

@@ -247,6 +247,7 @@ fn status(published: &Published, now: DateTime<Utc>) -> String {
         (&published.last_failure, "the last snapshot failed"),
         (&published.persist_failure, "not in the store"),
         (&published.replica_failure, "not in the replica"),
+        (&published.rehearsal_failure, "cannot be restored, by a rehearsal"),
     ];
     for (why, what) in failures {
         if let Some(why) = why {

@@ -40,6 +40,7 @@ impl Published {
             replicating: None,
             last_replicated: None,
             replica_failure: None,
+            rehearsal_failure: None,
             deadline: None,
             predicted: None,
             last_end: None,

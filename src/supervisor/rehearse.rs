@@ -106,6 +106,7 @@ impl Owner<'_> {
             Outcome::Restored { took } => {
                 self.rehearsals.due = next(every);
                 self.rehearsals.refused = false;
+                self.published.rehearsal_failure = None;
                 tracing::info!(
                     "image {image} was restored in a rehearsal, in {}; nothing of it ran",
                     shown(Duration::from_millis(took))
@@ -128,6 +129,7 @@ impl Owner<'_> {
                 tracing::error!(
                     "image {image} could not be restored in a rehearsal, twice: {why}. The job runs on and its images are kept, but do not count on them: a restart would probably fail in the same way"
                 );
+                self.published.rehearsal_failure = Some(format!("image {image}: {why}"));
                 self.tell(What::RehearsalFailed { image, why });
             }
             Outcome::NotTried { why } => {

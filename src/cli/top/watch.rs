@@ -130,7 +130,7 @@ impl Followed {
         let snapshots = history.snapshots();
         let freezes = snapshots.iter().skip(snapshots.len().saturating_sub(FREEZES)).map(|it| it.freeze_us).collect();
         let wrong = live.as_ref().and_then(|live| {
-            let all = [&live.last_failure, &live.persist_failure, &live.replica_failure];
+            let all = [&live.last_failure, &live.persist_failure, &live.replica_failure, &live.rehearsal_failure];
             all.into_iter().flatten().next().cloned()
         });
         Row {
