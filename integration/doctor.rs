@@ -91,7 +91,7 @@ fn criu() -> Option<PathBuf> {
     criu
 }
 
-const ROWS: [&str; 29] = [
+const ROWS: [&str; 28] = [
     "kernel.checkpoint-restore",
     "kernel.namespaces",
     "kernel.children",
@@ -99,7 +99,6 @@ const ROWS: [&str; 29] = [
     "kernel.events",
     "kernel.sockets",
     "kernel.time-namespace",
-    "kernel.userfaultfd",
     "kernel.soft-dirty",
     "criu.version",
     "criu.trial",

@@ -94,7 +94,7 @@ fn temporary_files_that_are_only_read_are_made_again() {
     let id = run.snapshot(&lab);
     fs::remove_dir_all(lab.file("session")).unwrap();
     run.crash(&lab);
-    assert!(run.err().contains(&format!("back from image {id:06}-")), "{}", run.err());
+    assert!(run.err().contains(&format!("restored from image {id:06}-")), "{}", run.err());
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }
@@ -112,7 +112,7 @@ fn a_writable_mapping_where_a_read_only_one_was() {
     run.wait_printed("it is writable");
     let id = run.snapshot(&lab);
     run.crash(&lab);
-    assert!(run.err().contains(&format!("back from image {id:06}-")), "{}", run.err());
+    assert!(run.err().contains(&format!("restored from image {id:06}-")), "{}", run.err());
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }

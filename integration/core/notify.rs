@@ -70,7 +70,9 @@ fn a_service_says_when_it_is_up_what_it_does_and_that_it_ends() {
     wait_for("READY=1", || manager.count("READY=1") == 1);
     assert!(manager.place("EXTEND_TIMEOUT_USEC=") < manager.place("READY=1"));
     run.snapshot(&lab);
-    wait_for("the status with the image", || manager.heard("STATUS=running; image 1 taken just now, the job stood"));
+    wait_for("the status with the image", || {
+        manager.heard("STATUS=running; image 1 taken just now, the job was frozen")
+    });
     assert!(manager.heard("STATUS=snapshotting"));
     assert!(manager.heard("; image 1 goes to the store, "));
     run.crash(&lab);

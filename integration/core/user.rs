@@ -133,7 +133,7 @@ fn a_restore_reaches_nothing_through_a_closed_folder() {
         fs::remove_dir_all(theirs.join("here")).unwrap();
         std::os::unix::fs::symlink(closed.join("here"), theirs.join("here")).unwrap();
         let (_, said) = lab.run([script.as_os_str()]).ends_with(125);
-        assert!(!said.contains("the job is back"), "{begin}: {said}");
+        assert!(!said.contains("the job was restored"), "{begin}: {said}");
         lab.assert_all_gone();
     }
 }
@@ -152,7 +152,7 @@ fn an_image_of_another_user_is_refused_by_name() {
     let (_, said) = lab.run([script.as_os_str()]).ends_with(78);
     let refused = |said: &str, user: &str| {
         assert!(["root", user, "--accept-user root"].iter().all(|words| said.contains(words)), "{said}");
-        assert!(!said.contains("the job is back"), "{said}");
+        assert!(!said.contains("the job was restored"), "{said}");
         assert_eq!(lab.good(), [number], "it is as good as it was: {said}");
         lab.assert_all_gone();
     };
@@ -163,7 +163,7 @@ fn an_image_of_another_user_is_refused_by_name() {
     let (_, said) = lab.run_with(&["run", "--name", "j", "--accept-user", "daemon", "--"], [&script]).ends_with(78);
     refused(&said, "daemon");
     let mut run = lab.run_with(&["run", "--name", "j", "--accept-user", "root", "--"], [&script]);
-    run.wait_said("the job is back");
+    run.wait_said("the job was restored");
     let pid = run.job_pid(&lab);
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     assert!(status.contains("Uid:\t0\t0\t0\t0"), "{status}");
@@ -295,7 +295,7 @@ fn an_image_with_more_rights_than_a_start_gives_is_refused() {
     for (words, change) in forgeries {
         put_forged(&lab, &image, &plain, change);
         let (_, said) = lab.run([script.as_os_str()]).ends_with(125);
-        assert!(said.contains(words) && !said.contains("the job is back"), "{words}: {said}");
+        assert!(said.contains(words) && !said.contains("the job was restored"), "{words}: {said}");
         let State::Bad { mark, .. } = &lab.images()[0].state else { panic!("{words}: not marked: {said}") };
         assert_eq!(mark.why, BadWhy::DoesNotRestore, "{words}");
         lab.assert_all_gone();
@@ -304,7 +304,7 @@ fn an_image_with_more_rights_than_a_start_gives_is_refused() {
     // As it was, it is restored.
     put_forged(&lab, &image, &plain, &|_| {});
     let mut run = lab.run([script.as_os_str()]);
-    run.wait_said("the job is back");
+    run.wait_said("the job was restored");
     lab.kill_9(run);
 }
 

@@ -113,7 +113,7 @@ fn restarts_from_the_newest(said: &str, mut newest: ImageId) -> ImageId {
     for line in said.lines() {
         let named = || line.split("image ").nth(1)?.split([' ', ':']).next()?.parse::<ImageId>().ok();
         let restart =
-            ["goes on from ", "going on from ", "the job is back from "].iter().any(|words| line.contains(words));
+            ["goes on from ", "going on from ", "the job was restored from "].iter().any(|words| line.contains(words));
         if line.contains("the job was frozen for") {
             newest = newest.max(named().unwrap());
         } else if restart {

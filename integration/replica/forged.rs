@@ -331,7 +331,7 @@ fn paths_of_a_manifest_lead_nowhere_else_without_a_key_too() {
         let run = lab.run(&command);
         let said = run.said_so_far();
         crate::supervisor::wait_for("it is decided", || {
-            ["the job is back", "wants a file put at"].iter().any(|word| said().contains(word))
+            ["the job was restored", "wants a file put at"].iter().any(|word| said().contains(word))
         });
         assert!(!evil.exists() && !stolen.exists(), "{what}: {}", said());
         let why = if what.contains("part") { "is not a path inside an image" } else { "only" };

@@ -1,10 +1,10 @@
 //! A restore that is tried beside the running job, and never runs.
 //!
 //! A process of its own ([`play`], behind the hidden command `rekindle rehearse`) sees the machine's files through a
-//! [`view`], in which all it writes is lost, and has PID, IPC and network namespaces of its own, in which
-//! every address is its own. In there the image is restored by the same steps as in earnest, until CRIU has made every
-//! process and is about to give them their rights and let them run. There it is called off: not one instruction of the job is executed, and the kernel
-//! takes away what was made.
+//! [`view`], in which all it writes is lost. It has PID, IPC and network namespaces of its own, in which every address is its
+//! own. In there the image is restored by the same steps as in earnest, until CRIU has made every process and is about to
+//! give them their rights and let them run. There it is called off: no instruction of the job is executed, and the kernel takes
+//! away what was made.
 //!
 //! What it cannot show: whether the driver takes GPU memory back, and what the job does once it runs. What has changed on
 //! the machine since the snapshot (a file that is gone) is no fault of the image; only a refusal of CRIU's speaks against it.
