@@ -175,7 +175,6 @@ pub fn restore(
     }) {
         Ok(root) => root,
         Err(error) => {
-            // Dead and not reaped it would keep its namespace from ending.
             world.end(None);
             if matches!(world, World::Host) {
                 world::end_leftovers(manifest.tree.root);
