@@ -282,3 +282,25 @@ fn a_write_lease_is_not_broken() {
     let (code, out, said) = run.finish(Duration::from_secs(60));
     assert!(code == 0 && out.ends_with("done\n") && !out.contains("broken"), "{out}{said}");
 }
+
+/// One that is due waits without work while the job cannot be rehearsed.
+#[test]
+fn a_suspended_job_costs_nothing() {
+    let Some(lab) = lab() else { return };
+    let mut run = start(&lab, "plain");
+    assert!(lab.rekindle(&["suspend", "j"]).status.success());
+    run.wait_for("it is suspended", || lab.published().is_some_and(|now| now.state == "suspended"));
+    std::thread::sleep(Duration::from_millis(1500));
+    let ticks = || {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", run.pid())).unwrap();
+        let fields: Vec<u64> =
+            stat.rsplit(')').next().unwrap().split(' ').filter_map(|field| field.parse().ok()).collect();
+        // The state and tpgid, which is -1, are left out: utime and stime are the 10th and 11th.
+        fields[9..11].iter().sum::<u64>()
+    };
+    let before = ticks();
+    std::thread::sleep(Duration::from_secs(2));
+    assert!(ticks() - before < 50, "{} of 200 ticks", ticks() - before);
+    run.signal(Signal::SIGTERM);
+    let _ = run.finish(Duration::from_secs(60));
+}

@@ -15,7 +15,7 @@ use crate::sys::cgroup::{self, Folder, Hierarchy, NotSet, PROCS};
 use crate::sys::{identity, process};
 
 /// Puts the processes of the tree below `root`, which stand still, into the control groups that they were in. Warns of each
-/// group of which that, or a setting, could not be put back.
+/// group that could not be entered, and of each that lacks a setting.
 pub(super) fn put_back(root: i32, manifest: &Manifest, user: Option<&Identity>) {
     let groups = &manifest.control_groups;
     if groups.is_empty() {

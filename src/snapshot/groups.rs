@@ -23,7 +23,7 @@ pub(super) struct Found {
     pub(super) notes: Vec<String>,
 }
 
-/// The groups that these processes are in, and those between them and the supervisor's. A tree of which no process was moved
+/// The groups that these processes are in, and those between them and the supervisor's. While no process was moved, this
 /// costs one read for each.
 pub(super) fn find(tree: &[i32]) -> Found {
     let Ok(own) = fs::read_to_string("/proc/self/cgroup") else { return Found::default() };

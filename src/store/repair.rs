@@ -43,7 +43,7 @@ pub struct Repaired {
     pub packs: Vec<PackRepair>,
     /// What was taken from other packs or the replica, if anything.
     pub healed: Option<Healed>,
-    /// Images that have lost something, or of which that cannot be told; newest first.
+    /// Images that miss content, or may; newest first.
     pub images: Vec<Suffering>,
 }
 

@@ -80,7 +80,13 @@ impl Owner<'_> {
             }
             return;
         }
-        if !quiet || self.rehearsals.due.is_none_or(|due| due > Instant::now()) {
+        if self.rehearsals.due.is_none_or(|due| due > Instant::now()) {
+            return;
+        }
+        if !quiet {
+            // One that is past would have the owner look again and again.
+            let later = self.rehearses_every().unwrap_or(FIRST).min(FIRST);
+            self.rehearsals.due = Some(Instant::now() + later);
             return;
         }
         self.rehearsals.due = Some(Instant::now() + AGAIN);

@@ -32,7 +32,7 @@ pub fn written_by_mappings(dir: &Path) -> Result<Vec<PathBuf>, Error> {
     Ok(found.into_iter().collect())
 }
 
-/// What the processes have of which a machine has little, in words: a second copy would take it from the first.
+/// A scarce resource of the machine that the processes use, in words: a second copy of them would take it from the first.
 ///
 /// # Errors
 /// When an image file is missing or damaged.
