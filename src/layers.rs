@@ -6,22 +6,23 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// The lowest first. A module may import those before it.
-const LAYERS: [&str; 19] = [
+const LAYERS: [&str; 20] = [
     "base",
     "sys",
-    "config",
     "store",
     "launch",
-    "published",
     "guard",
+    "snapshot",
+    "restart",
+    "config",
+    "policy",
+    "published",
     "telemetry",
     "scheduler",
     "watch",
     "control",
     "word",
     "hooks",
-    "snapshot",
-    "restart",
     "doctor",
     "report",
     "supervisor",

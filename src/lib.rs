@@ -51,6 +51,7 @@ pub mod hooks;
 pub mod launch;
 #[cfg(test)]
 mod layers;
+pub mod policy;
 pub mod published;
 pub mod report;
 pub mod restart;

@@ -1,7 +1,7 @@
 //! Why a life of the job ended: one word for it, made from facts by a pure function.
 //!
 //! It is for people, rules (`[[rules]]`), hooks and the result file; what is done next is decided by
-//! [`policy`](crate::restart::policy) and by the rules.
+//! [`policy`](crate::policy) and by the rules.
 
 use std::fmt;
 

@@ -7,6 +7,7 @@ pub mod interval;
 pub(crate) mod micros;
 mod moved;
 mod percentage;
+pub mod units;
 pub mod xid;
 
 pub use chain::chain;

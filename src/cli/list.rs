@@ -11,7 +11,7 @@ use crate::base::interval::Choice;
 use crate::published::{Persisting, Published};
 use crate::store::manifest::Reason;
 use crate::store::replica::{Patience, Replica};
-use crate::store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag, Trust};
+use crate::store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag};
 
 /// What to list.
 #[derive(Debug, clap::Args)]
@@ -210,7 +210,7 @@ fn images_with_replica(global: &Global, job: &JobName) -> anyhow::Result<()> {
     let config = global.settings(global.overrides())?;
     let url =
         config.replica.url.as_ref().ok_or_else(|| Misuse("there is no replica: replica.url is not set".into()))?;
-    let trust = Trust::of(&config.store)?;
+    let trust = config.store.trust()?;
     let there = Replica::open(url, job, Patience::Little)?.with_trust(&trust).images(&|| false)?;
     let here = match Store::open(&config.store.directory, Access::Read).map(|store| store.with_trust(trust)) {
         Ok(store) => store.jobs()?.contains(job).then(|| store.job(job)).transpose()?,

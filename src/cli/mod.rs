@@ -35,7 +35,7 @@ use clap::{CommandFactory, Parser};
 
 use crate::base::chain;
 use crate::config::{self as settings, Overrides};
-use crate::store::{Access, Store, Trust};
+use crate::store::{Access, Store};
 use crate::telemetry;
 pub use exit::Exit;
 use output::Format;
@@ -81,7 +81,7 @@ impl Global {
     /// The store, to look at its images.
     fn open_store(&self) -> anyhow::Result<Store> {
         let config = self.settings(self.overrides())?.store;
-        Ok(Store::open(&config.directory, Access::Read)?.with_trust(Trust::of(&config)?))
+        Ok(Store::open(&config.directory, Access::Read)?.with_trust(config.trust()?))
     }
 
     /// The store, to find a supervisor and what it says: that needs no key, and must work where the key cannot be used.

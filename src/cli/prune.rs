@@ -76,7 +76,7 @@ struct Row {
 pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
     let store = global.open_store()?;
     let config = global.settings(global.overrides())?.store;
-    let policy = args.rules.over(Policy::from(&config));
+    let policy = args.rules.over(config.policy());
     let folders: Vec<JobFolder> = match &args.job {
         Some(job) => {
             let folder = job_args::job(&store, job)?;
@@ -148,7 +148,7 @@ fn carry_out(folder: &JobFolder, policy: &Policy, config: &config::Store) -> any
     })?;
     let done = survey::rotate(folder, &lock, policy, config.min_free.bytes())?;
     // To write packs anew takes long, and the key: the supervisor does that in the background.
-    let bounds = gc::Bounds { repack: None, ..gc::Bounds::of(config, None) };
+    let bounds = gc::Bounds { repack: None, ..config.garbage(None) };
     let swept =
         gc::collect(folder, &lock, &bounds, Utc::now(), &|| false).and_then(|first| match first.marked.is_empty() {
             false if config.sweep_after.is_zero() => gc::sweep_now(folder, &lock, config.copies).map(|_| first),

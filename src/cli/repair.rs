@@ -6,7 +6,7 @@ use super::output::{Format, complain, print_json, print_table};
 use super::{Exit, Global, Misuse, job_args, progress};
 use crate::store::repair::{self, Loss, Mode, Repaired, Sources};
 use crate::store::replica::{self, Patience, Replica};
-use crate::store::{Error as StoreError, JobFolder, JobName, Trust};
+use crate::store::{Error as StoreError, JobFolder, JobName};
 
 /// What to repair.
 #[derive(Debug, clap::Args)]
@@ -32,7 +32,7 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
     let store = global.open_store()?;
     let all = global.settings(global.overrides())?;
     let config = &all.store;
-    let trust = Trust::of(config)?;
+    let trust = config.trust()?;
     let key = trust.key();
     let folders: Vec<JobFolder> = match &args.job {
         Some(job) => {

@@ -107,7 +107,7 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     let (job, wanted) = text.split_once('/').unwrap_or((text, LATEST));
     // An id alone is looked for in the store only.
     let Ok(name) = job.parse::<JobName>() else { return Ok(()) };
-    let trust = Trust::of(&config.store)?;
+    let trust = config.store.trust()?;
     let here = Store::open(&config.store.directory, Access::Read).map(|store| store.with_trust(trust.clone()));
     let here = match here.and_then(|store| store.jobs()?.contains(&name).then(|| store.job(&name)).transpose()) {
         Err(store::Error::NoStore(_)) => None,

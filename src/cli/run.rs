@@ -13,16 +13,14 @@ use crate::base::chain;
 use crate::config::{ColdStart, Config, Deadline, Interposer, Limit, Overrides, Requeue, Staging, Stdin, UplinkMode};
 use crate::launch::identity;
 use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper, uplink};
+use crate::policy::From;
 use crate::restart;
 use crate::restart::gpus::{Pair, Wishes};
-use crate::restart::policy::From;
 use crate::scheduler::Scheduler;
 use crate::snapshot::Launch;
 use crate::store::persist::Packing;
 use crate::store::staging::{Area, leftovers};
-use crate::store::{
-    Access, Image, ImageId, JobFolder, JobName, JobPath, JobRecord, Outcome, State, Store, Trust, WriterLock,
-};
+use crate::store::{Access, Image, ImageId, JobFolder, JobName, JobPath, JobRecord, Outcome, State, Store, WriterLock};
 use crate::supervisor::line::{Begin, Candidate, Line};
 use crate::supervisor::state::{Finish, NO_USABLE_IMAGE, Obstacle, Stop};
 use crate::supervisor::{self, Setup};
@@ -188,7 +186,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     let config = global.settings(global.overrides())?;
     start_log(&config);
     replica::bring_named(&config, &args.image)?;
-    let store = Store::open(&config.store.directory, Access::Read)?.with_trust(Trust::of(&config.store)?);
+    let store = Store::open(&config.store.directory, Access::Read)?.with_trust(config.store.trust()?);
     let (folder, image) = job_args::image(&store, &args.image)?;
     trust::refuse(&folder, &image)?;
     if job_args::means_newest(&folder, &args.image) {
@@ -270,8 +268,8 @@ impl Ground {
                 false => IoUring::refused_where_possible(),
             },
         };
-        let trust = Trust::of(&config.store)?;
-        let packing = Packing::of(&config.store, &trust);
+        let trust = config.store.trust()?;
+        let packing = config.store.packing(&trust);
         let store = Store::open(&config.store.directory, Access::Write)?.with_trust(trust);
         Ok(Ground { config, criu, spec, uplink, packing, store })
     }

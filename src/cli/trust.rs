@@ -11,7 +11,7 @@ use super::replica;
 use crate::base::chain;
 use crate::config::Config;
 use crate::store::image::is_untrusted;
-use crate::store::{Access, Error, ImageId, JobFolder, JobName, Outcome, Seen, Store, Trust};
+use crate::store::{Access, Error, ImageId, JobFolder, JobName, Outcome, Seen, Store};
 
 /// An image is not believed, and it is newer than all that are.
 #[derive(Debug, thiserror::Error)]
@@ -43,7 +43,7 @@ pub(crate) struct KeyLeftOut {
 
 /// Refuses before the store is locked, or even made.
 pub(super) fn check(config: &Config, job: &JobName) -> anyhow::Result<()> {
-    let trust = Trust::of(&config.store)?;
+    let trust = config.store.trust()?;
     // What is wrong with the store is told by who opens it to write.
     let here = Store::open(&config.store.directory, Access::Read).map(|store| store.with_trust(trust.clone()));
     let here = here.and_then(|store| store.jobs()?.contains(job).then(|| store.job(job)).transpose());

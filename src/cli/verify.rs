@@ -10,7 +10,7 @@ use super::{Exit, Global, Misuse, job_args, progress};
 use crate::config::{self, Config};
 use crate::store::chunk::Key;
 use crate::store::{
-    Form, Image, JobFolder, JobName, PackReport, PacksReport, Place, Report, Share, Store, Trust, check_packs,
+    Form, Image, JobFolder, JobName, PackReport, PacksReport, Place, Report, Share, Store, check_packs,
 };
 
 /// What to check, and how much of it to read.
@@ -100,7 +100,7 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
 /// The key that packs may be encrypted with. It is not wanted where nothing is read.
 fn key(config: &config::Store, share: Share) -> anyhow::Result<Option<Key>> {
     match &config.encryption_key {
-        Some(_) if share != Share::NONE => Ok(Trust::of(config)?.key().cloned()),
+        Some(_) if share != Share::NONE => Ok(config.trust()?.key().cloned()),
         _ => Ok(None),
     }
 }

@@ -11,14 +11,3 @@ pub struct Files {
     /// Absolute folders whose files are all captured and put back, also those that the job has closed.
     pub track: Vec<PathBuf>,
 }
-
-/// `restart.changed-files`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum ChangedFiles {
-    /// A restore is refused over a file that changed and whose content the image does not have.
-    #[default]
-    Refuse,
-    /// It is told.
-    Warn,
-}

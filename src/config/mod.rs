@@ -20,6 +20,7 @@ mod keys;
 mod layers;
 mod model;
 mod network;
+mod options;
 mod rules;
 mod scheduler;
 mod storage;
@@ -37,18 +38,24 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 pub use crate::base::Percentage;
+pub use crate::launch::nccl::Nccl;
+pub use crate::restart::ChangedFiles;
+pub use crate::snapshot::TcpChoice;
+pub use crate::store::chunk::Compression;
+pub use crate::store::options::Copies;
+pub use crate::store::replica::{ReplicaUrl, Scheme};
 pub use auto::MeanTime;
 pub use control::Control;
 pub use error::{Error, Fault, Problem};
-pub use files::{ChangedFiles, Files};
-pub use gpu::{Gpu, Nccl};
+pub use files::Files;
+pub use gpu::Gpu;
 pub use model::{
     ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Level, Log, OnSuccess, PidNamespace, Replica,
-    Restart, Snapshot, Staging, Store, Tcp, VERSION,
+    Restart, Snapshot, Staging, Store, VERSION,
 };
 pub use network::{Network, NetworkMode, UplinkMode};
 pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
-pub use storage::{Compression, Copies, Repack, ReplicaUrl, Scheme, SizeLimit, Threads, VerifyRate};
+pub use storage::{Repack, SizeLimit, Threads, VerifyRate};
 pub use tell::{Hooks, LogFormat, Metrics, OnError, WebhookUrl};
 pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate, Stdin, Umask};
 pub use watch::{

@@ -8,16 +8,21 @@ use serde::{Deserialize, Serialize};
 
 use super::auto::MeanTime;
 use super::control::Control;
-use super::files::{ChangedFiles, Files};
+use super::files::Files;
 use super::gpu::Gpu;
 use super::network::Network;
 use super::scheduler::Scheduler;
-use super::storage::{Compression, Copies, Repack, ReplicaUrl, SizeLimit, Threads, VerifyRate};
+use super::storage::{Repack, SizeLimit, Threads, VerifyRate};
 use super::tell::{Hooks, LogFormat, Metrics};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 use super::watch::{Patience, Rule, Watch};
 use super::word::Word;
 use crate::base::Percentage;
+use crate::restart::ChangedFiles;
+use crate::snapshot::TcpChoice;
+use crate::store::chunk::Compression;
+use crate::store::options::Copies;
+use crate::store::replica::ReplicaUrl;
 use crate::sys::parallel;
 
 /// The only configuration format there is so far.
@@ -198,7 +203,7 @@ pub struct Snapshot {
     /// Most that an image takes of files on disk that the job changes in place. Files in memory do not count.
     pub file_limit: ByteSize,
     /// What happens to established TCP connections.
-    pub tcp: Tcp,
+    pub tcp: TcpChoice,
     /// Host memory that must stay free while an image is made in memory, or GPU memory is copied into it.
     pub memory_reserve: ByteSize,
     /// How often a restore is tried beside the job.
@@ -231,19 +236,6 @@ pub enum Interposer {
     Auto,
     /// Never.
     Off,
-}
-
-/// `snapshot.tcp`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Tcp {
-    /// Rekindle decides by where the job's connections lead.
-    #[default]
-    Auto,
-    /// Established connections are part of the image (CRIU's `tcp_established`).
-    Keep,
-    /// They come back closed (CRIU's `tcp_close`).
-    Close,
 }
 
 /// `[store]`: where the images are kept and for how long.
@@ -453,7 +445,7 @@ impl Default for Snapshot {
             ghost_limit: ByteSize::mib(4095),
             // A database beside the training; what is larger is mostly written once, and would cost every freeze.
             file_limit: ByteSize::gib(16),
-            tcp: Tcp::default(),
+            tcp: TcpChoice::default(),
             memory_reserve: ByteSize::mib(512),
             rehearse: Patience::For(seconds(24 * 3600)),
             staging: Staging::default(),

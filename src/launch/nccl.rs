@@ -8,7 +8,20 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 
-use crate::config::Nccl;
+use serde::{Deserialize, Serialize};
+
+/// `gpu.nccl`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Nccl {
+    /// As little as possible.
+    #[default]
+    Auto,
+    /// Without direct ways between the GPUs of different processes.
+    NoPeer,
+    /// Nothing.
+    Off,
+}
 
 /// What lets a process share memory in ways that the interposer can suspend.
 const MANAGED: &[(&str, &str)] =

@@ -26,7 +26,6 @@ use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::config::Log;
 use crate::sys::durable;
 use crate::sys::sparse;
 pub use cut::Kept;
@@ -57,15 +56,7 @@ pub struct Bounds {
 
 impl Default for Bounds {
     fn default() -> Bounds {
-        Bounds::of(&Log::default())
-    }
-}
-
-impl Bounds {
-    /// `log.max-size` and `log.keep`.
-    #[must_use]
-    pub fn of(log: &Log) -> Bounds {
-        Bounds { size: log.max_size.bytes(), keep: log.keep }
+        Bounds { size: 64 << 20, keep: 5 }
     }
 }
 

@@ -16,17 +16,14 @@ mod locks;
 mod moved;
 mod own;
 mod plain;
-pub mod policy;
 mod ports;
 pub mod rehearsal;
 mod rollback;
-pub mod rules;
 mod user;
 
 use std::time::{Duration, Instant};
 
 use crate::base::Moved;
-use crate::config::ChangedFiles;
 use crate::guard;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, Network, World};
@@ -49,7 +46,7 @@ pub use error::{Blame, Error};
 pub use landing::Error as LandingError;
 pub use locks::Error as LockError;
 pub use plain::Unpacked;
-pub use rollback::{PutBack, RollbackError, RolledBack};
+pub use rollback::{ChangedFiles, PutBack, RollbackError, RolledBack};
 pub use user::{OtherUser, check_user};
 
 /// What a restore needs.

@@ -22,9 +22,9 @@ use nix::mount::{MsFlags, mount};
 use nix::sys::signal::Signal;
 use serde::{Deserialize, Serialize};
 
+use super::ChangedFiles;
 use super::{Error, Prepare, Request, Unpacking, Until, landing, run_criu};
 use crate::base::chain;
-use crate::config::ChangedFiles;
 use crate::launch::Privileges;
 use crate::launch::identity::Identity;
 use crate::launch::output::{self, Bounds};

@@ -21,16 +21,27 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use bytesize::ByteSize;
+use serde::{Deserialize, Serialize};
 
 use super::contents::{self, Aside};
 use super::{Request, moved};
-use crate::config::ChangedFiles;
 use crate::launch::identity::Identity;
 use crate::launch::output::{Held, Kept};
 use crate::store::manifest::{Folder, OpenFile, Stamp};
 use crate::store::{Image, JobFolder, Manifest};
 use crate::sys::durable::{self, Unfinished};
 use crate::sys::{identity, sparse};
+
+/// `restart.changed-files`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ChangedFiles {
+    /// A restore is refused over a file that changed and whose content the image does not have.
+    #[default]
+    Refuse,
+    /// It is told.
+    Warn,
+}
 
 /// A file that was put back.
 #[derive(Debug, Clone, PartialEq, Eq)]

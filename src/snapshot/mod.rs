@@ -46,10 +46,9 @@ use std::time::{Duration, Instant};
 use chrono::Utc;
 
 use crate::base::interval::Choice;
-use crate::config::Config;
-use crate::launch::{self, Job};
+use crate::launch::{self, Job, Privileges};
 use crate::store::manifest::{self, Manifest, PidNamespace, Reason};
-use crate::store::retention::survey::NoRoom;
+use crate::store::retention::survey::{Limits, NoRoom};
 use crate::store::staging::{self, Area, admission};
 use crate::store::{Image, JobFolder, JobPath, PublishError, WriterLock};
 use crate::sys::criu::image::Dangling;
@@ -61,6 +60,7 @@ use crate::sys::spawn::Ended;
 pub use dead::{Deaths, Unnoticed};
 pub use in_flight::InFlight;
 pub use preflight::Refusal;
+pub use tcp::TcpChoice;
 
 /// Everything a snapshot needs; nothing in it changes while the job runs.
 #[derive(Debug)]
@@ -71,8 +71,8 @@ pub struct Subject<'a> {
     pub folder: &'a JobFolder,
     /// Proof that nobody else writes there.
     pub lock: &'a WriterLock,
-    /// The configuration.
-    pub config: &'a Config,
+    /// How it is taken.
+    pub options: &'a Options,
     /// CRIU.
     pub criu: &'a Criu,
     /// How the job was launched.
@@ -87,6 +87,33 @@ pub struct Subject<'a> {
     pub interval: Option<&'a Choice>,
     /// What snapshots before have seen of the job's dead.
     pub deaths: &'a Deaths,
+}
+
+/// How snapshots are taken.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Absolute folders whose files are all captured, also those that the job has closed.
+    pub track: Vec<PathBuf>,
+    /// Most bytes that an image takes of files on disk that the job changes in place.
+    pub file_limit: u64,
+    /// Largest deleted but open file that CRIU copies into the image, in bytes.
+    pub ghost_limit: u32,
+    /// What happens to established TCP connections.
+    pub tcp: TcpChoice,
+    /// How long the CUDA driver may wait for running kernels; at least 1 ms, because 0 means for ever to the driver.
+    pub lock_timeout: Duration,
+    /// How long CRIU may try to stop all tasks; it counts whole seconds.
+    pub freeze_timeout: Duration,
+    /// How long a whole dump may take.
+    pub dump_timeout: Duration,
+    /// Bytes of host memory that must stay free.
+    pub memory_reserve: u64,
+    /// What decides whether the store has room.
+    pub limits: Limits,
+    /// Threads that copy and hash.
+    pub threads: usize,
+    /// Whether the job's rights can grow.
+    pub privileges: Privileges,
 }
 
 /// What a manifest says of the launch.
@@ -286,7 +313,7 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
         let manifest = describe(work, reason)?;
         let target = work.target.take().ok_or(Error::Cancelled)?;
         subject.lock.confirm()?;
-        target.finish(manifest, subject.config.store.threads())
+        target.finish(manifest, subject.options.threads)
     });
     match published {
         Ok(image) => {

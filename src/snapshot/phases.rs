@@ -213,10 +213,10 @@ impl<'a> Work<'a> {
         in_flight::let_pass(&tree, self.cancelled);
         self.expected = expect(&tree);
         self.nameless = files::nameless_bytes(&tree);
-        let config = self.subject.config;
-        self.contents = Contents::new(&config.files.track, self.ours(), config.snapshot.file_limit.bytes());
+        let options = self.subject.options;
+        self.contents = Contents::new(&options.track, self.ours(), options.file_limit);
         self.rewritten = self.contents.foresee(&tree, self.view()).map_err(copied)?;
-        self.tcp = tcp::choose(self.subject.config.snapshot.tcp, &tree);
+        self.tcp = tcp::choose(options.tcp, &tree);
         Ok(())
     }
 
@@ -246,7 +246,7 @@ impl<'a> Work<'a> {
     }
 
     fn privileges(&self) -> Privileges {
-        if self.subject.config.job.keeps_its_rights() { Privileges::Fixed } else { Privileges::MayGrow }
+        self.subject.options.privileges
     }
 
     fn find(&mut self) -> Result<(), Error> {
@@ -306,7 +306,7 @@ impl<'a> Work<'a> {
     }
 
     fn lock(&mut self) -> Result<(), Error> {
-        let timeout = self.subject.config.snapshot.lock_timeout;
+        let timeout = self.subject.options.lock_timeout;
         let (root, cancelled) = (self.root(), self.cancelled);
         let known = self.gpu.outer_pids();
         self.gpu.lock(root, timeout, cancelled)?;
@@ -320,7 +320,7 @@ impl<'a> Work<'a> {
 
     fn dump(&mut self) -> Result<(), Error> {
         let subject = self.subject;
-        let config = &subject.config.snapshot;
+        let options = subject.options;
         let target = self.target.as_ref().ok_or(Error::Cancelled)?;
         let (id, image_dir) = (target.id(), target.dir().to_path_buf());
         let dir = image_dir.join(CRIU_DIR);
@@ -334,7 +334,7 @@ impl<'a> Work<'a> {
             init: subject.job.world.init(),
             images: &dir,
             work: &scratch,
-            timeout: config.dump_timeout,
+            timeout: options.dump_timeout,
         };
         let files = subject.launch.identity.as_ref().and_then(Identity::file_rights);
         let folder = match self.devices.is_some() || files.is_some() {
@@ -343,17 +343,17 @@ impl<'a> Work<'a> {
         };
         let devices = self.devices.as_ref().map(devices::Devices::list);
         let plugin = folder.as_deref().map(|folder| Plugin { folder, devices, files });
-        let options = DumpOptions {
+        let dump = DumpOptions {
             root: process::inner_pid(self.root()).ok_or(Error::JobEnded)?,
             tcp: self.tcp,
-            ghost_limit: u32::try_from(config.ghost_limit.bytes()).unwrap_or(u32::MAX),
-            freeze_timeout: config.freeze_timeout,
+            ghost_limit: options.ghost_limit,
+            freeze_timeout: options.freeze_timeout,
             plugin,
         };
         let (cancelled, root, privileges) = (self.cancelled, self.root(), self.privileges());
         let (mut receivers, mut drained, mut lost) = (self.receivers.take(), None, None);
         let (deaths, mut unnoticed) = (subject.deaths, None);
-        let deadline = Instant::now() + config.dump_timeout;
+        let deadline = Instant::now() + options.dump_timeout;
         // What is recorded here belongs to the very moment of the image: all tasks stand still.
         let (view, ours) = (self.view(), self.ours());
         let mut still = |moment| -> Result<(), String> {
@@ -410,7 +410,7 @@ impl<'a> Work<'a> {
                 files::save_links(&dir, root, &id, subject.launch.identity.as_ref()).map_err(|e| e.to_string())?;
             files::name_by_saved(&mut self.open_files, &self.saved_links);
             criu::image::adopt_daemons(&dir).map_err(|e| e.to_string())?;
-            tcp::close_in_image(config.tcp, self.tcp, &dir).map_err(|e| chain(&e))?;
+            tcp::close_in_image(options.tcp, self.tcp, &dir).map_err(|e| chain(&e))?;
             if let Some(devices) = &self.devices {
                 self.notes.extend(devices.settle(&dir, root, &self.gpu.outer_pids())?);
             }
@@ -421,7 +421,7 @@ impl<'a> Work<'a> {
             Ok(())
         };
         let mut hooks = Hooks { notify: &mut still, cancelled, died: &|| died_traced(root), abandon: &|| {} };
-        let log = match criu::dump(&place, options, &mut hooks) {
+        let log = match criu::dump(&place, dump, &mut hooks) {
             Ok(log) => log,
             Err(criu::RunError::Cancelled) => return Err(Error::Cancelled),
             Err(error) => {

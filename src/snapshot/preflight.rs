@@ -202,7 +202,7 @@ pub(super) fn check_nccl(pids: &[i32]) -> Result<(), Refusal> {
 /// Whether so much device memory may lie in host memory for as long as the snapshot takes.
 pub(super) fn check_memory(device: u64, subject: &Subject<'_>) -> Result<(), Refusal> {
     let left = cgroup::memory_headroom(subject.job.root.pid());
-    admit_memory(device, cgroup::memory_available(), left, subject.config.snapshot.memory_reserve.bytes())
+    admit_memory(device, cgroup::memory_available(), left, subject.options.memory_reserve)
 }
 
 fn admit_memory(need: u64, available: Option<u64>, left: Option<u64>, keep: u64) -> Result<(), Refusal> {

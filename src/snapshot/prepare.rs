@@ -36,8 +36,8 @@ pub(super) fn target(work: &mut Work<'_>) -> Result<Target, Error> {
             }
             preflight::check_memory(device, subject)?;
             // No snapshot is begun while memory is brought back from an image.
-            let (store, whole) = (&subject.config.store, device.saturating_add(host).saturating_add(work.rewritten));
-            survey::make_room(subject.folder, subject.lock, store, whole, Written::Loose)?;
+            let whole = device.saturating_add(host).saturating_add(work.rewritten);
+            survey::make_room(subject.folder, subject.lock, &subject.options.limits, whole, Written::Loose)?;
             Ok(Target::Draft(subject.folder.begin_image(subject.lock, Utc::now())?))
         }
     }
@@ -45,7 +45,7 @@ pub(super) fn target(work: &mut Work<'_>) -> Result<Target, Error> {
 
 fn slot(work: &Work<'_>, area: &Area, image: u64, besides: u64) -> Result<Target, Error> {
     let subject = work.subject;
-    let need = Need { image, besides, keep: subject.config.snapshot.memory_reserve.bytes() };
+    let need = Need { image, besides, keep: subject.options.memory_reserve };
     let id = subject.folder.next_id(Utc::now())?;
     let filling = area.take(subject.folder, id, need, subject.job.root.pid(), |newest| {
         tracing::warn!(

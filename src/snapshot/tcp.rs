@@ -11,16 +11,30 @@
 use std::collections::HashSet;
 use std::path::Path;
 
-use crate::config;
+use serde::{Deserialize, Serialize};
+
 use crate::sys::criu::Tcp;
 use crate::sys::criu::image::{self, close_connections_outwards};
 
+/// `snapshot.tcp`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TcpChoice {
+    /// Rekindle decides by where the job's connections lead.
+    #[default]
+    Auto,
+    /// Established connections are part of the image (CRIU's `tcp_established`).
+    Keep,
+    /// They come back closed (CRIU's `tcp_close`).
+    Close,
+}
+
 /// Decides for the tree.
-pub(super) fn choose(wanted: config::Tcp, tree: &[i32]) -> Tcp {
+pub(super) fn choose(wanted: TcpChoice, tree: &[i32]) -> Tcp {
     match wanted {
-        config::Tcp::Keep => Tcp::Keep,
-        config::Tcp::Close => Tcp::Close,
-        config::Tcp::Auto => automatic(&connections(tree)),
+        TcpChoice::Keep => Tcp::Keep,
+        TcpChoice::Close => Tcp::Close,
+        TcpChoice::Auto => automatic(&connections(tree)),
     }
 }
 
@@ -39,8 +53,8 @@ fn automatic(all: &[Connection]) -> Tcp {
 }
 
 /// Closes in the image what shall not be kept of it; asked while all tasks stand still.
-pub(super) fn close_in_image(wanted: config::Tcp, dumped: Tcp, criu_dir: &Path) -> Result<(), image::Error> {
-    if (wanted, dumped) == (config::Tcp::Auto, Tcp::Keep) {
+pub(super) fn close_in_image(wanted: TcpChoice, dumped: Tcp, criu_dir: &Path) -> Result<(), image::Error> {
+    if (wanted, dumped) == (TcpChoice::Auto, Tcp::Keep) {
         let closed = close_connections_outwards(criu_dir)?;
         tracing::debug!(closed, "TCP connections to the outside");
     }

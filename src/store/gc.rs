@@ -34,11 +34,11 @@ use super::error::Error as StoreError;
 use super::folder::JobFolder;
 use super::id::ImageId;
 use super::lock::WriterLock;
+use super::options::Copies;
 use super::pack::set::{Index, Lost, Packs};
 use super::pack::stored::Stored;
 use super::pack::{Location, PackIndex, PackName};
 use super::{FileError, failed};
-use crate::config::{self, Copies, Repack};
 use crate::sys::durable;
 pub(in crate::store) use needed::Needed;
 
@@ -53,18 +53,6 @@ pub struct Bounds<'k> {
     pub key: Option<&'k Key>,
     /// In how many packs a chunk may stay. One that is in more packs is needed in those only that a reader prefers.
     pub copies: Copies,
-}
-
-impl<'k> Bounds<'k> {
-    /// As it is configured.
-    #[must_use]
-    pub fn of(store: &config::Store, key: Option<&'k Key>) -> Bounds<'k> {
-        let repack = match store.repack {
-            Repack::Off => None,
-            Repack::UpTo(size) => Some(size.bytes()),
-        };
-        Bounds { sweep_after: store.sweep_after, repack, key, copies: store.copies }
-    }
 }
 
 /// What one round did.

@@ -32,7 +32,7 @@ use super::pack::strike::{Place, strike};
 use super::pack::{CopyError, Index, Location, Making, PackName, PackWriter, Packs, RecordHeader, Unread};
 use super::replica::{self, Replica};
 use crate::base::chain;
-use crate::config::Copies;
+use crate::store::options::Copies;
 
 /// How a replica is opened, when it is needed.
 pub type OpenReplica<'a> = &'a (dyn Fn() -> replica::Result<Replica> + Sync);

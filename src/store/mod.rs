@@ -38,6 +38,7 @@ mod links;
 mod lock;
 pub mod manifest;
 mod mark;
+pub mod options;
 pub mod pack;
 mod paths;
 pub mod persist;

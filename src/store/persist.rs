@@ -39,9 +39,8 @@ use super::gc::Needed;
 use super::image::{Form, Image};
 use super::lock::WriterLock;
 use super::manifest::Chunks;
+use super::options::Copies;
 use super::pack::{Making, Unread, strike};
-use super::trust::Trust;
-use crate::config::{self, Copies, Rate};
 use crate::sys::parallel;
 
 pub use self::pace::Progress;
@@ -68,26 +67,6 @@ pub struct Packing {
     pub copies: Copies,
     /// Places that the disk does not give: what is in them is written again.
     pub unread: Unread,
-}
-
-impl Packing {
-    /// As it is configured.
-    #[must_use]
-    pub fn of(store: &config::Store, trust: &Trust) -> Packing {
-        let rate = match store.persist_rate {
-            Rate::Unlimited => None,
-            Rate::PerSecond(size) => Some(size.bytes()),
-        };
-        let compression = match store.compression {
-            config::Compression::Auto => Compression::Auto,
-            config::Compression::None => Compression::None,
-            config::Compression::Lz4 => Compression::Lz4,
-            config::Compression::Zstd(level) => Compression::Zstd(level),
-        };
-        let key = trust.key().cloned().map(Arc::new);
-        let bounds = Bounds { rate, threads: store.threads() };
-        Packing { compression, key, bounds, copies: store.copies, unread: Unread::default() }
-    }
 }
 
 /// Why an image is not in the packs of the store. It still is where it was.

@@ -32,7 +32,7 @@ use super::lock::WriterLock;
 use super::pack::set::PackInfo;
 use super::pack::{PackName, Unread};
 use super::persist::Progress;
-use crate::config::Copies;
+use crate::store::options::Copies;
 use crate::sys::parallel;
 use images::Known;
 

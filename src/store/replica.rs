@@ -35,6 +35,7 @@ mod retain;
 mod send;
 mod spans;
 mod upload;
+mod url;
 
 use std::ffi::OsString;
 
@@ -43,6 +44,7 @@ pub use connect::{Patience, reads_variable};
 pub use error::{Error, Failure, Result};
 pub use retain::Removed;
 pub use upload::Uploaded;
+pub use url::{ReplicaUrl, Scheme};
 
 use client::Client;
 use connect::Environment;
@@ -52,7 +54,6 @@ use super::image::{Damage, DamageKind, is_untrusted};
 use super::manifest::{self, Manifest, ManifestError};
 use super::record::{self, JobRecord};
 use super::{self as store, ImageId, JobName, State, Trust};
-use crate::config::ReplicaUrl;
 
 /// The copies of one job's images at one address.
 #[derive(Debug)]

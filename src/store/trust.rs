@@ -11,12 +11,11 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::chunk::Key;
 use super::chunk::cipher::PlainPacks;
-use super::chunk::{Key, KeyError};
 use super::format::blake3_hex;
 use super::id::JobName;
 use super::manifest::hex;
-use crate::config;
 
 /// Why something is not believed.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -90,16 +89,6 @@ impl fmt::Debug for Trust {
 }
 
 impl Trust {
-    /// As it is configured.
-    ///
-    /// # Errors
-    /// When there is to be a key and it cannot be used.
-    pub fn of(store: &config::Store) -> Result<Trust, KeyError> {
-        let Some(path) = &store.encryption_key else { return Ok(Trust::default()) };
-        let unsigned = if store.accept_unsigned { Unsigned::Accepted } else { Unsigned::Refused };
-        Ok(Trust::new(Key::read(path)?, path, unsigned))
-    }
-
     /// With this key, which is in that file.
     #[must_use]
     pub fn new(key: Key, path: &Path, unsigned: Unsigned) -> Trust {

@@ -7,7 +7,7 @@ use super::state::{Finish, State};
 use super::watch::interrupted;
 use crate::base::Moved;
 use crate::launch::Job;
-use crate::restart::policy::From;
+use crate::policy::From;
 use crate::snapshot::Taken;
 use crate::store::ImageId;
 use crate::sys::spawn::Ended;

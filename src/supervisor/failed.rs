@@ -1,6 +1,6 @@
 //! What a restore that failed comes to: pure functions.
 
-use crate::restart::policy::{Failure, Images};
+use crate::policy::{Failure, Images};
 use crate::restart::{self, Blame};
 use crate::store::ImageId;
 

@@ -17,7 +17,6 @@ use crate::published::Persisting;
 use crate::snapshot::{self, Launch, Subject, Taken};
 use crate::store::gc;
 use crate::store::persist::{self, Progress};
-use crate::store::retention::Policy;
 use crate::store::retention::survey::{self, NoRoom, Written};
 use crate::store::staging::Area;
 use crate::store::{Form, Image, ImageId, Seen};
@@ -101,11 +100,12 @@ impl Owner<'_> {
         let gate = self.before_snapshot(&event, reason);
         let launch = Launch { lineage: self.line.lineage.clone(), ..self.shared.launch.clone() };
         self.spawn("snapshot", move || {
+            let options = setup.config.snapshot_options();
             let subject = Subject {
                 job: &job,
                 folder: &setup.folder,
                 lock: &setup.lock,
-                config: &setup.config,
+                options: &options,
                 criu: &setup.criu,
                 launch: &launch,
                 ours: setup.ours(),
@@ -443,7 +443,7 @@ fn bring_to_store(
     let store = &setup.config.store;
     let whole = image.manifest().map_or(0, |manifest| manifest.bytes);
     if image.is_staged() {
-        survey::make_room(&setup.folder, &setup.lock, store, whole, Written::Packed)?;
+        survey::make_room(&setup.folder, &setup.lock, &store.limits(), whole, Written::Packed)?;
     } else {
         // It is safe as it is: no other has to go for it.
         let (free, keep) = (survey::free_space(setup.folder.path())?, store.min_free.bytes());
@@ -463,11 +463,11 @@ pub(super) fn shown(time: Duration) -> humantime::FormattedDuration {
 /// Removes what the plan says. What cannot be read stays. It may take seconds: never on the thread that owns the state.
 pub(super) fn rotate(setup: &Setup) {
     let store = &setup.config.store;
-    match survey::rotate(&setup.folder, &setup.lock, &Policy::from(store), store.min_free.bytes()) {
+    match survey::rotate(&setup.folder, &setup.lock, &store.policy(), store.min_free.bytes()) {
         Ok((plan, _)) => plan.notes.iter().for_each(|note| tracing::warn!("{note}")),
         Err(error) => tracing::warn!("old images were not removed: {}", chain(&error)),
     }
-    let bounds = gc::Bounds::of(store, setup.packing.key.as_deref());
+    let bounds = store.garbage(setup.packing.key.as_deref());
     match gc::collect(&setup.folder, &setup.lock, &bounds, Utc::now(), &|| false) {
         Ok(done) => tracing::debug!(?done, "packs"),
         Err(error) => tracing::warn!("what no image needs was not swept: {}", chain(&error)),

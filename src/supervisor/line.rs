@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 use super::state::Event;
 use crate::config::ColdStart;
-use crate::restart::policy::{Failure, From, Images};
+use crate::policy::{Failure, From, Images};
 use crate::store::{BadWhy, Image, ImageId, State};
 
 /// What has to be known of a copy of an image.

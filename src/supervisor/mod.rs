@@ -47,9 +47,9 @@ use signal_hook::consts as sig;
 use crate::base::chain;
 use crate::config::{Config, OnSuccess};
 use crate::launch::{Job, JobSpec, output, uplink};
+use crate::policy::{From, Images, Mark};
 use crate::published::Published;
 use crate::restart::gpus::Wishes;
-use crate::restart::policy::{From, Images, Mark};
 use crate::scheduler::Scheduler;
 use crate::snapshot::{self, Launch, Taken};
 use crate::store::gc;
@@ -168,7 +168,7 @@ impl Message {
 /// When the supervisor itself cannot work; how the job fared is in [`Finish`].
 pub fn run(setup: Setup) -> Result<Finish, Error> {
     let shared = Arc::new(setup);
-    let files = output::Files::create(&shared.folder.log_dir(), output::Bounds::of(&shared.config.log))?;
+    let files = output::Files::create(&shared.folder.log_dir(), shared.config.log.bounds())?;
     let _rotation =
         output::Rotation::start(&files).map_err(|source| Error::Io { what: "rotating the output", source })?;
     let follower =

@@ -9,9 +9,9 @@ use super::{Message, Owner, Setup};
 use crate::base::chain;
 use crate::control::Reply;
 use crate::control::protocol::{Code, Fault};
+use crate::policy::{From, Images};
 use crate::restart;
 use crate::restart::compat::{self, Difference, Here};
-use crate::restart::policy::{From, Images};
 use crate::store::{Image, ImageId, LATEST, State};
 
 /// A name for a run that begins from nothing, or from an image that is not the newest.

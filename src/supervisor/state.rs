@@ -38,7 +38,7 @@ pub use states::{Ending, Life, State, Then};
 use super::pace::Pace;
 use crate::base::interval::{Choice, Failures};
 use crate::config::Config;
-use crate::restart::policy::{Death, Decision, Failure, From, History, Images, Mark};
+use crate::policy::{Death, Decision, Failure, From, History, Images, Mark};
 use crate::store::ImageId;
 use crate::store::manifest::Reason;
 use crate::sys::spawn::Ended;

@@ -52,7 +52,7 @@ impl Unread {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::restart::policy::From;
+    use crate::policy::From;
     use crate::supervisor::state::{Ending, Life, Stop};
 
     #[test]

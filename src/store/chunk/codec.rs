@@ -12,9 +12,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use lz4_flex::block as lz4;
-use thiserror::Error;
+use serde::{Deserialize, Serialize};
 
 use super::CHUNK_MAX;
+use crate::base::units::Malformed;
 use crate::store::format::{FormatError, What, size_of};
 
 /// How a chunk is stored.
@@ -51,46 +52,46 @@ impl Codec {
     }
 }
 
-/// What the user wants.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// How the content of images is made smaller.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub enum Compression {
+    /// A sample of each chunk decides between raw and [`AUTO_LEVEL`].
+    #[default]
+    Auto,
     /// Store everything as it is.
     None,
     /// LZ4: half the gain, several times as fast.
     Lz4,
-    /// Zstandard of that level, 1 to 19.
+    /// Zstandard with this level, one of [`Compression::LEVELS`].
     Zstd(i32),
-    /// A sample of each chunk decides between raw and [`AUTO_LEVEL`].
-    #[default]
-    Auto,
 }
 
-/// The levels of Zstandard that may be asked for. Those above 19 want memory without bound, those below 1 are LZ4's ground.
-pub const LEVELS: std::ops::RangeInclusive<i32> = 1..=19;
-/// The level of "zstd" without one: Zstandard's own.
-pub const DEFAULT_LEVEL: i32 = 3;
-/// The level of "auto".
-pub const AUTO_LEVEL: i32 = 1;
-
-/// A text that names no compression.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("\"{0}\" is none of auto, none, lz4, zstd and zstd:LEVEL (1 to 19)")]
-pub struct UnknownCompression(pub String);
+impl Compression {
+    /// The levels of Zstandard that can be set. Below, it is no faster than LZ4; above, it needs hundreds of MiB a thread.
+    pub const LEVELS: std::ops::RangeInclusive<i32> = -7..=19;
+    /// The level of "zstd" alone, as that of the command `zstd`.
+    const LEVEL: i32 = 3;
+}
 
 impl FromStr for Compression {
-    type Err = UnknownCompression;
+    type Err = Malformed;
 
-    fn from_str(text: &str) -> Result<Compression, UnknownCompression> {
-        let unknown = || UnknownCompression(text.to_owned());
-        match text {
-            "auto" => Ok(Compression::Auto),
-            "none" => Ok(Compression::None),
-            "lz4" => Ok(Compression::Lz4),
-            "zstd" => Ok(Compression::Zstd(DEFAULT_LEVEL)),
-            _ => {
-                let level = text.strip_prefix("zstd:").and_then(|level| level.parse().ok());
-                level.filter(|level| LEVELS.contains(level)).map(Compression::Zstd).ok_or_else(unknown)
+    fn from_str(text: &str) -> Result<Compression, Malformed> {
+        match text.split_once(':') {
+            None => match text {
+                "auto" => Ok(Compression::Auto),
+                "none" => Ok(Compression::None),
+                "lz4" => Ok(Compression::Lz4),
+                "zstd" => Ok(Compression::Zstd(Compression::LEVEL)),
+                _ => Err(Malformed),
+            },
+            // parse takes a plus sign.
+            Some(("zstd", level)) if !level.starts_with('+') => {
+                let level = level.parse().ok().filter(|level| Compression::LEVELS.contains(level));
+                level.map(Compression::Zstd).ok_or(Malformed)
             }
+            Some(_) => Err(Malformed),
         }
     }
 }
@@ -98,14 +99,30 @@ impl FromStr for Compression {
 impl fmt::Display for Compression {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Compression::None => f.pad("none"),
-            Compression::Lz4 => f.pad("lz4"),
-            Compression::Zstd(DEFAULT_LEVEL) => f.pad("zstd"),
+            Compression::Auto => f.write_str("auto"),
+            Compression::None => f.write_str("none"),
+            Compression::Lz4 => f.write_str("lz4"),
             Compression::Zstd(level) => write!(f, "zstd:{level}"),
-            Compression::Auto => f.pad("auto"),
         }
     }
 }
+
+impl TryFrom<String> for Compression {
+    type Error = Malformed;
+
+    fn try_from(text: String) -> Result<Compression, Malformed> {
+        text.parse()
+    }
+}
+
+impl From<Compression> for String {
+    fn from(compression: Compression) -> String {
+        compression.to_string()
+    }
+}
+
+/// The level of "auto".
+pub const AUTO_LEVEL: i32 = 1;
 
 /// Where `auto` looks, in each third of a chunk.
 const SAMPLE: usize = 4 << 10;

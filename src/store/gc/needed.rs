@@ -5,11 +5,11 @@ use std::io;
 
 use super::{Error, PackUse};
 use crate::base::chain;
-use crate::config::Copies;
 use crate::store::chunk::map::{self, ChunkMap};
 use crate::store::folder::JobFolder;
 use crate::store::format::ReadError;
 use crate::store::image::{DamageKind, Image, State};
+use crate::store::options::Copies;
 use crate::store::pack::set::{Index, Packs};
 
 /// The names of chunks. Half of each is enough, as in the index.

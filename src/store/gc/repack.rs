@@ -13,9 +13,9 @@ use std::os::unix::fs::FileExt;
 use chrono::{DateTime, Utc};
 
 use super::{Bounds, Collected, Error, PackUse, mark};
-use crate::config::Copies;
 use crate::store::WriterLock;
 use crate::store::chunk::{ChunkId, Compression, Key};
+use crate::store::options::Copies;
 use crate::store::pack::set::{Index, Packs};
 use crate::store::pack::stored::Stored;
 use crate::store::pack::writer::{Making, PackWriter};

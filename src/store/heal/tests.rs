@@ -2,12 +2,12 @@ use std::fs;
 use std::path::Path;
 
 use super::*;
-use crate::config::ReplicaUrl;
 use crate::store::Image;
 use crate::store::chunk::CHUNK;
 use crate::store::persist::tests::{Ground, noise, packing};
 use crate::store::persist::{Packing, Progress};
 use crate::store::replica::Patience;
+use crate::store::replica::ReplicaUrl;
 use crate::store::unpack::Unpacking;
 use crate::store::{Share, check_packs};
 

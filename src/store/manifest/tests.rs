@@ -35,7 +35,7 @@ fn a_manifest_survives_its_bytes() {
             freeze: Duration::from_millis(2200),
             mtbf: Duration::from_secs(86_400),
             mtbf_source: interval::MtbfSource::Observed { uptime: Duration::from_secs(1), failures: 2 },
-            max_overhead: crate::config::Percentage::millionths(10_000),
+            max_overhead: crate::base::Percentage::millionths(10_000),
             persist: Some(Duration::from_secs(9)),
         })),
         ..manifest()

@@ -9,9 +9,9 @@ use std::time::Duration;
 use chrono::DateTime;
 
 use super::*;
-use crate::config::Copies;
 use crate::store::chunk::{ChunkMap, Compression};
 use crate::store::gc::{self, Bounds};
+use crate::store::options::Copies;
 use crate::store::pack::{PackIndex, Packs};
 use crate::store::persist::tests::{Ground, noise, packing};
 use crate::store::verify::{Share, check_packs};

@@ -22,7 +22,7 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::connect::{self, Environment, Patience};
 use super::error::{Error, Failure, Result, Secrets, translate};
-use crate::config::{ReplicaUrl, Scheme};
+use super::url::{ReplicaUrl, Scheme};
 use crate::store::JobName;
 
 /// How long a cancelled call may go on.

@@ -15,7 +15,7 @@ use object_store::path::Path;
 use object_store::{BackoffConfig, ClientOptions, ObjectStore, RetryConfig};
 
 use super::error::credentials_help;
-use crate::config::{ReplicaUrl, Scheme};
+use super::url::{ReplicaUrl, Scheme};
 
 /// A request with a part of 8 MiB passes at 70 kB/s; one that takes longer has lost its way.
 const REQUEST: Duration = Duration::from_secs(120);

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 use bytesize::ByteSize;
 
 use super::connect::Environment;
-use crate::config::Scheme;
+use super::url::Scheme;
 use crate::store::format::ReadError;
 use crate::store::{self, ImageId};
 

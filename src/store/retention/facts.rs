@@ -137,18 +137,6 @@ pub struct Policy {
     pub max_total: Option<u64>,
 }
 
-impl From<&crate::config::Store> for Policy {
-    fn from(config: &crate::config::Store) -> Policy {
-        Policy {
-            keep_last: config.keep_last,
-            keep_hourly: config.keep_hourly,
-            keep_daily: config.keep_daily,
-            keep_within: config.keep_within,
-            max_total: config.max_total_size.bytes(),
-        }
-    }
-}
-
 /// The room on the file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Room {

@@ -8,13 +8,13 @@ use chrono::{DateTime, Utc};
 
 use super::admission::{self, Admission, Need, Refusal, Removal};
 use super::{Facts, Gathering, Line, Plan, Policy, Proof, Room, Sizes, Use, await_proof, plan};
-use crate::config::{self, Copies};
 use crate::store::error::{Error, Result};
 use crate::store::folder::JobFolder;
 use crate::store::gc;
 use crate::store::id::ImageId;
 use crate::store::image::Image;
 use crate::store::lock::WriterLock;
+use crate::store::options::Copies;
 
 /// The images of a job in the store, what they take, and the room there is.
 #[derive(Debug)]
@@ -133,6 +133,17 @@ pub fn rotate(folder: &JobFolder, lock: &WriterLock, policy: &Policy, min_free: 
     Ok((plan, gone))
 }
 
+/// What decides whether there is room for an image, and what goes where there is none.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Which images stay.
+    pub policy: Policy,
+    /// Bytes of the file system that must stay free.
+    pub min_free: u64,
+    /// In how many packs shared content is kept.
+    pub copies: Copies,
+}
+
 /// Makes room for an image that is so large by itself, if there is none: older ones go. Answers those that went.
 ///
 /// # Errors
@@ -140,14 +151,14 @@ pub fn rotate(folder: &JobFolder, lock: &WriterLock, policy: &Policy, min_free: 
 pub fn make_room(
     folder: &JobFolder,
     lock: &WriterLock,
-    config: &config::Store,
+    limits: &Limits,
     whole: u64,
     written: Written,
 ) -> Result<Vec<Removal>, NoRoom> {
-    let policy = Policy::from(config);
+    let policy = &limits.policy;
     let look = || -> Result<(Survey, Admission)> {
-        let survey = Survey::of(folder, config.min_free.bytes())?.with_held(lock);
-        let admission = survey.admit(survey.need(whole, written), &policy, Utc::now(), folder.path());
+        let survey = Survey::of(folder, limits.min_free)?.with_held(lock);
+        let admission = survey.admit(survey.need(whole, written), policy, Utc::now(), folder.path());
         Ok((survey, admission))
     };
     let removals = match look()? {
@@ -160,7 +171,7 @@ pub fn make_room(
     }
     let gone = remove_all(folder, lock, removals.iter().map(|removal| removal.id))?;
     // Space is short: what no image needs does not wait for the grace period.
-    gc::sweep_now(folder, lock, config.copies).map_err(Box::new)?;
+    gc::sweep_now(folder, lock, limits.copies).map_err(Box::new)?;
     // Once only: a file system may give space back late (btrfs does), and more images would go for nothing.
     match look()? {
         (_, Admission::Admit) => Ok(removals.into_iter().filter(|removal| gone.contains(&removal.id)).collect()),

@@ -1,8 +1,9 @@
 //! Pins and tags on real files, and what a removal does about them.
 
+use super::options::Copies;
 use super::*;
 use retention::Policy;
-use retention::survey::{self, Survey, Written};
+use retention::survey::{self, Limits, Survey, Written};
 use std::os::unix::fs::{PermissionsExt, symlink};
 
 fn tag(text: &str) -> Tag {
@@ -159,10 +160,9 @@ fn a_pin_during_a_removal_is_seen_or_refused() {
     eprintln!("{kept} pins were seen, {refused} refused");
 }
 
-fn config(min_free: u64, max_total: Option<u64>) -> crate::config::Store {
-    use crate::config::{ByteSize, SizeLimit, Store};
-    let max = max_total.map_or(SizeLimit::Unlimited, |max| SizeLimit::AtMost(ByteSize::new(max)));
-    Store { min_free: ByteSize::new(min_free), max_total_size: max, ..Store::default() }
+fn limits(min_free: u64, max_total: Option<u64>) -> Limits {
+    let policy = Policy { keep_last: 3, max_total, ..Policy::default() };
+    Limits { policy, min_free, copies: Copies::One }
 }
 
 #[test]
@@ -173,8 +173,7 @@ fn room_is_made_for_the_next_image_and_only_if_it_is_enough() {
     let (one, all) = (survey.sizes().freed(&[images[0].id]), survey.sizes().total());
     assert!(one >= 2 << 20 && all == 3 * one, "{one} {all}");
     let room = |max| {
-        let max = config(0, Some(max));
-        let made = survey::make_room(&home.folder, &home.lock, &max, one, Written::Packed)?;
+        let made = survey::make_room(&home.folder, &home.lock, &limits(0, Some(max)), one, Written::Packed)?;
         Ok::<_, survey::NoRoom>(made.iter().map(|removal| removal.id).collect::<Vec<_>>())
     };
     assert_eq!(room(4 * one).unwrap(), []);
@@ -185,7 +184,7 @@ fn room_is_made_for_the_next_image_and_only_if_it_is_enough() {
     images[1].change_tags(Change::Pin).unwrap();
     assert!(matches!(room(2 * one), Err(survey::NoRoom::Refused(_))));
     assert_eq!(home.ids(), [images[2].id.to_string(), images[1].id.to_string()]);
-    let full = survey::make_room(&home.folder, &home.lock, &config(1 << 60, None), 1, Written::Packed);
+    let full = survey::make_room(&home.folder, &home.lock, &limits(1 << 60, None), 1, Written::Packed);
     assert!(full.unwrap_err().to_string().contains("store.min-free"));
     assert_eq!(home.ids().len(), 2);
 }
@@ -196,8 +195,7 @@ fn what_is_on_its_way_to_the_replica_stays_and_makes_room_last() {
     let images: Vec<Image> = (0..4).map(|seconds| home.publish(seconds)).collect();
     let hold = home.lock.hold(images[0].id);
     let again = home.lock.hold(images[0].id);
-    let max = config(0, Some(1));
-    let policy = Policy { keep_last: 2, ..Policy::from(&max) };
+    let policy = Policy { keep_last: 2, max_total: Some(1), ..Policy::default() };
     let (plan, gone) = survey::rotate(&home.folder, &home.lock, &policy, 0).unwrap();
     assert_eq!(gone, [images[1].id, images[2].id], "a rule and a bound");
     assert_eq!(plan.decisions[3].verdict.to_string(), "on its way to the replica");
@@ -208,8 +206,9 @@ fn what_is_on_its_way_to_the_replica_stays_and_makes_room_last() {
     let newer = home.publish(9);
     let one = Survey::of(&home.folder, 0).unwrap().sizes().freed(&[newer.id]);
     let room = |max| {
-        let config = crate::config::Store { keep_last: 9, ..config(0, Some(max)) };
-        let made = survey::make_room(&home.folder, &home.lock, &config, one, Written::Packed).unwrap();
+        let policy = Policy { keep_last: 9, max_total: Some(max), ..Policy::default() };
+        let limits = Limits { policy, ..limits(0, None) };
+        let made = survey::make_room(&home.folder, &home.lock, &limits, one, Written::Packed).unwrap();
         made.iter().map(|removal| removal.id).collect::<Vec<_>>()
     };
     assert_eq!(room(3 * one), [images[3].id]);

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use crate::restart::policy::From;
+use crate::policy::From;
 use crate::store::{BadWhy, ImageId};
 use crate::supervisor::line::Candidate;
 use crate::sys::spawn::Ended;

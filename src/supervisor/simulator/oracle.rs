@@ -8,7 +8,7 @@ use super::model::{End, candidate};
 use super::restores::Trouble;
 use super::world::World;
 use crate::config::ColdStart;
-use crate::restart::policy::{Failure, From, Mark};
+use crate::policy::{Failure, From, Mark};
 use crate::store::{BadWhy, ImageId};
 use crate::supervisor::line::{Candidate, Line};
 use crate::supervisor::state::{Ending, Event, State};

@@ -6,7 +6,7 @@ use super::model::candidate;
 use super::plants::Plant;
 use super::run::Run;
 use super::world::{Happening, World, tell};
-use crate::restart::policy::{Failure, From};
+use crate::policy::{Failure, From};
 use crate::restart::{self, RollbackError};
 use crate::store::{BadWhy, ImageId};
 use crate::supervisor::failed::{Failed, Lives, without_damaged};

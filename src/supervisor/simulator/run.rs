@@ -12,7 +12,7 @@ use super::snapshots::{Persist, Shot};
 use super::world::{Happening, World, tell};
 use crate::base::cause::{self, Facts, MemoryFacts};
 use crate::config::Staging;
-use crate::restart::policy::{From, Images, Mark};
+use crate::policy::{From, Images, Mark};
 use crate::snapshot::Deaths;
 use crate::store::{BadWhy, ImageId};
 use crate::supervisor::line::{Begin, Line};

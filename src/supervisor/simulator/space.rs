@@ -7,7 +7,7 @@ use super::plants::Plant;
 use super::world::{World, tell};
 use crate::store::ImageId;
 use crate::store::retention::admission::{self as room, Admission};
-use crate::store::retention::{self, FactKind, Facts, Gathering, Line, Pin, Policy, Proof, Room, Sizes, Use};
+use crate::store::retention::{self, FactKind, Facts, Gathering, Line, Pin, Proof, Room, Sizes, Use};
 use crate::supervisor::memory::{Needed, turn};
 use crate::supervisor::state::State;
 
@@ -48,7 +48,7 @@ impl World {
             return;
         }
         let (facts, sizes, room) = self.facts();
-        let plan = retention::plan(&facts, &Policy::from(&self.config.store), self.clock(), &sizes, &room);
+        let plan = retention::plan(&facts, &self.config.store.policy(), self.clock(), &sizes, &room);
         self.remove(&plan.removals().collect::<Vec<_>>());
     }
 
@@ -57,7 +57,7 @@ impl World {
         if self.ground.disk.reads_fail {
             return Err(());
         }
-        let policy = Policy::from(&self.config.store);
+        let policy = self.config.store.policy();
         let mut asked = false;
         loop {
             let (facts, sizes, room) = self.facts();

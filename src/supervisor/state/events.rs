@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::restart::policy::{Failure, From, Images, Mark};
+use crate::policy::{Failure, From, Images, Mark};
 use crate::snapshot;
 use crate::store::ImageId;
 use crate::store::manifest::Reason;

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::events::Stop;
-use crate::restart::policy::From;
+use crate::policy::From;
 use crate::store::ImageId;
 use crate::sys::spawn::Ended;
 

@@ -1,9 +1,9 @@
 //! Two copies of what more than one image refers to.
 
 use super::*;
-use crate::config::Copies;
 use crate::store::chunk::{ChunkId, Extent};
 use crate::store::gc::{self, collect, usage};
+use crate::store::options::Copies;
 use crate::store::pack::{Location, PackName};
 use crate::store::retention::survey::Survey;
 use chrono::{DateTime, Utc};

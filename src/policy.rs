@@ -12,6 +12,7 @@
 //! Lives that end soon and alike, one after the other, and each of which takes an image before it ends, are of a state that
 //! has gone wrong earlier: then the newest proven image has its turn.
 
+pub mod rules;
 mod suspects;
 
 use std::collections::{BTreeSet, VecDeque};

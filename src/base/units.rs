@@ -1,0 +1,100 @@
+//! Sizes as users write them, and values that may be a number or text.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// A number of bytes. Read from an integer or from text such as "64MiB" or "200GB"; written in the shortest exact unit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "NumberOrText", into = "String")]
+pub struct ByteSize(u64);
+
+impl ByteSize {
+    /// That many bytes.
+    #[must_use]
+    pub const fn new(bytes: u64) -> ByteSize {
+        ByteSize(bytes)
+    }
+
+    /// That many times 1024² bytes.
+    #[must_use]
+    pub const fn mib(n: u64) -> ByteSize {
+        ByteSize(n << 20)
+    }
+
+    /// That many times 1024³ bytes.
+    #[must_use]
+    pub const fn gib(n: u64) -> ByteSize {
+        ByteSize(n << 30)
+    }
+
+    /// The size in bytes.
+    #[must_use]
+    pub const fn bytes(self) -> u64 {
+        self.0
+    }
+}
+
+/// Text that is none of what the type accepts. Carries nothing: the message names the key and what it expects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not one of the accepted forms")]
+pub struct Malformed;
+
+impl FromStr for ByteSize {
+    type Err = Malformed;
+
+    fn from_str(text: &str) -> Result<ByteSize, Malformed> {
+        let size = text.trim().parse::<bytesize::ByteSize>().map_err(|_| Malformed)?.as_u64();
+        // bytesize stops at the largest number instead of refusing what does not fit.
+        if size == u64::MAX { Err(Malformed) } else { Ok(ByteSize(size)) }
+    }
+}
+
+impl fmt::Display for ByteSize {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const UNITS: [(&str, u64); 9] = [
+            ("TiB", bytesize::TIB),
+            ("TB", bytesize::TB),
+            ("GiB", bytesize::GIB),
+            ("GB", bytesize::GB),
+            ("MiB", bytesize::MIB),
+            ("MB", bytesize::MB),
+            ("KiB", bytesize::KIB),
+            ("kB", bytesize::KB),
+            ("B", 1),
+        ];
+        let exact = UNITS.iter().filter(|(_, unit)| self.0 >= *unit && self.0.is_multiple_of(*unit));
+        match exact.min_by_key(|(_, unit)| self.0 / unit) {
+            Some((name, unit)) => write!(f, "{}{name}", self.0 / unit),
+            None => f.write_str("0B"),
+        }
+    }
+}
+
+impl From<ByteSize> for String {
+    fn from(size: ByteSize) -> String {
+        size.to_string()
+    }
+}
+
+/// Integers and text, for the values that may be either.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum NumberOrText {
+    /// An integer.
+    Number(u64),
+    /// Text.
+    Text(String),
+}
+
+impl TryFrom<NumberOrText> for ByteSize {
+    type Error = Malformed;
+
+    fn try_from(from: NumberOrText) -> Result<ByteSize, Malformed> {
+        match from {
+            NumberOrText::Number(bytes) => Ok(ByteSize(bytes)),
+            NumberOrText::Text(text) => text.parse(),
+        }
+    }
+}

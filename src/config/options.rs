@@ -1,0 +1,95 @@
+//! What the configuration means for the parts that do the work: each has options of its own.
+
+use std::sync::Arc;
+
+use super::model::{Config, Log, Store};
+use super::storage::Repack;
+use crate::launch::{Privileges, output};
+use crate::snapshot;
+use crate::store::chunk::{Key, KeyError};
+use crate::store::pack::Unread;
+use crate::store::persist::{self, Packing};
+use crate::store::retention::Policy;
+use crate::store::retention::survey::Limits;
+use crate::store::{Trust, Unsigned, gc};
+
+impl Store {
+    /// Which images stay.
+    #[must_use]
+    pub fn policy(&self) -> Policy {
+        Policy {
+            keep_last: self.keep_last,
+            keep_hourly: self.keep_hourly,
+            keep_daily: self.keep_daily,
+            keep_within: self.keep_within,
+            max_total: self.max_total_size.bytes(),
+        }
+    }
+
+    /// What decides whether there is room for an image.
+    #[must_use]
+    pub fn limits(&self) -> Limits {
+        Limits { policy: self.policy(), min_free: self.min_free.bytes(), copies: self.copies }
+    }
+
+    /// How images are packed.
+    #[must_use]
+    pub fn packing(&self, trust: &Trust) -> Packing {
+        Packing {
+            compression: self.compression,
+            key: trust.key().cloned().map(Arc::new),
+            bounds: persist::Bounds { rate: self.persist_rate.bytes(), threads: self.threads() },
+            copies: self.copies,
+            unread: Unread::default(),
+        }
+    }
+
+    /// How content that no image needs is removed.
+    #[must_use]
+    pub fn garbage<'k>(&self, key: Option<&'k Key>) -> gc::Bounds<'k> {
+        let repack = match self.repack {
+            Repack::Off => None,
+            Repack::UpTo(size) => Some(size.bytes()),
+        };
+        gc::Bounds { sweep_after: self.sweep_after, repack, key, copies: self.copies }
+    }
+
+    /// What files of the store are believed by. Reads the key.
+    ///
+    /// # Errors
+    /// When there is to be a key and it cannot be used.
+    pub fn trust(&self) -> Result<Trust, KeyError> {
+        let Some(path) = &self.encryption_key else { return Ok(Trust::default()) };
+        let unsigned = if self.accept_unsigned { Unsigned::Accepted } else { Unsigned::Refused };
+        Ok(Trust::new(Key::read(path)?, path, unsigned))
+    }
+}
+
+impl Log {
+    /// How much of the job's output is kept.
+    #[must_use]
+    pub fn bounds(&self) -> output::Bounds {
+        output::Bounds { size: self.max_size.bytes(), keep: self.keep }
+    }
+}
+
+impl Config {
+    /// How a snapshot is taken.
+    #[must_use]
+    pub fn snapshot_options(&self) -> snapshot::Options {
+        let of = &self.snapshot;
+        snapshot::Options {
+            track: self.files.track.clone(),
+            file_limit: of.file_limit.bytes(),
+            ghost_limit: u32::try_from(of.ghost_limit.bytes()).unwrap_or(u32::MAX),
+            tcp: of.tcp,
+            lock_timeout: of.lock_timeout,
+            freeze_timeout: of.freeze_timeout,
+            dump_timeout: of.dump_timeout,
+            memory_reserve: of.memory_reserve.bytes(),
+            limits: self.store.limits(),
+            threads: self.store.threads(),
+            privileges: if self.job.keeps_its_rights() { Privileges::Fixed } else { Privileges::MayGrow },
+        }
+    }
+}
