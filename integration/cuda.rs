@@ -1,4 +1,4 @@
-//! `rekindle::cuda` against the stand-in libcuda, in real processes.
+//! `rekindle_cuda` against the stand-in libcuda, in real processes.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests: a panic is the report")]
 
@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rekindle::cuda::{self, Driver, Error, Function, GpuMapping, GpuUuid, Process, State};
+use rekindle_cuda::{self as cuda, Driver, Error, Function, GpuMapping, GpuUuid, Process, State};
 use standin::{Standin, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);

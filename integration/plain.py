@@ -9,7 +9,7 @@ import time
 
 from supervised import Failed
 
-# The options that rekindle gives to CRIU too (src/sys/criu/rpc.rs): the same job, the same work.
+# The options that rekindle gives to CRIU too (crates/criu/src/rpc.rs): the same job, the same work.
 OPTIONS = [
     "--no-default-config", "--ext-unix-sk", "--file-locks", "--link-remap", "--manage-cgroups=ignore",
     "--network-lock", "skip", "--tcp-established", "-v2",

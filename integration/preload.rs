@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use nix::mount::{MntFlags, MsFlags};
-use rekindle::cuda::Process;
-use rekindle::launch::{interposer, reaper};
-use rekindle::sys::{process, ptrace};
+use rekindle_cuda::Process;
+use rekindle_engine::launch::{interposer, reaper};
+use rekindle_os::{process, ptrace};
 use standin::{Standin, wait_for};
 
 const SECOND: Duration = Duration::from_secs(1);

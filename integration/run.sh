@@ -125,18 +125,18 @@ elif ! scripts/deps.sh k8s; then
 fi
 
 step 'format' cargo fmt --all --check
-step 'format of the reaper' cargo fmt --manifest-path reaper/Cargo.toml --check
-step 'format of the interposer' cargo fmt --manifest-path preload/Cargo.toml --check
-step 'format of the plugin' cargo fmt --manifest-path plugin/Cargo.toml --check
+step 'format of the reaper' cargo fmt --manifest-path native/reaper/Cargo.toml --check
+step 'format of the interposer' cargo fmt --manifest-path native/preload/Cargo.toml --check
+step 'format of the plugin' cargo fmt --manifest-path native/plugin/Cargo.toml --check
 step 'clippy' cargo clippy --quiet --workspace --all-targets --locked -- -D warnings
-step 'clippy of the reaper' cargo clippy --quiet --manifest-path reaper/Cargo.toml -- -D warnings
-step 'clippy of the interposer' cargo clippy --quiet --manifest-path preload/Cargo.toml --all-targets -- -D warnings
-step 'clippy of the plugin' cargo clippy --quiet --manifest-path plugin/Cargo.toml --all-targets -- -D warnings
+step 'clippy of the reaper' cargo clippy --quiet --manifest-path native/reaper/Cargo.toml -- -D warnings
+step 'clippy of the interposer' cargo clippy --quiet --manifest-path native/preload/Cargo.toml --all-targets -- -D warnings
+step 'clippy of the plugin' cargo clippy --quiet --manifest-path native/plugin/Cargo.toml --all-targets -- -D warnings
 step 'build' cargo build --quiet --workspace --locked
 # All of them, so that one run names all that fails.
 step 'tests' cargo test --quiet --workspace --locked --no-fail-fast
-step 'tests of the interposer' cargo test --quiet --manifest-path preload/Cargo.toml
-step 'tests of the plugin' cargo test --quiet --manifest-path plugin/Cargo.toml
+step 'tests of the interposer' cargo test --quiet --manifest-path native/preload/Cargo.toml
+step 'tests of the plugin' cargo test --quiet --manifest-path native/plugin/Cargo.toml
 step 'documentation' env RUSTDOCFLAGS='-D warnings' cargo doc --quiet --workspace --no-deps --locked
 if [ -n "$lint" ]; then
   step 'licences and sources' env PATH="$root/.deps/cargo/bin:$PATH" cargo deny --offline --log-level error check bans licenses sources

@@ -1,19 +1,30 @@
-//! The modules of this crate lie in layers: each imports only what lies below it. Read off the sources, so that a circle
-//! fails a test.
+//! What imports what, read off the sources and off Cargo, so that a circle fails a test.
+//!
+//! Crates lie in layers, which Cargo holds: a crate can use only what it names. Modules within a crate could form circles, so
+//! those of the product and of the engine lie in layers too: each imports only what lies before it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
-/// The lowest first. A module may import those before it.
-const LAYERS: [&str; 20] = [
-    "base",
-    "sys",
-    "store",
-    "launch",
-    "guard",
-    "snapshot",
-    "restart",
+/// The crates, the lowest first. One may name those before it.
+const CRATES: [&str; 8] = [
+    "rekindle-abi",
+    "rekindle-base",
+    "rekindle-os",
+    "rekindle-criu",
+    "rekindle-cuda",
+    "rekindle-store",
+    "rekindle-engine",
+    "rekindle",
+];
+
+/// The modules of the engine.
+const ENGINE: [&str; 4] = ["launch", "guard", "snapshot", "restore"];
+
+/// The modules of the product.
+const PRODUCT: [&str; 13] = [
     "config",
     "policy",
     "published",
@@ -66,37 +77,79 @@ fn named(code: &str) -> BTreeSet<String> {
     found
 }
 
-#[test]
-fn each_module_imports_only_what_lies_below_it() {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+/// What is wrong with the imports below `root`, and the modules that were seen.
+fn misplaced(root: &Path, layers: &[&str]) -> (Vec<String>, BTreeSet<String>) {
     let (mut wrong, mut seen) = (Vec::new(), BTreeSet::new());
-    for path in sources(&root) {
-        let inside = path.strip_prefix(&root).unwrap();
+    for path in sources(root) {
+        let inside = path.strip_prefix(root).unwrap();
         let first = inside.components().next().unwrap().as_os_str().to_str().unwrap();
         let module = first.trim_end_matches(".rs");
         let is_test = inside.iter().any(|part| ["tests", "tests.rs", "simulator"].iter().any(|test| part == *test));
-        if ["lib", "main", "layers", "test_gate"].contains(&module) || is_test {
+        if ["lib", "main", "layers", "samples"].contains(&module) || is_test {
             continue;
         }
-        let Some(layer) = LAYERS.iter().position(|layer| *layer == module) else {
+        let Some(layer) = layers.iter().position(|layer| *layer == module) else {
             wrong.push(format!("{module} is in no layer"));
             continue;
         };
         seen.insert(module.to_owned());
         for other in named(&code(&fs::read_to_string(&path).unwrap())) {
-            let below = LAYERS.iter().position(|layer| *layer == other);
+            let below = layers.iter().position(|layer| *layer == other);
             if below.is_some_and(|below| below > layer) {
                 wrong.push(format!("{} imports {other}, which lies above {module}", inside.display()));
             }
         }
     }
-    assert_eq!(wrong, [""; 0], "\n{}", wrong.join("\n"));
-    assert_eq!(seen.len(), LAYERS.len(), "a layer that is gone");
+    (wrong, seen)
+}
+
+#[test]
+fn each_module_imports_only_what_lies_below_it() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    for (folder, layers) in [("src", &PRODUCT[..]), ("crates/engine/src", &ENGINE[..])] {
+        let (wrong, seen) = misplaced(&root.join(folder), layers);
+        assert_eq!(wrong, [""; 0], "\n{}", wrong.join("\n"));
+        assert_eq!(seen.len(), layers.len(), "{folder}: a layer that is gone");
+    }
+}
+
+/// The crates of ours that each crate of ours uses outside of its tests, as Cargo says.
+fn dependencies() -> BTreeMap<String, BTreeSet<String>> {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version", "1", "--no-deps", "--offline", "--manifest-path"])
+        .arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("Cargo.toml"))
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let text = |value: &serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+    let mut found = BTreeMap::new();
+    for package in metadata["packages"].as_array().unwrap() {
+        let used = package["dependencies"].as_array().unwrap().iter();
+        let used = used.filter(|used| used["kind"].is_null()).map(|used| text(&used["name"]));
+        found.insert(text(&package["name"]), used.filter(|name| name.starts_with("rekindle")).collect());
+    }
+    found
+}
+
+#[test]
+fn each_crate_uses_only_those_below_it() {
+    let found = dependencies();
+    let layer = |name: &str| CRATES.iter().position(|it| *it == name);
+    for (name, used) in &found {
+        let Some(of) = layer(name) else {
+            assert!(["rekindle-testing", "standin-cuda"].contains(&name.as_str()), "{name} is in no layer");
+            continue;
+        };
+        for other in used {
+            assert!(layer(other).is_some_and(|other| other < of), "{name} uses {other}, which does not lie below it");
+        }
+    }
+    assert!(CRATES.iter().all(|name| found.contains_key(*name)), "a crate that is gone: {:?}", found.keys());
 }
 
 #[test]
 fn imports_are_found_in_each_form() {
-    let code =
-        "use crate::store::{self, Image};\nuse crate::{config::{A, B}, sys};\nfn f() { crate::base::chain(); }\n";
+    let code = "use crate::store::{self, Image};\nuse crate::{config::{A, B}, sys};\nfn f() { crate::base::chain(); }\n";
     assert_eq!(named(code).into_iter().collect::<Vec<_>>(), ["base", "config", "store", "sys"]);
 }

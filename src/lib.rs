@@ -13,9 +13,9 @@
 //! ```
 //!
 //! Without room in memory an image is made in the store at once. The job may have our interposer loaded (the crate in
-//! `preload/`, embedded by build.rs and unpacked by [`launch::interposer`]): it has the CUDA driver's copy of device memory
+//! `native/preload/`, embedded by build.rs and unpacked by [`launch::interposer`]): it has the CUDA driver's copy of device memory
 //! land in the image, and processes let go of GPU memory that they share. CRIU loads a plugin of ours (the
-//! crate in `plugin/`, embedded too): in a dump where the machine has NVIDIA's devices, and for a job of another user, on whose
+//! crate in `native/plugin/`, embedded too): in a dump where the machine has NVIDIA's devices, and for a job of another user, on whose
 //! files it then works with that user's rights.
 //!
 //! The modules in the order of that flow:
@@ -41,29 +41,18 @@
 //! - [`telemetry`]: logs for people, the journal of a job's events, metrics.
 //! - [`report`]: what a job's time went to, from that journal: a page, a document.
 
-pub mod base;
 pub mod cli;
 pub mod config;
 pub mod control;
 pub mod doctor;
-pub mod guard;
 pub mod hooks;
-pub mod launch;
 #[cfg(test)]
 mod layers;
 pub mod policy;
 pub mod published;
 pub mod report;
-pub mod restart;
 pub mod scheduler;
-pub mod snapshot;
-pub mod store;
 pub mod supervisor;
-pub mod sys;
 pub mod telemetry;
-#[cfg(test)]
-mod test_gate;
 pub mod watch;
 pub mod word;
-
-pub use sys::cuda;

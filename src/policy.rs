@@ -19,8 +19,8 @@ use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
 use crate::config::{ColdStart, Restart};
-use crate::store::{BadWhy, ImageId};
-use crate::sys::spawn::Ended;
+use rekindle_os::spawn::Ended;
+use rekindle_store::{BadWhy, ImageId};
 use suspects::{Evidence, Finding, Suspects};
 
 /// What a life of the job began with.

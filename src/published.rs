@@ -11,11 +11,11 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
-use crate::base::cause::Cause;
-use crate::base::interval::Choice;
-use crate::base::{Ended, micros};
-use crate::store::persist::Progress;
-use crate::store::{self, ImageId, JobFolder, Writer};
+use rekindle_base::cause::Cause;
+use rekindle_base::interval::Choice;
+use rekindle_base::{Ended, micros};
+use rekindle_store::persist::Progress;
+use rekindle_store::{self as store, ImageId, JobFolder, Writer};
 
 /// The content of `state.json`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -250,7 +250,7 @@ mod tests {
             let found = find(Profile::Auto, &environment);
             assert_eq!((found.profile, found.requeue_code()), (profile, code), "{environment:?}");
             assert_eq!(found.job_name().as_deref(), name, "{environment:?}");
-            assert!(name.is_none_or(|name| name.parse::<crate::store::JobName>().is_ok()));
+            assert!(name.is_none_or(|name| name.parse::<rekindle_store::JobName>().is_ok()));
         }
     }
 

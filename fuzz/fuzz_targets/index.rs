@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use rekindle::store::pack::PackIndex;
+use rekindle_store::pack::PackIndex;
 
 fuzz_target!(|bytes: &[u8]| {
     let _ = PackIndex::parse(bytes);

@@ -5,8 +5,8 @@
 use std::path::{Component, Path};
 
 use libfuzzer_sys::fuzz_target;
-use rekindle::store::chunk::Key;
-use rekindle::store::{Manifest, Trust, Unsigned};
+use rekindle_store::chunk::Key;
+use rekindle_store::{Manifest, Trust, Unsigned};
 
 /// Whether it leads to something below the folder, and nowhere else.
 fn stays(part: &str) -> bool {

@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use rekindle::store::chunk::ChunkMap;
+use rekindle_store::chunk::ChunkMap;
 
 fuzz_target!(|bytes: &[u8]| {
     let _ = ChunkMap::parse(bytes);

@@ -3,8 +3,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use rekindle::store::chunk::Key;
-use rekindle::store::pack::{index, record};
+use rekindle_store::chunk::Key;
+use rekindle_store::pack::{index, record};
 
 const HEADER: usize = 64;
 

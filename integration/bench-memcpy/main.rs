@@ -18,7 +18,7 @@ use std::process::Command;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use rekindle::launch::interposer;
+use rekindle_engine::launch::interposer;
 use serde_json::{Value, json};
 
 const SIZES: [usize; 8] = [64, 256, 1024, 4096, 16 << 10, 64 << 10, 256 << 10, 1 << 20];

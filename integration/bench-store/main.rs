@@ -27,13 +27,13 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use rekindle::config::{self, Copies};
-use rekindle::store::chunk::{ChunkId, Codec, Compression};
-use rekindle::store::pack::{Entry, PackIndex, PackName, Unread};
-use rekindle::store::persist::{self, Bounds, Packing, Progress};
-use rekindle::store::scrub::{AGAIN, Scrub, Step};
-use rekindle::store::unpack::{self, unpack};
-use rekindle::store::{Access, Image, ImageId, JobFolder, Manifest, Place, Share, State, Store, check_packs};
-use rekindle::sys::parallel;
+use rekindle_os::parallel;
+use rekindle_store::chunk::{ChunkId, Codec, Compression};
+use rekindle_store::pack::{Entry, PackIndex, PackName, Unread};
+use rekindle_store::persist::{self, Bounds, Packing, Progress};
+use rekindle_store::scrub::{AGAIN, Scrub, Step};
+use rekindle_store::unpack::{self, unpack};
+use rekindle_store::{Access, Image, ImageId, JobFolder, Manifest, Place, Share, State, Store, check_packs};
 use serde_json::{Value, json};
 
 const MIB: usize = 1 << 20;

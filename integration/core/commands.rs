@@ -3,7 +3,7 @@
 use std::process::Output;
 
 use nix::sys::signal::Signal;
-use rekindle::store::retention::survey::Survey;
+use rekindle_store::retention::survey::Survey;
 use serde_json::Value;
 
 use crate::kinds::{count_on, finish, until_after_snapshot};

@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
-use rekindle::store::manifest::Gpu;
-use rekindle::store::{Image, Manifest};
+use rekindle_store::manifest::Gpu;
+use rekindle_store::{Image, Manifest};
 
 use crate::kinds::{count_on, finish, until_after_snapshot};
 use crate::supervisor::{Lab, Running};

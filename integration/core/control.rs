@@ -8,7 +8,7 @@ use chrono::Utc;
 use nix::sys::signal::Signal;
 use rekindle::control::server::Server;
 use rekindle::published::Published;
-use rekindle::store::{Access, ImageId, Store};
+use rekindle_store::{Access, ImageId, Store};
 use serde_json::{Value, json};
 
 use crate::kinds::{count_on, finish, until_after_snapshot};

@@ -5,11 +5,11 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use rekindle::config::Copies;
-use rekindle::store::chunk::{ChunkMap, Compression};
-use rekindle::store::pack::Unread;
-use rekindle::store::persist::{Bounds, Packing, Progress, persist};
-use rekindle::store::unpack::unpack;
-use rekindle::store::{BadWhy, Form, Image, Manifest, Share, State, check_packs};
+use rekindle_store::chunk::{ChunkMap, Compression};
+use rekindle_store::pack::Unread;
+use rekindle_store::persist::{Bounds, Packing, Progress, persist};
+use rekindle_store::unpack::unpack;
+use rekindle_store::{BadWhy, Form, Image, Manifest, Share, State, check_packs};
 
 use crate::kinds::{count_on, finish, until_after_snapshot};
 use crate::supervisor::{Lab, Running};

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
-use rekindle::sys::process;
+use rekindle_os::process;
 
 use crate::kinds::count_on;
 use crate::supervisor::{Lab, Running, assert_counts_up, comes, kill};

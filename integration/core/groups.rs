@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 use nix::unistd::User;
-use rekindle::sys::process::children;
+use rekindle_os::process::children;
 
 use crate::kinds::{count_on, finish};
 use crate::supervisor::{LIMIT, Lab, Running, comes};

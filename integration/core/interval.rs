@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use rekindle::base::interval::{Bound, Choice, MtbfSource};
+use rekindle_base::interval::{Bound, Choice, MtbfSource};
 
 use crate::kinds::count_on;
 use crate::supervisor::Lab;

@@ -222,7 +222,7 @@ fn a_job_in_the_host_pid_namespace() {
     run.crash(&lab);
     count_on(&lab, &mut run, 5);
     let pid = run.job_pid(&lab);
-    assert_eq!(rekindle::sys::process::inner_pid(pid), Some(pid));
+    assert_eq!(rekindle_os::process::inner_pid(pid), Some(pid));
     lab.kill_9(run);
     let mut run = lab.python("kinds.py", &["daemon", lab.path().to_str().unwrap()]);
     run.wait_said("the job was restored from image");

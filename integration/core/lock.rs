@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
-use rekindle::store::{HEARTBEAT, Writer};
+use rekindle_store::{HEARTBEAT, Writer};
 
 use crate::kinds::{count_on, finish, until_after_snapshot};
 use crate::supervisor::{LIMIT, Lab, alive, python, wait_for};
@@ -80,7 +80,7 @@ fn a_supervisor_that_slept_while_another_took_over_ends_its_job_and_writes_nothi
     run.wait_for("the image is on its way", || lab.published().is_some_and(|p| p.persisting.is_some()));
     std::thread::sleep(Duration::from_millis(1500));
     run.signal(Signal::SIGSTOP);
-    wait_for("it stands", || rekindle::sys::process::state(run.pid()) == Some('T'));
+    wait_for("it stands", || rekindle_os::process::state(run.pid()) == Some('T'));
     let file = lab.job().path().join("lock");
     let mut holder: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
     holder["host"] = "elsewhere".into();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
 use rekindle::published::Published;
-use rekindle::store::{Change, Image, ImageId};
+use rekindle_store::{Change, Image, ImageId};
 
 use crate::kinds::{count_on, finish};
 use crate::supervisor::{LIMIT, Lab, Running, assert_counts_up, comes, tail};

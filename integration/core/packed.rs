@@ -5,9 +5,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
 use nix::sys::signal::Signal;
-use rekindle::store::chunk::{Codec, Key};
-use rekindle::store::persist::Progress;
-use rekindle::store::{Form, Share, check_packs};
+use rekindle_store::chunk::{Codec, Key};
+use rekindle_store::persist::Progress;
+use rekindle_store::{Form, Share, check_packs};
 
 use crate::kinds::{count_on, finish, until_after_snapshot};
 use crate::supervisor::{Lab, Running, kill, tail};

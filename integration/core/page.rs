@@ -7,9 +7,9 @@ use std::process::Command;
 use chrono::{DateTime, TimeDelta, Utc};
 use rekindle::report::html;
 use rekindle::report::model::{Facts, ImageSize, Report};
-use rekindle::store::ImageId;
-use rekindle::store::manifest::{Phase, Reason};
 use rekindle::telemetry::events::{Event, What};
+use rekindle_store::ImageId;
+use rekindle_store::manifest::{Phase, Reason};
 
 /// The narrowest screen that the page is made for, and a wide one.
 const WIDTHS: [u32; 2] = [360, 1280];

@@ -5,7 +5,7 @@ use std::fs;
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::process::Output;
 
-use rekindle::store::Image;
+use rekindle_store::Image;
 use serde_json::Value;
 
 use crate::damage::{again, two_images};

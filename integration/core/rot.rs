@@ -5,9 +5,9 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use rekindle::store::chunk::ChunkId;
-use rekindle::store::pack::Location;
-use rekindle::store::{Image, JobFolder};
+use rekindle_store::chunk::ChunkId;
+use rekindle_store::pack::Location;
+use rekindle_store::{Image, JobFolder};
 
 use crate::damage::{again, two_images};
 use crate::kinds::{count_on, finish, until_after_snapshot};

@@ -189,10 +189,8 @@ fn a_port_that_another_program_has_costs_no_image() {
     kill(pid, Signal::SIGKILL);
     let mut taken = None;
     run.wait_for("the port is taken", || {
-        let dead = rekindle::sys::sock_diag::ownerless().unwrap();
-        dead.iter()
-            .filter(|c| c.local.port() == port(&lab))
-            .for_each(|c| rekindle::sys::sock_diag::destroy(c).unwrap());
+        let dead = rekindle_os::sock_diag::ownerless().unwrap();
+        dead.iter().filter(|c| c.local.port() == port(&lab)).for_each(|c| rekindle_os::sock_diag::destroy(c).unwrap());
         taken = TcpListener::bind(("127.0.0.1", port(&lab))).ok();
         taken.is_some()
     });
@@ -216,7 +214,7 @@ fn connections_of_others_are_not_touched() {
     let ends = (client.local_addr().unwrap(), client.peer_addr().unwrap());
     drop((client, other.accept().unwrap()));
     let waits = || {
-        let all = rekindle::sys::sock_diag::ownerless().unwrap();
+        let all = rekindle_os::sock_diag::ownerless().unwrap();
         all.iter().any(|found| (found.local, found.remote) == ends || (found.remote, found.local) == ends)
     };
     assert!(waits());

@@ -13,7 +13,7 @@ use crate::supervisor::{Lab, Running, alive, kill, wait_for};
 /// A lab with an uplink. Says SKIP where slirp4netns is not there, or fails where it must be.
 fn lab() -> Option<Lab> {
     let lab = Lab::new()?;
-    if let Err(missing) = rekindle::launch::uplink::find() {
+    if let Err(missing) = rekindle_engine::launch::uplink::find() {
         let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
         assert!(!required.split(',').any(|it| it == "uplink"), "REKINDLE_TEST_REQUIRE names uplink: {missing}");
         eprintln!("SKIP: {missing}; scripts/deps.sh uplink installs it");
@@ -67,7 +67,7 @@ fn start_with(lab: &Lab, port: u16) -> Running {
 fn uplink(run: &Running) -> i32 {
     let mut found = Vec::new();
     wait_for("there is one uplink", || {
-        let children = rekindle::sys::process::children(run.pid()).into_iter();
+        let children = rekindle_os::process::children(run.pid()).into_iter();
         found = children.filter(|pid| alive(*pid) && has_name(*pid, "slirp4netns")).collect();
         found.len() == 1
     });

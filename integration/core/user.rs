@@ -4,9 +4,9 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use rekindle::store::persist::Progress;
-use rekindle::store::unpack::unpack;
-use rekindle::store::{BadWhy, Image, Manifest, State};
+use rekindle_store::persist::Progress;
+use rekindle_store::unpack::unpack;
+use rekindle_store::{BadWhy, Image, Manifest, State};
 
 use crate::kinds::count_on;
 use crate::launch::{end, look, run_look};

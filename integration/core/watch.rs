@@ -4,9 +4,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use nix::sys::signal::Signal;
-use rekindle::base::cause::{Cause, Missing};
 use rekindle::supervisor::RunResult;
 use rekindle::telemetry::events::{What, read};
+use rekindle_base::cause::{Cause, Missing};
 
 use crate::supervisor::{Lab, Running};
 

@@ -104,7 +104,7 @@ fn requests_in_flight_and_a_flood_harm_nobody() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("restart.cold-start", "\"never\"");
     let run = lives_on(&lab, "in-flight");
-    let cpu = |pid| rekindle::sys::process::cpu_ticks(pid).unwrap();
+    let cpu = |pid| rekindle_os::process::cpu_ticks(pid).unwrap();
     let (before, since) = (cpu(run.pid()), Instant::now());
     std::thread::sleep(Duration::from_secs(2));
     // In hundredths of a second. This is a build without optimisation.

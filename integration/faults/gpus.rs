@@ -4,8 +4,8 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use rekindle::store::Image;
 use rekindle::telemetry::events::{self, What};
+use rekindle_store::Image;
 
 use crate::rig::{Rig, Supervisor};
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use nix::sys::signal::Signal;
-use rekindle::store::Image;
+use rekindle_store::Image;
 
 use crate::rig::Rig;
 

@@ -103,7 +103,7 @@ fn a_restart_whose_cuda_restore_fails_is_tried_again() {
         let (before, left, after) = (waits(&rig), rig.cuda_pids(), waits(&rig));
         assert!(before.is_none() || before != after || left.is_empty(), "{left:?}");
     }
-    assert!(rig.images().iter().all(rekindle::store::Image::is_good), "the image is as good as it was");
+    assert!(rig.images().iter().all(rekindle_store::Image::is_good), "the image is as good as it was");
     rig.clear("fail-restore");
     let line = supervisor.said("the job was restored from image");
     assert!(line.contains(&image.id.to_string()), "{line}");
@@ -122,7 +122,7 @@ fn a_restart_whose_cuda_restore_fails_is_tried_again() {
     supervisor.said("was not restored, and is not marked as bad");
     supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);
-    assert!(rig.images().iter().all(rekindle::store::Image::is_good));
+    assert!(rig.images().iter().all(rekindle_store::Image::is_good));
     supervisor.stop();
     rig.assert_sequence();
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use chrono::{DateTime, Local, NaiveDateTime};
-use rekindle::store::Form;
+use rekindle_store::Form;
 
 use crate::rig::{Rig, Supervisor};
 

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rekindle::cuda::{self, Driver, Process};
 use rekindle::published::Published;
-use rekindle::store::{Access, Image, ImageId, JobFolder, Store};
+use rekindle_cuda::{self as cuda, Driver, Process};
+use rekindle_store::{Access, Image, ImageId, JobFolder, Store};
 
 use crate::standin::Standin;
 
@@ -344,7 +344,7 @@ impl Rig {
             |pid: &i32| fs::read_to_string(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.lines().any(is_control));
         // A caller maps it too while it asks.
         let ours = Path::new(env!("CARGO_BIN_EXE_rekindle"));
-        let is_caller = |pid: &i32| rekindle::sys::process::executable(*pid).as_deref() == Some(ours);
+        let is_caller = |pid: &i32| rekindle_os::process::executable(*pid).as_deref() == Some(ours);
         pids().filter(has).filter(|pid| !is_caller(pid)).collect()
     }
 
@@ -568,5 +568,5 @@ impl Drop for Supervisor<'_> {
 
 /// A process's own number of itself.
 pub(crate) fn inner(pid: i32) -> Option<i32> {
-    rekindle::sys::process::inner_pid(pid)
+    rekindle_os::process::inner_pid(pid)
 }

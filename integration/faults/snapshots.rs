@@ -208,6 +208,6 @@ fn a_snapshot_whose_criu_is_killed_is_tried_again_at_once() {
     rig.criu_fault("rm -f \"$0-fault\"; kill -9 $$");
     supervisor.stop();
     let reason = rig.images()[0].manifest().unwrap().reason;
-    assert_eq!(reason, rekindle::store::manifest::Reason::Final, "the stop has its image");
+    assert_eq!(reason, rekindle_store::manifest::Reason::Final, "the stop has its image");
     rig.assert_store_is_whole();
 }

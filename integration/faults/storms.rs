@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
-use rekindle::store::ImageId;
+use rekindle_store::ImageId;
 
 use crate::rig::{Rig, Supervisor};
 

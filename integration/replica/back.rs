@@ -2,10 +2,10 @@
 
 use std::fs;
 
-use rekindle::store::chunk::PlainPacks;
-use rekindle::store::persist::Progress;
-use rekindle::store::replica::{Error, Replica};
-use rekindle::store::{BadMark, BadWhy};
+use rekindle_store::chunk::PlainPacks;
+use rekindle_store::persist::Progress;
+use rekindle_store::replica::{Error, Replica};
+use rekindle_store::{BadMark, BadWhy};
 
 use crate::ground::{Machine, RECORD, chunks, folder_replica, id, noise, s3_replica};
 use crate::proxy::Proxy;

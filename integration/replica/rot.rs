@@ -31,7 +31,7 @@ fn three_images_outlive_sixteen_damaged_bytes_of_what_they_share() {
         let index = job.packs().index().unwrap();
         let maps: Vec<_> = lab.images().iter().map(|image| image.chunk_map().unwrap().unwrap()).collect();
         let is_common =
-            |id: &rekindle::store::chunk::ChunkId| maps.iter().all(|map| map.chunks().any(|(other, _)| other == *id));
+            |id: &rekindle_store::chunk::ChunkId| maps.iter().all(|map| map.chunks().any(|(other, _)| other == *id));
         let common = maps[0].chunks().map(|(id, _)| id).filter(is_common).filter_map(|id| index.get(&id));
         let at = common.max_by_key(|at| at.stored_len).unwrap();
         let pack = job.packs().pack_path(at.pack);

@@ -3,7 +3,7 @@
 use std::fs;
 
 use nix::sys::signal::Signal;
-use rekindle::store::{ImageId, Outcome};
+use rekindle_store::{ImageId, Outcome};
 
 use crate::ground::folder_replica_of;
 use crate::supervisor::Lab;

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use chrono::Utc;
 use rekindle::published::Published;
-use rekindle::store::{Access, JobFolder, Store};
 use rekindle::telemetry::events::{What, read};
+use rekindle_store::{Access, JobFolder, Store};
 
 use crate::cluster::Cluster;
 use crate::supervisor::{LIMIT, Lab, assert_counts_up, comes, numbers, tail};

@@ -9,7 +9,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use rekindle::cuda::{Driver, Process};
+use rekindle_cuda::{Driver, Process};
 
 /// The repository.
 fn root() -> &'static Path {

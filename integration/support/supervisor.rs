@@ -21,7 +21,7 @@ use chrono::{DateTime, Utc};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use rekindle::published::Published;
-use rekindle::store::{Access, Image, JobFolder, Store};
+use rekindle_store::{Access, Image, JobFolder, Store};
 
 /// How long anything here may take. Far above what it takes on an idle machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(30);
@@ -102,7 +102,7 @@ pub(crate) fn kill(pid: i32, signal: Signal) {
 
 /// Whether the process is there and not a zombie.
 pub(crate) fn alive(pid: i32) -> bool {
-    rekindle::sys::process::state(pid).is_some_and(|state| !"ZX".contains(state))
+    rekindle_os::process::state(pid).is_some_and(|state| !"ZX".contains(state))
 }
 
 /// The ground of one test.

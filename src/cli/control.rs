@@ -7,7 +7,7 @@ use super::{Exit, Global, Misuse, progress};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request, Rewind, Snapshot};
 use crate::published::Published;
-use crate::store::{ImageId, JobFolder, Tag, Writer};
+use rekindle_store::{ImageId, JobFolder, Tag, Writer};
 
 /// A job.
 #[derive(Debug, clap::Args)]
@@ -74,7 +74,7 @@ pub(super) fn socket(folder: &JobFolder) -> anyhow::Result<PathBuf> {
     if let Some(path) = published.as_ref().and_then(|published| published.control.clone()) {
         return Ok(path);
     }
-    let here = crate::store::Holder::this_process();
+    let here = rekindle_store::Holder::this_process();
     let why = match folder.writer()? {
         Writer::Nobody => format!("job {name} does not run: `rekindle run` or `rekindle restore` goes on with it"),
         Writer::Known(holder) if holder.boot_id != here.boot_id => {

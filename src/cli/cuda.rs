@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::Exit;
 use super::output::{self, Format};
-use crate::cuda::{Error, GpuMapping, Process, State};
+use rekindle_cuda::{Error, GpuMapping, Process, State};
 
 /// What to do with a CUDA process.
 #[derive(Debug, clap::Subcommand)]

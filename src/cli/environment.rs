@@ -8,9 +8,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
 
 use crate::config::{self, Config, EnvironmentMode};
-use crate::launch::identity::Identity;
-use crate::store::replica;
 use crate::supervisor::notify;
+use rekindle_engine::launch::identity::Identity;
+use rekindle_store::replica;
 
 /// What a job gets of the caller's environment that begins with nothing. The last two say which GPUs are its own, which a
 /// scheduler or an administrator decided.

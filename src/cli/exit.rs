@@ -59,7 +59,9 @@ impl From<Exit> for ExitCode {
 
 /// What the process exits with for an error.
 pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
-    use crate::{config, control, launch, restart, store, sys};
+    use crate::{config, control};
+    use rekindle_engine::{launch, restore};
+    use rekindle_store as store;
     for cause in error.chain() {
         if let Some(error) = cause.downcast_ref::<super::config::Error>() {
             return error.exit();
@@ -67,7 +69,7 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
         if cause.is::<config::Error>()
             || cause.is::<launch::identity::Error>()
             || cause.is::<store::chunk::KeyError>()
-            || cause.is::<restart::OtherUser>()
+            || cause.is::<restore::OtherUser>()
             || cause.is::<super::trust::Refused>()
             || cause.is::<super::trust::WrongKey>()
             || cause.is::<super::trust::KeyLeftOut>()
@@ -75,7 +77,7 @@ pub(crate) fn of_error(error: &anyhow::Error) -> Exit {
         {
             return Exit::Config;
         }
-        if cause.is::<sys::criu::FindError>()
+        if cause.is::<rekindle_criu::FindError>()
             || cause.is::<launch::uplink::Missing>()
             || cause.is::<super::run::NoRights>()
             || cause.is::<super::replica::Unknown>()

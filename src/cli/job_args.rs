@@ -1,7 +1,7 @@
 //! `JOB`, `JOB/ID`, `JOB/TAG` and `ID`, as typed, turned into folders and images.
 
 use super::Misuse;
-use crate::store::{Image, JobFolder, JobName, LATEST, Store};
+use rekindle_store::{Image, JobFolder, JobName, LATEST, Store};
 
 /// Finds the image that `text` means: the newest good one of a job, one of a job, or one by its id alone.
 pub(super) fn image(store: &Store, text: &str) -> anyhow::Result<(JobFolder, Image)> {

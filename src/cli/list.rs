@@ -7,11 +7,11 @@ use serde::Serialize;
 
 use super::output::{Format, print_table};
 use super::{Exit, Global, Misuse};
-use crate::base::interval::Choice;
 use crate::published::{Persisting, Published};
-use crate::store::manifest::Reason;
-use crate::store::replica::{Patience, Replica};
-use crate::store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag};
+use rekindle_base::interval::Choice;
+use rekindle_store::manifest::Reason;
+use rekindle_store::replica::{Patience, Replica};
+use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome, Place, State, Store, Tag};
 
 /// What to list.
 #[derive(Debug, clap::Args)]

@@ -12,10 +12,10 @@ use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use nix::unistd::Uid;
 
 use super::{Exit, Global, Misuse};
-use crate::launch::identity;
-use crate::launch::tail::Tail;
-use crate::store::{JobFolder, Outcome, Writer};
 use crate::telemetry::clean;
+use rekindle_engine::launch::identity;
+use rekindle_engine::launch::tail::Tail;
+use rekindle_store::{JobFolder, Outcome, Writer};
 
 /// Whose output, and which.
 #[derive(Debug, clap::Args)]

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::store::persist::Progress;
 use crate::telemetry::clean;
+use rekindle_store::persist::Progress;
 
 /// How often it is drawn.
 const TICK: Duration = Duration::from_millis(100);

@@ -8,12 +8,12 @@ use serde::Serialize;
 use super::list::size;
 use super::output::{complain, print_table};
 use super::{Exit, Global, Misuse, job_args};
-use crate::base::chain;
 use crate::config::{self, SizeLimit};
-use crate::store::gc;
-use crate::store::retention::survey::{self, Survey};
-use crate::store::retention::{Plan, Policy, Verdict};
-use crate::store::{ImageId, JobFolder, JobName, Known, Place};
+use rekindle_base::chain;
+use rekindle_store::gc;
+use rekindle_store::retention::survey::{self, Survey};
+use rekindle_store::retention::{Plan, Policy, Verdict};
+use rekindle_store::{ImageId, JobFolder, JobName, Known, Place};
 
 /// What to prune, and by which rules.
 #[derive(Debug, clap::Args)]
@@ -141,9 +141,11 @@ fn bytes(known: &Known) -> Option<u64> {
 /// The supervisor of a running job prunes by itself, and is the only one that may.
 fn carry_out(folder: &JobFolder, policy: &Policy, config: &config::Store) -> anyhow::Result<(Plan, Vec<ImageId>)> {
     let lock = folder.lock().map_err(|error| match error {
-        crate::store::Error::Supervised { .. } | crate::store::Error::PerhapsSupervised { .. } => anyhow::Error::from(
-            Misuse(format!("{error}; its supervisor prunes after each snapshot, and `--dry-run` shows its plan")),
-        ),
+        rekindle_store::Error::Supervised { .. } | rekindle_store::Error::PerhapsSupervised { .. } => {
+            anyhow::Error::from(Misuse(format!(
+                "{error}; its supervisor prunes after each snapshot, and `--dry-run` shows its plan"
+            )))
+        }
         other => other.into(),
     })?;
     let done = survey::rotate(folder, &lock, policy, config.min_free.bytes())?;

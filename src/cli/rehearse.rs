@@ -5,7 +5,7 @@ use std::io::Read;
 
 use super::Exit;
 use super::output;
-use crate::restart::rehearsal::{self, Script};
+use rekindle_engine::restore::rehearsal::{self, Script};
 
 pub(super) fn rehearse() -> anyhow::Result<Exit> {
     let mut text = String::new();

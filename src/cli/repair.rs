@@ -4,9 +4,9 @@ use serde::Serialize;
 
 use super::output::{Format, complain, print_json, print_table};
 use super::{Exit, Global, Misuse, job_args, progress};
-use crate::store::repair::{self, Loss, Mode, Repaired, Sources};
-use crate::store::replica::{self, Patience, Replica};
-use crate::store::{Error as StoreError, JobFolder, JobName};
+use rekindle_store::repair::{self, Loss, Mode, Repaired, Sources};
+use rekindle_store::replica::{self, Patience, Replica};
+use rekindle_store::{Error as StoreError, JobFolder, JobName};
 
 /// What to repair.
 #[derive(Debug, clap::Args)]
@@ -73,7 +73,7 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
 }
 
 /// The supervisor of a running job writes to the packs, and is the only one that may.
-fn lock(folder: &JobFolder) -> anyhow::Result<crate::store::WriterLock> {
+fn lock(folder: &JobFolder) -> anyhow::Result<rekindle_store::WriterLock> {
     folder.lock().map_err(|error| match error {
         StoreError::Supervised { .. } | StoreError::PerhapsSupervised { .. } => {
             Misuse(format!("{error}; `--dry-run` looks without changing anything")).into()

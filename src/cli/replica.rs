@@ -9,16 +9,16 @@ use std::time::{Duration, Instant};
 
 use super::Misuse;
 use super::list::size;
-use crate::base::chain;
 use crate::config::Config;
-use crate::store::chunk::Key;
-use crate::store::persist::Progress;
-use crate::store::replica::{Error, Patience, RemoteImage, Replica};
-use crate::store::{
+use crate::supervisor::notify::Notify;
+use rekindle_base::chain;
+use rekindle_store::chunk::Key;
+use rekindle_store::persist::Progress;
+use rekindle_store::replica::{Error, Patience, RemoteImage, Replica};
+use rekindle_store::{
     self, Access, Image, ImageId, JobFolder, JobName, JobRecord, LATEST, Manifest, Outcome, State, Store, Trust,
     WriterLock,
 };
-use crate::supervisor::notify::Notify;
 
 /// How often a fetch says how far it is.
 const SAY: Duration = Duration::from_secs(3);
@@ -110,7 +110,7 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     let trust = config.store.trust()?;
     let here = Store::open(&config.store.directory, Access::Read).map(|store| store.with_trust(trust.clone()));
     let here = match here.and_then(|store| store.jobs()?.contains(&name).then(|| store.job(&name)).transpose()) {
-        Err(store::Error::NoStore(_)) => None,
+        Err(rekindle_store::Error::NoStore(_)) => None,
         here => here?,
     };
     let found = here.as_ref().and_then(|folder| folder.find(wanted).ok()).map(|image| image.id);

@@ -10,7 +10,7 @@ use chrono::{DateTime, Local, NaiveDate, NaiveDateTime, NaiveTime, Utc};
 use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, Misuse};
 use crate::report;
-use crate::sys::durable;
+use rekindle_os::durable;
 
 /// What to report.
 #[derive(Debug, clap::Args)]

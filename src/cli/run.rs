@@ -9,30 +9,32 @@ use anyhow::Context;
 use chrono::{DateTime, Utc};
 
 use super::{Exit, Global, Misuse, environment, job_args, named_criu, replica, start_log, trust};
-use crate::base::chain;
 use crate::config::{ColdStart, Config, Deadline, Interposer, Limit, Overrides, Requeue, Staging, Stdin, UplinkMode};
-use crate::launch::identity;
-use crate::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper, uplink};
 use crate::policy::From;
-use crate::restart;
-use crate::restart::gpus::{Pair, Wishes};
 use crate::scheduler::Scheduler;
-use crate::snapshot::Launch;
-use crate::store::persist::Packing;
-use crate::store::staging::{Area, leftovers};
-use crate::store::{Access, Image, ImageId, JobFolder, JobName, JobPath, JobRecord, Outcome, State, Store, WriterLock};
 use crate::supervisor::line::{Begin, Candidate, Line};
 use crate::supervisor::state::{Finish, NO_USABLE_IMAGE, Obstacle, Stop};
 use crate::supervisor::{self, Setup};
-use crate::sys::cgroup;
-use crate::sys::criu::Criu;
-use crate::sys::cuda;
-use crate::sys::inherited;
-use crate::sys::nvml::names_instance;
-use crate::sys::spawn::Ended;
 use crate::telemetry;
 use crate::watch::beats::Beats;
 use crate::word::server::Socket;
+use rekindle_base::chain;
+use rekindle_criu::Criu;
+use rekindle_cuda as cuda;
+use rekindle_cuda::nvml::names_instance;
+use rekindle_engine::launch::identity;
+use rekindle_engine::launch::{self, IoUring, JobSpec, Privileges, interposer, nccl, reaper, uplink};
+use rekindle_engine::restore;
+use rekindle_engine::restore::gpus::{Pair, Wishes};
+use rekindle_engine::snapshot::Launch;
+use rekindle_os::cgroup;
+use rekindle_os::inherited;
+use rekindle_os::spawn::Ended;
+use rekindle_store::persist::Packing;
+use rekindle_store::staging::{Area, leftovers};
+use rekindle_store::{
+    Access, Image, ImageId, JobFolder, JobName, JobPath, JobRecord, Outcome, State, Store, WriterLock,
+};
 
 /// What to run.
 #[derive(Debug, clap::Args)]
@@ -158,7 +160,7 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
         (From::Image(id), _) => {
             let image = folder.copies()?.into_iter().find(|image| image.id == id && image.is_good());
             if let Some(manifest) = image.as_ref().and_then(Image::manifest) {
-                restart::check_user(manifest, ground.spec.identity.as_ref())?;
+                restore::check_user(manifest, ground.spec.identity.as_ref())?;
             }
         }
         (From::Cold, Some(user)) => {
@@ -203,7 +205,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
         config.restart.cold_start = ColdStart::NoImages;
     }
     let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
-    restart::check_user(&manifest, user.as_ref())?;
+    restore::check_user(&manifest, user.as_ref())?;
     let ground = Ground::prepare(config, manifest.directory.to_path_buf(), &command)?;
     let (folder, lock) = ground.open(folder.name())?;
     let mut image = image;

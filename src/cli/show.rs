@@ -8,15 +8,15 @@ use serde::Serialize;
 use super::list::{milliseconds, size, whereabouts};
 use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, Misuse, job_args, named_criu};
-use crate::base::Moved;
 use crate::published::{Persisting, Published};
-use crate::restart::compat::{self, Difference, Here};
-use crate::restart::gpus::{self, Plan, Wishes};
-use crate::store::manifest::Landing;
-use crate::store::{Known, Manifest, Place, State, Tag};
-use crate::sys::criu::Criu;
-use crate::sys::process;
 use crate::telemetry::clean;
+use rekindle_base::Moved;
+use rekindle_criu::Criu;
+use rekindle_engine::restore::compat::{self, Difference, Here};
+use rekindle_engine::restore::gpus::{self, Plan, Wishes};
+use rekindle_os::process;
+use rekindle_store::manifest::Landing;
+use rekindle_store::{Known, Manifest, Place, State, Tag};
 
 /// A copy of the image.
 #[derive(Debug, Serialize)]

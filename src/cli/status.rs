@@ -12,9 +12,9 @@ use super::{Exit, Global};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
 use crate::published::Published;
-use crate::store::staging::leftovers::Leftover;
-use crate::store::{JobFolder, JobName, JobRecord, Outcome, Store};
 use crate::telemetry::clean;
+use rekindle_store::staging::leftovers::Leftover;
+use rekindle_store::{JobFolder, JobName, JobRecord, Outcome, Store};
 
 /// Whose status, and how often.
 #[derive(Debug, clap::Args)]

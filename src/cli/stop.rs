@@ -9,7 +9,7 @@ use super::{Exit, Global, control, progress};
 use crate::control::client;
 use crate::control::protocol::{self, Request};
 use crate::published::Published;
-use crate::store::{ImageId, JobFolder, JobName, Outcome, Writer};
+use rekindle_store::{ImageId, JobFolder, JobName, Outcome, Writer};
 
 /// What to stop, and how.
 #[derive(Debug, clap::Args)]

@@ -4,7 +4,7 @@ use serde::Serialize;
 
 use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, job_args};
-use crate::store::{Change, ImageId, JobName, Place, Tag, Tags};
+use rekindle_store::{Change, ImageId, JobName, Place, Tag, Tags};
 
 /// Which image.
 #[derive(Debug, clap::Args)]

@@ -8,10 +8,10 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use super::replica;
-use crate::base::chain;
 use crate::config::Config;
-use crate::store::image::is_untrusted;
-use crate::store::{Access, Error, ImageId, JobFolder, JobName, Outcome, Seen, Store};
+use rekindle_base::chain;
+use rekindle_store::image::is_untrusted;
+use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Outcome, Seen, Store};
 
 /// An image is not believed, and it is newer than all that are.
 #[derive(Debug, thiserror::Error)]
@@ -88,7 +88,7 @@ pub(super) fn check_newest(folder: &JobFolder) -> anyhow::Result<()> {
 }
 
 /// An image that was asked for by name, and is not believed.
-pub(super) fn refuse(folder: &JobFolder, image: &crate::store::Image) -> anyhow::Result<()> {
+pub(super) fn refuse(folder: &JobFolder, image: &rekindle_store::Image) -> anyhow::Result<()> {
     match is_untrusted(&image.state) {
         Some(why) => Err(Refused { job: folder.name().clone(), image: image.id, why: why.to_string() }.into()),
         None => Ok(()),

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, Misuse, job_args};
-use crate::store::{BadMark, ImageId, JobName, State};
+use rekindle_store::{BadMark, ImageId, JobName, State};
 
 /// Which images.
 #[derive(Debug, clap::Args)]

@@ -8,8 +8,8 @@ use serde::Serialize;
 use super::output::{Format, complain, print_json, print_table};
 use super::{Exit, Global, Misuse, job_args, progress};
 use crate::config::{self, Config};
-use crate::store::chunk::Key;
-use crate::store::{
+use rekindle_store::chunk::Key;
+use rekindle_store::{
     Form, Image, JobFolder, JobName, PackReport, PacksReport, Place, Report, Share, Store, check_packs,
 };
 

@@ -10,7 +10,7 @@ use super::value::Malformed;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum MeanTime {
-    /// What the job's own history says ([`crate::base::interval::Failures`]).
+    /// What the job's own history says ([`rekindle_base::interval::Failures`]).
     #[default]
     Observed,
     /// This.

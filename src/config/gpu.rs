@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::launch::nccl::Nccl;
+use rekindle_engine::launch::nccl::Nccl;
 
 /// `[gpu]`: how the job uses its GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]

@@ -1,6 +1,6 @@
 //! The list of keys: what each expects, which environment variable sets it, and which one a misspelt key may mean.
 
-use crate::store::replica::ReplicaUrl;
+use rekindle_store::replica::ReplicaUrl;
 
 /// The tables of the file, in its order.
 pub(super) const SECTIONS: &[&str] = &[

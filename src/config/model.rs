@@ -17,13 +17,13 @@ use super::tell::{Hooks, LogFormat, Metrics};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 use super::watch::{Patience, Rule, Watch};
 use super::word::Word;
-use crate::base::Percentage;
-use crate::restart::ChangedFiles;
-use crate::snapshot::TcpChoice;
-use crate::store::chunk::Compression;
-use crate::store::options::Copies;
-use crate::store::replica::ReplicaUrl;
-use crate::sys::parallel;
+use rekindle_base::Percentage;
+use rekindle_engine::restore::ChangedFiles;
+use rekindle_engine::snapshot::TcpChoice;
+use rekindle_os::parallel;
+use rekindle_store::chunk::Compression;
+use rekindle_store::options::Copies;
+use rekindle_store::replica::ReplicaUrl;
 
 /// The only configuration format there is so far.
 pub const VERSION: u32 = 1;

@@ -4,14 +4,14 @@ use std::sync::Arc;
 
 use super::model::{Config, Log, Store};
 use super::storage::Repack;
-use crate::launch::{Privileges, output};
-use crate::snapshot;
-use crate::store::chunk::{Key, KeyError};
-use crate::store::pack::Unread;
-use crate::store::persist::{self, Packing};
-use crate::store::retention::Policy;
-use crate::store::retention::survey::Limits;
-use crate::store::{Trust, Unsigned, gc};
+use rekindle_engine::launch::{Privileges, output};
+use rekindle_engine::snapshot;
+use rekindle_store::chunk::{Key, KeyError};
+use rekindle_store::pack::Unread;
+use rekindle_store::persist::{self, Packing};
+use rekindle_store::retention::Policy;
+use rekindle_store::retention::survey::Limits;
+use rekindle_store::{Trust, Unsigned, gc};
 
 impl Store {
     /// Which images stay.

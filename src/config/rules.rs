@@ -11,7 +11,7 @@ use super::scheduler::Deadline;
 use super::storage::{Repack, SizeLimit, VerifyRate};
 use super::value::{ByteSize, Interval, Rate, Stdin};
 use super::watch::RuleAction;
-use crate::base::Percentage;
+use rekindle_base::Percentage;
 
 /// A key, an entry in it included, and the rule that its value breaks.
 pub(super) type Broken = (String, String);

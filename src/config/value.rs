@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize, Serializer};
 
-pub(super) use crate::base::units::NumberOrText;
-pub use crate::base::units::{ByteSize, Malformed};
+pub(super) use rekindle_base::units::NumberOrText;
+pub use rekindle_base::units::{ByteSize, Malformed};
 
 /// What stands in place of a value that must not be shown.
 pub const HIDDEN: &str = "<hidden>";
@@ -110,7 +110,7 @@ impl From<Rate> for String {
 pub enum Interval {
     /// With this much time between the end of one and the start of the next.
     Every(Duration),
-    /// Chosen from what a snapshot costs and how often the job fails ([`crate::base::interval`]).
+    /// Chosen from what a snapshot costs and how often the job fails ([`rekindle_base::interval`]).
     Auto,
     /// Only when asked to.
     Off,

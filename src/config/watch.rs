@@ -296,7 +296,7 @@ impl From<SignalName> for String {
     }
 }
 
-/// The name of a [`Cause`](crate::base::cause::Cause) that a rule can be for.
+/// The name of a [`Cause`](rekindle_base::cause::Cause) that a rule can be for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CauseName {

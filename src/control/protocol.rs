@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::published::Published;
-use crate::store::{ImageId, Tag};
+use rekindle_store::{ImageId, Tag};
 
 /// Of requests and answers.
 pub const VERSION: u32 = 1;

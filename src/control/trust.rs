@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(check(&dir.path().join("loop")).unwrap_err().raw_os_error(), Some(libc::ELOOP));
         assert_eq!(check(&dir.path().join("none")).unwrap_err().kind(), io::ErrorKind::NotFound);
         check_above(&std::env::temp_dir()).unwrap();
-        if crate::test_gate::root() {
+        if rekindle_testing::root() {
             std::os::unix::fs::lchown(dir.path().join("link"), Some(65534), None).unwrap();
             assert!(check(&dir.path().join("link")).unwrap_err().to_string().contains("belongs to user 65534"));
         }

@@ -1,7 +1,7 @@
 //! Control groups: rekindle makes none, but a memory limit ends a checkpoint of GPU memory.
 
 use super::{Check, size};
-use crate::sys::cgroup;
+use rekindle_os::cgroup;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Facts {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use super::Check;
-use crate::sys::criu::{self, Criu, FindError};
+use rekindle_criu::{self as criu, Criu, FindError};
 
 #[derive(Debug)]
 pub(super) struct Facts {
@@ -39,7 +39,7 @@ pub(super) fn judge(facts: &Facts) -> Check {
 mod tests {
     use super::*;
     use crate::doctor::State;
-    use crate::sys::criu::Version;
+    use rekindle_criu::Version;
 
     fn judged(kernel: &str, found: Result<Criu, FindError>) -> (State, String, String) {
         let check = judge(&Facts { kernel: kernel.into(), found });

@@ -10,7 +10,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockProtocol, SockType, socket};
 
 use super::{Check, trial};
 use crate::config::PidNamespace;
-use crate::sys::criu::kernel_release;
+use rekindle_criu::kernel_release;
 
 /// Whether the kernel has something.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,8 +1,8 @@
 //! Host memory: room for what the GPUs hold, and the pages it is made of.
 
 use super::{Check, size};
-use crate::sys::cgroup;
-use crate::sys::nvml::Gpu;
+use rekindle_cuda::nvml::Gpu;
+use rekindle_os::cgroup;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use super::Check;
 use crate::config::{Config, UplinkMode};
-use crate::launch::uplink::{self, Missing};
+use rekindle_engine::launch::uplink::{self, Missing};
 
 /// The program of the uplink; none where none is wanted.
 #[derive(Debug)]

@@ -4,11 +4,11 @@
 use std::path::Path;
 
 use super::Check;
-use crate::base::chain;
-use crate::launch::gpus;
-use crate::sys::cuda::{self, Driver, DriverVersion, Function};
-use crate::sys::nvml::{GpuInventory, Mig, names_instance};
-use crate::sys::process;
+use rekindle_base::chain;
+use rekindle_cuda::nvml::{GpuInventory, Mig, names_instance};
+use rekindle_cuda::{self as cuda, Driver, DriverVersion, Function};
+use rekindle_engine::launch::gpus;
+use rekindle_os::process;
 
 #[derive(Debug)]
 pub(super) struct Facts {
@@ -186,8 +186,8 @@ fn mps_runs(facts: &Facts) -> Check {
 pub(super) mod tests {
     use super::*;
     use crate::doctor::State;
-    use crate::sys::cuda::GpuUuid;
-    use crate::sys::nvml::Gpu;
+    use rekindle_cuda::GpuUuid;
+    use rekindle_cuda::nvml::Gpu;
 
     /// A GPU with that many bytes.
     pub(in crate::doctor) fn gpu(bytes: u64) -> Gpu {

@@ -1,7 +1,7 @@
 //! Rights of this process, as `run` would have them.
 
 use super::{Check, trial};
-use crate::sys::rights;
+use rekindle_os::rights;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {

@@ -4,13 +4,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use super::{Check, memory, nvidia, size, trial};
-use crate::base::chain;
 use crate::config::{Config, Interposer, Staging};
-use crate::launch::interposer;
-use crate::snapshot::pages;
-use crate::store::staging::leftovers::{self, Leftover};
-use crate::store::staging::{self, HugePages};
-use crate::store::{Access, Store};
+use rekindle_base::chain;
+use rekindle_engine::launch::interposer;
+use rekindle_engine::snapshot::pages;
+use rekindle_store::staging::leftovers::{self, Leftover};
+use rekindle_store::staging::{self, HugePages};
+use rekindle_store::{Access, Store};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {
@@ -295,7 +295,7 @@ mod tests {
     fn memory_that_is_held_for_nobody_is_named_with_what_to_do() {
         let mut facts = facts(Tmpfs::NotRoot);
         assert_eq!(left_behind(&facts).state, super::super::State::Ok);
-        let image = crate::store::ImageId::new(7, chrono::DateTime::UNIX_EPOCH);
+        let image = rekindle_store::ImageId::new(7, chrono::DateTime::UNIX_EPOCH);
         let left =
             |needed| Leftover { job: "j".parse().unwrap(), path: "/run/rekindle/j-1".into(), bytes: 5 << 20, needed };
         facts.left = vec![left(None), left(Some(image))];

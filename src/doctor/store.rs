@@ -8,8 +8,8 @@ use nix::sys::statvfs::{FsFlags, statvfs};
 use nix::unistd::{AccessFlags, faccessat};
 
 use super::{Check, size};
-use crate::base::chain;
-use crate::store::{self, Access, Store};
+use rekindle_base::chain;
+use rekindle_store::{self as store, Access, Store};
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Facts {

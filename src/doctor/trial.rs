@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 use nix::sys::statvfs::{FsFlags, statvfs};
 
 use super::Check;
-use crate::base::chain;
 use crate::config::PidNamespace;
-use crate::launch::world::{FIRST_PID, Network, World, last_pid_for};
-use crate::launch::{self, IoUring, Job, JobSpec, Privileges, output, plugin, reaper};
-use crate::snapshot::devices::Devices;
-use crate::sys::criu::{self, Criu, DumpOptions, Hooks, Place, Plugin, RestoreOptions, Tcp};
-use crate::sys::process;
+use rekindle_base::chain;
+use rekindle_criu::{self as criu, Criu, DumpOptions, Hooks, Place, Plugin, RestoreOptions, Tcp};
+use rekindle_engine::launch::world::{FIRST_PID, Network, World, last_pid_for};
+use rekindle_engine::launch::{self, IoUring, Job, JobSpec, Privileges, output, plugin, reaper};
+use rekindle_engine::snapshot::devices::Devices;
+use rekindle_os::process;
 
 /// On one CRIU request. A good one takes less than a tenth of a second, on a busy machine less than one.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn what_is_no_criu_fails_within_the_limit_and_leaves_nothing() {
-        if !crate::test_gate::root() {
+        if !rekindle_testing::root() {
             return;
         }
         let criu = Criu { path: "/bin/false".into(), version: criu::Version(4, 2, 0) };

@@ -14,8 +14,8 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
 use super::{Context, Point};
-use crate::launch;
-use crate::sys::spawn::{self, Child, Ended, Spawn};
+use rekindle_engine::launch;
+use rekindle_os::spawn::{self, Child, Ended, Spawn};
 
 /// The end of what a hook wrote, for the message about it.
 const KEPT: usize = 400;
@@ -233,7 +233,7 @@ mod tests {
         assert!(matches!(error, Error::TooLong { .. }), "{error}");
         let pid: i32 = std::fs::read_to_string(pid).unwrap().trim().parse().unwrap();
         let deadline = Instant::now() + LIMIT;
-        while crate::sys::process::state(pid).is_some_and(|state| !"ZX".contains(state)) {
+        while rekindle_os::process::state(pid).is_some_and(|state| !"ZX".contains(state)) {
             assert!(Instant::now() < deadline, "{pid} lives");
             std::thread::sleep(Duration::from_millis(10));
         }

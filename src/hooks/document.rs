@@ -57,8 +57,8 @@ impl<'a> Document<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::base::cause::Cause;
     use crate::telemetry::events::What;
+    use rekindle_base::cause::Cause;
 
     #[test]
     fn a_document_is_the_event_and_whom_it_is_told() {

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use crate::base::cause::Cause;
 use crate::telemetry::events::What;
+use rekindle_base::cause::Cause;
 
 /// What failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -102,7 +102,7 @@ fn is_wanted(cause: Option<&Cause>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::store::manifest::Reason;
+    use rekindle_store::manifest::Reason;
 
     fn failed(job_lost: bool) -> What {
         What::SnapshotFailed { why: "no room".into(), job_lost }

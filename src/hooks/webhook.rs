@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use reqwest::StatusCode;
 
 use super::{Report, Reporter};
-use crate::base::chain;
 use crate::config::WebhookUrl;
+use rekindle_base::chain;
 
 /// How long one attempt may take.
 const REQUEST: Duration = Duration::from_secs(10);

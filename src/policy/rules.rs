@@ -1,8 +1,8 @@
 //! Which rule (`[[rules]]`) is for an end, a hang or a fault: a pure function. The first that fits.
 
-use crate::base::cause::Cause;
 use crate::config::{CauseName, Match, Rule};
-use crate::sys::spawn::Ended;
+use rekindle_base::cause::Cause;
+use rekindle_os::spawn::Ended;
 
 /// What a rule is held against.
 #[derive(Debug, Clone, Copy)]
@@ -59,8 +59,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::base::cause::Missing;
     use crate::config::Config;
+    use rekindle_base::cause::Missing;
 
     fn rules(matches: &[&str]) -> Vec<Rule> {
         let text: String =

@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use crate::store::{BadWhy, ImageId};
-use crate::sys::spawn::Ended;
+use rekindle_os::spawn::Ended;
+use rekindle_store::{BadWhy, ImageId};
 
 /// A failure that nothing but the image explains.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -13,10 +13,10 @@ use chrono::{DateTime, Utc};
 use serde::Serialize;
 
 use super::words;
-use crate::base::cause::Cause;
-use crate::store::ImageId;
-use crate::store::manifest::{Phase, Reason};
 use crate::telemetry::events::{Event, What};
+use rekindle_base::cause::Cause;
+use rekindle_store::ImageId;
+use rekindle_store::manifest::{Phase, Reason};
 
 /// What a stretch of time went to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]

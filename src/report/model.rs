@@ -7,10 +7,10 @@ use serde::Serialize;
 
 use super::history::{Failure, History, Kind, Snapshot, Span, Trouble};
 use super::words;
-use crate::base::Percentage;
-use crate::base::interval::{self, Choice, Failures, MtbfSource};
-use crate::store::ImageId;
 use crate::telemetry::events::Event;
+use rekindle_base::Percentage;
+use rekindle_base::interval::{self, Choice, Failures, MtbfSource};
+use rekindle_store::ImageId;
 
 /// So many events are listed.
 const EVENTS: usize = 200;

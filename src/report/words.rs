@@ -4,8 +4,8 @@ use chrono::{DateTime, Local};
 use serde::Serialize;
 use serde_json::Value;
 
-use crate::store::ImageId;
 use crate::telemetry::events::What;
+use rekindle_store::ImageId;
 
 /// How a job ended.
 #[must_use]

@@ -4,14 +4,14 @@
 //! not. Its answer comes when the state says what became of it ([`Owner::settle`], after every step), or with the snapshot
 //! that it is about. Nobody is forgotten: a [`Reply`] that is dropped answers that the supervisor ended.
 
-use crate::base::chain;
 use crate::control::protocol::{Answer, Code, Fault, Request, Snapped, Snapshot};
 use crate::control::server::Server;
 use crate::control::{Call, Reply};
-use crate::snapshot::Taken;
-use crate::store::manifest::Reason;
-use crate::store::{Change, Image, ImageId};
 use crate::telemetry::events::What;
+use rekindle_base::chain;
+use rekindle_engine::snapshot::Taken;
+use rekindle_store::manifest::Reason;
+use rekindle_store::{Change, Image, ImageId};
 
 use std::time::Instant;
 

@@ -20,9 +20,9 @@ use forecast::{Attended, Measured, Room, Route, in_seconds, left_of, plan, too_s
 use super::events::micros;
 use super::state::{Event, Stop};
 use super::{Message, Owner, Setup};
-use crate::base::chain;
 use crate::scheduler;
 use crate::telemetry::events::{self, What};
+use rekindle_base::chain;
 
 /// How long before the last snapshot the scheduler is asked again: longer than its commands try to reach it.
 const ASK_AGAIN: Duration = Duration::from_secs(40);

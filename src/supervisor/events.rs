@@ -5,13 +5,13 @@ use std::time::Duration;
 use super::Owner;
 use super::state::{Finish, State};
 use super::watch::interrupted;
-use crate::base::Moved;
-use crate::launch::Job;
 use crate::policy::From;
-use crate::snapshot::Taken;
-use crate::store::ImageId;
-use crate::sys::spawn::Ended;
 use crate::telemetry::events::{Event, What};
+use rekindle_base::Moved;
+use rekindle_engine::launch::Job;
+use rekindle_engine::snapshot::Taken;
+use rekindle_os::spawn::Ended;
+use rekindle_store::ImageId;
 
 impl Owner<'_> {
     /// The one door for what happened.

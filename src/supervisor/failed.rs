@@ -1,8 +1,8 @@
 //! What a restore that failed comes to: pure functions.
 
 use crate::policy::{Failure, Images};
-use crate::restart::{self, Blame};
-use crate::store::ImageId;
+use rekindle_engine::restore::{self, Blame};
+use rekindle_store::ImageId;
 
 /// What a restore that failed comes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,7 +35,7 @@ pub(super) enum Lives {
 impl Failed {
     /// Judges an error, which is `why` in words. `can_fall_back` tells whether an older image has all its files here.
     pub(super) fn of(
-        error: &restart::Error,
+        error: &restore::Error,
         why: String,
         lives: Lives,
         can_fall_back: impl FnOnce() -> bool,

@@ -6,8 +6,8 @@ use std::time::Instant;
 use super::metrics::Metrics;
 use super::{Message, Owner, Setup};
 use crate::hooks::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner, Webhook};
-use crate::store::manifest::Reason;
 use crate::telemetry::events::{Event, What};
+use rekindle_store::manifest::Reason;
 
 /// A snapshot that a stop waits for: the hook before it has this part of `snapshot.grace`, and the snapshot the rest.
 const PART_OF_GRACE: u32 = 4;

@@ -11,18 +11,18 @@ use super::events::micros;
 use super::memory;
 use super::state::{Event, Finish, State};
 use super::{Message, Owner, PROGRESS, Setup};
-use crate::base::chain;
 use crate::hooks::Passed;
 use crate::published::Persisting;
-use crate::snapshot::{self, Launch, Subject, Taken};
-use crate::store::gc;
-use crate::store::persist::{self, Progress};
-use crate::store::retention::survey::{self, NoRoom, Written};
-use crate::store::staging::Area;
-use crate::store::{Form, Image, ImageId, Seen};
-use crate::sys::criu::Log;
-use crate::sys::{cgroup, process};
 use crate::telemetry::events::What;
+use rekindle_base::chain;
+use rekindle_criu::Log;
+use rekindle_engine::snapshot::{self, Launch, Subject, Taken};
+use rekindle_os::{cgroup, process};
+use rekindle_store::gc;
+use rekindle_store::persist::{self, Progress};
+use rekindle_store::retention::survey::{self, NoRoom, Written};
+use rekindle_store::staging::Area;
+use rekindle_store::{Form, Image, ImageId, Seen};
 
 /// How often it is looked at how much memory is left.
 pub(super) const LOOK: Duration = Duration::from_secs(2);
@@ -78,7 +78,7 @@ pub(super) struct Outcome {
 #[derive(Debug, thiserror::Error)]
 enum PersistError {
     #[error(transparent)]
-    Store(#[from] crate::store::Error),
+    Store(#[from] rekindle_store::Error),
     #[error(transparent)]
     NoRoom(#[from] NoRoom),
     #[error("for as long as it is packed it takes {} more, {} are free, and {} are to stay free (store.min-free)", ByteSize::b(*need), ByteSize::b(*free), ByteSize::b(*keep))]
@@ -88,7 +88,7 @@ enum PersistError {
 }
 
 impl Owner<'_> {
-    pub(super) fn snapshot(&mut self, reason: crate::store::manifest::Reason) {
+    pub(super) fn snapshot(&mut self, reason: rekindle_store::manifest::Reason) {
         let Some(job) = self.job.clone() else { return };
         self.cancel = Arc::new(AtomicBool::new(false));
         let (setup, files, cancel, sender) =

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use super::state::Event;
 use crate::config::ColdStart;
 use crate::policy::{Failure, From, Images};
-use crate::store::{BadWhy, Image, ImageId, State};
+use rekindle_store::{BadWhy, Image, ImageId, State};
 
 /// What has to be known of a copy of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

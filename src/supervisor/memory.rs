@@ -1,7 +1,7 @@
 //! Which images in memory are needed there: pure functions.
 
 use super::state::Finish;
-use crate::store::ImageId;
+use rekindle_store::ImageId;
 
 /// Whether the newest image of those in memory, which is this one, is nowhere else. An older one that did not get to the
 /// store is of no use there once a newer one did. `stored` is the newest good image in the store, `is_stored` tells whether

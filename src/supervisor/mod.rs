@@ -2,7 +2,7 @@
 //!
 //! One thread owns everything; it waits on one channel. Threads beside it do what blocks (launching, restoring, taking a
 //! snapshot, waiting for the end, receiving signals) and report there. When the supervisor dies, the kernel takes the
-//! job's namespaces down ([`crate::launch::world`]); the next run sweeps what is left in the store and goes on from the
+//! job's namespaces down ([`rekindle_engine::launch::world`]); the next run sweeps what is left in the store and goes on from the
 //! newest image, be it in memory or in the store.
 
 mod control;
@@ -44,25 +44,25 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, Utc};
 use signal_hook::consts as sig;
 
-use crate::base::chain;
 use crate::config::{Config, OnSuccess};
-use crate::launch::{Job, JobSpec, output, uplink};
 use crate::policy::{From, Images, Mark};
 use crate::published::Published;
-use crate::restart::gpus::Wishes;
 use crate::scheduler::Scheduler;
-use crate::snapshot::{self, Launch, Taken};
-use crate::store::gc;
-use crate::store::manifest::Reason;
-use crate::store::persist::Packing;
-use crate::store::staging::Area;
-use crate::store::{HEARTBEAT, ImageId, JobFolder, Outcome, WriterLock};
-use crate::sys::clock;
-use crate::sys::criu::Criu;
-use crate::sys::inherited;
-use crate::sys::spawn::Ended;
 use crate::telemetry::events::{Journal, What};
 use crate::watch::beats::Beats;
+use rekindle_base::chain;
+use rekindle_criu::Criu;
+use rekindle_engine::launch::{Job, JobSpec, output, uplink};
+use rekindle_engine::restore::gpus::Wishes;
+use rekindle_engine::snapshot::{self, Launch, Taken};
+use rekindle_os::clock;
+use rekindle_os::inherited;
+use rekindle_os::spawn::Ended;
+use rekindle_store::gc;
+use rekindle_store::manifest::Reason;
+use rekindle_store::persist::Packing;
+use rekindle_store::staging::Area;
+use rekindle_store::{HEARTBEAT, ImageId, JobFolder, Outcome, WriterLock};
 use start::{StartFailure, StartedJob};
 use state::{Action, Event, Finish, Machine};
 
@@ -121,7 +121,7 @@ impl Setup {
 pub enum Error {
     /// The store failed.
     #[error(transparent)]
-    Store(#[from] crate::store::Error),
+    Store(#[from] rekindle_store::Error),
     /// The job's output cannot be kept.
     #[error(transparent)]
     Output(#[from] output::Error),
@@ -353,7 +353,7 @@ struct Owner<'a> {
     /// The last one of the lock.
     heartbeat: Instant,
     /// Once the job's folder is another supervisor's.
-    taken_over: Option<crate::store::Error>,
+    taken_over: Option<rekindle_store::Error>,
     finish: Option<Finish>,
 }
 
@@ -428,8 +428,8 @@ impl Owner<'_> {
     ///
     /// # Errors
     /// Any other failure of the look.
-    fn noted(&mut self, look: crate::store::Result<()>) -> crate::store::Result<()> {
-        use crate::store::Error::{LockReplaced, TakenOver};
+    fn noted(&mut self, look: rekindle_store::Result<()>) -> rekindle_store::Result<()> {
+        use rekindle_store::Error::{LockReplaced, TakenOver};
         match look {
             Err(error @ (TakenOver { .. } | LockReplaced { .. })) => {
                 self.taken_over = Some(error);
@@ -639,7 +639,7 @@ impl Owner<'_> {
             let images = self.shared.folder.images()?;
             for id in self.good_images()?.iter().filter(|id| images.iter().any(|image| image.id == **id)) {
                 match self.shared.folder.remove(&self.shared.lock, id) {
-                    Err(crate::store::Error::Pinned(id)) => tracing::info!("image {id} is pinned and stays"),
+                    Err(rekindle_store::Error::Pinned(id)) => tracing::info!("image {id} is pinned and stays"),
                     other => other?,
                 }
             }

@@ -18,8 +18,8 @@ use sd_notify::NotifyState;
 
 use super::{Owner, Setup};
 use crate::published::Published;
-use crate::store::persist::Progress;
 use crate::telemetry::clean::is_harmful;
+use rekindle_store::persist::Progress;
 
 /// What the manager puts into our environment for us alone. A job that has them would talk to it in our name
 /// (NotifyAccess=all), or wait for a watchdog that is ours.

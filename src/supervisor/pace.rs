@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use crate::base::interval::{Choice, FIRST, FREEZES, Facts, Failures, MtbfSource, SHORTEST, choose, whole_micros};
 use crate::config::{Interval, MeanTime, Snapshot};
+use rekindle_base::interval::{Choice, FIRST, FREEZES, Facts, Failures, MtbfSource, SHORTEST, choose, whole_micros};
 
 /// What the supervisor remembers in order to choose.
 #[derive(Debug, Clone, Default)]

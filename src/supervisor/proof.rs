@@ -1,12 +1,12 @@
-//! Which images the job has lived on from for long enough: those are proven ([`crate::store::JobFolder::proven`]).
+//! Which images the job has lived on from for long enough: those are proven ([`rekindle_store::JobFolder::proven`]).
 
 use std::time::{Duration, Instant};
 
 use super::Owner;
 use super::state::State;
-use crate::base::chain;
-use crate::store::ImageId;
-use crate::sys::spawn::Ended;
+use rekindle_base::chain;
+use rekindle_os::spawn::Ended;
+use rekindle_store::ImageId;
 
 /// A proof that could not be written down is tried again after this time.
 const AGAIN: Duration = Duration::from_secs(10);

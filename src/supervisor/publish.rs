@@ -7,11 +7,11 @@ use std::time::Instant;
 use chrono::{TimeDelta, Utc};
 
 use super::state::State;
-use crate::base::interval::Choice;
-use crate::launch::Job;
 use crate::published::Published;
-use crate::snapshot::Taken;
-use crate::sys::{durable, process};
+use rekindle_base::interval::Choice;
+use rekindle_engine::launch::Job;
+use rekindle_engine::snapshot::Taken;
+use rekindle_os::{durable, process};
 
 impl Published {
     pub(super) fn new(lineage: &str) -> Published {

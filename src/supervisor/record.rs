@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use super::pace::Pace;
 use super::state::State;
 use super::{Owner, Setup};
-use crate::base::chain;
-use crate::store::{Image, JobRecord, Outcome};
+use rekindle_base::chain;
+use rekindle_store::{Image, JobRecord, Outcome};
 
 /// What earlier runs of the job left for the choice of the interval. What cannot be read is learnt anew.
 pub(super) fn recall(setup: &Setup) -> Pace {
@@ -26,7 +26,7 @@ pub(super) fn recall(setup: &Setup) -> Pace {
 
 impl Owner<'_> {
     /// Leaves this outcome, and what was observed so far.
-    pub(super) fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), crate::store::Error> {
+    pub(super) fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), rekindle_store::Error> {
         let observed = self.machine.failures(Instant::now());
         let record = JobRecord {
             command: self.shared.launch.command.clone(),

@@ -1,7 +1,7 @@
 //! Restores are tried beside the running job, so that an image that cannot be restored is known of before it is needed.
 //!
 //! The first soon after the job's first image, then every `snapshot.rehearse`. Only images in memory are tried: what is in
-//! the store is the same with hashes. It is a process of its own ([`crate::restart::rehearsal`]), which is ended as soon as
+//! the store is the same with hashes. It is a process of its own ([`rekindle_engine::restore::rehearsal`]), which is ended as soon as
 //! the job does anything but run. It changes nothing and marks nothing: a rehearsal is not the machine's real restore, and
 //! a good image is not given up for it. What it finds is said in the log, as an event and to hooks.
 
@@ -16,11 +16,11 @@ use std::time::{Duration, Instant};
 use super::keep::shown;
 use super::state::State;
 use super::{Message, Owner, Setup};
-use crate::launch::Privileges;
-use crate::restart::rehearsal::{Outcome, Script};
-use crate::store::{Form, ImageId};
-use crate::sys::spawn::Spawn;
 use crate::telemetry::events::What;
+use rekindle_engine::launch::Privileges;
+use rekindle_engine::restore::rehearsal::{Outcome, Script};
+use rekindle_os::spawn::Spawn;
+use rekindle_store::{Form, ImageId};
 
 /// The first one comes so long after the first image: by then what a start takes is over.
 const FIRST: Duration = Duration::from_secs(60);

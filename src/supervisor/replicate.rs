@@ -12,14 +12,14 @@ use super::events::micros;
 use super::keep::shown;
 use super::state::Finish;
 use super::{Message, Owner, PROGRESS, Setup};
-use crate::base::chain;
 use crate::config::Rate;
 use crate::published::Persisting;
-use crate::store::persist::Progress;
-use crate::store::replica::{self, Patience, Replica, Uploaded};
-use crate::store::{Form, Image, ImageId, State};
-use crate::sys::process;
 use crate::telemetry::events::What as Told;
+use rekindle_base::chain;
+use rekindle_os::process;
+use rekindle_store::persist::Progress;
+use rekindle_store::replica::{self, Patience, Replica, Uploaded};
+use rekindle_store::{Form, Image, ImageId, State};
 
 /// The first pause after an outage.
 const PAUSE: Duration = Duration::from_secs(30);

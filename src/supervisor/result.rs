@@ -10,8 +10,8 @@ use super::Owner;
 use super::events::micros;
 use super::state::Finish;
 use crate::published::LastEnd;
-use crate::store::{Image, ImageId, JobFolder};
-use crate::sys::durable;
+use rekindle_os::durable;
+use rekindle_store::{Image, ImageId, JobFolder};
 
 const FILE_NAME: &str = "result.json";
 const VERSION: u32 = 1;

@@ -6,13 +6,13 @@ use super::control::Incoming;
 use super::line::{Candidate, Line, Target};
 use super::state::Event;
 use super::{Message, Owner, Setup};
-use crate::base::chain;
 use crate::control::Reply;
 use crate::control::protocol::{Code, Fault};
 use crate::policy::{From, Images};
-use crate::restart;
-use crate::restart::compat::{self, Difference, Here};
-use crate::store::{Image, ImageId, LATEST, State};
+use rekindle_base::chain;
+use rekindle_engine::restore;
+use rekindle_engine::restore::compat::{self, Difference, Here};
+use rekindle_store::{Image, ImageId, LATEST, State};
 
 /// A name for a run that begins from nothing, or from an image that is not the newest.
 pub(crate) fn new_lineage() -> String {
@@ -21,12 +21,12 @@ pub(crate) fn new_lineage() -> String {
 
 impl Owner<'_> {
     /// The good images of this line, newest first.
-    pub(super) fn good_images(&self) -> Result<Vec<ImageId>, crate::store::Error> {
+    pub(super) fn good_images(&self) -> Result<Vec<ImageId>, rekindle_store::Error> {
         Ok(self.line.good(self.shared.folder.copies()?.iter().map(Candidate::of)))
     }
 
     /// What the job can go on from, and whether there is more that it cannot.
-    pub(super) fn images_to_go_on_from(&self) -> Result<Images, crate::store::Error> {
+    pub(super) fn images_to_go_on_from(&self) -> Result<Images, rekindle_store::Error> {
         let copies = self.shared.folder.copies()?;
         Ok(self.line.images(copies.iter().map(Candidate::of), self.shared.folder.proven()?))
     }
@@ -51,7 +51,7 @@ impl Owner<'_> {
         let Some(image) = self.line.arrived(from, new_lineage) else { return };
         self.published.lineage.clone_from(&self.line.lineage);
         // Whoever goes on after us must not go on from the newer images.
-        if let Err(error) = self.record(crate::store::Outcome::Running, None) {
+        if let Err(error) = self.record(rekindle_store::Outcome::Running, None) {
             tracing::warn!("the way back to image {image} cannot be recorded: {}", chain(&error));
         }
     }
@@ -102,7 +102,7 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     if !fatal.is_empty() {
         return Err(format!("image {id} does not fit this machine: {}", fatal.join("; ")));
     }
-    if !restart::has_its_files(
+    if !restore::has_its_files(
         manifest,
         &setup.folder,
         setup.spec.identity.as_ref(),

@@ -10,13 +10,13 @@ use std::time::{Duration, Instant};
 
 use super::state::State;
 use super::{Message, Owner, Setup, replicate};
-use crate::base::chain;
 use crate::config::VerifyRate;
-use crate::store::ImageId;
-use crate::store::heal::{self, Healed, Healing};
-use crate::store::scrub::{AGAIN, Scrub, Step};
-use crate::sys::process;
 use crate::telemetry::events::What;
+use rekindle_base::chain;
+use rekindle_os::process;
+use rekindle_store::ImageId;
+use rekindle_store::heal::{self, Healed, Healing};
+use rekindle_store::scrub::{AGAIN, Scrub, Step};
 
 /// What is owed to the rate is slept for when it is as much: fewer pauses wake the processor less often.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -192,7 +192,7 @@ fn look(setup: &Setup, rate: u64, gate: &Gate, tell: &dyn Fn(Report)) {
 /// Until it is done, or over.
 fn heal(
     setup: &Setup,
-    ids: &std::collections::BTreeSet<crate::store::chunk::ChunkId>,
+    ids: &std::collections::BTreeSet<rekindle_store::chunk::ChunkId>,
     gate: &Gate,
     tell: &dyn Fn(Report),
 ) -> Result<(), heal::Error> {

@@ -12,21 +12,21 @@ use super::failed::{Failed, Lives, without_damaged};
 use super::keep::{Moving, shown};
 use super::state::{Event, Obstacle, State};
 use super::{Message, Owner, Setup, replicate};
-use crate::base::Moved;
-use crate::base::chain;
 use crate::config::{NetworkMode, PidNamespace};
 use crate::hooks::{Passed, Refused};
-use crate::launch::world::{FIRST_PID, Network, World};
-use crate::launch::{self, Job, output};
 use crate::policy::{Failure, From};
-use crate::restart;
-use crate::restart::compat::{self, Difference, Here};
-use crate::restart::gpus::Wishes;
-use crate::store::heal::Healing;
-use crate::store::persist::Progress;
-use crate::store::unpack;
-use crate::store::{BadMark, BadWhy, Image, ImageId, JobName};
 use crate::telemetry::events::What;
+use rekindle_base::Moved;
+use rekindle_base::chain;
+use rekindle_engine::launch::world::{FIRST_PID, Network, World};
+use rekindle_engine::launch::{self, Job, output};
+use rekindle_engine::restore;
+use rekindle_engine::restore::compat::{self, Difference, Here};
+use rekindle_engine::restore::gpus::Wishes;
+use rekindle_store::heal::Healing;
+use rekindle_store::persist::Progress;
+use rekindle_store::unpack;
+use rekindle_store::{BadMark, BadWhy, Image, ImageId, JobName};
 
 pub(super) struct StartedJob {
     job: Job,
@@ -37,8 +37,8 @@ pub(super) struct StartedJob {
 pub(super) enum StartFailure {
     Launch(launch::Error),
     World(launch::world::Error),
-    Restore(Box<Image>, Box<restart::Error>),
-    Store(crate::store::Error),
+    Restore(Box<Image>, Box<restore::Error>),
+    Store(rekindle_store::Error),
     /// A hook did not let it be tried, or a stop came while that ran.
     NotTried(Option<Refused>),
 }
@@ -140,17 +140,17 @@ impl Owner<'_> {
     }
 
     /// The store could not be read, or has not what was to be restored. To wait for that would be in vain.
-    fn not_found(&self, error: &crate::store::Error) -> Event {
+    fn not_found(&self, error: &rekindle_store::Error) -> Event {
         let failed = || Event::StartFailed { why: chain(error) };
         match (error, self.machine.state()) {
-            (crate::store::Error::UnknownImage { .. }, State::Starting { from: From::Image(image), .. }) => {
+            (rekindle_store::Error::UnknownImage { .. }, State::Starting { from: From::Image(image), .. }) => {
                 self.images_to_go_on_from().map_or_else(|_| failed(), |images| Event::gone(*image, images))
             }
             _ => failed(),
         }
     }
 
-    fn restore_failed(&mut self, image: Image, error: &restart::Error) -> Event {
+    fn restore_failed(&mut self, image: Image, error: &restore::Error) -> Event {
         let why = chain(error);
         self.keep_criu_log("restore", error.criu_log());
         let id = image.id;
@@ -194,7 +194,7 @@ impl Owner<'_> {
         let changed = self.shared.config.restart.changed_files;
         let older = folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
         older.filter(|other| self.is_usable(other)).any(|other| {
-            other.manifest().is_some_and(|manifest| restart::has_its_files(manifest, folder, user, changed))
+            other.manifest().is_some_and(|manifest| restore::has_its_files(manifest, folder, user, changed))
         })
     }
 
@@ -208,11 +208,11 @@ impl Owner<'_> {
 
     /// What can be done about an image that does not fit this machine. It is not marked, and nothing else is begun by
     /// itself: an older image or the beginning would cost work, which is for the user to decide.
-    fn advise_misfit(&self, image: &Image, error: &restart::Error) -> String {
+    fn advise_misfit(&self, image: &Image, error: &restore::Error) -> String {
         let job = self.shared.folder.name();
         let older = self.shared.folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
         // What one cannot be read without, the others cannot either.
-        let older = older.filter(|_| !matches!(error, restart::Error::Unpack(_)));
+        let older = older.filter(|_| !matches!(error, restore::Error::Unpack(_)));
         let fits = older.filter(|other| self.is_usable(other)).find_map(|other| {
             let manifest = other.manifest()?;
             let here = Here::look(manifest, Some(self.shared.criu.version), &self.wishes());
@@ -327,7 +327,7 @@ fn restore_job(
         unread: &setup.packing.unread,
         replica: setup.config.replica.url.is_some().then_some(&open),
     };
-    let request = restart::Request {
+    let request = restore::Request {
         image: &image,
         folder: &setup.folder,
         criu: &setup.criu,
@@ -339,8 +339,8 @@ fn restore_job(
         network: network(setup),
         changed_files: setup.config.restart.changed_files,
         wishes,
-        prepare: restart::Prepare(&|world| reach_socket(setup, world)),
-        unpacking: restart::Unpacking {
+        prepare: restore::Prepare(&|world| reach_socket(setup, world)),
+        unpacking: restore::Unpacking {
             staging: setup.staging.as_ref(),
             memory_reserve: setup.config.snapshot.memory_reserve.bytes(),
             key: setup.packing.key.as_deref(),
@@ -357,7 +357,7 @@ fn restore_job(
             tracing::warn!("this machine differs from the one of image {id}: {text}");
         }
     };
-    match restart::restore(&request, &warn, &cancelled) {
+    match restore::restore(&request, &warn, &cancelled) {
         Ok(restored) => {
             let mut notes: Vec<String> = restored.put_back.iter().map(ToString::to_string).collect();
             let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();

@@ -36,12 +36,12 @@ pub use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Stop, V
 pub use states::{Ending, Life, State, Then};
 
 use super::pace::Pace;
-use crate::base::interval::{Choice, Failures};
 use crate::config::Config;
 use crate::policy::{Death, Decision, Failure, From, History, Images, Mark};
-use crate::store::ImageId;
-use crate::store::manifest::Reason;
-use crate::sys::spawn::Ended;
+use rekindle_base::interval::{Choice, Failures};
+use rekindle_os::spawn::Ended;
+use rekindle_store::ImageId;
+use rekindle_store::manifest::Reason;
 
 /// A snapshot that waits until the one before it is over, its image is in the store, and the memory of the job is back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

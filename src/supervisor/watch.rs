@@ -12,20 +12,20 @@ use super::keep::shown;
 use super::line::Target;
 use super::state::{Ending, Event, State, Stop, Verdict};
 use super::{Message, Owner, Setup};
-use crate::base::cause::{Cause, Facts, Missing, judge};
-use crate::base::chain;
-use crate::base::xid;
 use crate::config::{GpuFaults, HangAction, RuleAction};
-use crate::launch::Job;
 use crate::policy::rules::{self, Case};
 use crate::published::{LastEnd, Published};
-use crate::sys::process;
-use crate::sys::spawn::Ended;
 use crate::telemetry::events::What;
 use crate::watch::gpu::{self, Fault};
 use crate::watch::lines::{self, Hit, Turn};
 use crate::watch::vigil::{self, Order, Vigil};
 use crate::watch::witness::Witness;
+use rekindle_base::cause::{Cause, Facts, Missing, judge};
+use rekindle_base::chain;
+use rekindle_base::xid;
+use rekindle_engine::launch::Job;
+use rekindle_os::process;
+use rekindle_os::spawn::Ended;
 
 /// What the threads that watch the job report.
 pub(super) enum Finding {

@@ -13,15 +13,15 @@ use super::keep::shown;
 use super::state::{Event, State, Wish};
 use super::{Message, Owner, Setup};
 use crate::control::protocol::{Code, Fault};
-use crate::snapshot::Taken;
-use crate::store::ImageId;
-use crate::store::manifest::Reason;
-use crate::sys::nvml::GpuInventory;
-use crate::sys::process;
 use crate::telemetry::events::What;
 use crate::word::Call;
 use crate::word::protocol::{Answer, Facts, Gpu, Request};
 use crate::word::server::Server;
+use rekindle_cuda::nvml::GpuInventory;
+use rekindle_engine::snapshot::Taken;
+use rekindle_os::process;
+use rekindle_store::ImageId;
+use rekindle_store::manifest::Reason;
 
 /// Of a job. One that wants more has lost count.
 const HOLDERS: usize = 64;
@@ -157,7 +157,7 @@ impl Owner<'_> {
         word.gpus = gpus();
         if from.is_some() {
             word.restores = word.restores.saturating_add(1);
-            if let Err(error) = self.record(crate::store::Outcome::Running, None) {
+            if let Err(error) = self.record(rekindle_store::Outcome::Running, None) {
                 tracing::debug!("the restore was not counted: {error}");
             }
         }

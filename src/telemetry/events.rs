@@ -15,10 +15,10 @@ use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
 use super::clean;
-use crate::base::Moved;
-use crate::base::cause::{Cause, Missing};
-use crate::store::ImageId;
-use crate::store::manifest::{Phase, Reason};
+use rekindle_base::Moved;
+use rekindle_base::cause::{Cause, Missing};
+use rekindle_store::ImageId;
+use rekindle_store::manifest::{Phase, Reason};
 
 /// The name of the file in a job's log folder.
 pub const FILE_NAME: &str = "events.jsonl";

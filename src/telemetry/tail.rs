@@ -72,8 +72,8 @@ mod tests {
     use std::io::Write;
 
     use super::*;
-    use crate::store::manifest::Reason;
     use crate::telemetry::events::What;
+    use rekindle_store::manifest::Reason;
 
     fn line(run: &str) -> String {
         let event = Event::now(run, What::SnapshotBegan { reason: Reason::Signal });

@@ -13,7 +13,7 @@ use nvml_wrapper::error::NvmlError;
 use nvml_wrapper::{Device, Nvml};
 
 use super::kmsg::{KernelLog, Notice};
-use crate::sys::process;
+use rekindle_os::process;
 
 /// A fault of a GPU that the job uses.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -144,7 +144,7 @@ mod tests {
     /// What is written into the log is read back with what came before it left out.
     #[test]
     fn the_log_is_read_from_where_it_was_opened() {
-        if !crate::test_gate::root() {
+        if !rekindle_testing::root() {
             return;
         }
         let write = |text: &str| {

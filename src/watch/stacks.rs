@@ -15,10 +15,10 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::base::cause::Missing;
-use crate::launch::find_program;
-use crate::sys::process;
-use crate::sys::spawn::Spawn;
+use rekindle_base::cause::Missing;
+use rekindle_engine::launch::find_program;
+use rekindle_os::process;
+use rekindle_os::spawn::Spawn;
 
 /// So many files are kept, the newest.
 const KEPT: usize = 5;
@@ -41,7 +41,7 @@ pub fn keep(root: i32, logs: &Path, what: Missing, idle: Duration) -> Option<Pat
     let mut text = capture(root, what, idle);
     let end = (0..=LARGEST.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
     text.truncate(end);
-    if let Err(error) = crate::sys::durable::replace_file(&path, text.as_bytes(), 0o600) {
+    if let Err(error) = rekindle_os::durable::replace_file(&path, text.as_bytes(), 0o600) {
         tracing::warn!("the stacks cannot be written to {}: {error}", path.display());
         return None;
     }
@@ -249,7 +249,7 @@ mod tests {
             let user = user_of(i32::try_from(std::process::id()).unwrap()).unwrap();
             run(Path::new("/bin/sh"), &["-c".into(), script.into()], user, Duration::from_millis(300))
         };
-        if !crate::test_gate::root() {
+        if !rekindle_testing::root() {
             return;
         }
         assert!(sh("echo so far; exec sleep 60").starts_with("so far\n\nit took too long"));

@@ -13,10 +13,10 @@ use std::time::{Duration, Instant};
 use super::clock::Clock;
 use super::gpu::GpuWork;
 use super::stacks;
-use crate::base::cause::Missing;
 use crate::config::Watch;
-use crate::launch::output;
-use crate::sys::process;
+use rekindle_base::cause::Missing;
+use rekindle_engine::launch::output;
+use rekindle_os::process;
 
 /// What it is told.
 #[derive(Debug, Clone, Copy)]

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use super::kmsg::{KernelLog, Notice};
-use crate::base::cause::MemoryFacts;
-use crate::sys::{cgroup, process};
+use rekindle_base::cause::MemoryFacts;
+use rekindle_os::{cgroup, process};
 
 /// What is compared at the end of a life with what was at its begin.
 #[derive(Debug)]

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use crate::control::protocol::{Code, Fault, Nothing, VERSION, fields, name, read};
-use crate::store::ImageId;
+use rekindle_store::ImageId;
 
 /// Of a request, in bytes. The longest that makes sense has some 300.
 pub const MAX_REQUEST: usize = 4096;

@@ -9,8 +9,8 @@ use crate::published::{Persisting, Published};
 use crate::report::history::{History, Kind, between};
 use crate::report::model::{Times, Told};
 use crate::report::{self, words};
-use crate::store::{JobFolder, JobName, Store};
 use crate::telemetry::tail::Tail;
+use rekindle_store::{JobFolder, JobName, Store};
 
 /// So many events of a job are kept.
 const EVENTS: usize = 500;

@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown, symlink};
 
 use super::*;
-use crate::test_gate::root;
+use rekindle_testing::root;
 
 /// A folder with a valid file, both ours alone.
 fn place() -> (tempfile::TempDir, PathBuf) {

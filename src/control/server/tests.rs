@@ -4,7 +4,7 @@ use std::os::unix::process::CommandExt;
 use super::super::client::{self, Client as Caller};
 use super::super::protocol::{Snapped, Snapshot};
 use super::*;
-use crate::store::ImageId;
+use rekindle_store::ImageId;
 
 /// A server beside somebody who answers each snapshot after `pause`.
 struct Stand {
@@ -161,7 +161,7 @@ fn who_does_not_get_an_answer_hears_that_the_supervisor_ended() {
 
 #[test]
 fn other_users_are_turned_away_with_a_line() {
-    if !crate::test_gate::root() {
+    if !rekindle_testing::root() {
         return;
     }
     let stand = Stand::new(Duration::ZERO);

@@ -6,9 +6,9 @@
 use std::fmt::Write;
 use std::time::Duration;
 
-use crate::base::interval;
 use crate::report::history::{Kind, Snapshot, Span, between};
 use crate::report::model::Cost;
+use rekindle_base::interval;
 
 /// Of a picture over time.
 pub(super) const COLUMNS: usize = 1000;

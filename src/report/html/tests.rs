@@ -5,9 +5,9 @@ use chrono::TimeDelta;
 use super::*;
 use crate::report::at;
 use crate::report::model::Facts;
-use crate::store::ImageId;
-use crate::store::manifest::{Phase, Reason};
 use crate::telemetry::events::{self, Event, Journal, What};
+use rekindle_store::ImageId;
+use rekindle_store::manifest::{Phase, Reason};
 
 /// So many snapshots, 10 minutes apart, with a crash every 100.
 fn journal(snapshots: u32) -> Vec<Event> {

@@ -2,8 +2,8 @@ use chrono::TimeDelta;
 
 use super::*;
 use crate::report::at;
-use crate::store::manifest::Reason;
 use crate::telemetry::events::What;
+use rekindle_store::manifest::Reason;
 
 /// A life with three snapshots of a second, ten minutes apart, a crash, and one more.
 fn events() -> Vec<Event> {

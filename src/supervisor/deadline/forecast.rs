@@ -6,8 +6,8 @@ use std::time::Duration;
 use chrono::{DateTime, Utc};
 
 use crate::published::{Forecast, Persisting};
-use crate::store::ImageId;
 use crate::telemetry::events::{Event, What};
+use rekindle_store::ImageId;
 
 /// So many are remembered of each, and the slowest of them counts: being early costs seconds, being late the work since the
 /// image before.

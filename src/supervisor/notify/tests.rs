@@ -1,6 +1,6 @@
 use super::*;
 use crate::published::Persisting;
-use crate::store::ImageId;
+use rekindle_store::ImageId;
 
 fn published(state: &str) -> Published {
     Published { state: state.into(), ..Published::new("lineage") }

@@ -5,10 +5,10 @@ use std::time::{Duration, Instant};
 use super::model::{DeadChild, Doom, End, GIB, IMAGE, candidate};
 use super::restores::Trouble;
 use super::world::{Calm, Happening, World, tell};
-use crate::store::manifest::Reason;
 use crate::supervisor::state::{Event, State, Stop, Verdict, Wish};
 use crate::supervisor::stops::Request;
-use crate::sys::spawn::Ended;
+use rekindle_os::spawn::Ended;
+use rekindle_store::manifest::Reason;
 
 /// Something that happens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -6,9 +6,9 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use crate::policy::From;
-use crate::store::{BadWhy, ImageId};
 use crate::supervisor::line::Candidate;
-use crate::sys::spawn::Ended;
+use rekindle_os::spawn::Ended;
+use rekindle_store::{BadWhy, ImageId};
 
 pub(super) const GIB: u64 = 1 << 30;
 /// Bytes of an image. All are alike and share nothing: what images share is for the tests of the store.

@@ -9,10 +9,10 @@ use super::restores::Trouble;
 use super::world::World;
 use crate::config::ColdStart;
 use crate::policy::{Failure, From, Mark};
-use crate::store::{BadWhy, ImageId};
 use crate::supervisor::line::{Candidate, Line};
 use crate::supervisor::state::{Ending, Event, State};
-use crate::sys::spawn::Ended;
+use rekindle_os::spawn::Ended;
+use rekindle_store::{BadWhy, ImageId};
 
 /// What was seen of an image in this run.
 #[derive(Debug, Clone, Default)]

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::model::{Copy, GIB, IMAGE, Record, candidate};
 use super::world::{Happening, World, tell};
-use crate::store::ImageId;
+use rekindle_store::ImageId;
 
 impl World {
     pub(super) fn replicate(&mut self, id: ImageId) {

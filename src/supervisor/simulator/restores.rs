@@ -7,13 +7,13 @@ use super::plants::Plant;
 use super::run::Run;
 use super::world::{Happening, World, tell};
 use crate::policy::{Failure, From};
-use crate::restart::{self, RollbackError};
-use crate::store::{BadWhy, ImageId};
 use crate::supervisor::failed::{Failed, Lives, without_damaged};
 use crate::supervisor::line::Target;
 use crate::supervisor::state::{Event, Obstacle, State, Wish};
-use crate::sys::criu::{Log, RunError};
-use crate::sys::spawn::Ended;
+use rekindle_criu::{Log, RunError};
+use rekindle_engine::restore::{self, RollbackError};
+use rekindle_os::spawn::Ended;
+use rekindle_store::{BadWhy, ImageId};
 
 /// A launch or a restore under way.
 #[derive(Debug)]
@@ -55,7 +55,7 @@ impl Trouble {
             Trouble::Slow => RunError::Timeout { limit: Duration::from_secs(600), log },
             Trouble::OurStep | Trouble::Lost => RunError::Hook { what: "a step of ours failed".into() },
             Trouble::Moment => RunError::Refused {
-                log: Log::of(&["(00.1) Error (criu/cr-dump.c:1): Zombies with threads are not supported"]),
+                log: ["(00.1) Error (criu/cr-dump.c:1): Zombies with threads are not supported"].into_iter().collect(),
             },
         }
     }
@@ -118,7 +118,7 @@ impl World {
     /// Whether it works, by what is true, and the event that it comes to where not.
     fn restore(&mut self, id: ImageId, start: &Restore) -> Result<(), Event> {
         if start.cancelled {
-            return Err(self.failed(id, &restart::Error::Cancelled));
+            return Err(self.failed(id, &restore::Error::Cancelled));
         }
         if self.ground.disk.reads_fail {
             return Err(Event::StartFailed { why: "EIO".into() });
@@ -131,20 +131,20 @@ impl World {
         };
         let refused = image.refused;
         let error = if let Some(trouble) = start.trouble {
-            restart::Error::Criu(trouble.error())
+            restore::Error::Criu(trouble.error())
         } else if self.ground.driver_silent {
-            restart::Error::CudaTimeout { limit: Duration::from_secs(600) }
+            restore::Error::CudaTimeout { limit: Duration::from_secs(600) }
         } else if self.ground.port_taken {
             let line = "(00.1) Error (criu/sk-inet.c:1): inet: Can't bind inet socket (id 5): Address already in use";
-            restart::Error::Criu(RunError::Refused { log: Log::of(&[line]) })
+            restore::Error::Criu(RunError::Refused { log: [line].into_iter().collect() })
         } else if self.ground.memory_short {
-            restart::Error::NoProcess(1)
+            restore::Error::NoProcess(1)
         } else if copy.damaged {
-            restart::Error::Damaged { id, what: "criu/pages-1.img".into() }
+            restore::Error::Damaged { id, what: "criu/pages-1.img".into() }
         } else if image.no_files {
-            restart::Error::Rollback(RollbackError::Gone("/tmp/x".into()))
+            restore::Error::Rollback(RollbackError::Gone("/tmp/x".into()))
         } else if let Some(why) = refused {
-            restart::Error::Criu(RunError::Refused { log: Log::of(&[why]) })
+            restore::Error::Criu(RunError::Refused { log: [why].into_iter().collect() })
         } else {
             return Ok(());
         };
@@ -163,7 +163,7 @@ impl World {
     }
 
     /// What the product makes of it.
-    fn failed(&mut self, id: ImageId, error: &restart::Error) -> Event {
+    fn failed(&mut self, id: ImageId, error: &restore::Error) -> Event {
         let why = error.to_string();
         let lives = if self.run.as_ref().is_some_and(|run| run.lives > 0) { Lives::Some } else { Lives::None };
         let falls_back = || {

@@ -10,18 +10,18 @@ use super::plants::Plant;
 use super::restores::Restore;
 use super::snapshots::{Persist, Shot};
 use super::world::{Happening, World, tell};
-use crate::base::cause::{self, Facts, MemoryFacts};
 use crate::config::Staging;
 use crate::policy::{From, Images, Mark};
-use crate::snapshot::Deaths;
-use crate::store::{BadWhy, ImageId};
 use crate::supervisor::line::{Begin, Line};
 use crate::supervisor::memory::{self, AtTheEnd};
 use crate::supervisor::proof::{Proofs, counts};
 use crate::supervisor::state::{Action, Event, Finish, Harm, Machine, State};
 use crate::supervisor::stops::Stops;
 use crate::supervisor::unread::{AGAIN, Unread};
-use crate::sys::spawn::Ended;
+use rekindle_base::cause::{self, Facts, MemoryFacts};
+use rekindle_engine::snapshot::Deaths;
+use rekindle_os::spawn::Ended;
+use rekindle_store::{BadWhy, ImageId};
 
 /// A supervisor.
 pub(super) struct Run {

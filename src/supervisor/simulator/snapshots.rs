@@ -7,12 +7,12 @@ use super::plants::Plant;
 use super::restores::Trouble;
 use super::world::{Happening, World, tell};
 use crate::config::Staging;
-use crate::snapshot::{self, dead};
-use crate::store::ImageId;
-use crate::store::manifest::Reason;
-use crate::store::staging::admission::{self, Choice, Memory, SlotFacts, Worth};
 use crate::supervisor::memory::only_there;
 use crate::supervisor::state::Event;
+use rekindle_engine::snapshot::{self, dead};
+use rekindle_store::ImageId;
+use rekindle_store::manifest::Reason;
+use rekindle_store::staging::admission::{self, Choice, Memory, SlotFacts, Worth};
 
 /// A snapshot under way.
 #[derive(Debug)]

@@ -5,11 +5,11 @@ use std::path::Path;
 use super::model::{IMAGE, Slot, candidate};
 use super::plants::Plant;
 use super::world::{World, tell};
-use crate::store::ImageId;
-use crate::store::retention::admission::{self as room, Admission};
-use crate::store::retention::{self, FactKind, Facts, Gathering, Line, Pin, Proof, Room, Sizes, Use};
 use crate::supervisor::memory::{Needed, turn};
 use crate::supervisor::state::State;
+use rekindle_store::ImageId;
+use rekindle_store::retention::admission::{self as room, Admission};
+use rekindle_store::retention::{self, FactKind, Facts, Gathering, Line, Pin, Proof, Room, Sizes, Use};
 
 impl World {
     fn facts(&self) -> (Vec<Facts>, Sizes, Room) {

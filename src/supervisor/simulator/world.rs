@@ -14,7 +14,7 @@ use super::plants::Plant;
 use super::random::Random;
 use super::run::Run;
 use crate::config::Config;
-use crate::store::ImageId;
+use rekindle_store::ImageId;
 
 /// What is due at some time. Numbers say what it is about: a thing that is over by then is not there to hear of it.
 #[derive(Debug, Clone, Copy)]

@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use crate::policy::{Failure, From, Images, Mark};
-use crate::snapshot;
-use crate::store::ImageId;
-use crate::store::manifest::Reason;
-use crate::sys::spawn::Ended;
+use rekindle_engine::snapshot;
+use rekindle_os::spawn::Ended;
+use rekindle_store::ImageId;
+use rekindle_store::manifest::Reason;
 
 /// Who asked for the end, which decides the exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

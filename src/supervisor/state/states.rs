@@ -4,8 +4,8 @@ use std::time::Instant;
 
 use super::events::Stop;
 use crate::policy::From;
-use crate::store::ImageId;
-use crate::sys::spawn::Ended;
+use rekindle_os::spawn::Ended;
+use rekindle_store::ImageId;
 
 /// Where the job stands.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::report::history::History;
 use crate::report::model::Times;
-use crate::store::manifest::{Phase, Reason};
+use rekindle_store::manifest::{Phase, Reason};
 
 fn image(n: u32) -> ImageId {
     ImageId::new(n, DateTime::UNIX_EPOCH)

@@ -8,7 +8,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::serve::Render;
-use crate::sys::durable;
+use rekindle_os::durable;
 
 /// Between two of them.
 const PAUSE: Duration = Duration::from_secs(5);

@@ -10,7 +10,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
-use crate::store::ImageId;
+use rekindle_store::ImageId;
 
 /// Of images whose place is known.
 const MOST: usize = 4096;

@@ -2,7 +2,7 @@ use chrono::TimeDelta;
 use proptest::prelude::*;
 
 use super::*;
-use crate::store::manifest::Reason;
+use rekindle_store::manifest::Reason;
 
 const BOTH: Route = Route { store: true, replica: true };
 

@@ -1,0 +1,251 @@
+//! `snapshot.interval = "auto"`: how long to wait until the next snapshot, chosen from what was measured.
+//!
+//! A snapshot costs its freeze, d; a failure costs the work since the last image, half an interval on average, every M
+//! (the mean time between failures). The sum of both is least near Young's T = sqrt(2 d M) (CACM 17(9), 1974), which
+//! Daly made exact to a higher order (FGCS 22(3), 2006): for d < 2M
+//!
+//! ```text
+//! T = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d,    else T = M
+//! ```
+//!
+//! T is the time that the job runs between two snapshots: from the end of one freeze to the begin of the next. Then, in
+//! this order: T is kept between [`SHORTEST`] and [`LONGEST`]; it is raised until freezes take no more than
+//! `snapshot.max-overhead` of the time, d / (T + d); and it is no shorter than the last copy of an image to the store
+//! took, because no two are made at once. The last two may go beyond [`LONGEST`]: one is the user's word, the other
+//! cannot be helped.
+//!
+//! - d is the median of the last [`FREEZES`] freezes that were measured; of an even number the larger one of the middle,
+//!   because a first image is often taken before the job holds all its memory. A freeze of zero was not measured.
+//! - M is configured, or (time the job has run + [`PRIOR`]) / (failures + 1): one over the mean rate by a Gamma
+//!   distribution that began with one failure in [`PRIOR`]. See [`Failures`] for what counts.
+//! - While no freeze is known, the first snapshot comes after [`FIRST`], or a tenth of M where that is sooner.
+//!
+//! Everything here is pure: facts come in, a [`Choice`] that can show its arithmetic comes out.
+
+mod shown;
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::Percentage;
+use crate::micros;
+
+/// What a snapshot costs beside its freeze (finding the processes, hashing, syncing) is no longer small below.
+pub const SHORTEST: Duration = Duration::from_secs(1);
+/// More work than that nobody wants to lose at once, however rare failures are.
+pub const LONGEST: Duration = Duration::from_secs(24 * 3600);
+/// Keeps sums with the clock's time within its range: a hundred years.
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+
+/// An interval, and all that it was chosen from.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Choice {
+    /// From the end of one snapshot to the begin of the next.
+    #[serde(rename = "interval_us", with = "micros")]
+    pub interval: Duration,
+    /// How long the job stands still for one: the median of the last.
+    #[serde(rename = "freeze_us", with = "micros")]
+    pub freeze: Duration,
+    /// Mean time between failures.
+    #[serde(rename = "mtbf_us", with = "micros")]
+    pub mtbf: Duration,
+    /// Where that is from.
+    pub mtbf_source: MtbfSource,
+    /// How long the last copy of an image to the store took.
+    #[serde(rename = "persist_us", default, with = "micros::optional", skip_serializing_if = "Option::is_none")]
+    pub persist: Option<Duration>,
+    /// `snapshot.max-overhead`.
+    #[serde(rename = "max_overhead_ppm", with = "ppm")]
+    pub max_overhead: Percentage,
+    /// The share of the time that freezes take: d / (T + d).
+    #[serde(rename = "expected_overhead_ppm", with = "ppm")]
+    pub expected_overhead: Percentage,
+    /// The share of the work that failures cost, T / 2M, at most all of it.
+    #[serde(rename = "expected_loss_ppm", with = "ppm")]
+    pub expected_loss: Percentage,
+    /// What decided.
+    pub bound: Bound,
+}
+
+/// Where a mean time between failures is from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MtbfSource {
+    /// `snapshot.mean-time-between-failures`.
+    Configured,
+    /// The job's own history, with [`PRIOR`].
+    Observed {
+        /// How long the job has run in all.
+        #[serde(rename = "uptime_us", with = "micros")]
+        uptime: Duration,
+        /// How often it failed.
+        failures: u32,
+    },
+}
+
+/// What decided an interval.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Bound {
+    /// Daly's formula.
+    Daly,
+    /// `snapshot.max-overhead`, which the freeze would exceed.
+    MaxOverhead,
+    /// The copy to the store, which takes longer.
+    Persist,
+    /// [`SHORTEST`].
+    Minimum,
+    /// [`LONGEST`].
+    Maximum,
+}
+
+/// Shares in JSON, as whole millionths.
+mod ppm {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    use crate::Percentage;
+
+    pub(super) fn serialize<S: Serializer>(share: &Percentage, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_u32(share.as_millionths())
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Percentage, D::Error> {
+        u32::deserialize(deserializer).map(Percentage::millionths)
+    }
+}
+
+/// The first wait, while no freeze is known: a job has loaded its libraries and its data by then, and has not done much
+/// that could be lost.
+pub const FIRST: Duration = Duration::from_secs(60);
+/// So many freezes are remembered. One that was slow by chance does not move their median.
+pub const FREEZES: usize = 5;
+/// The time in which one failure is assumed before anything was observed. Llama 3 was interrupted every 3 hours on 16,384
+/// GPUs (arXiv 2407.21783, section 3.3.4), which is months for a machine of eight; but preemptions, full memory and the
+/// job's own faults come on top. The square root makes little of being wrong.
+pub const PRIOR: Duration = Duration::from_secs(24 * 3600);
+
+/// How often the job failed in how much time. A failure is a death that costs work: the job's own end but with exit code
+/// 0, a snapshot that it did not survive, the end of the supervisor or the machine under a running job. A death within
+/// `restart.min-uptime` is none, it is the image's or the command's fault; nor is a stop that was asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Failures {
+    /// How long the job has run in all.
+    pub uptime: Duration,
+    /// How often it failed.
+    pub failures: u32,
+}
+
+impl Failures {
+    /// The mean time between two, with [`PRIOR`] for what is not known yet.
+    #[must_use]
+    pub fn mean_time_between(&self) -> Duration {
+        PRIOR.saturating_add(self.uptime).min(FOREVER) / self.failures.saturating_add(1)
+    }
+}
+
+/// What an interval is chosen from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Facts {
+    /// How long the job stands still for a snapshot.
+    pub freeze: Duration,
+    /// Mean time between failures.
+    pub mtbf: Duration,
+    /// Where that is from.
+    pub mtbf_source: MtbfSource,
+    /// The most of the time that freezes may take. Nothing is bounded by zero.
+    pub max_overhead: Percentage,
+    /// How long the last copy of an image to the store took.
+    pub persist: Option<Duration>,
+}
+
+/// Chooses.
+#[must_use]
+pub fn choose(facts: &Facts) -> Choice {
+    // As they are written: whoever reads a choice gets the same arithmetic.
+    let freeze = whole_micros(facts.freeze);
+    let mtbf = whole_micros(facts.mtbf);
+    let persist = facts.persist.map(whole_micros);
+    let by_formula = daly(freeze, mtbf);
+    let (mut interval, mut bound) = match by_formula {
+        t if t < SHORTEST => (SHORTEST, Bound::Minimum),
+        t if t > LONGEST => (LONGEST, Bound::Maximum),
+        t => (whole_micros(t), Bound::Daly),
+    };
+    let lower = [(least_for(freeze, facts.max_overhead), Bound::MaxOverhead), (persist, Bound::Persist)];
+    for (least, by) in lower {
+        if let Some(least) = least.filter(|least| *least > interval) {
+            (interval, bound) = (least, by);
+        }
+    }
+    Choice {
+        interval,
+        freeze,
+        mtbf,
+        mtbf_source: facts.mtbf_source,
+        persist,
+        max_overhead: facts.max_overhead,
+        expected_overhead: overhead(interval, freeze),
+        expected_loss: loss(interval, mtbf),
+        bound,
+    }
+}
+
+/// The share of the time that freezes take: d / (T + d).
+#[must_use]
+pub fn overhead(interval: Duration, freeze: Duration) -> Percentage {
+    share(freeze, interval.saturating_add(freeze))
+}
+
+/// The share of the work that failures cost: T / 2M, at most all of it.
+#[must_use]
+pub fn loss(interval: Duration, mtbf: Duration) -> Percentage {
+    share(interval, mtbf.saturating_mul(2))
+}
+
+/// T by Young's formula.
+fn young(freeze: Duration, mtbf: Duration) -> Duration {
+    seconds((2.0 * freeze.as_secs_f64() * mtbf.as_secs_f64()).sqrt())
+}
+
+/// T by Daly's formula.
+fn daly(freeze: Duration, mtbf: Duration) -> Duration {
+    if freeze >= mtbf.saturating_mul(2) {
+        return mtbf;
+    }
+    let ratio = freeze.as_secs_f64() / (2.0 * mtbf.as_secs_f64());
+    let longer = young(freeze, mtbf).as_secs_f64() * (1.0 + ratio.sqrt() / 3.0 + ratio / 9.0);
+    seconds(longer - freeze.as_secs_f64())
+}
+
+/// The shortest T with d / (T + d) <= share.
+fn least_for(freeze: Duration, share: Percentage) -> Option<Duration> {
+    let share = u128::from(share.as_millionths());
+    let rest = u128::from(ALL).saturating_sub(share);
+    let micros = freeze.as_micros().checked_mul(rest)?.checked_add(share.checked_sub(1)?)? / share;
+    Some(u64::try_from(micros).map_or(FOREVER, |micros| Duration::from_micros(micros).min(FOREVER)))
+}
+
+/// The whole, in millionths.
+const ALL: u32 = 1_000_000;
+
+/// `part` of `whole`, at most all of it.
+fn share(part: Duration, whole: Duration) -> Percentage {
+    let millionths = part.as_micros().checked_mul(u128::from(ALL)).and_then(|n| n.checked_div(whole.as_micros()));
+    Percentage::millionths(millionths.and_then(|n| u32::try_from(n).ok()).unwrap_or(ALL).min(ALL))
+}
+
+/// Rounded up, and within [`FOREVER`].
+#[must_use]
+pub fn whole_micros(time: Duration) -> Duration {
+    let micros = time.min(FOREVER).as_nanos().div_ceil(1_000);
+    u64::try_from(micros).map_or(FOREVER, Duration::from_micros)
+}
+
+/// Within 0 and [`FOREVER`].
+fn seconds(n: f64) -> Duration {
+    Duration::try_from_secs_f64(n.max(0.0)).unwrap_or(FOREVER).min(FOREVER)
+}
+
+#[cfg(test)]
+mod tests;

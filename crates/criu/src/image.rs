@@ -1,0 +1,427 @@
+//! Reading CRIU's image files: magics, then records of a little-endian length and a protobuf message (CRIU `image.c`).
+//!
+//! Everything read here may be damaged: lengths are checked against the file before anything is allocated.
+
+mod checked;
+mod devices;
+mod locks;
+mod mappings;
+mod peers;
+mod queues;
+mod rewrite;
+mod sockets;
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use prost::Message;
+
+pub use checked::{CheckedFile, checked_files};
+pub use devices::{Replaced, without_devices};
+pub use locks::{LostLocks, lost_locks};
+pub use mappings::{correct_access, scarce, written_by_mappings};
+pub use peers::{Dangling, dangling_sockets};
+pub use queues::{Queues, Stuck, keep_in_flight};
+pub use sockets::{TcpSocket, close_connections_outwards, tcp_sockets};
+
+use super::proto::{FileEntry, PagemapEntry, PagemapHead, PstreeEntry, RemapEntry, StatsEntry};
+
+/// `IMG_COMMON_MAGIC` and `IMG_SERVICE_MAGIC`, followed by the type's own magic.
+const COMMON: u32 = 0x5456_4319;
+const SERVICE: u32 = 0x5510_5940;
+const PSTREE: u32 = 0x5027_3030;
+const FILES: u32 = 0x5630_3138;
+const FDINFO: u32 = 0x5621_3732;
+const IDS: u32 = 0x5443_2030;
+const PAGEMAP: u32 = 0x5608_4025;
+const REMAP: u32 = 0x5913_3954;
+const STATS: u32 = 0x5709_3306;
+
+/// CRIU on x86-64 maps pages of this size.
+pub const PAGE: u64 = 4096;
+/// `PE_PRESENT`: the page is in the pages file.
+const PRESENT: u32 = 4;
+const MAX_RECORD: usize = 16 << 20;
+
+/// Why an image file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file cannot be read.
+    #[error("cannot read {path}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The file cannot be written.
+    #[error("cannot write {path}")]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The file is not what its name says, or cut.
+    #[error("{path} is damaged: {what}")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        what: String,
+    },
+}
+
+fn damaged(path: &Path, what: impl Into<String>) -> Error {
+    Error::Damaged { path: path.into(), what: what.into() }
+}
+
+/// The records of an image file.
+struct Records {
+    path: PathBuf,
+    bytes: Vec<u8>,
+    at: usize,
+}
+
+impl Records {
+    fn open(path: PathBuf, magic: u32) -> Result<Records, Error> {
+        let bytes = std::fs::read(&path).map_err(|source| Error::Read { path: path.clone(), source })?;
+        let mut records = Records { path, bytes, at: 0 };
+        let first = records.word();
+        if !matches!(first, Some(COMMON | SERVICE)) || records.word() != Some(magic) {
+            return Err(damaged(&records.path, "not the magic number CRIU writes"));
+        }
+        Ok(records)
+    }
+
+    fn word(&mut self) -> Option<u32> {
+        let bytes = self.bytes.get(self.at..self.at + 4)?.try_into().ok()?;
+        self.at += 4;
+        Some(u32::from_le_bytes(bytes))
+    }
+
+    fn next<M: Message + Default>(&mut self) -> Result<Option<M>, Error> {
+        if self.at == self.bytes.len() {
+            return Ok(None);
+        }
+        let length = self.word().and_then(|n| usize::try_from(n).ok()).filter(|n| *n <= MAX_RECORD);
+        let record = length.and_then(|n| self.bytes.get(self.at..self.at + n));
+        let Some(record) = record else {
+            return Err(damaged(&self.path, format!("a record is cut at byte {}", self.at)));
+        };
+        let message = M::decode(record).map_err(|e| damaged(&self.path, e.to_string()))?;
+        self.at += record.len();
+        Ok(Some(message))
+    }
+
+    /// Passes over what stands behind a record.
+    fn skip(&mut self, bytes: u32) -> Result<(), Error> {
+        let end = usize::try_from(bytes).ok().and_then(|bytes| self.at.checked_add(bytes));
+        let Some(end) = end.filter(|end| *end <= self.bytes.len()) else {
+            return Err(damaged(&self.path, format!("the data at byte {} is cut", self.at)));
+        };
+        self.at = end;
+        Ok(())
+    }
+
+    fn all<M: Message + Default>(mut self) -> Result<Vec<M>, Error> {
+        let mut all = Vec::new();
+        while let Some(message) = self.next()? {
+            all.push(message);
+        }
+        Ok(all)
+    }
+}
+
+/// The process ids an image will ask for at restore.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Ids {
+    /// The processes, parents first.
+    pub processes: Vec<i32>,
+    /// Every number in use as a process, thread, group or session id; sorted.
+    pub all: Vec<i32>,
+}
+
+/// Lets every process that is a child of the root without leading its session lead one of its own in the image.
+///
+/// The parent of such a process is gone, and the root adopted it: a daemon that forked twice. CRIU can give it a parent
+/// and a foreign session only by way of a helper that ends, and then it belongs to pid 1, because the root becomes a
+/// subreaper again too late: it would be missing in the next image.
+///
+/// # Errors
+/// When pstree.img is missing or damaged, or cannot be written.
+pub fn adopt_daemons(dir: &Path) -> Result<(), Error> {
+    let path = dir.join("pstree.img");
+    let before: Vec<PstreeEntry> = Records::open(path.clone(), PSTREE)?.all()?;
+    let mut entries = before.clone();
+    lead_sessions(&mut entries);
+    if entries == before {
+        return Ok(());
+    }
+    let mut bytes: Vec<u8> = [COMMON, PSTREE].iter().flat_map(|word| word.to_le_bytes()).collect();
+    for entry in &entries {
+        let record = entry.encode_to_vec();
+        let length = u32::try_from(record.len()).map_err(|e| damaged(&path, e.to_string()))?;
+        bytes.extend(length.to_le_bytes());
+        bytes.extend(record);
+    }
+    std::fs::write(&path, bytes).map_err(|source| Error::Write { path, source })
+}
+
+fn lead_sessions(entries: &mut [PstreeEntry]) {
+    let Some((root, root_session)) = entries.first().map(|root| (root.pid, root.sid)) else { return };
+    let daemons: Vec<(u32, u32)> = entries
+        .iter()
+        .filter(|e| e.ppid == root && e.sid != root_session && e.sid != e.pid)
+        .map(|e| (e.pid, e.sid))
+        .collect();
+    for (daemon, session) in daemons {
+        // Parents come before their children.
+        let mut below = vec![daemon];
+        for entry in entries.iter() {
+            if below.contains(&entry.ppid) {
+                below.push(entry.pid);
+            }
+        }
+        let moves = |e: &PstreeEntry| below.contains(&e.pid) && e.sid == session;
+        let moved: Vec<u32> = entries.iter().filter(|e| moves(e)).map(|e| e.pid).collect();
+        for entry in entries.iter_mut().filter(|e| moved.contains(&e.pid)) {
+            entry.sid = daemon;
+            // A group lies within one session, and the leader of a session leads its group.
+            if entry.pid == daemon || !moved.contains(&entry.pgid) {
+                entry.pgid = daemon;
+            }
+        }
+    }
+}
+
+/// Reads pstree.img.
+///
+/// # Errors
+/// When it is missing or damaged.
+pub fn ids(dir: &Path) -> Result<Ids, Error> {
+    let path = dir.join("pstree.img");
+    let entries: Vec<PstreeEntry> = Records::open(path.clone(), PSTREE)?.all()?;
+    let signed = |id: u32| i32::try_from(id).map_err(|_| damaged(&path, "a pid is out of range"));
+    let mut ids = Ids::default();
+    for entry in entries {
+        ids.processes.push(signed(entry.pid)?);
+        // The first thread is the process itself. CRIU (seen in 4.2.1, seize.c, collect_threads) does not fill in its number
+        // for a process that is dead and not reaped yet, and writes what happened to be in its memory; a restore does not
+        // read it (pstree.c, read_one_pstree_item).
+        let threads = entry.threads.iter().skip(1);
+        for id in threads.chain([&entry.pid, &entry.pgid, &entry.sid]) {
+            ids.all.push(signed(*id)?);
+        }
+    }
+    ids.all.sort_unstable();
+    ids.all.dedup();
+    Ok(ids)
+}
+
+/// A regular file that a task of the image has open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OpenFile {
+    /// Absolute path in the job's mount namespace.
+    pub path: PathBuf,
+    /// Flags of open(2).
+    pub flags: i32,
+    /// The offset.
+    pub position: u64,
+}
+
+/// The regular files of files.img that have a name: their own, or the one that CRIU gave them (`link_remap.N`).
+///
+/// # Errors
+/// When an image file is damaged.
+pub fn open_files(dir: &Path) -> Result<Vec<OpenFile>, Error> {
+    let names = names(dir)?;
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    let named = entries.into_iter().filter_map(|entry| {
+        let path = names.get(&entry.id)?.clone();
+        let reg = entry.reg?;
+        Some(OpenFile { path, flags: reg.flags.cast_signed(), position: reg.pos })
+    });
+    Ok(named.collect())
+}
+
+/// The paths of the regular files of files.img that have a name, by their number: their own, or the one that CRIU gave them.
+fn names(dir: &Path) -> Result<BTreeMap<u32, PathBuf>, Error> {
+    let remaps = remaps(dir)?;
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    let by_id = |id: u32| entries.iter().find(|e| e.id == id).and_then(|e| e.reg.as_ref());
+    let named = entries.iter().filter_map(|entry| {
+        let reg = entry.reg.as_ref()?;
+        let name = match remaps.iter().find(|remap| remap.orig_id == entry.id) {
+            None => &reg.name,
+            Some(remap) if remap.is_link() => &by_id(remap.remap_id)?.name,
+            Some(_) => return None,
+        };
+        Some((entry.id, Path::new("/").join(name.trim_start_matches('/'))))
+    });
+    Ok(named.collect())
+}
+
+/// The paths that UNIX sockets of the image are bound to, where they are absolute.
+///
+/// # Errors
+/// When files.img is missing or damaged.
+pub fn bound_paths(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    let path = |entry: &FileEntry| {
+        let name = entry.unix.as_ref()?.name.split(|byte| *byte == 0).next()?;
+        name.starts_with(b"/").then(|| PathBuf::from(OsStr::from_bytes(name)))
+    };
+    Ok(entries.iter().filter_map(path).collect())
+}
+
+fn remaps(dir: &Path) -> Result<Vec<RemapEntry>, Error> {
+    let path = dir.join("remap-fpath.img");
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    Records::open(path, REMAP)?.all()
+}
+
+/// The names CRIU gave to files that lost theirs but have another hard link (`link_remap.N`). CRIU removes them again
+/// after a dump that leaves the tasks running, and wants them back at restore.
+///
+/// # Errors
+/// When an image file is damaged.
+pub fn link_remaps(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+    let links: Vec<u32> = remaps(dir)?.iter().filter(|remap| remap.is_link()).map(|remap| remap.remap_id).collect();
+    if links.is_empty() {
+        return Ok(Vec::new());
+    }
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    let linked = entries.into_iter().filter(|e| links.contains(&e.id)).filter_map(|e| e.reg);
+    Ok(linked.map(|reg| Path::new("/").join(reg.name.trim_start_matches('/'))).collect())
+}
+
+/// Compares every page map with the size of its pages file: CRIU reads past the end of a short one and then waits for
+/// ever, so this comes before each restore. Returns the bytes of all pages files.
+///
+/// # Errors
+/// When a file is missing, damaged, or of another size than its map says.
+pub fn check_pages(dir: &Path) -> Result<u64, Error> {
+    let read = |source| Error::Read { path: dir.into(), source };
+    let mut total = 0;
+    for entry in std::fs::read_dir(dir).map_err(read)? {
+        let path = entry.map_err(read)?.path();
+        let name = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        if name.starts_with("pagemap-") && name.ends_with(".img") {
+            total += check_pagemap(dir, path)?;
+        } else if let Some(pid) = name.strip_prefix("mm-") {
+            // A process with memory has a page map, be it empty.
+            let pagemap = dir.join(format!("pagemap-{pid}"));
+            std::fs::metadata(&pagemap).map_err(|source| Error::Read { path: pagemap, source })?;
+        }
+    }
+    Ok(total)
+}
+
+fn check_pagemap(dir: &Path, path: PathBuf) -> Result<u64, Error> {
+    let map = page_runs(&path)?;
+    let want = map.bytes(&path)?;
+    let file = dir.join(format!("pages-{}.img", map.pages_id));
+    let have = match std::fs::metadata(&file) {
+        Ok(metadata) => metadata.len(),
+        Err(e) if e.kind() == io::ErrorKind::NotFound && want == 0 => 0,
+        Err(source) => return Err(Error::Read { path: file, source }),
+    };
+    if have != want {
+        return Err(damaged(&file, format!("{have} bytes, its page map says {want}")));
+    }
+    Ok(have)
+}
+
+/// Pages that follow each other in memory and in the pages file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageRun {
+    /// The address of the first.
+    pub address: u64,
+    /// How many.
+    pub pages: u64,
+}
+
+/// What a page map says of its pages file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PageRuns {
+    /// The file is `pages-ID.img`.
+    pub pages_id: u32,
+    /// What is in it, in its order: only pages that have content there.
+    pub runs: Vec<PageRun>,
+}
+
+impl PageRuns {
+    /// The size that the pages file must have.
+    ///
+    /// # Errors
+    /// When the counts overflow.
+    pub fn bytes(&self, path: &Path) -> Result<u64, Error> {
+        let pages = self.runs.iter().try_fold(0_u64, |sum, run| sum.checked_add(run.pages));
+        pages.and_then(|pages| pages.checked_mul(PAGE)).ok_or_else(|| damaged(path, "page counts overflow"))
+    }
+}
+
+/// Reads the begin of a page map: which pages file it is of.
+///
+/// # Errors
+/// When it is missing or damaged.
+pub fn pages_id(path: &Path) -> Result<u32, Error> {
+    let head: Option<PagemapHead> = Records::open(path.to_owned(), PAGEMAP)?.next()?;
+    head.map(|head| head.pages_id).ok_or_else(|| damaged(path, "no head"))
+}
+
+/// Reads a page map.
+///
+/// # Errors
+/// When it is missing or damaged.
+pub fn page_runs(path: &Path) -> Result<PageRuns, Error> {
+    let mut records = Records::open(path.to_owned(), PAGEMAP)?;
+    let head: PagemapHead = records.next()?.ok_or_else(|| damaged(path, "no head"))?;
+    let entries: Vec<PagemapEntry> = records.all()?;
+    // Before flags there was only in_parent.
+    let present = |e: &PagemapEntry| e.flags.map_or_else(|| e.in_parent != Some(true), |flags| flags & PRESENT != 0);
+    let pages = |e: &PagemapEntry| e.nr_pages.unwrap_or_else(|| u64::from(e.compat_nr_pages.unwrap_or(0)));
+    let runs = entries.iter().filter(|e| present(e)).map(|e| PageRun { address: e.vaddr, pages: pages(e) });
+    Ok(PageRuns { pages_id: head.pages_id, runs: runs.collect() })
+}
+
+/// The page maps of an image that CRIU is writing: what stands between `pagemap-` and `.img` (a pid, or `shmem-` and the
+/// inode of the shared memory) with the number of the pages file. Without a number it is the one that CRIU has just begun:
+/// it writes a page map in blocks, and one after the other.
+///
+/// # Errors
+/// When the folder cannot be read.
+pub fn page_maps(dir: &Path) -> Result<Vec<(String, Option<u32>)>, Error> {
+    let read = |source| Error::Read { path: dir.into(), source };
+    let mut all = Vec::new();
+    for entry in std::fs::read_dir(dir).map_err(read)? {
+        let name = entry.map_err(read)?.file_name().to_string_lossy().into_owned();
+        if let Some(owner) = name.strip_prefix("pagemap-").and_then(|rest| rest.strip_suffix(".img")) {
+            let head = Records::open(dir.join(&name), PAGEMAP).and_then(|mut records| records.next::<PagemapHead>());
+            all.push((owner.to_string(), head.ok().flatten().map(|head| head.pages_id)));
+        }
+    }
+    Ok(all)
+}
+
+/// How long the tasks stood still for CRIU, from stats-dump, which CRIU writes after a dump that succeeded.
+///
+/// # Errors
+/// When the file is missing or damaged.
+pub fn frozen_time(dir: &Path) -> Result<std::time::Duration, Error> {
+    let path = dir.join("stats-dump");
+    let stats: Option<StatsEntry> = Records::open(path.clone(), STATS)?.next()?;
+    let dump = stats.and_then(|s| s.dump).ok_or_else(|| damaged(&path, "no dump statistics"))?;
+    Ok(std::time::Duration::from_micros(u64::from(dump.frozen_time)))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,53 @@
+//! The files that CRIU compares at a restore with what they were (`validate_file` in criu/files-reg.c, CRIU 4.2): size,
+//! mode, and of ELF files the build-id. One that differs ends the restore.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use super::{Error, FILES, Records, remaps};
+use crate::proto::{FileEntry, RegFileEntry};
+
+/// A file that must be at a restore what it was, because nobody puts it back: mapped, executed, or open for reading.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CheckedFile {
+    /// Absolute path in the job's mount namespace.
+    pub path: PathBuf,
+    /// In bytes.
+    pub size: u64,
+    /// `st_mode`.
+    pub mode: Option<u32>,
+    /// The build-id of an ELF file, padded with zeros to a multiple of four bytes.
+    pub build_id: Option<Vec<u8>>,
+}
+
+/// The regular files of files.img that are found by their own name and that no task has open for writing, by path.
+///
+/// # Errors
+/// When an image file is damaged.
+pub fn checked_files(dir: &Path) -> Result<Vec<CheckedFile>, Error> {
+    // A file that lost its name, and the name that CRIU gave it instead: CRIU brings back both.
+    let remapped: Vec<u32> = remaps(dir)?.iter().flat_map(|remap| [remap.orig_id, remap.remap_id]).collect();
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    let mut found: BTreeMap<PathBuf, Option<CheckedFile>> = BTreeMap::new();
+    for entry in &entries {
+        let Some(reg) = &entry.reg else { continue };
+        let path = Path::new("/").join(reg.name.trim_start_matches('/'));
+        if remapped.contains(&entry.id) || is_changed_by_the_job(reg) {
+            found.insert(path, None);
+            continue;
+        }
+        found.entry(path.clone()).or_insert_with(|| checked(reg, path));
+    }
+    Ok(found.into_values().flatten().collect())
+}
+
+fn is_changed_by_the_job(reg: &RegFileEntry) -> bool {
+    reg.flags.cast_signed() & libc::O_ACCMODE != libc::O_RDONLY
+}
+
+fn checked(reg: &RegFileEntry, path: PathBuf) -> Option<CheckedFile> {
+    let build_id: Vec<u8> = reg.build_id.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let build_id = (!build_id.is_empty()).then_some(build_id);
+    let size = reg.size.filter(|_| reg.ext != Some(true))?;
+    Some(CheckedFile { path, size, mode: reg.mode, build_id })
+}

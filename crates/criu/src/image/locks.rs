@@ -1,0 +1,106 @@
+//! File locks that a restore would lose.
+//!
+//! CRIU (4.2) takes a process's locks again and after that maps its files, with descriptors of its own that it closes then
+//! (`restore_mapping` in criu/pie/restorer.c). A process that closes any descriptor of a file loses all its POSIX locks on
+//! that file (fcntl(2)). So those on files that it has mapped too are gone: SQLite's on the index of a write-ahead log, with
+//! which two processes would write to one place. `restart::locks` has the processes take them again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use super::devices::{MM, images};
+use super::{Error, FDINFO, IDS, Records, damaged, names};
+use crate::proto::{FdinfoEntry, FileLockEntry, KobjIds, MmEntry};
+use rekindle_os::ptrace::PosixLock;
+
+const FILE_LOCKS: u32 = 0x5432_3616;
+/// `FL_POSIX` of criu/include/file-lock.h. The other kinds belong to the open file, and stay.
+const POSIX: u32 = 1;
+/// `VMA_FILE_PRIVATE` and `VMA_FILE_SHARED`.
+const OF_A_FILE: u32 = 1 << 6 | 1 << 7;
+
+/// A lock that a restore would lose.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LostLock {
+    /// Who holds it, as it sees itself.
+    pub pid: i32,
+    /// Its descriptor of the file.
+    pub fd: i32,
+    /// The file.
+    pub path: PathBuf,
+    /// What it holds of it.
+    pub lock: PosixLock,
+}
+
+/// The locks that a restore loses, and whom that concerns.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LostLocks {
+    /// The locks.
+    pub locks: Vec<LostLock>,
+    /// The processes that use one of their files, as they see themselves. While a lock is lost, any of these could take it.
+    pub users: BTreeSet<i32>,
+}
+
+/// The locks of the image that a restore loses.
+///
+/// # Errors
+/// When an image file is missing or damaged.
+pub fn lost_locks(dir: &Path) -> Result<LostLocks, Error> {
+    let path_of_locks = dir.join("filelocks.img");
+    if !path_of_locks.exists() {
+        return Ok(LostLocks::default());
+    }
+    let locks: Vec<FileLockEntry> = Records::open(path_of_locks.clone(), FILE_LOCKS)?.all()?;
+    let locks = locks.into_iter().filter(|lock| lock.flag & POSIX != 0);
+    let (mut found, mut files): (Vec<LostLock>, Option<_>) = (Vec::new(), None);
+    for lock in locks {
+        let names = match &files {
+            Some(names) => names,
+            None => files.insert(names(dir)?),
+        };
+        let file =
+            table_of(dir, lock.pid)?.iter().find(|entry| entry.fd.cast_signed() == lock.fd).map(|entry| entry.id);
+        let Some(path) = file.and_then(|id| names.get(&id)) else { continue };
+        let mapped: BTreeSet<&PathBuf> = mapped_files(dir, lock.pid)?.iter().filter_map(|id| names.get(id)).collect();
+        if mapped.contains(path) {
+            let kind = i16::try_from(lock.kind).map_err(|error| damaged(&path_of_locks, error.to_string()))?;
+            let held = PosixLock { kind, start: lock.start, length: lock.length };
+            found.push(LostLock { pid: lock.pid, fd: lock.fd, path: path.clone(), lock: held });
+        }
+    }
+    let mut lost = LostLocks { locks: found, users: BTreeSet::new() };
+    if let (false, Some(names)) = (lost.locks.is_empty(), files) {
+        lost.users = users(dir, &lost.locks, &names)?;
+    }
+    Ok(lost)
+}
+
+/// The processes that have a file of these locks open or mapped.
+fn users(dir: &Path, locks: &[LostLock], names: &BTreeMap<u32, PathBuf>) -> Result<BTreeSet<i32>, Error> {
+    let is_one = |id: &u32| names.get(id).is_some_and(|path| locks.iter().any(|lock| lock.path == *path));
+    let mut users = BTreeSet::new();
+    for (pid, _) in images(dir, "ids-")? {
+        let Ok(pid) = pid.parse() else { continue };
+        if table_of(dir, pid)?.iter().any(|entry| is_one(&entry.id)) || mapped_files(dir, pid)?.iter().any(is_one) {
+            users.insert(pid);
+        }
+    }
+    Ok(users)
+}
+
+/// The descriptors of a process.
+fn table_of(dir: &Path, pid: i32) -> Result<Vec<FdinfoEntry>, Error> {
+    let ids: Option<KobjIds> = Records::open(dir.join(format!("ids-{pid}.img")), IDS)?.next()?;
+    let table = ids.map(|ids| dir.join(format!("fdinfo-{}.img", ids.files))).filter(|table| table.exists());
+    table.map_or(Ok(Vec::new()), |table| Records::open(table, FDINFO)?.all())
+}
+
+fn mapped_files(dir: &Path, pid: i32) -> Result<BTreeSet<u32>, Error> {
+    let wanted = pid.to_string();
+    let Some((_, path)) = images(dir, "mm-")?.into_iter().find(|(name, _)| *name == wanted) else {
+        return Ok(BTreeSet::new());
+    };
+    let entries: Vec<MmEntry> = Records::open(path, MM)?.all()?;
+    let mappings = entries.iter().flat_map(|entry| &entry.vmas).filter(|vma| vma.status & OF_A_FILE != 0);
+    Ok(mappings.filter_map(|vma| u32::try_from(vma.shmid).ok()).collect())
+}

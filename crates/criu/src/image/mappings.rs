@@ -1,0 +1,158 @@
+//! Mappings of files: which of them can change a file, and how CRIU opens the file for them at a restore.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use prost::Message;
+
+use super::devices::{MM, images};
+use super::rewrite::{rewrite, with_fields};
+use super::{Error, Records, damaged, names};
+use crate::proto::{MmEntry, VmaEntry};
+
+/// Status of a mapping (`include/image.h`): `VMA_FILE_SHARED`, `VMA_AREA_MEMFD`, and that a plugin took it.
+const FILE_SHARED: u32 = 1 << 7;
+const MEMFD: u32 = 1 << 14;
+const EXT_PLUGIN: u32 = 1 << 27;
+
+/// The regular files that a process has mapped shared and can write to by that mapping, or can be given the right to by
+/// mprotect(2). Whether it also has a descriptor does not matter.
+///
+/// # Errors
+/// When an image file is missing or damaged.
+pub fn written_by_mappings(dir: &Path) -> Result<Vec<PathBuf>, Error> {
+    let names = names(dir)?;
+    let mut found = BTreeSet::new();
+    for (_, path) in images(dir, "mm-")? {
+        let entries: Vec<MmEntry> = Records::open(path, MM)?.all()?;
+        let mappings = entries.iter().flat_map(|entry| &entry.vmas).filter(|vma| is_of_a_file(vma));
+        let written = mappings.filter(|vma| writes(vma.prot) || opens_for_writing(vma));
+        found.extend(written.filter_map(|vma| names.get(&u32::try_from(vma.shmid).ok()?).cloned()));
+    }
+    Ok(found.into_iter().collect())
+}
+
+/// A scarce resource of the machine that the processes use, in words: a second copy of them would take it from the first.
+///
+/// # Errors
+/// When an image file is missing or damaged.
+pub fn scarce(dir: &Path) -> Result<Option<&'static str>, Error> {
+    /// `VMA_AREA_AIORING`.
+    const AIO_RING: u32 = 1 << 13;
+    for (_, path) in images(dir, "mm-")? {
+        let entries: Vec<MmEntry> = Records::open(path, MM)?.all()?;
+        for vma in entries.iter().flat_map(|entry| &entry.vmas) {
+            if vma.flags & libc::MAP_HUGETLB.cast_unsigned() != 0 {
+                return Ok(Some("huge pages"));
+            }
+            if vma.status & AIO_RING != 0 {
+                return Ok(Some("rings of asynchronous I/O"));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// Has files opened for writing where a mapping of them is writable. CRIU 4.2 takes the access mode from the mode of the
+/// link in /proc/PID/map_files, and the kernel keeps the link of an earlier mapping of the same addresses with the mode that
+/// it had: a restore would fail with "Can't restore 0x... mapping". Answers how many mappings were corrected.
+///
+/// # Errors
+/// When an image file is missing or damaged, or cannot be written.
+pub fn correct_access(dir: &Path) -> Result<usize, Error> {
+    /// Field 14 with a length.
+    const VMA: u64 = 14 << 3 | 2;
+    let mut corrected = 0;
+    for (_, path) in images(dir, "mm-")? {
+        rewrite(&path, MM, |(), record| {
+            let before = corrected;
+            let new = with_fields(record, |key, content| {
+                if key != VMA {
+                    return Some(None);
+                }
+                let vma = VmaEntry::decode(content).ok()?;
+                let is_wrong = is_of_a_file(&vma) && writes(vma.prot) && !opens_for_writing(&vma);
+                let access = vma.fdflags.unwrap_or_default() & !ACCESS | libc::O_RDWR.cast_unsigned();
+                corrected += usize::from(is_wrong);
+                Some(is_wrong.then(|| VmaEntry { fdflags: Some(access), ..vma }.encode_to_vec()))
+            });
+            let new = new.ok_or_else(|| damaged(&path, "a record cannot be read"))?;
+            Ok((corrected > before).then_some(new))
+        })?;
+    }
+    Ok(corrected)
+}
+
+const ACCESS: u32 = libc::O_ACCMODE.cast_unsigned();
+
+fn is_of_a_file(vma: &VmaEntry) -> bool {
+    vma.status & FILE_SHARED != 0 && vma.status & (MEMFD | EXT_PLUGIN) == 0
+}
+
+fn writes(prot: u32) -> bool {
+    prot & libc::PROT_WRITE.cast_unsigned() != 0
+}
+
+/// A shared mapping can only be made writable if its file was opened for both.
+fn opens_for_writing(vma: &VmaEntry) -> bool {
+    vma.fdflags.is_some_and(|flags| flags & ACCESS == libc::O_RDWR.cast_unsigned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::image::{COMMON, FILES};
+    use crate::proto::{FileEntry, RegFileEntry};
+
+    fn write<M: Message>(path: &Path, magic: u32, entries: &[M]) {
+        let mut bytes: Vec<u8> = [COMMON, magic].iter().flat_map(|word| word.to_le_bytes()).collect();
+        for entry in entries {
+            bytes.extend(u32::try_from(entry.encoded_len()).unwrap().to_le_bytes());
+            bytes.extend(entry.encode_to_vec());
+        }
+        std::fs::write(path, bytes).unwrap();
+    }
+
+    fn mapping(file: u64, status: u32, prot: i32, access: i32) -> VmaEntry {
+        VmaEntry {
+            start: 0x1000,
+            end: 0x2000,
+            pgoff: 0,
+            shmid: file,
+            prot: prot.cast_unsigned(),
+            flags: 1,
+            status,
+            fd: -1,
+            madv: None,
+            fdflags: Some(access.cast_unsigned()),
+        }
+    }
+
+    #[test]
+    fn a_stale_access_mode_is_corrected_and_writable_mappings_are_found() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = |id: u32, name: &str| FileEntry {
+            id,
+            reg: Some(RegFileEntry { id, name: name.into(), ..RegFileEntry::default() }),
+            ..FileEntry::default()
+        };
+        write(&dir.path().join("files.img"), FILES, &[file(1, "tmp/stale"), file(2, "tmp/read"), file(3, "tmp/both")]);
+        let (read, write_too) = (libc::PROT_READ, libc::PROT_READ | libc::PROT_WRITE);
+        let vmas = vec![
+            mapping(1, 1 | FILE_SHARED, write_too, libc::O_RDONLY),
+            mapping(2, 1 | FILE_SHARED, read, libc::O_RDONLY),
+            mapping(3, 1 | FILE_SHARED, read, libc::O_RDWR),
+            mapping(2, 1 | 1 << 6, write_too, libc::O_RDONLY),
+            mapping(2, 1 | FILE_SHARED | MEMFD, write_too, libc::O_RDONLY),
+        ];
+        write(&dir.path().join("mm-7.img"), MM, &[MmEntry { vmas: vmas.clone() }]);
+        let written = written_by_mappings(dir.path()).unwrap();
+        assert_eq!(written, [Path::new("/tmp/both"), Path::new("/tmp/stale")]);
+        assert_eq!(correct_access(dir.path()).unwrap(), 1);
+        let now: Vec<MmEntry> = Records::open(dir.path().join("mm-7.img"), MM).unwrap().all().unwrap();
+        let mut expected = vmas;
+        expected[0].fdflags = Some(libc::O_RDWR.cast_unsigned());
+        assert_eq!(now[0].vmas, expected);
+        assert_eq!(correct_access(dir.path()).unwrap(), 0);
+    }
+}

@@ -1,0 +1,270 @@
+//! Descriptors on their way through a UNIX socket (`SCM_RIGHTS`): sent, and not received.
+//!
+//! CRIU writes them into sk-queues.img. But four things go wrong by way of it (4.2.1), all seen, all without a word:
+//!
+//! - Two sockets that are connected with each other (socketpair(2), accept(2)) are made and filled by one process: the first
+//!   that has the end which is later in files.img (`interconnected_pair`). The numbers of the descriptors were chosen before
+//!   that, for the first process that has the end they are sent from (`unix_note_scm_rights`). Where that is another process,
+//!   what has this number in the wrong one is sent: the receiver gets another file.
+//! - Where a file is not open yet by the time that such a pair is, both its queues stay empty: packets are lost
+//!   (`post_open_interconnected_master` says that it is done). That is so where another process has to open the file, or where it
+//!   waits for another one, as the end of a pipe does.
+//! - Of a stream, data is read together with what was sent after it with descriptors (`dump_sk_queue_packet`), and comes back
+//!   as one packet: whoever reads the data by itself throws the descriptors away.
+//! - A datagram without data ends the dump of its queue: it is not written, with its descriptors, nor what is behind it. Only
+//!   the kernel can tell how many there were.
+//!
+//! The first is mended by the order: the sending end goes behind the other. All that is left is for the caller to judge. What is
+//! loose comes back right: datagrams of a sender that is not connected, or only in one direction, and a queue whose other end
+//! is closed.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::path::Path;
+
+use super::rewrite::rewrite;
+use super::{Error, FDINFO, FILES, IDS, Records, damaged, ids};
+use crate::proto::{ConnectedEntry, FdinfoEntry, KobjIds, PacketEntry, QueuedFileEntry};
+
+const QUEUES: u32 = 0x5626_4026;
+const SCM_RIGHTS: u32 = 1;
+const STREAM: u32 = 1;
+
+/// `fd_types` that CRIU opens at its first attempt: REG, EVENTFD, TIMERFD, MEMFD.
+const AT_ONCE: [u32; 4] = [1, 6, 17, 18];
+
+/// Descriptors in the queue of a socket that a restore would lose, or exchange for others.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stuck {
+    /// The inode of the socket that they wait in.
+    pub inode: u32,
+    /// The first process that has that socket, as it sees itself. None where it is on its way too.
+    pub receiver: Option<i32>,
+    /// The first that has the other end, where it is known.
+    pub sender: Option<i32>,
+    /// How many.
+    pub descriptors: usize,
+}
+
+/// The descriptors in the queues of an image.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Queues {
+    /// How many are in each socket, by its inode.
+    pub descriptors: BTreeMap<u32, usize>,
+    /// What no order brings back.
+    pub stuck: Vec<Stuck>,
+}
+
+/// Puts sockets of files.img into the order in which CRIU restores the descriptors that are in their queues.
+///
+/// # Errors
+/// When an image file is missing or damaged, or cannot be written.
+pub fn keep_in_flight(dir: &Path) -> Result<Queues, Error> {
+    let queues = queues(&dir.join("sk-queues.img"))?;
+    if queues.is_empty() {
+        return Ok(Queues::default());
+    }
+    let path = dir.join("files.img");
+    let files = Records::open(path.clone(), FILES)?.all()?;
+    let scene = Scene { queues, files, holders: holders(dir)? };
+    let (mut found, mut behind) = (Queues::default(), Vec::new());
+    for (receiver, queue) in &scene.queues {
+        let socket = scene.socket(*receiver);
+        let socket = socket.ok_or_else(|| damaged(&path, format!("no socket {receiver}, which has a queue")))?;
+        found.descriptors.insert(socket.ino, queue.files.len());
+        match scene.judge(*receiver, socket) {
+            Verdict::Right => {}
+            Verdict::Behind(sender) => behind.push((*receiver, sender)),
+            Verdict::Wrong => found.stuck.push(scene.stuck(*receiver, socket)),
+        }
+    }
+    if found.stuck.is_empty() {
+        exchange(&path, &behind.into_iter().filter(|pair| scene.is_before(*pair)).collect::<Vec<_>>())?;
+    }
+    Ok(found)
+}
+
+/// What is in the queue of a socket.
+#[derive(Debug, Default)]
+struct Queue {
+    /// The files, as ids of files.img.
+    files: Vec<u32>,
+    /// Bytes of the longest packet that has any.
+    longest: u32,
+}
+
+/// The queues that have descriptors, by their sockets as ids of files.img.
+fn queues(path: &Path) -> Result<BTreeMap<u32, Queue>, Error> {
+    let mut all: BTreeMap<u32, Queue> = BTreeMap::new();
+    if !path.exists() {
+        return Ok(all);
+    }
+    let mut records = Records::open(path.into(), QUEUES)?;
+    while let Some(packet) = records.next::<PacketEntry>()? {
+        records.skip(packet.length)?;
+        for scm in packet.scm {
+            if scm.kind != SCM_RIGHTS {
+                return Err(damaged(path, format!("a control message of kind {}", scm.kind)));
+            }
+            let queue = all.entry(packet.id_for).or_default();
+            queue.files.extend(scm.rights);
+            queue.longest = queue.longest.max(packet.length);
+        }
+    }
+    Ok(all)
+}
+
+/// The processes that have each file open. Of several with one table of descriptors it is the first, the one for which
+/// CRIU opens them (`shared_fdt_prepare`).
+pub(super) fn holders(dir: &Path) -> Result<BTreeMap<u32, BTreeSet<i32>>, Error> {
+    let mut all: BTreeMap<u32, BTreeSet<i32>> = BTreeMap::new();
+    let mut tables = HashSet::new();
+    for pid in ids(dir)?.processes {
+        let path = dir.join(format!("ids-{pid}.img"));
+        // A dead one has none.
+        if !path.exists() {
+            continue;
+        }
+        let ids: Option<KobjIds> = Records::open(path.clone(), IDS)?.next()?;
+        let table = ids.ok_or_else(|| damaged(&path, "no ids"))?.files;
+        let path = dir.join(format!("fdinfo-{table}.img"));
+        if !tables.insert(table) || !path.exists() {
+            continue;
+        }
+        let entries: Vec<FdinfoEntry> = Records::open(path, FDINFO)?.all()?;
+        for entry in entries {
+            all.entry(entry.id).or_default().insert(pid);
+        }
+    }
+    Ok(all)
+}
+
+/// Each of the two where the other one was.
+fn exchange(path: &Path, pairs: &[(u32, u32)]) -> Result<(), Error> {
+    let other = |id: u32| {
+        let of = |(one, two): &(u32, u32)| if *one == id { Some(*two) } else { (*two == id).then_some(*one) };
+        pairs.iter().find_map(of)
+    };
+    let mut found = BTreeMap::new();
+    rewrite(path, FILES, |file: QueuedFileEntry, record| {
+        if let Some(other) = other(file.id) {
+            found.insert(other, record.to_vec());
+        }
+        Ok(None)
+    })?;
+    rewrite(path, FILES, |file: QueuedFileEntry, _| Ok(found.remove(&file.id)))
+}
+
+enum Verdict {
+    Right,
+    /// Where this one, the sending end, is behind the other.
+    Behind(u32),
+    Wrong,
+}
+
+/// What a socket is to others, for CRIU.
+enum Link {
+    /// To none, or in one direction: its queue waits for the files that it needs.
+    Loose,
+    /// With this one, and that with it.
+    Pair(u32),
+    /// With one of several that send to it.
+    Unclear,
+}
+
+/// What an image has of queues with descriptors.
+struct Scene {
+    queues: BTreeMap<u32, Queue>,
+    files: Vec<QueuedFileEntry>,
+    holders: BTreeMap<u32, BTreeSet<i32>>,
+}
+
+impl Scene {
+    fn socket(&self, id: u32) -> Option<ConnectedEntry> {
+        self.files.iter().find(|file| file.id == id)?.unix
+    }
+
+    fn link(&self, id: u32, socket: ConnectedEntry) -> Link {
+        let sockets = || self.files.iter().filter_map(|file| Some((file.id, file.unix?)));
+        let other = sockets().find(|(_, other)| socket.peer != 0 && other.ino == socket.peer);
+        let Some((sender, _)) = other.filter(|(other, it)| *other != id && it.peer == socket.ino) else {
+            return Link::Loose;
+        };
+        // Only one of those that are connected to it fills its queue (`queuer`).
+        match sockets().filter(|(_, other)| other.peer == socket.ino).count() {
+            1 => Link::Pair(sender),
+            _ => Link::Unclear,
+        }
+    }
+
+    /// The first process that has the file; for CRIU that is the one with the lowest pid.
+    fn first(&self, id: u32) -> Option<i32> {
+        self.holders.get(&id)?.first().copied()
+    }
+
+    fn is_in_flight(&self, id: u32) -> bool {
+        self.queues.values().any(|queue| queue.files.contains(&id))
+    }
+
+    fn judge(&self, receiver: u32, socket: ConnectedEntry) -> Verdict {
+        let Some(queue) = self.queues.get(&receiver) else { return Verdict::Right };
+        // One byte was sent by itself. Of more, nobody can tell whether the descriptors came with the first.
+        if socket.kind == STREAM && queue.longest > 1 {
+            return Verdict::Wrong;
+        }
+        let sender = match self.link(receiver, socket) {
+            Link::Loose => return Verdict::Right,
+            Link::Unclear => return Verdict::Wrong,
+            Link::Pair(sender) => sender,
+        };
+        let (Some(to), Some(from)) = (self.first(receiver), self.first(sender)) else { return Verdict::Wrong };
+        if self.is_in_flight(receiver) || self.is_in_flight(sender) {
+            return Verdict::Wrong;
+        }
+        if !queue.files.iter().all(|file| self.is_opened_at_once_by(from, *file)) {
+            return Verdict::Wrong;
+        }
+        if to == from {
+            return Verdict::Right;
+        }
+        // With both ends in the sender and the receiver's first process before it, CRIU ends with a BUG when it shall
+        // make them in the sender.
+        let has_both = self.holders.get(&receiver).is_some_and(|pids| pids.contains(&from));
+        if self.queues.contains_key(&sender) || has_both { Verdict::Wrong } else { Verdict::Behind(sender) }
+    }
+
+    /// Whether this process opens the file, and no other, and need not wait for anything.
+    fn is_opened_at_once_by(&self, process: i32, id: u32) -> bool {
+        let is_of_kind = self.files.iter().any(|file| file.id == id && AT_ONCE.contains(&file.kind));
+        // Whoever fills a queue with it is one of those that have it.
+        let mut queues = self.queues.iter().filter(|(_, queue)| queue.files.contains(&id));
+        let is_only_filler = queues.all(|(receiver, _)| self.filler(*receiver) == Some(process));
+        is_of_kind && is_only_filler && self.first(id).is_none_or(|first| first >= process)
+    }
+
+    /// Where the numbers of the descriptors in a queue are chosen, of a pair.
+    fn filler(&self, receiver: u32) -> Option<i32> {
+        match self.link(receiver, self.socket(receiver)?) {
+            Link::Pair(sender) => self.first(sender),
+            Link::Loose | Link::Unclear => None,
+        }
+    }
+
+    fn stuck(&self, receiver: u32, socket: ConnectedEntry) -> Stuck {
+        let other = self.files.iter().find(|file| file.unix.is_some_and(|it| it.ino == socket.peer));
+        Stuck {
+            inode: socket.ino,
+            receiver: self.first(receiver),
+            sender: other.and_then(|other| self.first(other.id)),
+            descriptors: self.queues.get(&receiver).map_or(0, |queue| queue.files.len()),
+        }
+    }
+
+    /// Whether the second socket is before the first.
+    fn is_before(&self, (receiver, sender): (u32, u32)) -> bool {
+        let at = |id: u32| self.files.iter().position(|file| file.id == id);
+        at(sender) < at(receiver)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,162 @@
+//! The TCP sockets of an image: which there are, and those to the outside closed before anybody restores them.
+
+use std::collections::HashSet;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::path::Path;
+
+use super::rewrite::{rewrite, with_fields};
+use super::{Error, FILES, Records, damaged};
+use crate::proto::{FileEntry, InetSocketEntry};
+
+/// `IPPROTO_TCP`.
+const TCP: u32 = 6;
+/// `TCP_LISTEN` of the kernel's `tcp_states.h`.
+const LISTEN: u32 = 10;
+
+/// A TCP socket that a restore makes again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TcpSocket {
+    /// It waits for connections.
+    Listening(SocketAddr),
+    /// It has one.
+    Connected {
+        /// This end.
+        local: SocketAddr,
+        /// The other.
+        remote: SocketAddr,
+    },
+}
+
+impl TcpSocket {
+    fn of(entry: &FileEntry) -> Option<TcpSocket> {
+        let socket = entry.inet.as_ref().filter(|socket| socket.protocol == TCP)?;
+        let end = |words: &[u32], port: u32| Some(SocketAddr::new(address(words)?, u16::try_from(port).ok()?));
+        let local = end(&socket.source, socket.source_port)?;
+        match socket {
+            InetSocketEntry { state: LISTEN, .. } => Some(TcpSocket::Listening(local)),
+            InetSocketEntry { destination_port: 0, .. } => None,
+            InetSocketEntry { destination, destination_port, .. } => {
+                Some(TcpSocket::Connected { local, remote: end(destination, *destination_port)? })
+            }
+        }
+    }
+}
+
+/// Words in the order of the network, as the kernel has them. An IPv4 address in IPv6 clothes is the same address.
+fn address(words: &[u32]) -> Option<IpAddr> {
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    if let Ok(bytes) = <[u8; 16]>::try_from(bytes.as_slice()) {
+        return Some(IpAddr::V6(Ipv6Addr::from(bytes)).to_canonical());
+    }
+    <[u8; 4]>::try_from(bytes.as_slice()).ok().map(|bytes| IpAddr::V4(Ipv4Addr::from(bytes)))
+}
+
+/// The TCP sockets of files.img.
+///
+/// # Errors
+/// When it is missing or damaged.
+pub fn tcp_sockets(dir: &Path) -> Result<Vec<TcpSocket>, Error> {
+    let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
+    Ok(entries.iter().filter_map(TcpSocket::of).collect())
+}
+
+/// Makes sockets without a connection of those whose other end is not in the image, as CRIU's `tcp_close` does with all of
+/// them, and answers how many. The job finds such a socket as one that was reset: it reads and writes errors.
+///
+/// CRIU (4.2) can only keep all connections or close all.
+///
+/// # Errors
+/// When files.img is missing or damaged, or cannot be written.
+pub fn close_connections_outwards(dir: &Path) -> Result<usize, Error> {
+    let path = dir.join("files.img");
+    let all = tcp_sockets(dir)?;
+    let known: HashSet<(SocketAddr, SocketAddr)> = all.iter().filter_map(ends).collect();
+    let leads_out = |entry: &FileEntry| {
+        let ends = TcpSocket::of(entry).as_ref().and_then(ends);
+        ends.is_some_and(|(local, remote)| !known.contains(&(remote, local)))
+    };
+    let mut closed = 0;
+    rewrite(&path, FILES, |entry: FileEntry, record| {
+        if !leads_out(&entry) {
+            return Ok(None);
+        }
+        closed += 1;
+        without_connection(record).map(Some).ok_or_else(|| damaged(&path, format!("the record of file {}", entry.id)))
+    })?;
+    Ok(closed)
+}
+
+fn ends(socket: &TcpSocket) -> Option<(SocketAddr, SocketAddr)> {
+    match socket {
+        TcpSocket::Connected { local, remote } => Some((*local, *remote)),
+        TcpSocket::Listening(_) => None,
+    }
+}
+
+/// A `file_entry` with an `inet_sk_entry` to which is added that it is closed and has no ports: of a field that is there
+/// twice, the last counts.
+fn without_connection(record: &[u8]) -> Option<Vec<u8>> {
+    /// Field 4 with a length.
+    const INET: u64 = 4 << 3 | 2;
+    /// state = `TCP_CLOSE`, src_port = 0, dst_port = 0: numbers of fields 6, 7 and 8.
+    const CLOSED: [u8; 6] = [6 << 3, 7, 7 << 3, 0, 8 << 3, 0];
+    with_fields(record, |key, content| Some((key == INET).then(|| [content, &CLOSED].concat())))
+}
+
+#[cfg(test)]
+mod tests {
+    use prost::Message;
+
+    use super::*;
+
+    /// An entry with a field that we do not read: 13, as a message.
+    fn socket(id: u32, state: u32, source: (&[u32], u32), destination: (&[u32], u32)) -> Vec<u8> {
+        let inet = InetSocketEntry {
+            protocol: TCP,
+            state,
+            source_port: source.1,
+            destination_port: destination.1,
+            source: source.0.to_vec(),
+            destination: destination.0.to_vec(),
+        };
+        let mut content = inet.encode_to_vec();
+        content.extend([13 << 3 | 2, 2, 8, 1]);
+        let mut record = vec![1 << 3, 4, 2 << 3, u8::try_from(id).unwrap(), 4 << 3 | 2];
+        record.push(u8::try_from(content.len()).unwrap());
+        record.extend(content);
+        record
+    }
+
+    #[test]
+    fn connections_within_are_kept_and_others_closed() {
+        let dir = tempfile::tempdir().unwrap();
+        let word = |a: [u8; 4]| u32::from_ne_bytes(a);
+        let lo = [word([127, 0, 0, 1])];
+        let mapped = [0, 0, word([0, 0, 0xff, 0xff]), lo[0]];
+        let far = [word([192, 0, 2, 1])];
+        let records = [
+            socket(1, LISTEN, (&lo, 8000), (&[0], 0)),
+            // The ends of one connection, of which one has clothes on.
+            socket(2, 1, (&mapped, 8000), (&mapped, 40000)),
+            socket(3, 1, (&lo, 40000), (&lo, 8000)),
+            socket(4, 1, (&lo, 40001), (&far, 443)),
+            socket(5, 8, (&lo, 8000), (&lo, 40002)),
+        ];
+        super::super::tests::write(&dir.path().join("files.img"), FILES, &records);
+        assert_eq!(close_connections_outwards(dir.path()).unwrap(), 2);
+        let end = |port| SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), port);
+        let expected = [
+            TcpSocket::Listening(end(8000)),
+            TcpSocket::Connected { local: end(8000), remote: end(40000) },
+            TcpSocket::Connected { local: end(40000), remote: end(8000) },
+        ];
+        assert_eq!(tcp_sockets(dir.path()).unwrap(), expected);
+        let entries: Vec<FileEntry> = Records::open(dir.path().join("files.img"), FILES).unwrap().all().unwrap();
+        let closed = entries[3].inet.as_ref().unwrap();
+        assert_eq!((closed.state, closed.source_port, closed.destination_port), (7, 0, 0));
+        let written = std::fs::read(dir.path().join("files.img")).unwrap();
+        let unknown = written.windows(4).filter(|part| *part == [13 << 3 | 2, 2, 8, 1]);
+        assert_eq!(unknown.count(), 5, "what is not read stays");
+        assert_eq!(close_connections_outwards(dir.path()).unwrap(), 0);
+    }
+}

@@ -1,0 +1,327 @@
+//! CRIU's log: kept within bounds while it is written, and turned into words.
+//!
+//! CRIU's own error fields are of little use: `cr_errmsg` is the first error line it ever logged, often a harmless one.
+//! The reason of a failure is in the last error lines before "FAILED".
+
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::Duration;
+
+/// Lines kept from the beginning and from the end. A restore that loops once logged 83 GB in 40 minutes.
+const HEAD: usize = 200;
+const TAIL: usize = 2000;
+/// Logged by every run without CAP_SYS_RESOURCE, whether it succeeds or not.
+const HARMLESS: &str = "Can't setup RLIMIT_NOFILE";
+/// Bytes of a line that are looked at.
+const LINE: u64 = 4096;
+
+/// The log of one CRIU run.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Log {
+    head: Vec<String>,
+    tail: VecDeque<String>,
+    dropped: usize,
+}
+
+/// Reads a log until its writers are gone.
+#[derive(Debug)]
+pub(crate) struct Reader {
+    log: Arc<Mutex<Log>>,
+    done: mpsc::Receiver<()>,
+}
+
+impl Reader {
+    pub(crate) fn start(pipe: OwnedFd) -> std::io::Result<Reader> {
+        let log = Arc::new(Mutex::new(Log::default()));
+        let (finished, done) = mpsc::channel();
+        let shared = Arc::clone(&log);
+        let read = move || {
+            let mut lines = BufReader::new(std::fs::File::from(pipe));
+            let mut line = Vec::new();
+            loop {
+                line.clear();
+                let limited = &mut std::io::Read::take(&mut lines, LINE);
+                match limited.read_until(b'\n', &mut line) {
+                    Ok(0) | Err(_) => break,
+                    Ok(_) => {
+                        let text = String::from_utf8_lossy(&line).trim_end().to_string();
+                        shared.lock().unwrap_or_else(PoisonError::into_inner).push(text);
+                    }
+                }
+            }
+            // Nobody may wait any more.
+            let _ = finished.send(());
+        };
+        std::thread::Builder::new().name("criu-log".into()).spawn(read)?;
+        Ok(Reader { log, done })
+    }
+
+    /// What was logged; waits for the end, but no longer than `limit`, as a task left over could hold the pipe.
+    pub(crate) fn finish(self, limit: Duration) -> Log {
+        let _ = self.done.recv_timeout(limit);
+        self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+impl<'a> FromIterator<&'a str> for Log {
+    fn from_iter<I: IntoIterator<Item = &'a str>>(lines: I) -> Log {
+        let mut log = Log::default();
+        lines.into_iter().for_each(|line| log.push(line.to_owned()));
+        log
+    }
+}
+
+impl Log {
+    fn push(&mut self, line: String) {
+        if self.head.len() < HEAD {
+            self.head.push(line);
+            return;
+        }
+        if self.tail.len() == TAIL {
+            self.tail.pop_front();
+            self.dropped += 1;
+        }
+        self.tail.push_back(line);
+    }
+
+    /// The log as text, with a note where lines were left out.
+    #[must_use]
+    pub fn text(&self) -> String {
+        let gap = (self.dropped > 0).then(|| format!("[{} lines left out]", self.dropped));
+        let lines = self.head.iter().chain(&gap).chain(&self.tail);
+        lines.flat_map(|line| [line.as_str(), "\n"]).collect()
+    }
+
+    /// The last error lines, without time, pid and source position; at most six, oldest first.
+    #[must_use]
+    pub fn errors(&self) -> Vec<String> {
+        let all: Vec<&String> = self.head.iter().chain(&self.tail).collect();
+        // What comes after "FAILED" is cleaning up.
+        let end = all.iter().rposition(|l| l.contains("Dumping FAILED") || l.contains("Restoring FAILED"));
+        let before = &all[..end.unwrap_or(all.len())];
+        let mut errors: Vec<String> = before.iter().filter_map(|line| error_text(line)).collect();
+        errors.retain(|e| !e.contains(HARMLESS));
+        errors.dedup();
+        errors.split_off(errors.len().saturating_sub(6))
+    }
+
+    /// Whether a pid that the image needs belongs to another process.
+    #[must_use]
+    pub fn says_pid_taken(&self) -> bool {
+        self.errors().iter().any(|line| line.contains("Can't fork for") && line.contains("File exists"))
+    }
+
+    /// Whether another program has a port that the image needs.
+    #[must_use]
+    pub fn says_port_taken(&self) -> bool {
+        self.errors()
+            .iter()
+            .any(|line| line.contains("Can't bind inet socket") && line.contains("Address already in use"))
+    }
+
+    /// Whether a task was killed with SIGKILL meanwhile (`sigchld_handler` and `compel_stop_on_syscall` of CRIU say so): by
+    /// the kernel, short of memory, or by somebody. After an error of its own CRIU kills the others itself: that does not
+    /// count.
+    #[must_use]
+    pub fn says_killed(&self) -> bool {
+        let says = |line: &str| line.contains("killed by signal 9:") || line.contains("signaled with 9:");
+        let is_reason = |line: &str| error_text(line).is_some_and(|text| !text.contains(HARMLESS));
+        let first = self.head.iter().chain(&self.tail).find(|line| says(line) || is_reason(line));
+        first.is_some_and(|line| says(line))
+    }
+
+    /// Whether a dump failed for what the job was doing just then, and is likely to do no more a moment later.
+    #[must_use]
+    pub fn says_moment(&self) -> bool {
+        self.says_killed() || self.errors().iter().any(|line| MOMENTS.iter().any(|mark| line.contains(mark)))
+    }
+
+    /// What to do about it, where the failure is a known one.
+    #[must_use]
+    pub fn hint(&self) -> Option<&'static str> {
+        let errors = self.errors();
+        HINTS.iter().find(|(mark, _)| errors.iter().any(|e| e.contains(mark))).map(|(_, hint)| *hint)
+    }
+}
+
+/// `(00.012) [ pid: ]Error (criu/x.c:12): text` to `text`.
+fn error_text(line: &str) -> Option<String> {
+    let (_, after) = line.split_once("Error (")?;
+    let (_, text) = after.split_once("): ")?;
+    Some(text.trim().to_string())
+}
+
+/// Texts of CRIU 4.2 for what passes by itself.
+const MOMENTS: &[&str] = &[
+    // A process whose first thread has ended, and whose others are about to (compel/src/lib/infect.c).
+    "Zombies with threads",
+    // Not accepted yet, and not asked to be left out (criu/sk-inet.c).
+    "In-flight connection (l)",
+    // The same of UNIX sockets: something was sent before it was accepted, or it was closed (criu/sk-unix.c).
+    "Non-empty write queue on an in-flight socket",
+    "Found a closed in-flight socket",
+    // It was connected or closed between two looks (criu/sk-inet.c).
+    "obtained but expected",
+    // In the middle of a message of several sends, with MSG_MORE (criu/sk-inet.c).
+    "corked dgram",
+    // A helper of CRIU, or a process that it looked at (criu/util.c).
+    "unexpectedly",
+    "No such process",
+];
+
+/// Texts of CRIU 4.2 and what helps, the more specific first.
+const HINTS: &[(&str, &str)] = &[
+    (
+        "Can't get rlimit",
+        "a process of the job has become another user (sudo, su), and CRIU reads its limits only with CAP_SYS_RESOURCE: start rekindle with it",
+    ),
+    (
+        "anon_inode:[io_uring",
+        "the job uses io_uring, which CRIU cannot dump: with job.allow-io-uring = false programs do without",
+    ),
+    (
+        "send_fds failed",
+        "most likely an io_uring descriptor, which CRIU cannot dump: with job.allow-io-uring = false programs do without",
+    ),
+    (
+        "Can't retrieve FDs from socket",
+        "most likely an io_uring descriptor, which CRIU cannot dump: with job.allow-io-uring = false programs do without",
+    ),
+    (
+        "has bad size",
+        "a file that the job has open or mapped is not the one it was at the snapshot: was it replaced, or a package upgraded?",
+    ),
+    ("has bad mode", "the permissions of a file that the job has open were changed since the snapshot: set them back"),
+    (
+        "has bad build-ID",
+        "a library that the job uses was upgraded since the snapshot; install the version of then to restore this image",
+    ),
+    ("Can't fork for", "a pid of the image is taken; use pid-namespace = \"private\", or end the process that has it"),
+    (
+        "increase limit",
+        "a deleted file that the job still has open is larger than snapshot.ghost-limit, which can be 4095MiB at most",
+    ),
+    (
+        "Can't create link remap",
+        "a file the job has open lost its name but has another hard link, and its folder is not writable",
+    ),
+    ("Can't link ", "a file that had lost its name at the snapshot cannot be put back: its saved hard link is gone"),
+    ("Connected TCP socket", "the job has a TCP connection: set snapshot.tcp to \"close\" or \"keep\""),
+    ("--tcp-close", "the image was taken with snapshot.tcp = \"close\""),
+    (
+        "Can't connect inet socket back",
+        "a TCP connection to the outside cannot be brought back; take images with snapshot.tcp = \"close\"",
+    ),
+    (
+        "Can't bind inet socket",
+        "the port is in use: end the process that listens on it, or set network.mode = \"private\" for jobs that need no network",
+    ),
+    (
+        "Connected TCP socket in unexpected state",
+        "the job was opening or closing a TCP connection; the next attempt may work",
+    ),
+    (
+        "tty:",
+        "the job has a terminal open; start it with its output in files: rekindle does so unless the job opens /dev/tty itself",
+    ),
+    (
+        "Unable to load",
+        "CRIU cannot load the plugin for NVIDIA's devices: is the store's file system mounted noexec, or is this CRIU a static program?",
+    ),
+    ("handle_device_vma", "a device is mapped that CRIU cannot dump"),
+    ("chr 10:", "the job has a device open that CRIU cannot dump"),
+    ("perf_event", "the job has a perf event open, which CRIU cannot dump: stop profiling it"),
+    ("userfaultfd", "the job uses userfaultfd, which CRIU cannot dump"),
+    ("Unseizable non-zombie", "a debugger or strace holds the job: detach it"),
+    ("nested", "the job made namespaces of its own (a sandbox, a container), which CRIU cannot dump from outside"),
+    (
+        "Can't restore sub-task in NS",
+        "a child of the job had a mount or network namespace of its own, which CRIU cannot restore here",
+    ),
+    (
+        "suspending seccomp failed",
+        "CRIU needs CAP_SYS_ADMIN and must not run under a seccomp filter itself (Docker: --security-opt seccomp=unconfined)",
+    ),
+    (
+        "without peer",
+        "the job is connected to a UNIX socket of a program in another network (with network.mode = \"private\", of any outside, such as syslog): close it before the snapshot, or send without connecting",
+    ),
+    ("External socket is used", "the job holds a UNIX socket whose other end is outside of it"),
+    (
+        "dump half of stream unix",
+        "the job is connected to a UNIX socket outside of it (a daemon, an agent): close it before the snapshot",
+    ),
+    (
+        "Timeout reached",
+        "a task could not be frozen in time: it waits in the kernel (a hung network file system, a busy driver); see snapshot.freeze-timeout",
+    ),
+    ("unexpected rt vDSO", "this CRIU is too old for the kernel: CRIU 4.1 or newer is needed from kernel 6.13 on"),
+    ("Can't get 1:16 opt", "this CRIU is too old for the kernel: CRIU 4.2 or newer is needed from kernel 6.16 on"),
+    ("ELF header magic mismatch", "the image was made by a newer CRIU"),
+    ("No space left", "the file system is full"),
+    ("Unexpected EOF on", "an image file is empty or cut: the image is not whole"),
+    ("xfeatures has unsupported bits", "this CPU lacks features of the one that made the image"),
+    ("xsave size mismatch", "this CPU lacks features of the one that made the image"),
+    ("Can't open file", "a file that the job had open is not there any more"),
+    ("Operation not permitted", "a right is missing: run as root with all capabilities; `rekindle doctor` shows which"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn log(lines: &[&str]) -> Log {
+        lines.iter().copied().collect()
+    }
+
+    #[test]
+    fn the_reason_is_the_last_errors_before_failed() {
+        let log = log(&[
+            "(00.000001) Error (criu/util.c:1534): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted",
+            "(00.010001) Warn  (criu/x.c:1): nothing",
+            "(00.020001)   1000: Error (criu/files-reg.c:2211): File tmp/o.txt has bad size 486 (expect 270)",
+            "(00.020002) Error (criu/cr-restore.c:1): Restoring FAILED.",
+            "(00.020003) Error (criu/cgroup.c:1): later",
+        ]);
+        assert_eq!(log.errors(), ["File tmp/o.txt has bad size 486 (expect 270)"]);
+        assert!(log.hint().unwrap().contains("replaced"));
+    }
+
+    #[test]
+    fn a_task_that_criu_killed_after_an_error_was_not_killed_by_others() {
+        let harmless =
+            "(00.1) Error (criu/util.c:1): rlimit: Can't setup RLIMIT_NOFILE for self: Operation not permitted";
+        let killed = "(00.3) Error (criu/cr-restore.c:1): 1001 killed by signal 9: Killed";
+        let mode = "(00.2) Error (criu/files-reg.c:1): File tmp/file has bad mode 0100444 (expect 0100644)";
+        assert!(log(&[harmless, killed]).says_killed());
+        assert!(!log(&[harmless, mode, killed]).says_killed());
+        assert!(!log(&[harmless, mode]).says_killed());
+    }
+
+    #[test]
+    fn what_passes_by_itself_is_told_from_what_does_not() {
+        let says = |line: &str| {
+            let mut log = Log::default();
+            log.push(format!("(00.018) Error (criu/x.c:1): {line}"));
+            log.says_moment()
+        };
+        assert!(says("Zombies with threads are not supported"));
+        assert!(says("inet: Socket state 8 obtained but expected 1"));
+        assert!(says("unix: Non-empty write queue on an in-flight socket 0x971f78"));
+        assert!(says("1231 was killed by 9 unexpectedly: Killed"));
+        assert!(!says("File /x has bad size 3 (expect 4)") && !says("anon_inode:[io_uring] is not supported"));
+    }
+
+    #[test]
+    fn an_endless_log_stays_bounded() {
+        let mut log = Log::default();
+        for n in 0..100_000 {
+            log.push(format!("line {n}"));
+        }
+        let text = log.text();
+        assert!(text.starts_with("line 0\n") && text.ends_with("line 99999\n") && text.contains("lines left out"));
+        assert!(text.lines().count() <= HEAD + TAIL + 1);
+    }
+}

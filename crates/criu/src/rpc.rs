@@ -1,0 +1,589 @@
+//! One request to one `criu swrk`: start it in the job's namespaces, talk, collect its log, reap it.
+//!
+//! Invariants:
+//! - Whatever happens, no CRIU of ours is left: each path out of here kills and reaps it.
+//! - A restore that fails takes the half-restored tasks with it (the caller's `abandon` kills their world), before the
+//!   log is waited for, because they hold its pipe.
+
+use std::ffi::{CString, OsStr, OsString};
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::fcntl::OFlag;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sched::CloneFlags;
+use nix::sys::socket::{AddressFamily, MsgFlags, SockFlag, SockType, recv, send, socketpair};
+use prost::Message;
+
+use super::log::{Log, Reader};
+use super::plugin::{FileRights, PLUGIN_NAME, Plugin};
+use super::proto::{InheritFd, Kind, Options, Request, Response};
+use super::{Criu, image};
+use rekindle_os::process;
+use rekindle_os::spawn::{self, Child, Ended, Open, Spawn, World};
+
+/// Where a CRIU process runs and what it works on.
+#[derive(Debug)]
+pub struct Place<'a> {
+    /// The executable.
+    pub criu: &'a Criu,
+    /// pid 1 of the namespaces to run in; `None` for the host's.
+    pub init: Option<&'a Child>,
+    /// The folder of CRIU's images.
+    pub images: &'a Path,
+    /// A folder for what CRIU writes beside its images; a restore must not touch those.
+    pub work: &'a Path,
+    /// The bound on the whole request.
+    pub timeout: Duration,
+}
+
+/// What happens to TCP connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Tcp {
+    /// They are in the image and live again after a restore.
+    Keep,
+    /// They stay open in the running job and are reset in a restored one.
+    Close,
+}
+
+/// A file that was open under another path at the dump, for appending.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Instead {
+    /// Its path then.
+    pub then: PathBuf,
+    /// Its path now, as the restored tree sees it.
+    pub now: PathBuf,
+}
+
+/// What a restore needs to know.
+#[derive(Debug, Clone, Copy)]
+pub struct RestoreOptions<'a> {
+    /// TCP connections.
+    pub tcp: Tcp,
+    /// Files that it gets for those that it had.
+    pub instead: &'a [Instead],
+    /// Where CRIU works on the files of a user.
+    pub plugin: Option<Plugin<'a>>,
+}
+
+impl Default for RestoreOptions<'_> {
+    fn default() -> Self {
+        RestoreOptions { tcp: Tcp::Close, instead: &[], plugin: None }
+    }
+}
+
+/// What a dump needs to know.
+#[derive(Debug, Clone, Copy)]
+pub struct DumpOptions<'a> {
+    /// The root of the tree, as its innermost PID namespace sees it. It must lead its session.
+    pub root: i32,
+    /// TCP connections.
+    pub tcp: Tcp,
+    /// The largest deleted file that is put into the image, in bytes.
+    pub ghost_limit: u32,
+    /// The bound on stopping all tasks; CRIU counts in seconds.
+    pub freeze_timeout: Duration,
+    /// Where there are devices to accept. [`image::without_devices`] must then come before the tasks run on.
+    pub plugin: Option<Plugin<'a>>,
+}
+
+/// The moments at which CRIU waits for us.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Notify {
+    /// Before the tasks are stopped.
+    PreDump,
+    /// All images are written, the tasks stand still.
+    PostDump,
+    /// The tasks exist, none runs yet; the root's pid in its namespace.
+    PostRestore(i32),
+    /// The tasks have their memory and files, none runs yet. CRIU does not heed a refusal here: we kill them first.
+    PreResume,
+}
+
+/// Called when CRIU waits; an error makes it give up, and is the error of the request. `stop` is asked while waiting.
+pub struct Hooks<'a> {
+    /// Answers a moment.
+    pub notify: &'a mut dyn FnMut(Notify) -> Result<(), String>,
+    /// Whether the request is not wanted any more.
+    pub cancelled: &'a dyn Fn() -> bool,
+    /// Looks for a task that died under CRIU's hands (its pid in the namespace, and how). CRIU may then wait for ever: in
+    /// a dump for the dead to answer, in a restore for one that is not its own child to get ready.
+    pub died: &'a dyn Fn() -> Option<(i32, Ended)>,
+    /// Ends everything that a failed restore may have left.
+    pub abandon: &'a dyn Fn(),
+}
+
+impl std::fmt::Debug for Hooks<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Hooks")
+    }
+}
+
+/// Why a request failed.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    /// CRIU did not start.
+    #[error("cannot start CRIU")]
+    Start(#[source] spawn::Error),
+    /// The socket, the pipe or a wait failed.
+    #[error("cannot talk to CRIU: {what}")]
+    Talk {
+        /// The call.
+        what: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// CRIU said no.
+    #[error("CRIU refused: {}", reason(log))]
+    Refused {
+        /// Its log.
+        log: Log,
+    },
+    /// CRIU went away without an answer.
+    #[error("CRIU ended without an answer ({ended}): {}", reason(log))]
+    Gone {
+        /// How.
+        ended: Ended,
+        /// Its log.
+        log: Log,
+    },
+    /// It took too long.
+    #[error("CRIU did not finish within {}: {}", humantime::format_duration(*limit), reason(log))]
+    Timeout {
+        /// The bound.
+        limit: Duration,
+        /// Its log.
+        log: Log,
+    },
+    /// A task died while it was dumped or restored, and CRIU did not notice.
+    #[error("process {pid} of the job ended ({ended}) while CRIU was at work on it: {}", reason(log))]
+    TaskDied {
+        /// Its pid in the namespace.
+        pid: i32,
+        /// How.
+        ended: Ended,
+        /// CRIU's log.
+        log: Log,
+    },
+    /// One of our own steps in the middle failed.
+    #[error("{what}")]
+    Hook {
+        /// What failed.
+        what: String,
+    },
+    /// It would work on a user's files with root's rights.
+    #[error("{} would restore this job with root's rights over files, not those of its user: {why}. It must be able to load shared objects and plugins: use a CRIU that is linked dynamically, as distributions have it", path.display())]
+    Unrestricted {
+        /// The executable.
+        path: PathBuf,
+        /// What was seen.
+        why: &'static str,
+    },
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+    /// The restored process cannot be found among our children.
+    #[error("CRIU reports success, but the restored process {pid} is not there")]
+    Lost {
+        /// Its pid in the namespace.
+        pid: i32,
+    },
+    /// The image is not whole; CRIU was not started.
+    #[error(transparent)]
+    Image(#[from] image::Error),
+}
+
+fn reason(log: &Log) -> String {
+    let errors = log.errors();
+    let mut text = if errors.is_empty() { "it gave no reason in its log".to_string() } else { errors.join("; ") };
+    if let Some(hint) = log.hint() {
+        text.push_str(". Hint: ");
+        text.push_str(hint);
+    }
+    text
+}
+
+impl RunError {
+    /// CRIU's log, where it got as far as writing one.
+    #[must_use]
+    pub fn log(&self) -> Option<&Log> {
+        match self {
+            RunError::Refused { log }
+            | RunError::Gone { log, .. }
+            | RunError::Timeout { log, .. }
+            | RunError::TaskDied { log, .. } => Some(log),
+            _ => None,
+        }
+    }
+}
+
+/// A restored tree.
+#[derive(Debug)]
+pub struct Restored {
+    /// Its root, a child of this process.
+    pub root: Child,
+    /// CRIU's log.
+    pub log: Log,
+}
+
+/// Options that hold for every request.
+fn common(place: &Place<'_>, tcp: Tcp) -> Options {
+    Options {
+        images_dir_fd: -1,
+        images_dir: Some(place.images.to_string_lossy().into_owned()),
+        log_level: Some(2),
+        log_to_stderr: Some(true),
+        notify_scripts: Some(true),
+        ext_unix_sk: Some(true),
+        file_locks: Some(true),
+        link_remap: Some(true),
+        manage_cgroups_mode: Some(0),
+        network_lock: Some(3),
+        tcp_established: Some(tcp == Tcp::Keep),
+        tcp_close: Some(tcp == Tcp::Close),
+        // Those that wait to be accepted: the other end is closed in a restored job, and may ask again.
+        tcp_skip_in_flight: Some(true),
+        ..Options::default()
+    }
+}
+
+/// Dumps the tree below `options.root` and lets it run on.
+///
+/// # Errors
+/// When CRIU does not start, refuses, is cancelled or takes too long. The job runs on in each case.
+pub fn dump(place: &Place<'_>, options: DumpOptions<'_>, hooks: &mut Hooks<'_>) -> Result<Log, RunError> {
+    let seconds = u32::try_from(options.freeze_timeout.as_secs()).unwrap_or(u32::MAX);
+    let wanted = Options {
+        pid: Some(options.root),
+        leave_running: Some(true),
+        ghost_limit: Some(options.ghost_limit),
+        timeout: Some(seconds.max(1)),
+        ..common(place, options.tcp)
+    };
+    let mut run = Run::start(place, Orphan::Dies, &[], options.plugin)?;
+    let outcome = run.converse(Kind::Dump, wanted, place.timeout, hooks);
+    run.end(outcome, place.timeout).map(|(_, log)| log)
+}
+
+/// CRIU is in the network namespace of the job, which is then in no image, and not in its IPC namespace, which is: CRIU
+/// takes what is System V's only from a namespace other than its own ("doesn't live in IPC ns").
+pub(super) fn world_of(init: &Child) -> Result<World, spawn::Error> {
+    let failed = |source| spawn::Error::Fork { program: "criu".into(), source };
+    init.entrance(CloneFlags::CLONE_NEWNET).map_err(failed)
+}
+
+/// The first descriptor of CRIU that is a file of the job; below are its own.
+const FIRST_FILE: i32 = 4;
+
+/// Restores an image; its root becomes a child of this process.
+///
+/// # Errors
+/// When CRIU does not start, refuses, is cancelled or takes too long. Nothing of the tree is left then.
+pub fn restore(place: &Place<'_>, options: RestoreOptions<'_>, hooks: &mut Hooks<'_>) -> Result<Restored, RunError> {
+    let RestoreOptions { tcp, instead, plugin } = options;
+    image::check_pages(place.images)?;
+    let key = |file: &Instead| file.then.to_string_lossy().trim_start_matches('/').to_owned();
+    let inherit_fd = (FIRST_FILE..).zip(instead).map(|(fd, file)| InheritFd { key: key(file), fd }).collect();
+    let wanted = Options {
+        rst_sibling: Some(true),
+        inherit_fd,
+        // Ours are compared before; in images of earlier versions the reaper's are others than it needs.
+        skip_file_rwx_check: Some(true),
+        ..common(place, tcp)
+    };
+    let mut run = Run::start(place, Orphan::CleansUp, instead, plugin)?;
+    let restricted = plugin.and_then(|plugin| plugin.files);
+    let outcome = run
+        .check_plugin(restricted, place.timeout, hooks)
+        .and_then(|()| run.converse(Kind::Restore, wanted, place.timeout, hooks));
+    if outcome.is_err() {
+        (hooks.abandon)();
+    }
+    let result = run.end(outcome, place.timeout).and_then(|(response, log)| {
+        let pid = response.restore.map_or(0, |r| r.pid);
+        let root = find_restored(pid).and_then(|root| Child::adopt(root).ok()).ok_or(RunError::Lost { pid })?;
+        Ok(Restored { root, log })
+    });
+    if result.is_err() {
+        (hooks.abandon)();
+        spawn::reap_strays();
+    }
+    result
+}
+
+/// The child of ours that is `pid` in its own namespace and that we did not start: the root of a restore under way.
+#[must_use]
+pub fn find_restored(pid: i32) -> Option<i32> {
+    let children = rekindle_os::process::children(std::process::id().cast_signed());
+    let mut found = children.into_iter().filter(|c| !spawn::is_known(*c));
+    found.find(|c| rekindle_os::process::inner_pid(*c) == Some(pid))
+}
+
+/// What tells our plugin, in CRIU's environment, which devices to accept.
+const DEVICES: &str = "REKINDLE_DEVICES";
+/// And with whose rights over files CRIU works.
+const FILES_AS: &str = "REKINDLE_FILES_AS";
+
+/// How a conversation can end short of an answer.
+enum Stop {
+    Closed,
+    TimedOut,
+    Cancelled,
+    TaskDied(i32, Ended),
+    Hook(String),
+    Unrestricted(&'static str),
+    Failed(&'static str, io::Error),
+}
+
+/// What becomes of a CRIU in the host's namespaces when we die. In the job's own it goes with them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Orphan {
+    /// The kernel kills it. The tasks that it held run on, and their reaper ends them.
+    Dies,
+    /// It goes on until it finds nobody to notify, and kills what it has restored: nobody else knows those tasks.
+    CleansUp,
+}
+
+struct Run<'a> {
+    criu: &'a Path,
+    child: Child,
+    socket: OwnedFd,
+    log: Reader,
+    /// With whose rights over files a restore has to work.
+    restricted: Option<FileRights<'a>>,
+}
+
+impl<'a> Run<'a> {
+    fn start(
+        place: &Place<'a>,
+        orphan: Orphan,
+        files: &[Instead],
+        plugin: Option<Plugin<'_>>,
+    ) -> Result<Run<'a>, RunError> {
+        let talk = |what| move |e: nix::Error| RunError::Talk { what, source: e.into() };
+        let (socket, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)
+            .map_err(talk("socketpair"))?;
+        let (log, log_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(talk("pipe"))?;
+        let log = Reader::start(log).map_err(|source| RunError::Talk { what: "log thread", source })?;
+        let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags };
+        let work: PathBuf = place.work.into();
+        // Without `-L` it loads the plugins of its distribution, of which one checkpoints CUDA processes by itself.
+        let plugins = plugin.map_or(place.work, |plugin| plugin.folder);
+        let first = [OsStr::new("--no-default-config"), OsStr::new("-W"), work.as_os_str()];
+        let args = first.into_iter().chain(["-L".as_ref(), plugins.as_os_str(), "swrk".as_ref(), "3".as_ref()]);
+        let devices = plugin.and_then(|plugin| Some((DEVICES, OsString::from(plugin.devices?))));
+        let files_as = plugin.and_then(|plugin| {
+            let preload = plugin.folder.join(PLUGIN_NAME).into_os_string();
+            Some([(FILES_AS, OsString::from(plugin.files?.to_string())), ("LD_PRELOAD", preload)])
+        });
+        let path = ("PATH", std::env::var_os("PATH").unwrap_or_default());
+        let variables = [path].into_iter().chain(devices).chain(files_as.into_iter().flatten());
+        let child = Spawn::new(&place.criu.path, args)
+            // CRIU takes options from its environment too: it gets none.
+            .and_then(|s| s.environment(variables))
+            .and_then(|spawn| {
+                let spawn = spawn.open(null(0, libc::O_RDONLY)).open(null(1, libc::O_WRONLY));
+                let mut spawn = spawn.fd(log_end, 2).fd(theirs, 3);
+                for (fd, file) in (FIRST_FILE..).zip(files) {
+                    let flags = libc::O_WRONLY | libc::O_APPEND;
+                    spawn = spawn.open(Open { fd, path: spawn::c_string(&file.now)?, flags });
+                }
+                match place.init {
+                    // Job pids begin far above.
+                    Some(init) => {
+                        let world = world_of(init)?;
+                        spawn.world(world).pid(CRIU_PID).start()
+                    }
+                    None if orphan == Orphan::Dies => spawn.dies_with_us().start(),
+                    None => spawn.start(),
+                }
+            })
+            .map_err(RunError::Start)?;
+        Ok(Run { criu: &place.criu.path, child, socket, log, restricted: None })
+    }
+
+    /// Before CRIU hears of the image: whether it is one that our plugin is in. From then on each restore has to go on with
+    /// these rights over files.
+    fn check_plugin(
+        &mut self,
+        rights: Option<FileRights<'a>>,
+        timeout: Duration,
+        hooks: &mut Hooks<'_>,
+    ) -> Result<(), Stop> {
+        if rights.is_none() {
+            return Ok(());
+        }
+        self.restricted = rights;
+        // It takes another request only after one of these. Its answer shows that CRIU itself runs, not yet the shell of a
+        // wrapper or the loader.
+        self.send(&Request { kind: Kind::Version.into(), keep_open: Some(true), ..Request::default() })?;
+        self.receive(Instant::now() + timeout, hooks.cancelled, hooks.died)?;
+        match process::has_mapped(self.child.pid(), PLUGIN_NAME) {
+            true => Ok(()),
+            false => Err(Stop::Unrestricted("it did not load the object that LD_PRELOAD names")),
+        }
+    }
+
+    /// Before CRIU makes the first task: it has begun with the image, and so with the rights that our plugin left it.
+    fn check_rights(&self) -> Result<(), Stop> {
+        /// CAP_CHOWN, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER and CAP_FSETID.
+        const OVER_FILES: u64 = 0b1_1111;
+        let Some(rights) = self.restricted else { return Ok(()) };
+        let pid = self.child.pid();
+        let ids = |ids: Option<Vec<u32>>| ids.and_then(|ids| ids.get(3).copied());
+        let is_user =
+            ids(process::user_ids(pid)) == Some(rights.uid) && ids(process::group_ids(pid)) == Some(rights.gid);
+        let has_none = process::effective_capabilities(pid).is_some_and(|all| all & OVER_FILES == 0);
+        match is_user && has_none {
+            true => Ok(()),
+            false => Err(Stop::Unrestricted("it did not take the rights that rekindle's plugin sets")),
+        }
+    }
+
+    fn converse(
+        &mut self,
+        kind: Kind,
+        options: Options,
+        timeout: Duration,
+        hooks: &mut Hooks<'_>,
+    ) -> Result<Response, Stop> {
+        let deadline = Instant::now() + timeout;
+        self.send(&Request { kind: kind.into(), options: Some(options), ..Request::default() })?;
+        loop {
+            let response = self.receive(deadline, hooks.cancelled, hooks.died)?;
+            let Some(notify) = response.notify.clone().filter(|_| response.kind == i32::from(Kind::Notify)) else {
+                return Ok(response);
+            };
+            if notify.script.as_deref() == Some("pre-restore") {
+                self.check_rights()?;
+            }
+            let moment = match (notify.script.as_deref(), notify.pid) {
+                (Some("pre-dump"), _) => Some(Notify::PreDump),
+                (Some("post-dump"), _) => Some(Notify::PostDump),
+                (Some("post-restore"), Some(pid)) => Some(Notify::PostRestore(pid)),
+                (Some("pre-resume"), _) => Some(Notify::PreResume),
+                _ => None,
+            };
+            let answer = moment.map_or(Ok(()), &mut *hooks.notify);
+            let success = answer.is_ok();
+            if !success && kind == Kind::Restore {
+                (hooks.abandon)();
+            }
+            let reply = Request { kind: Kind::Notify.into(), notify_success: Some(success), ..Request::default() };
+            self.send(&reply)?;
+            if let Err(what) = answer {
+                // CRIU undoes its work and says so; what counts is why.
+                let _ = self.receive(deadline, &|| false, &|| None);
+                return Err(Stop::Hook(what));
+            }
+        }
+    }
+
+    fn send(&self, request: &Request) -> Result<(), Stop> {
+        let bytes = request.encode_to_vec();
+        match send(self.socket.as_raw_fd(), &bytes, MsgFlags::MSG_NOSIGNAL) {
+            Ok(_) => Ok(()),
+            Err(nix::Error::EPIPE | nix::Error::ECONNRESET) => Err(Stop::Closed),
+            Err(e) => Err(Stop::Failed("send", e.into())),
+        }
+    }
+
+    fn receive(
+        &self,
+        deadline: Instant,
+        cancelled: &dyn Fn() -> bool,
+        died: &dyn Fn() -> Option<(i32, Ended)>,
+    ) -> Result<Response, Stop> {
+        // Answers are small; the largest seen is under 200 bytes.
+        let mut buffer = vec![0u8; 64 << 10];
+        // A task that died, and since when that is known.
+        let mut dead: Option<(i32, Instant)> = None;
+        let mut look = Instant::now() + LOOK;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Stop::TimedOut);
+            }
+            if cancelled() {
+                return Err(Stop::Cancelled);
+            }
+            if Instant::now() >= look {
+                dead = match (died(), dead) {
+                    (Some((pid, ended)), Some((known, since))) if known == pid && since.elapsed() >= NOTICES_WITHIN => {
+                        return Err(Stop::TaskDied(pid, ended));
+                    }
+                    (Some((pid, _)), Some((known, since))) if known == pid => Some((pid, since)),
+                    (found, _) => found.map(|(pid, _)| (pid, Instant::now())),
+                };
+                look = Instant::now() + LOOK;
+            }
+            // Short, so that a cancellation is seen soon.
+            let wait = PollTimeout::try_from(left.min(Duration::from_millis(50))).unwrap_or(PollTimeout::ZERO);
+            let mut fds = [PollFd::new(std::os::fd::AsFd::as_fd(&self.socket), PollFlags::POLLIN)];
+            match poll(&mut fds, wait) {
+                Ok(0) | Err(nix::Error::EINTR) => continue,
+                Ok(_) => {}
+                Err(e) => return Err(Stop::Failed("poll", e.into())),
+            }
+            let length = match recv(self.socket.as_raw_fd(), &mut buffer, MsgFlags::empty()) {
+                Ok(0) | Err(nix::Error::ECONNRESET) => return Err(Stop::Closed),
+                Ok(length) => length,
+                Err(e) => return Err(Stop::Failed("recv", e.into())),
+            };
+            let bytes = buffer.get(..length).unwrap_or_default();
+            return Response::decode(bytes).map_err(|e| Stop::Failed("decode", io::Error::other(e)));
+        }
+    }
+
+    /// Makes sure that CRIU is gone, and joins its answer with its log.
+    fn end(self, outcome: Result<Response, Stop>, limit: Duration) -> Result<(Response, Log), RunError> {
+        let talk = |what| move |source| RunError::Talk { what, source };
+        // It waits for its peer to go, then exits; a CRIU that hangs is killed.
+        drop(self.socket);
+        if outcome.is_err() && !matches!(outcome, Err(Stop::Closed | Stop::Hook(_))) {
+            self.child.signal(libc::SIGKILL).map_err(talk("kill"))?;
+        }
+        let ended = wait_bounded(&self.child, Duration::from_secs(10)).map_err(talk("wait"))?;
+        let log = self.log.finish(Duration::from_secs(2));
+        match outcome {
+            Ok(response) if response.success => Ok((response, log)),
+            Ok(_) => Err(RunError::Refused { log }),
+            Err(Stop::Closed) => Err(RunError::Gone { ended, log }),
+            Err(Stop::TimedOut) => Err(RunError::Timeout { limit, log }),
+            Err(Stop::Cancelled) => Err(RunError::Cancelled),
+            Err(Stop::TaskDied(pid, ended)) => Err(RunError::TaskDied { pid, ended, log }),
+            Err(Stop::Hook(what)) => Err(RunError::Hook { what }),
+            Err(Stop::Unrestricted(why)) => Err(RunError::Unrestricted { path: self.criu.into(), why }),
+            Err(Stop::Failed(what, source)) => Err(RunError::Talk { what, source }),
+        }
+    }
+}
+
+/// How often the tasks are looked at while CRIU is at work: it takes a walk through /proc.
+const LOOK: Duration = Duration::from_millis(200);
+/// A CRIU that notices the death of a task gives up within milliseconds; so long it may take on a busy machine.
+const NOTICES_WITHIN: Duration = Duration::from_secs(2);
+
+/// The pid CRIU gets in the job's namespace, below every pid that a job can have.
+const CRIU_PID: i32 = 2;
+
+/// Waits, then kills.
+fn wait_bounded(child: &Child, limit: Duration) -> io::Result<Ended> {
+    let deadline = Instant::now() + limit;
+    while Instant::now() < deadline {
+        if let Some(ended) = child.try_wait()? {
+            return Ok(ended);
+        }
+        // CRIU exits within a millisecond of its answer.
+        std::thread::sleep(Duration::from_micros(500));
+    }
+    child.signal(libc::SIGKILL)?;
+    child.wait()
+}
+
+#[cfg(test)]
+mod tests;

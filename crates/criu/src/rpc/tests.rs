@@ -1,0 +1,57 @@
+use super::*;
+use crate::Version;
+
+/// Asks a program that stands in for CRIU for a dump.
+fn ask(script: &str, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<Log, RunError> {
+    let dir = tempfile::tempdir().unwrap();
+    let [path, draft] = ["criu", "draft"].map(|name| dir.path().join(name));
+    std::fs::write(&draft, format!("#!/bin/sh\n{script}")).unwrap();
+    // By another process: a child that another test forks meanwhile would hold our descriptor for a moment, and a file that
+    // is open for writing cannot be executed (ETXTBSY).
+    let install = std::process::Command::new("install").args([&draft, &path]).status().unwrap();
+    assert!(install.success());
+    let criu = Criu { path, version: Version(4, 2, 0) };
+    let place = Place { criu: &criu, init: None, images: dir.path(), work: dir.path(), timeout };
+    let options = DumpOptions {
+        root: 1000,
+        tcp: Tcp::Close,
+        ghost_limit: 1,
+        freeze_timeout: Duration::from_secs(1),
+        plugin: None,
+    };
+    let mut hooks = Hooks { notify: &mut |_| Ok(()), cancelled, abandon: &|| {}, died: &|| None };
+    dump(&place, options, &mut hooks)
+}
+
+const LONG: Duration = Duration::from_secs(20);
+
+#[test]
+fn one_that_goes_away_without_an_answer_is_quoted() {
+    let script = "echo 'Error (criu/a.c:1): out of luck' >&2\nexit 3";
+    let error = ask(script, LONG, &|| false).unwrap_err();
+    assert!(matches!(error, RunError::Gone { ended: Ended::Exit(3), .. }), "{error:?}");
+    assert_eq!(error.to_string(), "CRIU ended without an answer (exit code 3): out of luck");
+}
+
+#[test]
+fn one_that_hangs_is_killed_and_so_is_one_that_is_not_wanted_any_more() {
+    let began = Instant::now();
+    let error = ask("exec sleep 300", Duration::from_millis(200), &|| false).unwrap_err();
+    assert!(matches!(error, RunError::Timeout { .. }), "{error:?}");
+    let error = ask("exec sleep 300", LONG, &|| true).unwrap_err();
+    assert!(matches!(error, RunError::Cancelled), "{error:?}");
+    assert!(began.elapsed() < LONG);
+}
+
+#[test]
+fn an_answer_that_is_none_and_a_program_that_is_none() {
+    // The socket is descriptor 3; the shell's echo is one packet.
+    let error = ask("echo nonsense >&3\nexec sleep 300", LONG, &|| false).unwrap_err();
+    assert!(matches!(error, RunError::Talk { what: "decode", .. }), "{error:?}");
+    let criu = Criu { path: "/nowhere/criu".into(), version: Version(4, 2, 0) };
+    let place = Place { criu: &criu, init: None, images: Path::new("/"), work: Path::new("/"), timeout: LONG };
+    assert!(matches!(
+        Run::start(&place, Orphan::Dies, &[], None),
+        Err(RunError::Start(spawn::Error::Child { step: "execve", .. }))
+    ));
+}

@@ -1,0 +1,65 @@
+//! The checkpoint functions of the CUDA driver, for any process of this machine.
+//!
+//! ```text
+//!              lock                 checkpoint
+//!   running ---------> locked -------------------> checkpointed      (device memory now lies in host memory,
+//!      ^                | ^                             |             no /dev/nvidia* descriptor is open)
+//!      +----------------+ +-----------------------------+
+//!           unlock                   restore
+//!
+//!   failed: a restore that went wrong; kill the process and restore its image again
+//! ```
+//!
+//! - [`Driver`]: libcuda.so.1, loaded when first asked for and kept. Each function is looked up when it is called: an
+//!   old driver fails the call that needs a newer one and nothing else.
+//! - [`Process`]: one CUDA process and the calls on it, like `cuda.core.checkpoint.Process` of NVIDIA's Python library.
+//! - [`is_candidate`]: may this process use CUDA at all? Cheap, and without a driver.
+//! - [`GpuUuid`], [`GpuMapping`]: which GPU a process comes back on.
+//!
+//! All of it may be called from several threads at once; locking the ranks of one job needs that (locking two NCCL
+//! ranks one after the other times out on the second).
+//!
+//! Source of the functions and structures: CUDA driver API, group `CUDA_CHECKPOINT`, and cuda.h of CUDA 13.
+
+mod candidate;
+mod driver;
+mod error;
+mod ffi;
+pub mod nvml;
+mod process;
+pub mod sharing;
+mod uuid;
+mod version;
+
+pub use candidate::is_candidate;
+pub use driver::{Driver, Function};
+pub use error::{Error, Result};
+pub use process::{Process, State};
+pub use uuid::{GpuMapping, GpuUuid, ParseMappingError, ParseUuidError};
+pub use version::{DriverVersion, installed};
+
+/// `CUresult` values that callers act on; cuda.h names them `CUDA_ERROR_*`.
+pub mod code {
+    /// Success.
+    pub const SUCCESS: i32 = 0;
+    /// A wrong argument; from a restore: the GPU pairs do not name every GPU of the process.
+    pub const INVALID_VALUE: i32 = 1;
+    /// Not enough memory, on the GPU restored to or on the host checkpointed to.
+    pub const OUT_OF_MEMORY: i32 = 2;
+    /// The process has no CUDA state.
+    pub const NOT_INITIALIZED: i32 = 3;
+    /// libcuda.so.1 is the toolkit's stub for linking, not a driver.
+    pub const STUB_LIBRARY: i32 = 34;
+    /// There is no GPU, or not the one that was named.
+    pub const NO_DEVICE: i32 = 100;
+    /// The GPU that was named is none, or cannot be used.
+    pub const INVALID_DEVICE: i32 = 101;
+    /// No right to trace the process, or it is gone.
+    pub const OPERATING_SYSTEM: i32 = 304;
+    /// The process is in the wrong state for this call.
+    pub const ILLEGAL_STATE: i32 = 401;
+    /// The lock timed out; the process runs on.
+    pub const NOT_READY: i32 = 600;
+    /// The process uses something that cannot be checkpointed.
+    pub const NOT_SUPPORTED: i32 = 801;
+}

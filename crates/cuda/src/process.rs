@@ -1,0 +1,275 @@
+//! One CUDA process and the calls on it.
+#![allow(unsafe_code, reason = "calls of the CUDA driver; each block says why it is sound")]
+
+use std::ffi::{c_int, c_void};
+use std::sync::mpsc;
+use std::time::Duration;
+use std::{fmt, fs, io, ptr};
+
+use super::driver::{Driver, Function};
+use super::error::{Error, Result};
+use super::ffi::{GpuPair, LockArgs, RestoreArgs};
+use super::uuid::GpuMapping;
+use rekindle_os::process::find_thread;
+use rekindle_os::ptrace;
+
+/// How long the threads of a process may take to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// `CUprocessState`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum State {
+    /// The process uses CUDA freely.
+    Running,
+    /// Its CUDA calls block; device memory is untouched.
+    Locked,
+    /// Device memory lies in its host memory and no GPU is held.
+    Checkpointed,
+    /// A restore went wrong; the process cannot go on.
+    Failed,
+    /// A checkpoint is under way (from driver 615 on).
+    Checkpointing,
+    /// A restore is under way (from driver 615 on).
+    Restoring,
+}
+
+impl State {
+    fn from_raw(value: c_int) -> Option<Self> {
+        Some(match value {
+            0 => State::Running,
+            1 => State::Locked,
+            2 => State::Checkpointed,
+            3 => State::Failed,
+            4 => State::Checkpointing,
+            5 => State::Restoring,
+            _ => return None,
+        })
+    }
+
+    /// The word for it: that of NVIDIA's cuda-checkpoint and Python library.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            State::Running => "running",
+            State::Locked => "locked",
+            State::Checkpointed => "checkpointed",
+            State::Failed => "failed",
+            State::Checkpointing => "checkpointing",
+            State::Restoring => "restoring",
+        }
+    }
+}
+
+impl fmt::Display for State {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
+}
+
+/// A process that may use CUDA. The caller of its methods needs root or `CAP_SYS_PTRACE`.
+#[derive(Debug, Clone)]
+pub struct Process {
+    pid: i32,
+    driver: Driver,
+}
+
+impl Process {
+    /// The process `pid`, as this process's PID namespace numbers it, whether in the same one or below.
+    ///
+    /// # Errors
+    /// A number that is no process or a thread of one; no driver. Whether the process uses CUDA is told by
+    /// [`Process::state`].
+    pub fn new(pid: i32) -> Result<Self> {
+        check(pid)?;
+        Ok(Self { pid, driver: Driver::load()? })
+    }
+
+    /// Like [`Process::new`], with a driver loaded from elsewhere.
+    ///
+    /// # Errors
+    /// A number that is no process or a thread of one.
+    pub fn with_driver(pid: i32, driver: Driver) -> Result<Self> {
+        check(pid)?;
+        Ok(Self { pid, driver })
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Its state now.
+    ///
+    /// # Errors
+    /// [`Error::is_not_cuda`] for a process that does not use CUDA.
+    pub fn state(&self) -> Result<State> {
+        let mut value: c_int = -1;
+        self.call(Function::GetState, (&raw mut value).cast())?;
+        State::from_raw(value).ok_or(Error::UnknownState { pid: self.pid, value })
+    }
+
+    /// The thread of it that must run for a restore to work, while the others may be stopped.
+    ///
+    /// # Errors
+    /// [`Error::is_not_cuda`] for a process that does not use CUDA.
+    pub fn restore_thread_id(&self) -> Result<i32> {
+        let mut tid: c_int = 0;
+        self.call(Function::GetRestoreThreadId, (&raw mut tid).cast())?;
+        Ok(tid)
+    }
+
+    /// Blocks its CUDA calls: running to locked. Waits for work that was submitted, at most `timeout`, rounded up to
+    /// milliseconds.
+    ///
+    /// # Errors
+    /// [`Error::is_not_ready`] when the time is over; the process then runs on. [`Error::Timeout`] for 0, which would
+    /// wait for ever, and for more than a `u32` of milliseconds.
+    pub fn lock(&self, timeout: Duration) -> Result<()> {
+        let mut args = LockArgs::new(milliseconds(timeout)?);
+        self.call(Function::Lock, (&raw mut args).cast())
+    }
+
+    /// Copies device memory to its host memory and lets the GPU go: locked to checkpointed. Needs as much free host
+    /// memory as it has device memory.
+    ///
+    /// # Errors
+    /// After `NOT_SUPPORTED` it is still locked and can be unlocked unharmed.
+    pub fn checkpoint(&self) -> Result<()> {
+        self.call(Function::Checkpoint, ptr::null_mut())
+    }
+
+    /// Takes a GPU again and copies device memory back: checkpointed to locked. With `mapping` onto other GPUs of the
+    /// same kind; it must then name every GPU of the process.
+    ///
+    /// # Errors
+    /// After a failure the process cannot be restored again: kill it and restore its image. [`Error::NoMapping`]
+    /// before driver 580, [`Error::TooManyPairs`] for more than a `u32` of them; both leave it as it was.
+    pub fn restore(&self, mapping: &[GpuMapping]) -> Result<()> {
+        if !mapping.is_empty() {
+            self.driver.check_mapping()?;
+        }
+        let pairs: Vec<GpuPair> = mapping.iter().map(GpuPair::from).collect();
+        let count = u32::try_from(pairs.len()).map_err(|_| Error::TooManyPairs(pairs.len()))?;
+        let mut args = RestoreArgs::new(&pairs, count);
+        self.call(Function::Restore, (&raw mut args).cast())
+    }
+
+    /// Lets its CUDA calls go on: locked to running.
+    ///
+    /// # Errors
+    /// A failed call, for example in the wrong state.
+    pub fn unlock(&self) -> Result<()> {
+        self.call(Function::Unlock, ptr::null_mut())
+    }
+
+    /// Does `work` on a process whose threads are stopped: only `thread`, the one the driver works with
+    /// ([`Process::restore_thread_id`], asked while it ran), runs meanwhile. A process that is not stopped is left as it is.
+    ///
+    /// A thread that was stopped may hold a lock that the work waits for. It is let run for a moment then
+    /// ([`ptrace::lend`]), and after `patience` all are: what they can break by then is a process that would have to be
+    /// killed.
+    ///
+    /// # Errors
+    /// Those of `work`, and [`Error::Thread`] when the thread cannot be let run.
+    pub fn alone<T>(&self, thread: i32, patience: Duration, work: impl FnOnce() -> Result<T>) -> Result<T> {
+        if !ptrace::stands(self.pid, STOP_TIMEOUT) {
+            return work();
+        }
+        let failed = |source| Error::Thread { pid: self.pid, tid: thread, source };
+        // Which namespace the number belongs to is not documented.
+        let tid = find_thread(self.pid, thread).ok_or_else(|| failed(io::Error::from_raw_os_error(libc::ESRCH)))?;
+        let alone = ptrace::Alone::run(tid).map_err(failed)?;
+        let result = std::thread::scope(|scope| {
+            let (done, over) = mpsc::channel::<()>();
+            scope.spawn(move || ptrace::lend(self.pid, tid, patience, &over));
+            let result = work();
+            drop(done);
+            result
+        });
+        drop(alone);
+        result
+    }
+
+    fn call(&self, function: Function, argument: *mut c_void) -> Result<()> {
+        // SAFETY: each caller above passes a live local of the type that cuda.h declares for its function, or null
+        // where the argument is optional; `pairs` outlives its call.
+        unsafe { self.driver.call(function, self.pid, argument) }
+    }
+}
+
+fn milliseconds(timeout: Duration) -> Result<u32> {
+    let ms = timeout.as_nanos().div_ceil(1_000_000);
+    match u32::try_from(ms) {
+        Ok(ms) if ms > 0 => Ok(ms),
+        _ => Err(Error::Timeout(timeout)),
+    }
+}
+
+fn check(pid: i32) -> Result<()> {
+    if pid <= 0 {
+        return Err(Error::InvalidPid(pid));
+    }
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).map_err(|source| match source.kind() {
+        io::ErrorKind::NotFound => Error::NoProcess(pid),
+        // A process that ends between open and read.
+        _ if source.raw_os_error() == Some(libc::ESRCH) => Error::NoProcess(pid),
+        _ => Error::ReadStatus { pid, source },
+    })?;
+    let leader = status.lines().find_map(|line| line.strip_prefix("Tgid:")).and_then(|tgid| tgid.trim().parse().ok());
+    match leader {
+        Some(leader) if leader == pid => Ok(()),
+        Some(leader) => Err(Error::ThreadId { tid: pid, pid: leader }),
+        None => Err(Error::NoProcess(pid)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::thread;
+
+    use super::*;
+
+    #[test]
+    fn pids_are_checked() {
+        let me = i32::try_from(std::process::id()).unwrap();
+        check(me).unwrap();
+        assert!(matches!(check(0), Err(Error::InvalidPid(0))));
+        assert!(matches!(check(-5), Err(Error::InvalidPid(-5))));
+        assert!(matches!(check(i32::MAX), Err(Error::NoProcess(_))));
+    }
+
+    #[test]
+    fn a_thread_is_not_a_process() {
+        let (stop, wait) = mpsc::channel::<()>();
+        let (send, receive) = mpsc::channel();
+        let thread = thread::spawn(move || {
+            send.send(nix::unistd::gettid().as_raw()).unwrap();
+            let _ = wait.recv();
+        });
+        let tid = receive.recv().unwrap();
+        let error = check(tid).unwrap_err();
+        drop(stop);
+        thread.join().unwrap();
+        assert!(error.to_string().ends_with(&format!("give the pid {}", std::process::id())), "{error}");
+    }
+
+    #[test]
+    fn timeouts_round_up_and_never_mean_for_ever() {
+        assert_eq!(milliseconds(Duration::from_nanos(1)).unwrap(), 1);
+        assert_eq!(milliseconds(Duration::from_millis(10)).unwrap(), 10);
+        assert_eq!(milliseconds(Duration::from_micros(10_001)).unwrap(), 11);
+        assert_eq!(milliseconds(Duration::from_millis(u64::from(u32::MAX))).unwrap(), u32::MAX);
+        assert!(matches!(milliseconds(Duration::ZERO), Err(Error::Timeout(_))));
+        assert!(matches!(milliseconds(Duration::from_millis(u64::from(u32::MAX) + 1)), Err(Error::Timeout(_))));
+        assert!(milliseconds(Duration::MAX).is_err());
+    }
+
+    #[test]
+    fn states_have_the_names_of_the_driver_tools() {
+        let names: Vec<String> = (0..6).map(|raw| State::from_raw(raw).unwrap().to_string()).collect();
+        assert_eq!(names, ["running", "locked", "checkpointed", "failed", "checkpointing", "restoring"]);
+        assert_eq!(State::from_raw(6), None);
+    }
+}

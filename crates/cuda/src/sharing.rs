@@ -1,0 +1,295 @@
+//! Device memory that the processes of a job share, let go for a checkpoint and taken again after it.
+//!
+//! The driver (580) checkpoints a process that has memory of another one mapped, and its restore fails and costs the
+//! process its life. So each process gives that up before, and gets it again afterwards at the same addresses: NCCL
+//! keeps its way over NVLink, and no program sees a difference. In the process our interposer knows what there is, and
+//! its keeper, a thread, does the work (`native/preload/src/sharing.rs`); here is who asks it to, for all processes together:
+//!
+//! ```text
+//!  locked, all threads stopped
+//!    unlock; the keepers alone: probe, release           [`let_go`]       then lock, checkpoint, dump, restore
+//!    unlock; the keepers alone: export, import, map      [`take_again`]   then all threads go on
+//! ```
+//!
+//! CUDA is locked twice, and in between the threads of the job must not get hold of what the lock is made of, though they
+//! wait for it: that is [`announce`]'s part.
+//!
+//! Invariants: nothing is let go before it is known where all of it comes from and that every keeper can work; what was let
+//! go is taken again before a thread of the job runs. The table of a process is memory of the job's: what it says is
+//! compared and counted, and believed in nothing else.
+
+mod session;
+mod table;
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rekindle_os::parallel;
+use session::Session;
+pub use table::Sharing;
+use table::{Import, Tag};
+
+/// Why memory that is shared could not be let go, or taken again.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// It has memory of another process that cannot be let go.
+    #[error("process {pid} has GPU memory of another process mapped, which its restore would not survive: {why}")]
+    Unmanaged {
+        /// The process, as the job sees it.
+        pid: i32,
+        /// What is known, and what helps.
+        why: Obstacle,
+    },
+    /// A keeper gave no answer in time.
+    #[error("process {pid}: the GPU memory of other processes cannot be let go just now: {source}")]
+    Busy {
+        /// The process, as the job sees it.
+        pid: i32,
+        /// What happened.
+        source: std::io::Error,
+    },
+    /// The driver refused.
+    #[error("process {pid}: the driver cannot {what} (error {code})")]
+    Driver {
+        /// The process, as the job sees it.
+        pid: i32,
+        /// What it was to do with the memory of others.
+        what: &'static str,
+        /// CUresult.
+        code: i32,
+    },
+}
+
+impl Error {
+    /// Whether another moment may be a better one.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        matches!(self, Error::Busy { .. })
+    }
+}
+
+/// What keeps memory of another process from being let go.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Obstacle {
+    /// It came by CUDA IPC, or in a way that was not seen.
+    Unseen(u32),
+    /// Its exporter is not in the job, is gone, or has given the memory up.
+    NoExporter,
+    /// It could not be noted down.
+    Untracked,
+    /// NVLink multicast.
+    Multicast,
+    /// The process has no thread that could let go of it.
+    NoKeeper,
+}
+
+impl fmt::Display for Obstacle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Obstacle::Unseen(count) => write!(
+                f,
+                "{count} pieces by CUDA IPC (cudaIpcOpenMemHandle, tensors sent between processes); for NCCL unset \
+                 NCCL_CUMEM_ENABLE, or set NCCL_P2P_DISABLE=1"
+            ),
+            Obstacle::NoExporter => f.write_str("it belongs to a process outside the job, or one that has given it up"),
+            Obstacle::Untracked => f.write_str("more of it than rekindle can keep track of"),
+            Obstacle::Multicast => f.write_str("NVLink multicast; for NCCL set NCCL_NVLS_ENABLE=0"),
+            Obstacle::NoKeeper => f.write_str("the interposer could not start its thread there"),
+        }
+    }
+}
+
+/// The tables of those processes that have one; `pids` as we see them.
+///
+/// # Errors
+/// When one is there and cannot be read.
+pub fn of(pids: &[i32]) -> std::io::Result<Vec<Sharing>> {
+    pids.iter().filter_map(|pid| Sharing::of(*pid).transpose()).collect()
+}
+
+/// Whether what these processes share can be let go, and taken again afterwards. Asked while they run, the answer is of
+/// this moment.
+///
+/// # Errors
+/// [`Error::Unmanaged`]
+pub fn check(all: &[Sharing]) -> Result<(), Error> {
+    for one in all {
+        if let Some(why) = obstacle(one, all) {
+            return Err(Error::Unmanaged { pid: one.inner(), why });
+        }
+    }
+    Ok(())
+}
+
+fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
+    let table = one.table();
+    let obstacles = table.obstacles.load(Relaxed);
+    if obstacles & table::MULTICAST != 0 {
+        return Some(Obstacle::Multicast);
+    }
+    if obstacles & table::UNTRACKED != 0 {
+        return Some(Obstacle::Untracked);
+    }
+    let imports: Vec<&Import> = one.imports().map(|(_, import)| import).collect();
+    let foreign = table.foreign.load(Relaxed);
+    let known = u32::try_from(imports.len()).unwrap_or(u32::MAX);
+    // A call under way may be between the driver and the note of it; nothing is let go while there is one.
+    if foreign > known && table.under_way.load(Relaxed) == 0 {
+        return Some(Obstacle::Unseen(foreign - known));
+    }
+    let exporters: BTreeMap<Tag, &Sharing> =
+        all.iter().flat_map(|other| other.exports().map(move |(_, tag)| (tag, other))).collect();
+    for import in imports {
+        match exporters.get(&table::origin(import)) {
+            None => return Some(Obstacle::NoExporter),
+            Some(exporter) if exporter.table().keeper.load(Relaxed) == 0 => return Some(Obstacle::NoKeeper),
+            Some(_) if table.keeper.load(Relaxed) == 0 => return Some(Obstacle::NoKeeper),
+            Some(_) => {}
+        }
+    }
+    None
+}
+
+/// Whether any of them has memory of another.
+#[must_use]
+pub fn is_any(all: &[Sharing]) -> bool {
+    all.iter().any(|one| one.imports().next().is_some())
+}
+
+/// Whether any of them has let go of memory that it is to get again.
+#[must_use]
+pub fn is_let_go(all: &[Sharing]) -> bool {
+    all.iter().any(|one| one.table().state.load(Relaxed) != table::HELD)
+}
+
+/// Tells the interposer of each, `pids` as we see them, that CUDA is about to be locked, or is unlocked. One that has ended,
+/// or whose table cannot be read, keeps no other from being told.
+///
+/// The driver's lock (580) is a lock of the libc's that calls of the API take for reading. Whoever waits for it as it is
+/// unlocked has it, running or not: a thread that stands still would keep it, and CUDA could not be locked again. Threads
+/// that come while this is announced wait beside it instead.
+pub fn announce(pids: &[i32], is_locked: bool) {
+    for one in pids.iter().filter_map(|pid| Sharing::of(*pid).ok().flatten()) {
+        one.table().is_locked.store(is_locked.into(), Relaxed);
+    }
+}
+
+/// Whether all know that CUDA is locked, asked when it is: one that began to share after [`announce`] does not, and its
+/// threads may wait for the lock itself.
+///
+/// # Errors
+/// [`Error::Busy`]
+pub fn check_announced(all: &[Sharing]) -> Result<(), Error> {
+    match all.iter().find(|one| one.table().is_locked.load(Relaxed) == 0) {
+        None => Ok(()),
+        Some(one) => {
+            let source = std::io::Error::other("it has just begun to share");
+            Err(Error::Busy { pid: one.inner(), source })
+        }
+    }
+}
+
+/// Has all let go of what they have of others. Their threads stand still, but for the driver's where it needs one, and
+/// CUDA is not locked.
+///
+/// # Errors
+/// Then some of it may have been let go: [`take_again`].
+pub fn let_go(all: &[Sharing]) -> Result<(), Error> {
+    check(all)?;
+    if let Some(one) = all.iter().find(|one| one.table().under_way.load(Relaxed) != 0) {
+        let source = std::io::Error::other("a call that has to do with it is under way");
+        return Err(Error::Busy { pid: one.inner(), source });
+    }
+    let sessions = open(all)?;
+    // A thread that stopped with a lock of the driver's would keep a keeper from its work. Then nothing has happened yet.
+    each(&sessions, |session| session.ask(table::PROBE, "use the memory of others"))?;
+    each(&sessions, |session| session.ask(table::RELEASE, "let go of the memory of others"))?;
+    drop(sessions);
+    // What the driver itself knows of: a call of the program's may have been between the driver and our note of it.
+    match all.iter().find(|one| one.table().foreign.load(Relaxed) != 0) {
+        Some(one) => {
+            let source = std::io::Error::other("it is changing");
+            Err(Error::Busy { pid: one.inner(), source })
+        }
+        None => Ok(()),
+    }
+}
+
+/// Gives back what was let go. Their threads stand still, and CUDA is not locked.
+///
+/// # Errors
+/// Then the processes must not run again.
+pub fn take_again(all: &[Sharing]) -> Result<(), Error> {
+    let sessions = open(all)?;
+    let mut exporters = BTreeMap::new();
+    for (at, one) in all.iter().enumerate() {
+        exporters.extend(one.exports().map(|(index, tag)| (tag, (at, index))));
+    }
+    // By exporter: which of its entries for which import of whom.
+    let mut wanted: Vec<Vec<Wanted>> = all.iter().map(|_| Vec::new()).collect();
+    for (importer, one) in all.iter().enumerate() {
+        for (import, entry) in one.imports().filter(|(_, import)| import.is_gone.load(Relaxed) != 0) {
+            let found = exporters.get(&table::origin(entry)).copied();
+            let Some((queue, export)) = found.and_then(|(at, export)| Some((wanted.get_mut(at)?, export))) else {
+                return Err(Error::Unmanaged { pid: one.inner(), why: Obstacle::NoExporter });
+            };
+            queue.push(Wanted { export, importer, import });
+        }
+    }
+    while wanted.iter().any(|queue| !queue.is_empty()) {
+        hand_over(&sessions, &mut wanted)?;
+    }
+    each(&sessions, |session| session.ask(table::MAP, "map the memory of others again"))
+}
+
+/// An export that is wanted, and where.
+struct Wanted {
+    export: u32,
+    importer: usize,
+    import: u32,
+}
+
+/// How many descriptors a process has open at once for this; many jobs may have 1024 in all.
+const AT_ONCE: usize = 64;
+
+/// Has each exporter export as much as goes at once, and the importers import it.
+fn hand_over(sessions: &[Mutex<Session<'_>>], wanted: &mut [Vec<Wanted>]) -> Result<(), Error> {
+    let round: Vec<Vec<Wanted>> =
+        wanted.iter_mut().map(|queue| queue.split_off(queue.len().saturating_sub(AT_ONCE))).collect();
+    let imports: Vec<Mutex<Vec<(u32, OwnedFd)>>> = sessions.iter().map(|_| Mutex::default()).collect();
+    at_once(sessions.iter().zip(round), |(session, round)| {
+        let entries: Vec<u32> = round.iter().map(|wanted| wanted.export).collect();
+        let memory = lock(session).export(&entries)?;
+        for (wanted, memory) in round.iter().zip(memory) {
+            if let Some(imports) = imports.get(wanted.importer) {
+                lock(imports).push((wanted.import, memory));
+            }
+        }
+        Ok(())
+    })?;
+    at_once(sessions.iter().zip(&imports), |(session, imports)| lock(session).import(&lock(imports)))
+}
+
+fn open(all: &[Sharing]) -> Result<Vec<Mutex<Session<'_>>>, Error> {
+    let busy = |one: &Sharing, source| Error::Busy { pid: one.inner(), source };
+    all.iter().map(|one| Session::open(one).map(Mutex::new).map_err(|source| busy(one, source))).collect()
+}
+
+fn lock<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
+    value.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn each(sessions: &[Mutex<Session<'_>>], work: impl Fn(&Session<'_>) -> Result<(), Error> + Sync) -> Result<(), Error> {
+    at_once(sessions.iter(), |session| work(&lock(session)))
+}
+
+/// The first error in their order, once all are done.
+fn at_once<T: Send>(items: impl Iterator<Item = T>, work: impl Fn(T) -> Result<(), Error> + Sync) -> Result<(), Error> {
+    parallel::at_once(items, work).into_iter().collect()
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,163 @@
+//! A talk with the keeper of one process.
+#![allow(unsafe_code, reason = "memory that is shared with the job; each block says why it is sound")]
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::atomic::Ordering::{Acquire, Relaxed, SeqCst};
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::sockopt::{ReceiveTimeout, SendTimeout};
+use nix::sys::socket::{ControlMessage, ControlMessageOwned, MsgFlags, UnixAddr, recvmsg, sendmsg, setsockopt};
+use nix::sys::time::{TimeVal, TimeValLike};
+
+use super::Error;
+use super::table::{self, Reply, Request, Sharing};
+use rekindle_os::process;
+use rekindle_os::ptrace::{self, Alone};
+
+/// How long the keeper may take for one answer. A piece takes the driver 0.1 ms; letting go of 112 of them 7 ms.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How often it is looked for the keeper's socket.
+const PAUSE: Duration = Duration::from_micros(100);
+
+/// The keeper, awake, of a process whose other threads are stopped. Dropped, it sleeps again.
+#[derive(Debug)]
+pub(super) struct Session<'a> {
+    sharing: &'a Sharing,
+    socket: Option<OwnedFd>,
+    _alone: Alone,
+}
+
+impl Drop for Session<'_> {
+    fn drop(&mut self) {
+        drop(self.socket.take());
+        // An image must not have its descriptor: only then may it stand still with the others.
+        let deadline = Instant::now() + PATIENCE;
+        while self.sharing.table().socket.load(Acquire) != -1 && Instant::now() < deadline {
+            if has_ended(self.sharing.pid()) {
+                return;
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+impl<'a> Session<'a> {
+    pub(super) fn open(sharing: &'a Sharing) -> io::Result<Session<'a>> {
+        let table = sharing.table();
+        let pid = sharing.pid();
+        let keeper = table.keeper.load(Acquire);
+        let is_it = |tid: &i32| process::inner_pid(*tid) == Some(keeper);
+        let thread = process::threads(pid).into_iter().find(is_it);
+        let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread there"))?;
+        // The thread that the driver works with may still be on its way back to the others.
+        ptrace::stop(pid, PATIENCE)?;
+        let alone = Alone::run(thread)?;
+        let call = table.calls.fetch_add(1, SeqCst).wrapping_add(1);
+        wake(table);
+        let deadline = Instant::now() + PATIENCE;
+        while table.answered.load(Acquire) != call {
+            if Instant::now() > deadline || has_ended(pid) {
+                return Err(io::Error::other("the interposer's thread does not answer"));
+            }
+            std::thread::sleep(PAUSE);
+        }
+        let socket = process::fetch_descriptor(&process::open_pidfd(pid)?, table.socket.load(Relaxed))?;
+        let seconds = i64::try_from(PATIENCE.as_secs()).unwrap_or(i64::MAX);
+        setsockopt(&socket, ReceiveTimeout, &TimeVal::seconds(seconds))?;
+        // Which socket it is, the job says: it may be one that nobody reads from.
+        setsockopt(&socket, SendTimeout, &TimeVal::seconds(seconds))?;
+        let session = Session { sharing, socket: Some(socket), _alone: alone };
+        // From here on the keeper sees when our end is closed; till then it has that open too. What it answers is no matter.
+        let began = session.send(Request { what: table::BEGIN, index: 0 }, None);
+        began.map_err(io::Error::other)?;
+        receive(session.socket())?;
+        Ok(session)
+    }
+
+    /// Has the keeper do something; `doing` says what the driver was to do.
+    pub(super) fn ask(&self, what: u32, doing: &'static str) -> Result<(), Error> {
+        self.send(Request { what, index: 0 }, None)?;
+        self.receive(doing).map(drop)
+    }
+
+    /// Exports these entries again. All are asked for before the first answer is read, so that the keeper need not sleep.
+    pub(super) fn export(&self, entries: &[u32]) -> Result<Vec<OwnedFd>, Error> {
+        let doing = "export memory for others again";
+        entries.iter().try_for_each(|index| self.send(Request { what: table::EXPORT, index: *index }, None))?;
+        let missing = || Error::Driver { pid: self.sharing.inner(), what: doing, code: -1 };
+        entries.iter().map(|_| self.receive(doing)?.ok_or_else(missing)).collect()
+    }
+
+    /// Imports these entries again, each from its memory.
+    pub(super) fn import(&self, entries: &[(u32, OwnedFd)]) -> Result<(), Error> {
+        let request = |index| Request { what: table::IMPORT, index };
+        // No more at once than the socket holds: else each would wait for the other.
+        for some in entries.chunks(super::AT_ONCE) {
+            some.iter().try_for_each(|(index, memory)| self.send(request(*index), Some(memory)))?;
+            some.iter().try_for_each(|_| self.receive("import the memory of others again").map(drop))?;
+        }
+        Ok(())
+    }
+
+    fn send(&self, Request { what, index }: Request, descriptor: Option<&OwnedFd>) -> Result<(), Error> {
+        let [a, b] = [what.to_ne_bytes(), index.to_ne_bytes()];
+        let (bytes, rights) = ([a, b].concat(), descriptor.map(|descriptor| [descriptor.as_raw_fd()]));
+        let control: Vec<_> = rights.iter().map(|rights| ControlMessage::ScmRights(rights)).collect();
+        let parts = [IoSlice::new(&bytes)];
+        sendmsg::<UnixAddr>(self.socket(), &parts, &control, MsgFlags::MSG_NOSIGNAL, None)
+            .map_err(|errno| self.busy(errno.into()))?;
+        Ok(())
+    }
+
+    /// The next answer, with the descriptor that came with it.
+    fn receive(&self, what: &'static str) -> Result<Option<OwnedFd>, Error> {
+        let (reply, descriptor) = receive(self.socket()).map_err(|source| self.busy(source))?;
+        match reply.code {
+            0 => Ok(descriptor),
+            code => Err(Error::Driver { pid: self.sharing.inner(), what, code }),
+        }
+    }
+
+    fn socket(&self) -> RawFd {
+        self.socket.as_ref().map_or(-1, AsRawFd::as_raw_fd)
+    }
+
+    fn busy(&self, source: io::Error) -> Error {
+        Error::Busy { pid: self.sharing.inner(), source }
+    }
+}
+
+/// Dead, though perhaps not reaped yet.
+fn has_ended(pid: i32) -> bool {
+    process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X'))
+}
+
+fn receive(socket: RawFd) -> io::Result<(Reply, Option<OwnedFd>)> {
+    let mut bytes = [0; size_of::<Reply>()];
+    let mut space = nix::cmsg_space!([RawFd; 1]);
+    let mut parts = [IoSliceMut::new(&mut bytes)];
+    let message = recvmsg::<UnixAddr>(socket, &mut parts, Some(&mut space), MsgFlags::MSG_CMSG_CLOEXEC)?;
+    let length = message.bytes;
+    let mut descriptors = Vec::new();
+    for control in message.cmsgs()? {
+        if let ControlMessageOwned::ScmRights(numbers) = control {
+            // SAFETY: the kernel has just made them, for us alone.
+            descriptors.extend(numbers.into_iter().map(|number| unsafe { OwnedFd::from_raw_fd(number) }));
+        }
+    }
+    if length != size_of::<Reply>() {
+        return Err(io::Error::other("the interposer's thread has gone"));
+    }
+    let [[a, b, c, d], [e, f, g, h]] = bytes.as_chunks::<4>().0 else {
+        return Err(io::Error::other("an answer of another size"));
+    };
+    let reply = Reply { code: i32::from_ne_bytes([*a, *b, *c, *d]), count: u32::from_ne_bytes([*e, *f, *g, *h]) };
+    Ok((reply, descriptors.pop()))
+}
+
+fn wake(table: &table::Table) {
+    // SAFETY: the futex is mapped for as long as the reference lives. Not private: the waiter is another process.
+    unsafe { libc::syscall(libc::SYS_futex, table.calls.as_ptr(), libc::FUTEX_WAKE, i32::MAX) };
+}

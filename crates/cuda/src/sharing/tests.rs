@@ -1,0 +1,167 @@
+//! What a job can do to its table, which it can write to.
+#![allow(unsafe_code, reason = "memory that is shared with the job; each block says why it is sound")]
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::atomic::AtomicU32;
+
+use super::table::{MULTICAST, UNTRACKED};
+use super::*;
+
+/// A memfd of this process, mapped.
+struct Mapped(File, *mut libc::c_void, usize);
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `mapped`, and borrowed by nobody.
+        unsafe { libc::munmap(self.1, self.2) };
+    }
+}
+
+fn mapped(name: &str, size: usize, seals: i32) -> Mapped {
+    let name = CString::new(name).unwrap();
+    // SAFETY: a string that ends with NUL.
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+    // SAFETY: just made.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(size as u64).unwrap();
+    // SAFETY: a system call on numbers.
+    assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) }, 0);
+    let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED);
+    // SAFETY: a new mapping.
+    let at = unsafe { libc::mmap(std::ptr::null_mut(), size, prot, flags, file.as_raw_fd(), 0) };
+    assert_ne!(at, libc::MAP_FAILED);
+    Mapped(file, at, size)
+}
+
+const SEALS: i32 = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW;
+
+/// One test, as a process has one table.
+#[test]
+fn a_table_is_believed_in_nothing() {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("SKIP: needs root, for /proc/PID/map_files");
+        return;
+    }
+    let pid = std::process::id().cast_signed();
+    let name = table::NAME.to_str().unwrap();
+    let size = size_of::<table::Table>();
+    assert!(Sharing::of(pid).unwrap().is_none());
+    for (name, size, seals, why) in [
+        ("rekindle-sharing-999", size, SEALS, "another version of rekindle"),
+        (name, 4096, SEALS, "another size"),
+        (name, size, 0, "not sealed"),
+    ] {
+        let _table = mapped(name, size, seals);
+        let error = Sharing::of(pid).unwrap_err().to_string();
+        assert!(error.contains(why), "{error}");
+    }
+
+    let mut file = mapped(name, size, SEALS);
+    assert!(Sharing::of(pid).unwrap().is_none(), "not filled in yet");
+    // Every word the same, and no number that a thread can have.
+    for word in [0x100_0000_u32, 0x7fff_ffff, 0x8000_0000, u32::MAX] {
+        std::io::Seek::rewind(&mut file.0).unwrap();
+        file.0.write_all(&word.to_ne_bytes().repeat(size / 4)).unwrap();
+        let all = [Sharing::of(pid).unwrap().unwrap(), Sharing::of(pid).unwrap().unwrap()];
+        assert!(is_any(&all) && is_let_go(&all));
+        assert!(all.iter().all(|one| one.imports().count() <= table::MOST && one.exports().count() <= table::MOST));
+        assert!(check(&all).is_err() || word & (MULTICAST | UNTRACKED) == 0, "{word:x}");
+        all[0].table().obstacles.store(0, Relaxed);
+        let _ = check(&all);
+        all[0].table().foreign.store(0, Relaxed);
+        let _ = check(&all);
+        // The keeper that it names is no thread of this process.
+        assert!(take_again(&all).is_err() && let_go(&all).is_err());
+    }
+
+    // Counts that are too large, of a table that is right otherwise.
+    std::io::Seek::rewind(&mut file.0).unwrap();
+    file.0.write_all(&vec![0; size]).unwrap();
+    let all = {
+        let first: &AtomicU32 = {
+            // SAFETY: mapped, and aligned to a page.
+            unsafe { &*file.1.cast::<AtomicU32>() }
+        };
+        first.store(7, Relaxed);
+        [Sharing::of(pid).unwrap().unwrap()]
+    };
+    let table = all[0].table();
+    for used in [&table.exports_used, &table.imports_used, &table.mappings_used] {
+        used.store(u32::MAX, Relaxed);
+    }
+    assert!(check(&all).is_ok() && !is_any(&all) && !is_let_go(&all));
+    table.foreign.store(1, Relaxed);
+    table.under_way.store(0, Relaxed);
+    assert!(matches!(check(&all), Err(Error::Unmanaged { pid: 7, why: Obstacle::Unseen(1) })));
+    // An import of its own export, and no keeper.
+    table.imports[0].is_live.store(1, Relaxed);
+    assert!(matches!(check(&all), Err(Error::Unmanaged { why: Obstacle::NoExporter, .. })));
+    table.imports[0].pid.store(7, Relaxed);
+    table.exports[0].handle.store(1, Relaxed);
+    assert!(matches!(check(&all), Err(Error::Unmanaged { why: Obstacle::NoKeeper, .. })));
+    // It is told of a lock, whoever else cannot be.
+    assert!(matches!(check_announced(&all), Err(Error::Busy { pid: 7, .. })));
+    announce(&[i32::MAX, pid], true);
+    check_announced(&all).unwrap();
+    announce(&[i32::MAX, pid], false);
+    assert!(check_announced(&all).unwrap_err().is_busy());
+}
+
+/// Says to a process of this test that it is the one that may die.
+const RACES: &str = "REKINDLE_TEST_TABLE_RACE";
+
+/// A job cuts its table and seals it then, while we look at its size and its seals: what is mapped would be shorter than it
+/// was found to be, and an access a SIGBUS. That ends a process, so another one tries it.
+#[test]
+fn a_table_that_is_cut_while_it_is_looked_at_ends_nobody() {
+    if std::env::var_os(RACES).is_some() {
+        return race();
+    }
+    let name = "sharing::tests::a_table_that_is_cut_while_it_is_looked_at_ends_nobody";
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    let ended = command.args(["--exact", name, "--nocapture"]).env(RACES, "1").status().unwrap();
+    assert!(ended.success(), "whoever reads tables {ended}");
+}
+
+fn race() {
+    use std::sync::atomic::AtomicUsize;
+    use std::sync::atomic::Ordering::SeqCst;
+    use std::time::{Duration, Instant};
+
+    let (deadline, size) = (Instant::now() + Duration::from_secs(3), size_of::<table::Table>());
+    let mut mapped = 0;
+    for round in 0_usize.. {
+        if Instant::now() > deadline {
+            break;
+        }
+        // SAFETY: a string that ends with NUL.
+        let fd = unsafe { libc::memfd_create(table::NAME.as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
+        // SAFETY: just made.
+        let file = unsafe { File::from_raw_fd(fd) };
+        file.set_len(size as u64).unwrap();
+        let begun = AtomicUsize::new(0);
+        let meet = |turns: usize| {
+            begun.fetch_add(1, SeqCst);
+            while begun.load(SeqCst) < 2 {
+                std::hint::spin_loop();
+            }
+            (0..turns).for_each(|_| std::hint::spin_loop());
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                meet(round % 64);
+                file.set_len(0).unwrap();
+                // SAFETY: a system call on numbers.
+                assert_eq!(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) }, 0);
+            });
+            meet(round / 64 % 64);
+            if let Ok(sharing) = Sharing::mapped(0, &file) {
+                mapped += sharing.inner() + 1;
+            }
+        });
+    }
+    assert_eq!(mapped, 0, "a table that nobody sealed whole was taken");
+}

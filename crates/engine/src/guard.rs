@@ -1,0 +1,289 @@
+//! What a restored job of another user is, and what it has open, must be what that user may be and may open.
+//!
+//! CRIU takes both from the image, and opens files by their path, with more rights than the job has. The user owns the
+//! folders, and could have put a link to somebody else's file in the place of one that the job had open, between the
+//! snapshot and the restore. So before the first instruction of the job runs
+//! - the rights of every thread are compared with what a launch gives (`rights`);
+//! - every file of every process (descriptors, mappings, programs, working directories) is looked up anew by its path, with
+//!   the rights of the user, in the mount namespace of the job: it must be the same file, by device and inode, and the user
+//!   must have the access that the process has. A mode alone says nothing: the way to the file may be closed;
+//! - files of the kernel's own, in /proc and /sys, must be of those that do not depend on who opened them (`kernel`).
+//!
+//! What root gave to the job (its output, a standard input, a working directory that the user cannot reach) is noted in the
+//! image with its inode and its access, and must be that very file. A file that lost its name has no path to look up, and is
+//! judged by its owner and mode alone. The same is looked at before a snapshot: what would be refused later is refused at
+//! once, so that there is no image that cannot be restored.
+
+mod files;
+mod kernel;
+mod rights;
+
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use crate::launch::Privileges;
+use crate::launch::identity::Identity;
+use files::{Held, How, WRITE};
+use kernel::{Kernels, Verdict};
+use rekindle_os::{identity, process};
+use rekindle_store::Manifest;
+use rekindle_store::manifest::{GivenFile, JobRights};
+
+/// Who is to blame for a refusal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// The image, or files that were replaced since.
+    Image,
+    /// The image is as good as it was, and does not fit what is configured.
+    Configuration,
+    /// This machine or this program.
+    Ours,
+}
+
+/// Why a restored job does not run, or no image is taken of one.
+#[derive(Debug, thiserror::Error)]
+pub enum Refused {
+    /// A process has other rights than a launch gives.
+    #[error("{process} has {what}")]
+    Rights {
+        /// The process.
+        process: String,
+        /// What it has.
+        what: String,
+        /// Who is to blame.
+        fault: Fault,
+    },
+    /// A process has a file that it could not open.
+    #[error(
+        "{} is {how} in the restored job, and user {user} may not open it: it was replaced since the snapshot; put it back, or take another image",
+        path.display()
+    )]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// How the job has it.
+        how: &'static str,
+        /// Who the job is.
+        user: String,
+    },
+    /// A process has a file of the kernel's own that can show more to one who restores than to the job.
+    #[error(
+        "the job has {} open, which shows different things to different users: CRIU would open it anew with more rights than user {user} has. Close it before a snapshot",
+        path.display()
+    )]
+    KernelFile {
+        /// The file.
+        path: PathBuf,
+        /// Who the job is.
+        user: String,
+    },
+    /// A process is in other namespaces than the rest.
+    #[error("{process} is in a mount namespace of its own")]
+    Namespace {
+        /// The process.
+        process: String,
+    },
+    /// It is not known what a process is or has.
+    #[error("cannot look at the rights and files of process {pid}")]
+    Unread {
+        /// The process.
+        pid: i32,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The look with the user's rights failed.
+    #[error("cannot look at files with the rights of user {user}")]
+    Switch {
+        /// Who the job is.
+        user: String,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// Nothing of the job is there.
+    #[error("no process of the job is there")]
+    NoProcess,
+}
+
+impl Refused {
+    /// Who is to blame.
+    #[must_use]
+    pub fn fault(&self) -> Fault {
+        match self {
+            Refused::Rights { fault, .. } => *fault,
+            Refused::File { .. } | Refused::KernelFile { .. } | Refused::Namespace { .. } => Fault::Image,
+            Refused::Unread { .. } | Refused::Switch { .. } | Refused::NoProcess => Fault::Ours,
+        }
+    }
+}
+
+/// What the processes of a job are and have that the image must note.
+#[derive(Debug)]
+pub(crate) struct Noted {
+    /// Files that they have open or mapped without a right of the user's own.
+    pub(crate) given: Vec<GivenFile>,
+    /// Their rights.
+    pub(crate) rights: JobRights,
+}
+
+/// Looks at a job that stands still, of which `root` is the reaper.
+///
+/// # Errors
+/// Names what a restore would refuse.
+pub(crate) fn note(root: i32, user: Option<&Identity>, privileges: Privileges) -> Result<Noted, Refused> {
+    let tree = below(root);
+    rights::check(&tree, &rights::Wanted { user, privileges, then: None })?;
+    let rights = rights::of(&tree, user)?;
+    let Some(user) = user.filter(|user| user.uid != 0) else { return Ok(Noted { given: Vec::new(), rights }) };
+    let mut given: Vec<GivenFile> = Vec::new();
+    for held in strange(root, &tree, user, &[])? {
+        let access = Some(held.access);
+        let file = GivenFile { path: held.path, device: held.device, inode: held.inode, access };
+        if !given.contains(&file) {
+            given.push(file);
+        }
+    }
+    Ok(Noted { given, rights })
+}
+
+/// Looks at a job that runs: what can be seen of what [`note`] would refuse, before the job is frozen for it.
+///
+/// # Errors
+/// Names what a restore would refuse.
+pub(crate) fn foresee(root: i32, user: Option<&Identity>, privileges: Privileges) -> Result<(), Refused> {
+    let tree = below(root);
+    rights::check(&tree, &rights::Wanted { user, privileges, then: None })?;
+    let Some(user) = user.filter(|user| user.uid != 0) else { return Ok(()) };
+    let kernels = Kernels::of(root).map_err(|source| Refused::Unread { pid: root, source })?;
+    let held = files::held(&tree).map_err(|(pid, source)| Refused::Unread { pid, source })?;
+    held.into_iter().try_for_each(|held| judge_kernels(&kernels, &held, &tree, user).map(drop))
+}
+
+/// What a restored job is compared with.
+#[derive(Debug)]
+pub(super) struct Wanted<'a> {
+    pub(super) user: Option<&'a Identity>,
+    pub(super) privileges: Privileges,
+    pub(super) manifest: &'a Manifest,
+    /// Where the job's output is.
+    pub(super) log_dir: &'a Path,
+}
+
+/// Checks the restored tree below `root`, the reaper, whose own files are ours.
+///
+/// # Errors
+/// Names the first right or file that the user does not have.
+pub(super) fn check(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused> {
+    let tree = below(root);
+    let rights =
+        rights::Wanted { user: wanted.user, privileges: wanted.privileges, then: wanted.manifest.rights.as_ref() };
+    rights::check_reaper(root, &rights)?;
+    rights::check(&tree, &rights)?;
+    let Some(user) = wanted.user.filter(|user| user.uid != 0) else { return Ok(()) };
+    let world = |pid: i32| std::fs::read_link(format!("/proc/{pid}/ns/mnt"));
+    let ours = world(root).map_err(|source| Refused::Unread { pid: root, source })?;
+    if let Some(other) = tree.iter().find(|pid| world(**pid).is_ok_and(|its| its != ours)) {
+        return Err(Refused::Namespace { process: rights::shown(*other) });
+    }
+    check_files(root, &tree, user, wanted.manifest, wanted.log_dir)
+}
+
+fn check_files(root: i32, tree: &[i32], user: &Identity, manifest: &Manifest, log_dir: &Path) -> Result<(), Refused> {
+    let put_there = put_there(root, manifest);
+    let mut strange = strange(root, tree, user, &put_there)?.into_iter();
+    match strange.find(|held| !(is_given(held, &manifest.given_files) || is_output(held, log_dir))) {
+        None => Ok(()),
+        Some(held) => Err(Refused::File { path: held.path, how: said(held.how), user: user.name.clone() }),
+    }
+}
+
+fn below(root: i32) -> Vec<i32> {
+    process::tree(root).into_iter().filter(|pid| *pid != root).collect()
+}
+
+fn said(how: How) -> &'static str {
+    match how {
+        How::Open => "open",
+        How::Mapped => "mapped",
+        How::Directory => "the working directory of a process",
+        How::Root => "the root folder of a process",
+        How::Program => "the program of a process",
+    }
+}
+
+/// The very file that root gave, for no more than it was given for. An image of an earlier version does not say for what.
+fn is_given(held: &Held, given: &[GivenFile]) -> bool {
+    let same = |given: &&GivenFile| given.device == held.device && given.inode == held.inode;
+    given.iter().filter(same).any(|given| given.access.is_none_or(|access| held.access & !access == 0))
+}
+
+/// On another machine the output has other inodes, but only we can write to its folder.
+fn is_output(held: &Held, log_dir: &Path) -> bool {
+    let name = files::name_of(&held.path);
+    held.path.parent() == Some(log_dir)
+        && (name == "stdout.log" || name == "stderr.log")
+        && held.how == How::Open
+        && held.access == WRITE
+}
+
+/// Files of ours that were put back for this restore, by device and inode. Their folders may be closed to the user.
+fn put_there(root: i32, manifest: &Manifest) -> Vec<(u64, u64)> {
+    let paths = manifest.recreate.iter().map(|file| &file.path).chain(manifest.landing.iter().map(|file| &file.path));
+    let found = paths.filter_map(|path| std::fs::metadata(process::path_in(root, path)).ok());
+    found.map(|metadata| (metadata.dev(), metadata.ino())).collect()
+}
+
+/// What these processes have and the user could not open so.
+fn strange(root: i32, tree: &[i32], user: &Identity, put_there: &[(u64, u64)]) -> Result<Vec<Held>, Refused> {
+    let unread = |pid: i32| move |source: io::Error| Refused::Unread { pid, source };
+    let kernels = Kernels::of(root).map_err(unread(root))?;
+    let root_folder = std::fs::metadata(format!("/proc/{root}/root")).map_err(unread(root))?;
+    let mut asked = Vec::new();
+    let mut strange = Vec::new();
+    for held in files::held(tree).map_err(|(pid, source)| unread(pid)(source))? {
+        let is = (held.device, held.inode);
+        // Only root can change the root of a process.
+        if held.how == How::Root {
+            if is != (root_folder.dev(), root_folder.ino()) {
+                strange.push(held);
+            }
+            continue;
+        }
+        if held.how == How::Mapped && put_there.contains(&is) {
+            continue;
+        }
+        match judge_kernels(&kernels, &held, tree, user)? {
+            Some(Verdict::Fine) => {}
+            Some(_) => asked.push(held),
+            None if held.is_nameless() && held.lets(user) => {}
+            None => asked.push(held),
+        }
+    }
+    let opens = open_anew(root, user, &asked)?;
+    strange.extend(asked.into_iter().zip(opens).filter(|(_, opens)| !opens).map(|(held, _)| held));
+    Ok(strange)
+}
+
+fn judge_kernels(kernels: &Kernels, held: &Held, tree: &[i32], user: &Identity) -> Result<Option<Verdict>, Refused> {
+    match kernels.judge(held.device, &held.path, held.access, held.is_folder(), tree) {
+        Some(Verdict::Refused) => Err(Refused::KernelFile { path: held.path.clone(), user: user.name.clone() }),
+        verdict => Ok(verdict),
+    }
+}
+
+/// Whether each of the files is what the user finds at its path, and may open so.
+fn open_anew(root: i32, user: &Identity, files: &[Held]) -> Result<Vec<bool>, Refused> {
+    let failed = |source| Refused::Switch { user: user.name.clone(), source };
+    let world = std::fs::File::open(format!("/proc/{root}/ns/mnt")).map_err(failed)?;
+    let opens = |held: &Held| {
+        let found = identity::reach(&held.path, held.access);
+        found.is_ok_and(|found| (found.st_dev, found.st_ino) == (held.device, held.inode))
+    };
+    identity::with_file_rights_in(&world, user.uid, user.gid, &user.groups, || files.iter().map(opens).collect())
+        .map_err(failed)
+}
+
+#[cfg(test)]
+mod tests;

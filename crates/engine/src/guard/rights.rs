@@ -1,0 +1,308 @@
+//! What the processes of a job may do, compared with what a launch gives them.
+//!
+//! CRIU takes user and group ids, capabilities, no-new-privileges and seccomp filters from the image, and part of that (the
+//! list of groups) from memory that another process of the same user can write during a dump. What counts is what the
+//! kernel says of each thread while the tree still stands still.
+
+use std::collections::BTreeSet;
+use std::io::ErrorKind;
+
+use super::{Fault, Refused};
+use crate::launch::Privileges;
+use crate::launch::identity::Identity;
+use rekindle_os::process;
+use rekindle_store::manifest::JobRights;
+
+/// CAP_KILL (linux/capability.h), with which the reaper forwards signals.
+const CAP_KILL: u64 = 1 << 5;
+
+/// `SECCOMP_MODE_DISABLED` in /proc/PID/status.
+const NO_FILTER: u32 = 0;
+
+/// What /proc/PID/status says of a thread's rights.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Rights {
+    /// Real, effective, saved, of files.
+    users: Vec<u32>,
+    groups: Vec<u32>,
+    more_groups: BTreeSet<u32>,
+    inheritable: u64,
+    permitted: u64,
+    effective: u64,
+    bounding: u64,
+    ambient: u64,
+    no_new_privileges: bool,
+    seccomp: u32,
+}
+
+impl Rights {
+    fn parse(status: &str) -> Option<Rights> {
+        let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        let numbers = |name: &str| field(name)?.split_whitespace().map(|n| n.parse::<u32>().ok()).collect();
+        let bits = |name: &str| u64::from_str_radix(field(name)?.trim(), 16).ok();
+        let groups: Option<Vec<u32>> = numbers("Groups");
+        Some(Rights {
+            users: numbers("Uid")?,
+            groups: numbers("Gid")?,
+            more_groups: groups?.into_iter().collect(),
+            inheritable: bits("CapInh")?,
+            permitted: bits("CapPrm")?,
+            effective: bits("CapEff")?,
+            bounding: bits("CapBnd")?,
+            ambient: bits("CapAmb")?,
+            no_new_privileges: field("NoNewPrivs")?.trim() == "1",
+            // A kernel without CONFIG_SECCOMP has no such line.
+            seccomp: field("Seccomp").map_or(Some(NO_FILTER), |mode| mode.trim().parse().ok())?,
+        })
+    }
+
+    /// None for a thread that has ended: in a job that runs they come and go.
+    fn of(pid: i32, thread: i32) -> Result<Option<Rights>, Refused> {
+        let unread = |source| Refused::Unread { pid, source };
+        let status = match std::fs::read_to_string(format!("/proc/{pid}/task/{thread}/status")) {
+            Err(error) if error.kind() == ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH) => {
+                return Ok(None);
+            }
+            status => status.map_err(unread)?,
+        };
+        let odd = || unread(std::io::Error::other("/proc/PID/status is not as expected"));
+        Rights::parse(&status).map(Some).ok_or_else(odd)
+    }
+}
+
+/// What a launch gives.
+pub(super) struct Wanted<'a> {
+    pub(super) user: Option<&'a Identity>,
+    pub(super) privileges: Privileges,
+    /// What the processes had at the snapshot, where the image says it.
+    pub(super) then: Option<&'a JobRights>,
+}
+
+impl Wanted<'_> {
+    /// The user, where the job is to have fewer rights than root.
+    fn other_user(&self) -> Option<&Identity> {
+        self.user.filter(|user| user.uid != 0)
+    }
+}
+
+/// Checks each thread of these processes.
+pub(super) fn check(tree: &[i32], wanted: &Wanted<'_>) -> Result<(), Refused> {
+    let own = std::process::id().cast_signed();
+    let own = Rights::of(own, own)?.ok_or(Refused::NoProcess)?;
+    for pid in tree {
+        // One that has ended has no rights, and CRIU gives it none back.
+        if process::state(*pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
+            continue;
+        }
+        for thread in process::threads(*pid) {
+            let Some(rights) = Rights::of(*pid, thread)? else { continue };
+            if let Some((what, fault)) = excess(&rights, wanted, &own) {
+                return Err(Refused::Rights { process: shown(*pid), what, fault });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// What all of these processes have, for the manifest.
+pub(super) fn of(tree: &[i32], user: Option<&Identity>) -> Result<JobRights, Refused> {
+    let mut all: Option<JobRights> = None;
+    for pid in tree.iter().filter(|pid| process::state(**pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))) {
+        for thread in process::threads(*pid) {
+            let Some(rights) = Rights::of(*pid, thread)? else { continue };
+            let so_far = all.get_or_insert_with(|| JobRights {
+                uid: user.map_or_else(|| nix::unistd::geteuid().as_raw(), |user| user.uid),
+                groups: rights.more_groups.iter().copied().collect(),
+                no_new_privileges: true,
+                filtered: true,
+            });
+            so_far.groups.retain(|group| rights.more_groups.contains(group));
+            so_far.no_new_privileges &= rights.no_new_privileges;
+            so_far.filtered &= rights.seccomp != NO_FILTER;
+        }
+    }
+    all.ok_or(Refused::NoProcess)
+}
+
+/// In words, what a thread has more than a launch gives, and who is to blame.
+fn excess(rights: &Rights, wanted: &Wanted<'_>, own: &Rights) -> Option<(String, Fault)> {
+    let then = wanted.then;
+    if let Some(user) = wanted.other_user() {
+        let Identity { uid, name, .. } = user;
+        if rights.users.iter().any(|id| id != uid) {
+            let what = format!("the user ids {}, and the job's user {name} is {uid}", listed(&rights.users));
+            return Some((what, Fault::Image));
+        }
+        let theirs: BTreeSet<u32> = user.groups.iter().copied().chain([user.gid]).collect();
+        let held: BTreeSet<u32> = rights.groups.iter().copied().chain(rights.more_groups.iter().copied()).collect();
+        if let Some(group) = held.difference(&theirs).next() {
+            let was = then.is_some_and(|then| then.groups.contains(group));
+            return Some(match was {
+                // The kernel said so at the snapshot: the list of groups has changed since.
+                true => (
+                    format!(
+                        "the group {group}, which user {name} is not in any more: put {name} back into it to go on from this image"
+                    ),
+                    Fault::Configuration,
+                ),
+                false => (format!("the group {group}, which user {name} is not in"), Fault::Image),
+            });
+        }
+        // A group can be what keeps others out.
+        let kept = then.map_or(&[][..], |then| &then.groups).iter().find(|group| !rights.more_groups.contains(group));
+        if let Some(group) = kept {
+            return Some((format!("lost the group {group} that it was in at the snapshot"), Fault::Image));
+        }
+        let sets = [
+            ("permitted", rights.permitted),
+            ("effective", rights.effective),
+            ("ambient", rights.ambient),
+            ("inheritable", rights.inheritable & !own.inheritable),
+            ("bounding", rights.bounding & !own.bounding),
+        ];
+        if let Some((set, bits)) = sets.into_iter().find(|(_, bits)| *bits != 0) {
+            return Some((
+                format!("the {set} capabilities {bits:#x}, and user {name} gets none of them"),
+                Fault::Image,
+            ));
+        }
+    }
+    let was_fixed = then.map(|then| then.no_new_privileges);
+    if !rights.no_new_privileges && (wanted.privileges == Privileges::Fixed || was_fixed == Some(true)) {
+        return Some(match was_fixed {
+            Some(true) => ("no no-new-privileges flag, and had it at the snapshot".into(), Fault::Image),
+            _ => (
+                "no no-new-privileges flag, and job.no-new-privileges is true: the image was taken without. Set job.no-new-privileges = false to go on from this image"
+                    .into(),
+                Fault::Configuration,
+            ),
+        });
+    }
+    (rights.seccomp == NO_FILTER && then.is_some_and(|then| then.filtered))
+        .then(|| ("no seccomp filter, and had one at the snapshot".into(), Fault::Image))
+}
+
+/// The reaper, which stays root and keeps CAP_KILL of all capabilities.
+pub(super) fn check_reaper(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused> {
+    if wanted.other_user().is_none() {
+        return Ok(());
+    }
+    let refuse = |what: String| Err(Refused::Rights { process: shown(root), what, fault: Fault::Image });
+    for thread in process::threads(root) {
+        let Some(rights) = Rights::of(root, thread)? else { continue };
+        let more = (rights.permitted | rights.effective | rights.inheritable | rights.ambient) & !CAP_KILL;
+        if more != 0 {
+            return refuse(format!("the capabilities {more:#x}, and the reaper has CAP_KILL only"));
+        }
+    }
+    // Its name has the hash of its content, which is what counts: another version's is as good.
+    match crate::launch::reaper::is_genuine(root) {
+        Ok(true) => Ok(()),
+        Ok(false) => refuse("an executable that is not the reaper at the root of the tree".into()),
+        Err(source) => Err(Refused::Unread { pid: root, source }),
+    }
+}
+
+/// A process in a message: as the job sees it, and its name.
+pub(super) fn shown(pid: i32) -> String {
+    let number = process::inner_pid(pid).unwrap_or(pid);
+    let name: String = process::name(pid).unwrap_or_default().chars().filter(|c| !c.is_control()).collect();
+    format!("process {number} ({name})")
+}
+
+fn listed(ids: &[u32]) -> String {
+    ids.iter().map(u32::to_string).collect::<Vec<_>>().join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NOBODY: &str = "\
+Name:\tjob
+Uid:\t65534\t65534\t65534\t65534
+Gid:\t65534\t65534\t65534\t65534
+Groups:\t100 65534 
+CapInh:\t0000000000000000
+CapPrm:\t0000000000000000
+CapEff:\t0000000000000000
+CapBnd:\t000001ffffffffff
+CapAmb:\t0000000000000000
+NoNewPrivs:\t1
+Seccomp:\t2
+Seccomp_filters:\t1
+";
+
+    fn nobody() -> Identity {
+        Identity { uid: 65534, gid: 65534, groups: vec![65534, 100], home: "/".into(), name: "nobody".into() }
+    }
+
+    fn then() -> JobRights {
+        JobRights { uid: 65534, groups: vec![100, 65534], no_new_privileges: true, filtered: true }
+    }
+
+    fn found(from: &str, to: &str, privileges: Privileges, then: Option<&JobRights>) -> Option<(String, Fault)> {
+        assert!(NOBODY.contains(from), "{from}");
+        let user = nobody();
+        let wanted = Wanted { user: Some(&user), privileges, then };
+        let own = NOBODY.replace("CapBnd:\t000001ff", "CapBnd:\t000000ff");
+        let rights = Rights::parse(&NOBODY.replace(from, to).replace("CapBnd:\t000001ff", "CapBnd:\t000000ff"));
+        excess(&rights.unwrap(), &wanted, &Rights::parse(&own).unwrap())
+    }
+
+    #[test]
+    fn each_right_that_a_launch_does_not_give_is_found() {
+        let then = then();
+        let fixed = |from: &str, to: &str| found(from, to, Privileges::Fixed, Some(&then));
+        assert_eq!(fixed("", ""), None);
+        let refused = [
+            ("Uid:\t65534\t65534\t65534\t65534", "Uid:\t65534\t65534\t0\t65534", "user ids 65534 65534 0"),
+            ("Uid:\t65534\t65534\t65534\t65534", "Uid:\t65534\t65534\t65534\t1", "user ids"),
+            ("Gid:\t65534\t65534", "Gid:\t65534\t0", "the group 0"),
+            ("Groups:\t100", "Groups:\t6 100", "the group 6"),
+            ("Groups:\t100 65534", "Groups:\t65534", "lost the group 100"),
+            ("CapInh:\t0000000000000000", "CapInh:\t0000000000000001", "inheritable"),
+            ("CapPrm:\t0000000000000000", "CapPrm:\t0000000000000400", "permitted"),
+            ("CapEff:\t0000000000000000", "CapEff:\t0000000000000400", "effective"),
+            ("CapAmb:\t0000000000000000", "CapAmb:\t0000000000000400", "ambient"),
+            ("CapBnd:\t000001ff", "CapBnd:\t000003ff", "bounding"),
+            ("NoNewPrivs:\t1", "NoNewPrivs:\t0", "no-new-privileges"),
+            ("Seccomp:\t2", "Seccomp:\t0", "seccomp"),
+        ];
+        for (from, to, words) in refused {
+            let (what, fault) = fixed(from, to).unwrap_or_else(|| panic!("{to} passed"));
+            assert!(what.contains(words) && fault == Fault::Image, "{to}: {what}");
+        }
+    }
+
+    #[test]
+    fn what_changed_on_this_side_is_no_fault_of_the_image() {
+        let mut then = then();
+        then.groups.push(27);
+        let (what, fault) = found("Groups:\t100", "Groups:\t27 100", Privileges::Fixed, Some(&then)).unwrap();
+        assert!(what.contains("27") && fault == Fault::Configuration, "{what}");
+        then = JobRights { no_new_privileges: false, ..self::then() };
+        let (what, fault) = found("NoNewPrivs:\t1", "NoNewPrivs:\t0", Privileges::Fixed, Some(&then)).unwrap();
+        assert!(what.contains("job.no-new-privileges = false") && fault == Fault::Configuration, "{what}");
+        assert_eq!(found("NoNewPrivs:\t1", "NoNewPrivs:\t0", Privileges::MayGrow, Some(&then)), None);
+        // An image of an earlier version says nothing of it, nor of groups and filters.
+        assert_eq!(found("Seccomp:\t2", "Seccomp:\t0", Privileges::Fixed, None), None);
+        assert_eq!(found("Groups:\t100 65534", "Groups:\t65534", Privileges::Fixed, None), None);
+    }
+
+    #[test]
+    fn a_job_of_root_has_what_root_has() {
+        let then = JobRights { uid: 0, groups: vec![0], no_new_privileges: false, filtered: false };
+        let root = NOBODY
+            .replace("65534", "0")
+            .replace("CapEff:\t0", "CapEff:\t1")
+            .replace("NoNewPrivs:\t1", "NoNewPrivs:\t0");
+        let rights = Rights::parse(&root).unwrap();
+        for user in [None, Some(Identity { uid: 0, ..nobody() })] {
+            let mut wanted = Wanted { user: user.as_ref(), privileges: Privileges::MayGrow, then: Some(&then) };
+            assert_eq!(excess(&rights, &wanted, &rights), None);
+            wanted.privileges = Privileges::Fixed;
+            assert!(excess(&rights, &wanted, &rights).unwrap().0.contains("no-new-privileges"));
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! The job's world and its start.
+//!
+//! Owns: the namespaces, the reaper, who the job runs as and what it is given. Invariants: every descriptor the job gets
+//! is opened inside its mount namespace; it gets standard input, output and error and nothing else of ours. When the
+//! power goes, nothing here needs mending: a job is started anew or restored from an image.
+
+pub mod embedded;
+pub mod gpus;
+pub mod host;
+pub mod identity;
+pub mod interposer;
+pub mod nccl;
+pub mod output;
+pub mod plugin;
+pub mod reaper;
+pub mod tail;
+pub mod uplink;
+pub mod world;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use identity::Identity;
+use rekindle_os::spawn::{self, Child, Open, Spawn};
+use rekindle_os::{process, rights};
+use world::World;
+
+/// What to run, and as what.
+#[derive(Debug, Clone)]
+pub struct JobSpec {
+    /// The program and its arguments, as typed.
+    pub command: Vec<OsString>,
+    /// The program's file, found by [`find_program`].
+    pub program: PathBuf,
+    /// Working directory.
+    pub directory: PathBuf,
+    /// The whole environment.
+    pub environment: BTreeMap<OsString, OsString>,
+    /// Who it runs as; `None` to stay who the supervisor is.
+    pub identity: Option<Identity>,
+    /// The file mode mask; `None` keeps the supervisor's (077 under `rekindle run`).
+    pub umask: Option<u32>,
+    /// Resource limits, soft and hard alike: resource number of setrlimit(2) and value.
+    pub limits: Vec<(u32, u64)>,
+    /// The file for standard input.
+    pub stdin: PathBuf,
+    /// Whether programs the job executes can gain rights.
+    pub privileges: Privileges,
+    /// Whether it may set up an io_uring.
+    pub io_uring: IoUring,
+}
+
+/// The no-new-privileges flag of prctl(2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Privileges {
+    /// Set-user-ID programs work.
+    MayGrow,
+    /// They do not.
+    Fixed,
+}
+
+/// Whether io_uring_setup(2) works in the job. CRIU (4.2) cannot dump an io_uring.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum IoUring {
+    /// As on this machine.
+    AsItIs,
+    /// It answers ENOSYS, by a seccomp filter that is part of the image.
+    Refused,
+}
+
+impl IoUring {
+    /// What a job gets that shall not have one: no filter where it is of no use, as the kernel answers so by itself
+    /// (`kernel.io_uring_disabled`), nor where there are no filters, nor where CRIU could not dump the filter: it takes
+    /// CAP_SYS_ADMIN over the machine to read one (`PTRACE_SECCOMP_GET_FILTER`), not that over a user namespace.
+    #[must_use]
+    pub fn refused_where_possible() -> IoUring {
+        let useful = rights::io_uring_works();
+        let possible = rights::filters_work() && rights::over_the_machine() && rights::has(rights::CAP_SYS_ADMIN);
+        if useful && possible { IoUring::Refused } else { IoUring::AsItIs }
+    }
+}
+
+/// Why the command cannot be run.
+#[derive(Debug, thiserror::Error)]
+pub enum ProgramError {
+    /// There is no such program.
+    #[error("command not found: {0}")]
+    NotFound(String),
+    /// It is there, but is no executable file.
+    #[error("cannot execute {path}: {why}")]
+    NotExecutable {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        why: String,
+    },
+}
+
+/// Finds a program as execvp(3) does: a name with a slash is a path below `directory`, others are looked up in `path`.
+///
+/// # Errors
+/// When it is not there, or is not executable.
+pub fn find_program(name: &OsStr, directory: &Path, path: Option<&OsStr>) -> Result<PathBuf, ProgramError> {
+    let shown = || name.to_string_lossy().into_owned();
+    if name.as_encoded_bytes().contains(&b'/') {
+        let file = directory.join(name);
+        return match executable(&file) {
+            Ok(()) => Ok(file),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(ProgramError::NotFound(shown())),
+            Err(e) => Err(ProgramError::NotExecutable { path: file, why: e.to_string() }),
+        };
+    }
+    if name.is_empty() {
+        return Err(ProgramError::NotFound(shown()));
+    }
+    let mut refused = None;
+    for dir in std::env::split_paths(path.unwrap_or_else(|| OsStr::new("/usr/local/bin:/usr/bin:/bin"))) {
+        let file = directory.join(dir).join(name);
+        match executable(&file) {
+            Ok(()) => return Ok(file),
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied => {
+                refused = refused.or_else(|| Some(ProgramError::NotExecutable { path: file, why: e.to_string() }));
+            }
+            _ => {}
+        }
+    }
+    Err(refused.unwrap_or_else(|| ProgramError::NotFound(shown())))
+}
+
+fn executable(file: &Path) -> io::Result<()> {
+    let metadata = std::fs::metadata(file)?;
+    if !metadata.is_file() {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "not a regular file"));
+    }
+    if metadata.permissions().mode() & 0o111 == 0 {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "it has no execute permission"));
+    }
+    Ok(())
+}
+
+/// A running job: its world, and the reaper that is the root of its tree.
+#[derive(Debug)]
+pub struct Job {
+    /// Where it lives.
+    pub world: World,
+    /// The reaper; it ends as the job ends.
+    pub root: Child,
+    /// The process that runs the command, as it sees itself, where an image tells.
+    main: Option<i32>,
+}
+
+impl Job {
+    /// A job that was started.
+    #[must_use]
+    pub fn new(world: World, root: Child) -> Job {
+        Job { world, root, main: None }
+    }
+
+    /// A job that was restored; `main` is the process that runs the command, as it sees itself.
+    #[must_use]
+    pub fn restored(world: World, root: Child, main: i32) -> Job {
+        Job { world, root, main: Some(main) }
+    }
+
+    /// The process that runs the command, as we see it: the reaper's oldest child, because daemons come later. CRIU starts
+    /// them in any order; then it is the one that the image names.
+    #[must_use]
+    pub fn main_pid(&self) -> Option<i32> {
+        let children = process::children(self.root.pid());
+        if let Some(main) = self.main {
+            return children.into_iter().find(|pid| process::inner_pid(*pid) == Some(main));
+        }
+        children.into_iter().min_by_key(|pid| process::start_time(*pid).unwrap_or(u64::MAX))
+    }
+
+    /// Waits until the reaper has forked the command's process, or is over already. It takes well under a millisecond;
+    /// others want to know the pid from the beginning.
+    pub fn wait_for_main(&self) {
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while self.main_pid().is_none() && Instant::now() < deadline && !self.root.has_ended().unwrap_or(true) {
+            std::thread::sleep(Duration::from_micros(100));
+        }
+    }
+
+    /// Sends a signal to the command's process, through the reaper.
+    ///
+    /// # Errors
+    /// When the kernel refuses.
+    pub fn signal(&self, signal: i32) -> io::Result<()> {
+        self.root.signal(signal)
+    }
+
+    /// Kills everything in its world. Where the driver needs it, what uses CUDA lets its GPU go first ([`gpus`]).
+    pub fn kill(&self) {
+        // Daemons that outlive the reaper are init's.
+        let roots = [Some(&self.root), self.world.init()];
+        gpus::let_go(roots.into_iter().flatten().flat_map(|root| process::tree(root.pid())).collect::<BTreeSet<i32>>());
+        self.world.kill(Some(&self.root));
+    }
+
+    /// Kills whatever is left of it, and reaps. Returns how the reaper ended, and so the job.
+    pub fn end(&self) -> Option<spawn::Ended> {
+        self.kill();
+        self.world.end(Some(&self.root))
+    }
+}
+
+/// Why a job did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The world's init is gone.
+    #[error("cannot enter the job's namespaces")]
+    World(#[source] io::Error),
+    /// The reaper did not start.
+    #[error("cannot start the job")]
+    Spawn(#[from] spawn::Error),
+}
+
+/// Starts the job in its world. The child returned is the reaper, which ends as the job ends.
+///
+/// # Errors
+/// When the reaper cannot be started; that the program itself cannot be executed shows as exit code 126 or 127.
+pub fn start(world: &World, reaper: &Path, spec: &JobSpec, log: &output::Files) -> Result<Child, Error> {
+    let parent = match world {
+        World::Private { .. } => 0,
+        World::Host => std::process::id().cast_signed(),
+    };
+    let (uid, gid, groups) = match &spec.identity {
+        Some(identity) => (
+            identity.uid.to_string(),
+            identity.gid.to_string(),
+            identity.groups.iter().map(u32::to_string).collect::<Vec<_>>().join(","),
+        ),
+        None => ("-".to_string(), String::new(), String::new()),
+    };
+    let fixed = if spec.privileges == Privileges::Fixed { "n" } else { "" };
+    let without_uring = if spec.io_uring == IoUring::Refused { "u" } else { "" };
+    let flags = format!("-{fixed}{without_uring}");
+    let mut args: Vec<OsString> =
+        ["reap".into(), parent.to_string(), uid, gid, groups, flags].into_iter().map(OsString::from).collect();
+    args.push(spec.program.clone().into());
+    args.push("--".into());
+    args.extend(spec.command.iter().cloned());
+
+    let append = libc::O_WRONLY | libc::O_APPEND | libc::O_CREAT;
+    let file =
+        |fd, path: &Path, flags| -> Result<Open, spawn::Error> { Ok(Open { fd, path: spawn::c_string(path)?, flags }) };
+    let mut spawn = Spawn::new(reaper, args)?
+        .environment(&spec.environment)?
+        .world(world.entrance().map_err(Error::World)?)
+        .session()
+        // The reaper takes them one by one, and gives the job an empty mask.
+        .signals_blocked()
+        .directory(&spec.directory)?
+        .open(file(0, &spec.stdin, libc::O_RDONLY)?)
+        .open(file(1, &log.stdout, append)?)
+        .open(file(2, &log.stderr, append)?);
+    if let Some(mask) = spec.umask {
+        spawn = spawn.umask(mask);
+    }
+    for (resource, value) in &spec.limits {
+        spawn = spawn.limit(*resource, libc::rlimit { rlim_cur: *value, rlim_max: *value });
+    }
+    Ok(spawn.start()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_are_found_as_a_shell_does() {
+        let path = Some(OsStr::new("/nowhere:/bin:/usr/bin"));
+        let find = |name: &str| find_program(OsStr::new(name), Path::new("/etc"), path);
+        assert!(find("true").unwrap().ends_with("bin/true"));
+        assert!(matches!(find("no-such-program"), Err(ProgramError::NotFound(_))));
+        assert!(matches!(find(""), Err(ProgramError::NotFound(_))));
+        assert!(matches!(find("./no-such-program"), Err(ProgramError::NotFound(_))));
+        assert!(matches!(find("./passwd"), Err(ProgramError::NotExecutable { .. })));
+        assert!(matches!(find("/etc"), Err(ProgramError::NotExecutable { .. })));
+    }
+}

@@ -1,0 +1,91 @@
+//! GPUs before a kill, for the drivers that need it.
+//!
+//! Driver 595 (595.71.05, open kernel modules) hangs the whole machine, without a word in any log, when a process is killed that
+//! holds a GPU and was restored by the driver before: NVIDIA/cuda-checkpoint#53. One that is checkpointed holds none, and can be
+//! killed. So there each CUDA process is locked and checkpointed before rekindle kills it. That is done as well as it can be:
+//! a process that will not, or takes too long, is killed all the same, and one that dies by itself is beyond reach.
+
+use std::ops::RangeInclusive;
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rekindle_base::chain;
+use rekindle_cuda::{self as cuda, DriverVersion, Process, State};
+
+/// The drivers, by their first number. No report is known of 580, which most was measured with, nor of 610.
+const HANG_THE_HOST: RangeInclusive<u32> = 595..=595;
+
+/// How long a kernel that runs may keep a process from being locked.
+const LOCK: Duration = Duration::from_secs(5);
+
+/// For all of it: 80 GiB of device memory go to host memory in less, at 5 GB/s.
+const LIMIT: Duration = Duration::from_secs(30);
+
+/// Whether a kill of a restored process that holds a GPU may hang the machine.
+#[must_use]
+pub fn hangs_the_host(driver: &DriverVersion) -> bool {
+    HANG_THE_HOST.contains(&driver.major())
+}
+
+/// Has those of the processes that use CUDA let their GPUs go, where the driver needs that. Waits for half a minute at most.
+pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
+    if !cuda::installed().is_some_and(|driver| hangs_the_host(&driver)) {
+        return;
+    }
+    let deadline = Instant::now() + LIMIT;
+    let (done, results) = mpsc::channel();
+    for pid in pids.into_iter().filter(|pid| cuda::is_candidate(*pid).unwrap_or(false)) {
+        // The reaper stops all when the job has ended, and the driver works with a thread of the process.
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGCONT);
+        let done = done.clone();
+        // No call of the driver can be called off: a thread that waits in one for ever ends with the kill of its process.
+        let work = move || drop(done.send((pid, checkpoint(pid))));
+        if let Err(error) = thread::Builder::new().name("let-go".into()).spawn(work) {
+            tracing::warn!("process {pid} is killed while it may hold a GPU: {error}");
+        }
+    }
+    drop(done);
+    loop {
+        match results.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            Ok((_, Ok(()))) => {}
+            Ok((pid, Err(error))) => {
+                tracing::warn!("process {pid} is killed while it may hold a GPU: {}", chain(&error))
+            }
+            Err(mpsc::RecvTimeoutError::Disconnected) => return,
+            Err(mpsc::RecvTimeoutError::Timeout) => {
+                let limit = humantime::format_duration(LIMIT);
+                tracing::warn!("the job is killed while it may hold a GPU: the driver took longer than {limit}");
+                return;
+            }
+        }
+    }
+}
+
+fn checkpoint(pid: i32) -> cuda::Result<()> {
+    let process = Process::new(pid)?;
+    let state = match process.state() {
+        Err(error) if error.is_not_cuda() => return Ok(()),
+        state => state?,
+    };
+    if state == State::Running {
+        process.lock(LOCK)?;
+    }
+    match state {
+        State::Running | State::Locked => process.checkpoint(),
+        // It has none, or somebody is at it.
+        State::Checkpointed | State::Failed | State::Checkpointing | State::Restoring => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_drivers_that_hang_the_host() {
+        let hangs = |text: &str| hangs_the_host(&DriverVersion::parse(text).unwrap());
+        assert!(hangs("595.71.05") && hangs("595.1"));
+        assert!(!hangs("580.159.04") && !hangs("590.48.01") && !hangs("610.57.04"));
+    }
+}

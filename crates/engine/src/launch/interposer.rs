@@ -1,0 +1,109 @@
+//! The interposer: the shared object that jobs load, so that their device memory lands in a file at full speed.
+//!
+//! What it does, and what a job can rely on, is in its own documentation (`native/preload/src/lib.rs`). Here: its file, and what
+//! the job's environment needs. The supervisor's part for each CUDA process, in this order:
+//!
+//! 1. Lock the process; no CUDA call of the job runs any more.
+//! 2. Put the landing file at `$REKINDLE_LANDING/<pid as the process sees itself>`: a regular file on a tmpfs that the
+//!    job's user may read and write. Its pages should be there and its size be about that of the device memory; it is
+//!    made exactly as long as the driver's mapping.
+//! 3. Stop its threads, checkpoint ([`rekindle_os::ptrace::Alone`] lets the interposer's helpers run), dump. The file is
+//!    in use if /proc/PID/maps names it. If not, its size is 0 where it was tried in vain (no space), else what it was.
+//! 4. Restore; the driver unmaps it. Then rename or remove it: as long as it has this name, the next checkpoint of the
+//!    process goes to it. A restart puts it back under this name before CRIU runs.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use super::embedded::{Embedded, Error};
+
+/// The environment variable that tells the interposer the folder of landing files: an absolute path of at most 1024
+/// bytes. It is read when the process begins.
+pub const LANDING_VARIABLE: &str = "REKINDLE_LANDING";
+
+/// The environment variable for the number of threads that copy, the driver's own included, at most 8. Where it is not
+/// set: half of the CPUs that the driver's thread may use.
+pub const THREADS_VARIABLE: &str = "REKINDLE_COPY_THREADS";
+
+/// Built by build.rs from `native/preload/`. Any user's job may have to load it.
+pub(super) const INTERPOSER: Embedded = Embedded {
+    name: "interposer",
+    suffix: ".so",
+    content: include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-preload.so")),
+    mode: 0o755,
+};
+
+/// A path that LD_PRELOAD cannot name.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[error("LD_PRELOAD cannot name {path}: it has a space, a colon or a dollar sign; choose another place for the store")]
+pub struct UnusablePath {
+    path: PathBuf,
+}
+
+/// Makes sure that `dir` holds this version's interposer, whole, and returns its path. `dir` must be open to the user
+/// that the job runs as.
+///
+/// # Errors
+/// When the file cannot be read or written.
+pub fn unpack(dir: &Path) -> Result<PathBuf, Error> {
+    INTERPOSER.unpack(dir)
+}
+
+/// Whether the process has loaded an interposer of any version.
+#[must_use]
+pub fn is_in(pid: i32) -> bool {
+    let Ok(maps) = std::fs::read_to_string(format!("/proc/{pid}/maps")) else { return false };
+    maps.lines().any(|line| line.rsplit('/').next().is_some_and(|name| name.starts_with("interposer-")))
+}
+
+/// The job's LD_PRELOAD: the interposer at `path`, then what was there. It comes first, as it knows the driver by the
+/// address that a call comes from; another object's hook, called after ours, sees the same calls as without it.
+///
+/// # Errors
+/// When LD_PRELOAD cannot name the path: spaces and colons part its entries, a dollar sign begins a token (ld.so(8)).
+pub fn preload_value(path: &Path, existing: Option<&OsStr>) -> Result<OsString, UnusablePath> {
+    if path.as_os_str().as_bytes().iter().any(|byte| b" :$\t\n".contains(byte)) {
+        return Err(UnusablePath { path: path.to_path_buf() });
+    }
+    let mut value = path.as_os_str().to_os_string();
+    if let Some(existing) = existing.filter(|existing| !existing.is_empty()) {
+        value.push(":");
+        value.push(existing);
+    }
+    Ok(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::launch::embedded::tests::symbols;
+
+    #[test]
+    fn it_comes_before_what_the_job_preloads() {
+        let value = |existing: Option<&str>| preload_value(Path::new("/s/i.so"), existing.map(OsStr::new)).unwrap();
+        assert_eq!(value(None), "/s/i.so");
+        assert_eq!(value(Some("")), "/s/i.so");
+        assert_eq!(value(Some("liba.so libb.so:/c.so")), "/s/i.so:liba.so libb.so:/c.so");
+        for path in ["/a b/i.so", "/a:b/i.so", "/$LIB/i.so"] {
+            assert!(preload_value(Path::new(path), None).is_err(), "{path}");
+        }
+    }
+
+    #[test]
+    fn it_exports_the_hooks_and_nothing_else_and_can_not_panic() {
+        let [defined, needed] = symbols(INTERPOSER.content);
+        let (driver, own): (Vec<String>, Vec<String>) = defined.into_iter().partition(|name| name.starts_with("cu"));
+        assert_eq!(own, ["dlsym", "ioctl", "mmap", "mmap64", "munmap"]);
+        // Of the driver: how it hands out its functions, and those that share memory.
+        assert_eq!(driver[..2], ["cuGetProcAddress", "cuGetProcAddress_v2"]);
+        assert!(
+            driver[2..].iter().all(|name| name.starts_with("cuMem") || name.starts_with("cuMulticast")),
+            "{driver:?}"
+        );
+        // Weak ones; a copy that the compiler has made a call of would be bound to the job's memcpy.
+        assert_eq!(needed, ["__errno_location", "dlvsym", "memmove"]);
+        let mark = b"rekindle preload can panic";
+        assert!(!INTERPOSER.content.windows(mark.len()).any(|window| window == mark));
+    }
+}

@@ -1,0 +1,217 @@
+//! The job's output: files it writes itself, followed to our terminal, and rotated.
+//!
+//! The job holds the files open with O_APPEND. So it survives our death, a restored job writes on in the same file (CRIU
+//! checks neither size nor offset of such a descriptor), and a file that is cut is written on from its new end.
+//!
+//! Rotation copies the file away and empties it. Lines written between the two would be lost, so the file is only emptied
+//! in a snapshot, while the job is frozen ([`Files::rotate`]). Between snapshots ([`Rotation`]) what was copied is punched
+//! out: the file keeps its length, and the job appends at its end, but its beginning is a hole and takes no room. What is
+//! left of the file begins at its [`begin`](sparse::begin).
+//!
+//! A restart puts the files back to their length at the snapshot ([`Held::cut`]), and with them what was rotated since. All
+//! of it is told to the follower, which may be far behind: from the length of a file alone it could not see that one was
+//! cut and has grown past where it had read to.
+//!
+//! The job can do with its descriptor what it likes, also make the file longer than any disk. So holes are never copied
+//! and never shown, and what is kept is bounded in size and number ([`Bounds`]).
+
+mod cut;
+mod follow;
+mod rotate;
+
+use std::collections::VecDeque;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+pub use cut::Kept;
+pub use follow::Follower;
+use rekindle_os::durable;
+use rekindle_os::sparse;
+pub use rotate::Rotation;
+
+/// The two files of a job.
+#[derive(Debug, Clone)]
+pub struct Files {
+    /// Standard output.
+    pub stdout: PathBuf,
+    /// Standard error.
+    pub stderr: PathBuf,
+    bounds: Bounds,
+    /// Of standard output and standard error. Held over a change and over each read of the follower, never while it
+    /// writes: a terminal that is slow must not lengthen a freeze.
+    states: Arc<Mutex<States>>,
+}
+
+/// How much output is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bounds {
+    /// Bytes at which a file is rotated, and the most that is kept of what a restart cuts.
+    pub size: u64,
+    /// Rotated files of each, and files of what was cut (at least one).
+    pub keep: u32,
+}
+
+impl Default for Bounds {
+    fn default() -> Bounds {
+        Bounds { size: 64 << 20, keep: 5 }
+    }
+}
+
+type States = [State; 2];
+
+#[derive(Debug, Default)]
+struct State {
+    /// Everything before this offset was rotated away.
+    gone: u64,
+    /// Counts what happens to the file, for who looked at it without the lock.
+    epoch: u64,
+    /// What the follower has yet to see, the oldest first.
+    changes: VecDeque<Change>,
+}
+
+/// What happened to a file, other than that it grew. Offsets are those of the file until it is emptied.
+#[derive(Debug)]
+enum Change {
+    /// This range was moved to NAME.1.
+    Moved { from: u64, to: u64 },
+    /// What was before this offset is not kept.
+    Lost { to: u64 },
+    /// All was moved, and it began anew.
+    Emptied,
+    /// It was put back to this length; what was cut is in the other file, from this offset on.
+    Cut { to: u64, from: u64, kept: Option<PathBuf> },
+}
+
+/// An output file cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {verb} the output file {path}")]
+pub struct Error {
+    verb: &'static str,
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+fn error(verb: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Error {
+    let path = path.into();
+    move |source| Error { verb, path, source }
+}
+
+impl State {
+    /// Whether somebody else has cut the file, or put something where nothing is left.
+    fn look_again(&mut self, file: &File) -> io::Result<()> {
+        let begin = sparse::begin(file)?;
+        if begin < self.gone {
+            self.gone = begin;
+            self.epoch += 1;
+        }
+        Ok(())
+    }
+}
+
+impl Files {
+    /// The files in a job's log folder, created when they are not there. What a crash has left of a rotation is removed.
+    ///
+    /// # Errors
+    /// When they cannot be created.
+    pub fn create(dir: &Path, bounds: Bounds) -> Result<Files, Error> {
+        let (stdout, stderr) = (dir.join("stdout.log"), dir.join("stderr.log"));
+        let files = Files { stdout, stderr, bounds, states: Arc::default() };
+        for (path, state) in files.paths().into_iter().zip(lock(&files.states).iter_mut()) {
+            let mut options = OpenOptions::new();
+            let options = options.read(true).append(true).create(true).mode(0o600);
+            let file = options.open(path).map_err(error("create", path))?;
+            state.gone = sparse::begin(&file).map_err(error("look at", path))?;
+            remove_leftovers(path).map_err(error("remove what a crash left of", path))?;
+        }
+        Ok(files)
+    }
+
+    fn paths(&self) -> [&PathBuf; 2] {
+        [&self.stdout, &self.stderr]
+    }
+
+    /// Moves what is longer than the bound to NAME.1, and NAME.1 to NAME.2, up to the number kept, and empties it. Only for a
+    /// job that stands still: nothing may be written between the copy and the cut.
+    ///
+    /// # Errors
+    /// When a file cannot be copied; it is not cut then.
+    pub fn rotate(&self) -> Result<(), Error> {
+        for (path, state) in self.paths().into_iter().zip(lock(&self.states).iter_mut()) {
+            let meta = std::fs::metadata(path).map_err(error("look at", path))?;
+            // Blocks that are reserved behind the end count too.
+            let on_disk = meta.blocks().saturating_mul(512);
+            if meta.len() > self.bounds.size || on_disk > rotate::most_on_disk(self.bounds) {
+                rotate::empty(path, state, self.bounds).map_err(error("rotate", path))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves what is longer than the bound as [`Files::rotate`] does, while the job writes on. Nothing happens to a file that
+    /// is not.
+    fn relieve(&self, which: usize) -> Result<(), Error> {
+        let path = if which == 0 { &self.stdout } else { &self.stderr };
+        while rotate::relieve(path, &self.states, which, self.bounds).map_err(error("rotate", path))? {}
+        Ok(())
+    }
+
+    /// Keeps the follower from reading while files are put back to what they were.
+    #[must_use]
+    pub fn hold(&self) -> Held<'_> {
+        Held { files: self, states: lock(&self.states) }
+    }
+}
+
+/// Output files that nobody reads.
+#[derive(Debug)]
+pub struct Held<'a> {
+    files: &'a Files,
+    states: MutexGuard<'a, States>,
+}
+
+impl Held<'_> {
+    /// Cuts an output file to `to` bytes, and what was rotated since it was that long. What is cut is kept in a file of its
+    /// own beside it, NAME.rolled-back.N, as far as the bounds allow and there is room: the newest of it. None where it is
+    /// not longer.
+    ///
+    /// # Errors
+    /// When it cannot be read or cut.
+    pub fn cut(&mut self, path: &Path, to: u64) -> io::Result<Option<Kept>> {
+        let bounds = self.files.bounds;
+        let ours = self.files.paths().into_iter().position(|ours| ours == path);
+        let mut other = State::default();
+        let state = ours.and_then(|ours| self.states.get_mut(ours)).unwrap_or(&mut other);
+        let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOFOLLOW).open(path)?;
+        state.look_again(&file)?;
+        cut::cut(&file, path, to, state, bounds)
+    }
+}
+
+fn lock(states: &Mutex<States>) -> MutexGuard<'_, States> {
+    states.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn numbered(path: &Path, n: u32) -> PathBuf {
+    let mut name = path.as_os_str().to_os_string();
+    name.push(format!(".{n}"));
+    name.into()
+}
+
+/// Its name is of no file: what a file in writing is called begins with that ([`durable::Unfinished::beside`]).
+fn remove_leftovers(path: &Path) -> io::Result<()> {
+    let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(()) };
+    let prefix = format!("{}{}", durable::TEMP_PREFIX, name.to_string_lossy());
+    for entry in std::fs::read_dir(dir)?.flatten() {
+        if entry.file_name().to_string_lossy().starts_with(&prefix) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,146 @@
+//! Putting the output back to its length at a snapshot. What was written since is kept, within bounds.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use super::{Bounds, Change, State, numbered};
+use rekindle_os::durable::Unfinished;
+use rekindle_os::sparse;
+
+/// What was cut from a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Kept {
+    /// Where it is now, if any of it is.
+    pub file: Option<PathBuf>,
+    /// The offset in the output that its beginning had.
+    pub(super) from: u64,
+    /// So much of it.
+    pub bytes: u64,
+    /// So much was lost: it was longer than [`Bounds::size`], or there was no room.
+    pub lost: u64,
+}
+
+/// A rotated file that has what was before `gone`: its number, the range that it has.
+fn pieces(path: &Path, gone: u64) -> Vec<(u32, Range<u64>)> {
+    let mut end = gone;
+    let piece = |n| {
+        let length = std::fs::metadata(numbered(path, n)).ok()?.len();
+        // One that is longer is from before the file was emptied.
+        let start = end.checked_sub(length).filter(|_| end > 0)?;
+        Some((n, start..std::mem::replace(&mut end, start)))
+    };
+    (1..).map_while(piece).collect()
+}
+
+pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: Bounds) -> io::Result<Option<Kept>> {
+    let length = file.metadata()?.len();
+    if length <= to {
+        // Frees what is reserved behind the end.
+        file.set_len(length)?;
+        return Ok(None);
+    }
+    let gone = state.gone;
+    let later: Vec<_> = pieces(path, gone).into_iter().filter(|(_, range)| range.end > to).collect();
+    let kept = match keep(file, path, to, &later, state.gone, bounds) {
+        Ok(kept) => kept,
+        // Output that cannot be kept is no reason for a job to stay down.
+        Err(error) => {
+            tracing::warn!("cannot keep what is cut from {}: {error}", path.display());
+            let bytes = later.iter().map(|(_, range)| range.end - range.start.max(to)).sum::<u64>();
+            let (_, rest) = sparse::last_data(file, to.max(gone)..length, 0)?;
+            Kept { file: None, from: length, bytes: 0, lost: bytes + rest }
+        }
+    };
+    file.set_len(to)?;
+    let mut removed = 0;
+    for (n, range) in &later {
+        let name = numbered(path, *n);
+        if range.start >= to {
+            std::fs::remove_file(&name)?;
+            removed += 1;
+        } else {
+            let file = OpenOptions::new().write(true).open(&name)?;
+            let changed = file.metadata()?.modified()?;
+            file.set_len(to - range.start)?;
+            // By that `logs --follow` knows it.
+            file.set_modified(changed)?;
+        }
+    }
+    for n in (removed + 1..).take_while(|_| removed > 0) {
+        match std::fs::rename(numbered(path, n), numbered(path, n - removed)) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => break,
+            other => other?,
+        }
+    }
+    // What the follower has yet to see of those is in the file of what was cut.
+    let begin = state.changes.iter().rposition(|change| matches!(change, Change::Emptied)).map_or(0, |n| n + 1);
+    let mut n = 0;
+    state.changes.retain_mut(|change| {
+        n += 1;
+        match change {
+            Change::Moved { from, .. } if n > begin && *from >= to => false,
+            Change::Moved { to: end, .. } | Change::Lost { to: end } if n > begin => {
+                *end = to.min(*end);
+                true
+            }
+            _ => true,
+        }
+    });
+    state.changes.push_back(Change::Cut { to, from: kept.from, kept: kept.file.clone() });
+    state.gone = gone.min(to);
+    state.epoch += 1;
+    Ok(Some(kept))
+}
+
+/// Copies what follows `to`, in rotated files and in the file itself, to NAME.rolled-back.N: the last of it, as much as the
+/// bound allows. Its holes stay holes, and what is at `from` in the file is at its beginning.
+fn keep(file: &File, path: &Path, to: u64, later: &[(u32, Range<u64>)], gone: u64, bounds: Bounds) -> io::Result<Kept> {
+    let length = file.metadata()?.len();
+    let mut parts = vec![(file.try_clone()?, to.max(gone)..length, 0)];
+    for (n, range) in later {
+        parts.push((File::open(numbered(path, *n))?, to.max(range.start)..range.end, range.start));
+    }
+    // The newest first.
+    let (mut room, mut total, mut from, mut chosen) = (bounds.size, 0, length, Vec::new());
+    for (file, range, base) in parts {
+        let inside = range.start - base..range.end - base;
+        let (start, bytes) = sparse::last_data(&file, inside.clone(), room)?;
+        total += bytes;
+        if room > 0 && bytes > 0 {
+            from = base + start;
+            chosen.push((file, start..inside.end, base));
+        }
+        room = room.saturating_sub(bytes);
+    }
+    let newest = trim_kept(path, bounds.keep.max(1))?;
+    let mut copy = Unfinished::beside(path)?;
+    let mut bytes = 0;
+    for (file, range, base) in &chosen {
+        bytes += sparse::copy(file, range.clone(), copy.file(), base + range.start - from)?;
+    }
+    let name = rolled_back(path, newest + 1);
+    copy.publish(&name)?;
+    Ok(Kept { file: Some(name), from, bytes, lost: total.saturating_sub(bytes) })
+}
+
+fn rolled_back(path: &Path, n: u32) -> PathBuf {
+    let mut name = path.as_os_str().to_os_string();
+    name.push(format!(".rolled-back.{n}"));
+    name.into()
+}
+
+/// Makes room for one more of what was cut. Answers the number of the newest, 0 where there is none.
+fn trim_kept(path: &Path, keep: u32) -> io::Result<u32> {
+    let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(0) };
+    let prefix = format!("{}.rolled-back.", name.to_string_lossy());
+    let number = |entry: std::fs::DirEntry| entry.file_name().to_str()?.strip_prefix(&prefix)?.parse::<u32>().ok();
+    let mut all: Vec<u32> = std::fs::read_dir(dir)?.flatten().filter_map(number).collect();
+    all.sort_unstable();
+    let old = all.len().saturating_sub(usize::try_from(keep.saturating_sub(1)).unwrap_or(usize::MAX));
+    for n in all.iter().take(old) {
+        std::fs::remove_file(rolled_back(path, *n))?;
+    }
+    Ok(all.last().copied().unwrap_or(0))
+}

@@ -1,0 +1,182 @@
+//! Rotation: in a snapshot the file is emptied, between snapshots what was copied becomes a hole.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
+
+use super::{Bounds, Change, Files, State, States, lock, numbered};
+use rekindle_base::chain;
+use rekindle_os::durable::Unfinished;
+use rekindle_os::sparse;
+
+/// Makes room for a new NAME.1.
+fn shift(path: &Path, keep: u32) -> io::Result<()> {
+    for n in (1..keep).rev() {
+        match std::fs::rename(numbered(path, n), numbered(path, n + 1)) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// A log is not worth an fsync within a freeze: the image does not need it.
+pub(super) fn empty(path: &Path, state: &mut State, bounds: Bounds) -> io::Result<()> {
+    let file = OpenOptions::new().read(true).write(true).open(path)?;
+    let length = file.metadata()?.len();
+    // More than a bound of it is rare: between snapshots it is rotated too.
+    while bounds.keep > 0 && state.gone < length {
+        let piece = Unfinished::beside(&numbered(path, 1))?;
+        let (bytes, end) = sparse::gather(&file, state.gone..length, bounds.size * SLACK, piece.file(), 0)?;
+        if bytes > 0 {
+            shift(path, bounds.keep)?;
+            piece.replace(&numbered(path, 1))?;
+            state.changes.push_back(Change::Moved { from: state.gone, to: end });
+        }
+        state.gone = end;
+        state.epoch += 1;
+    }
+    file.set_len(0)?;
+    state.gone = 0;
+    state.epoch += 1;
+    state.changes.push_back(Change::Emptied);
+    Ok(())
+}
+
+/// How far back it is looked for the end of a line, so that none is in two files.
+const LINE: u64 = 64 << 10;
+
+/// Moves one piece. Answers whether there may be another.
+pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds: Bounds) -> io::Result<bool> {
+    let meta = std::fs::metadata(path)?;
+    let (length, on_disk) = (meta.len(), meta.blocks().saturating_mul(512));
+    let gone = lock(states).get(which).map_or(0, |state| state.gone);
+    let is_full = on_disk > most_on_disk(bounds);
+    if length.saturating_sub(gone) <= bounds.size && !is_full {
+        return Ok(false);
+    }
+    let file = OpenOptions::new().read(true).write(true).open(path)?;
+    let (gone, epoch, length) = {
+        let mut states = lock(states);
+        let Some(state) = states.get_mut(which) else { return Ok(false) };
+        state.look_again(&file)?;
+        if is_full {
+            // What was a hole may have been given blocks since (fallocate(2)). Those behind the end cannot be taken while
+            // the job may write there: a snapshot or a restart does that.
+            sparse::punch(&file, 0..state.gone)?;
+        }
+        // Of this epoch: one from before the file was emptied would have what is appended now be taken for a hole.
+        (state.gone, state.epoch, file.metadata()?.len())
+    };
+    if length.saturating_sub(gone) <= bounds.size {
+        return Ok(false);
+    }
+    // A snapshot must not wait for this copy.
+    let piece = Unfinished::beside(&numbered(path, 1))?;
+    let (mut bytes, mut end) = (0, length);
+    if bounds.keep > 0 {
+        (bytes, end) = sparse::gather(&file, gone..end, bounds.size, piece.file(), 0)?;
+        let rest = end_of_line(piece.file(), bytes)?;
+        // Those of a line are one behind the other, but where the job made a hole in it.
+        (bytes, end) = (bytes - rest, end - rest.min(end - gone));
+        piece.file().set_len(bytes)?;
+    }
+    let mut states = lock(states);
+    let Some(state) = states.get_mut(which).filter(|state| (state.gone, state.epoch) == (gone, epoch)) else {
+        return Ok(true);
+    };
+    if bytes > 0 {
+        shift(path, bounds.keep)?;
+        piece.replace(&numbered(path, 1))?;
+        state.changes.push_back(Change::Moved { from: gone, to: end });
+    } else {
+        state.changes.push_back(Change::Lost { to: end });
+    }
+    state.gone = end;
+    state.epoch += 1;
+    // From the beginning: of a block that two pieces share neither is all.
+    sparse::punch(&file, 0..end)?;
+    Ok(length.saturating_sub(end) > bounds.size)
+}
+
+/// Of a file, with what the file system reserves for it; its length says nothing.
+pub(super) fn most_on_disk(bounds: Bounds) -> u64 {
+    bounds.size.max(1 << 20).saturating_mul(SLACK)
+}
+
+/// In units of the bound.
+const SLACK: u64 = 4;
+
+/// How many of the last of `bytes` belong to a line that does not end there; 0 where no line ends near.
+fn end_of_line(file: &File, bytes: u64) -> io::Result<u64> {
+    let near = LINE.min(bytes / 2);
+    let mut last = vec![0; usize::try_from(near).unwrap_or(0)];
+    file.read_exact_at(&mut last, bytes - near)?;
+    Ok(last.iter().rev().position(|byte| *byte == b'\n').unwrap_or(0) as u64)
+}
+
+/// Rotates what grows too long while the job runs.
+#[derive(Debug)]
+pub struct Rotation {
+    thread: Option<JoinHandle<()>>,
+    stop: Arc<EventFd>,
+}
+
+/// Between two looks at files that grow. A job that writes 2 GB/s gets 40 MB further meanwhile.
+const PAUSE: Duration = Duration::from_millis(20);
+
+impl Rotation {
+    /// Rotates until this is dropped.
+    ///
+    /// # Errors
+    /// When the files cannot be watched.
+    pub fn start(files: &Files) -> io::Result<Rotation> {
+        let watch = Inotify::init(InitFlags::IN_CLOEXEC | InitFlags::IN_NONBLOCK)?;
+        for path in files.paths() {
+            watch.add_watch(path, AddWatchFlags::IN_MODIFY)?;
+        }
+        let stop = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
+        let (stopped, files) = (Arc::clone(&stop), files.clone());
+        let run = move || {
+            let mut complained = false;
+            loop {
+                for which in 0..2 {
+                    if let Err(error) = files.relieve(which)
+                        && !std::mem::replace(&mut complained, true)
+                    {
+                        let cause = chain(&error);
+                        tracing::warn!("the job's output grows beyond log.max-size between snapshots: {cause}");
+                    }
+                }
+                let mut stopped = [PollFd::new(stopped.as_fd(), PollFlags::POLLIN)];
+                // However often the job writes, each look sees all of it.
+                if poll(&mut stopped, PollTimeout::try_from(PAUSE).unwrap_or(PollTimeout::MAX)) != Ok(0) {
+                    return;
+                }
+                let [stopped] = stopped;
+                let _ = poll(&mut [PollFd::new(watch.as_fd(), PollFlags::POLLIN), stopped], PollTimeout::NONE);
+                let _ = watch.read_events();
+            }
+        };
+        let thread = std::thread::Builder::new().name("rotate".into()).spawn(run)?;
+        Ok(Rotation { thread: Some(thread), stop })
+    }
+}
+
+impl Drop for Rotation {
+    fn drop(&mut self) {
+        let _ = self.stop.write(1);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}

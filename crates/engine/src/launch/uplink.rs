@@ -1,0 +1,482 @@
+//! The way out of a private network: slirp4netns, outside of the job.
+//!
+//! It opens a tap device in the job's network namespace, gives it its addresses there, and makes of what comes out of it
+//! sockets of its own in the network of the supervisor. Invariants:
+//! - there is one a world, ready before the job runs and before CRIU binds what was bound at its address; it ends with the
+//!   world, and with the supervisor (parent-death signal), and no process of the job's world is its child or parent;
+//! - addresses are the same in each world, so the job's sockets find theirs again;
+//! - one that dies is started again, and costs the job its connections to the outside at most.
+//!
+//! It reads whatever the job sends, so it has no rights: it runs as a user that is neither root nor the job's, without a
+//! capability, without our environment, and filters its own system calls (no execve, mount, ptrace). To open its device in the
+//! job's network it needs rights there, which is why that network belongs to a user namespace that this user owns
+//! ([`netns`]): it has all rights over the job's network, and none over anything else.
+//!
+//! slirp4netns (1.2.0) is told not to go into its sandbox: that takes all mounts below /run along for as long as it lives,
+//! images in memory among them, which would keep their memory when they are unmounted; and it has it become root there.
+
+use std::ffi::OsStr;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use nix::fcntl::OFlag;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use super::embedded;
+use rekindle_base::chain;
+use rekindle_os::netns::{self, Owned};
+use rekindle_os::spawn::{self, Child, Ended, Open, Spawn};
+use rekindle_store::staging;
+
+/// The program, and the name of its package in Debian, Ubuntu and Fedora.
+pub const PROGRAM: &str = "slirp4netns";
+
+/// Where the job's names are asked for: slirp4netns passes them on to the machine's name servers, whatever they are by then.
+const NAME_SERVER: &str = "10.0.2.3";
+
+/// The kernel's tap devices.
+const DEVICE: &str = "/dev/net/tun";
+
+/// nobody and nogroup, as the kernel numbers who has no number here (`overflowuid`), and the number below for a job that is
+/// nobody: who owns the job's network has all rights there, which a job shall not have.
+const NOBODY: u32 = 65534;
+const NOBODY_ELSE: u32 = 65533;
+
+/// How long it may take until the device is there. Some ten milliseconds are usual.
+const READY: Duration = Duration::from_secs(10);
+
+/// One that lived as long is started again at once.
+const STEADY: Duration = Duration::from_secs(10);
+
+/// The waits before further tries.
+const PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// What an uplink needs and is not here.
+#[derive(Debug, thiserror::Error)]
+pub enum Missing {
+    /// The program.
+    #[error(
+        "network.uplink = \"user\" needs {PROGRAM}, and there is none in PATH: install it (Debian, Ubuntu, Fedora: package {PROGRAM})"
+    )]
+    Program,
+    /// The kernel's tap devices.
+    #[error(
+        "network.uplink = \"user\" needs /dev/net/tun, which is not there: run `modprobe tun`, or give it to the container (Docker: --device /dev/net/tun)"
+    )]
+    Device,
+}
+
+/// Why there is no uplink.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A descriptor or a pipe cannot be made.
+    #[error("cannot reach the job's network")]
+    Reach(#[source] io::Error),
+    /// The job's network cannot be made.
+    #[error(
+        "cannot make a network that belongs to user {user}, as whom {PROGRAM} runs; it takes user namespaces (sysctl user.max_user_namespaces)"
+    )]
+    Network {
+        /// The user.
+        user: u32,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// What the job's /etc/resolv.conf is to be cannot be written.
+    #[error("cannot write {}", path.display())]
+    Names {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// It did not start.
+    #[error(transparent)]
+    Spawn(#[from] spawn::Error),
+    /// It ended before the device was there.
+    #[error("{PROGRAM} ended at once ({how}){}", quoted(said))]
+    Ended {
+        /// How.
+        how: String,
+        /// Its last words.
+        said: String,
+    },
+    /// It did not get ready.
+    #[error("{PROGRAM} was not ready after {}{}", humantime::format_duration(READY), quoted(said))]
+    Late {
+        /// Its last words.
+        said: String,
+    },
+}
+
+fn quoted(said: &str) -> String {
+    if said.is_empty() { String::new() } else { format!(": {said}") }
+}
+
+/// How uplinks are made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    program: PathBuf,
+    directory: PathBuf,
+    user: u32,
+}
+
+/// Finds what it needs on this machine.
+///
+/// # Errors
+/// When there is no slirp4netns, or no tap device.
+pub fn find() -> Result<PathBuf, Missing> {
+    let path = std::env::var_os("PATH");
+    let program = super::find_program(OsStr::new(PROGRAM), Path::new("/"), path.as_deref());
+    let program = program.map_err(|_| Missing::Program)?;
+    if Path::new(DEVICE).exists() { Ok(program) } else { Err(Missing::Device) }
+}
+
+impl Plan {
+    /// With this program, for a job of that user; `directory` is where the file lies that the job finds at /etc/resolv.conf.
+    #[must_use]
+    pub fn new(program: PathBuf, directory: PathBuf, job: Option<u32>) -> Plan {
+        let user = if job == Some(NOBODY) { NOBODY_ELSE } else { NOBODY };
+        Plan { program, directory, user }
+    }
+
+    /// Makes a network for a job.
+    pub(super) fn network(&self) -> Result<Owned, Error> {
+        netns::owned_by(self.user, self.user).map_err(|source| Error::Network { user: self.user, source })
+    }
+
+    /// Writes what the job's /etc/resolv.conf is to be, and answers where: the machine's, but for the name servers. Those may
+    /// be on its loopback device, and change from machine to machine; this one is there in each world.
+    pub fn names(&self) -> Result<PathBuf, Error> {
+        let machine = std::fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
+        let path = self.directory.join("resolv.conf");
+        let written = embedded::put(&path, names_like(&machine).as_bytes(), 0o644);
+        written.map_err(|source| Error::Names { path: path.clone(), source })?;
+        Ok(path)
+    }
+}
+
+fn names_like(machine: &str) -> String {
+    let others = machine.lines().filter(|line| {
+        let first = line.split_whitespace().next();
+        matches!(first, Some("search" | "domain" | "options" | "sortlist"))
+    });
+    let lines: Vec<&str> = others.collect();
+    let mut text = format!("nameserver {NAME_SERVER}\n");
+    lines.iter().for_each(|line| text.extend([*line, "\n"]));
+    text
+}
+
+/// A running uplink. It ends when this is dropped.
+#[derive(Debug)]
+pub struct Uplink {
+    shared: Arc<Shared>,
+    keeper: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    program: PathBuf,
+    user: u32,
+    network: Owned,
+    state: Mutex<State>,
+    over: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    running: Option<Arc<Child>>,
+    over: bool,
+}
+
+/// One that is ready, and the pipe with its words, which closes when it ends.
+struct Ready {
+    child: Arc<Child>,
+    words: File,
+    since: Instant,
+}
+
+impl Uplink {
+    /// Starts one for this network of `Plan::network`, and waits until it is ready.
+    ///
+    /// # Errors
+    /// When it does not start, or is not ready in time.
+    pub fn start(plan: &Plan, network: Owned) -> Result<Uplink, Error> {
+        let (program, user) = (plan.program.clone(), plan.user);
+        let shared = Arc::new(Shared { program, user, network, state: Mutex::default(), over: Condvar::new() });
+        let first = shared.begin()?;
+        let kept = Arc::clone(&shared);
+        let keeper = std::thread::Builder::new().name("uplink".into()).spawn(move || kept.keep(first));
+        match keeper {
+            Ok(keeper) => Ok(Uplink { shared, keeper: Mutex::new(Some(keeper)) }),
+            Err(error) => {
+                shared.finish();
+                if let Some(child) = shared.state().running.take() {
+                    let _ = child.wait();
+                }
+                Err(Error::Reach(error))
+            }
+        }
+    }
+
+    /// Ends it, and waits until it is gone.
+    pub fn stop(&self) {
+        self.shared.finish();
+        let keeper = self.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(keeper) = keeper {
+            let _ = keeper.join();
+        }
+    }
+}
+
+impl Drop for Uplink {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn finish(&self) {
+        let mut state = self.state();
+        state.over = true;
+        if let Some(child) = &state.running {
+            let _ = child.signal(libc::SIGKILL);
+        }
+        drop(state);
+        self.over.notify_all();
+    }
+
+    /// Starts it. None is started once it is over.
+    fn begin(&self) -> Result<Ready, Error> {
+        let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Reach(e.into()));
+        let (ready, ready_end) = pipe()?;
+        let (words, words_end) = pipe()?;
+        let network = self.network.network.try_clone().map_err(Error::Reach)?;
+        let owner = self.network.user.try_clone().map_err(Error::Reach)?;
+        let copy = words_end.try_clone().map_err(Error::Reach)?;
+        let args = [
+            "--configure",
+            // Or what listens on the machine's loopback device, and trusts whoever gets there, would be open to the job.
+            "--disable-host-loopback",
+            "--enable-seccomp",
+            // The most that it takes: fewer, larger packets are what makes it faster.
+            "--mtu=65520",
+            "--ready-fd=3",
+            "--userns-path=/proc/self/fd/5",
+            "--netns-type=path",
+            "/proc/self/fd/4",
+            "tap0",
+        ];
+        let null = Open { fd: 0, path: c"/dev/null".into(), flags: libc::O_RDONLY };
+        let spawn = Spawn::new(&self.program, args)?.session().directory(Path::new("/"))?;
+        let spawn = spawn.open(null).fd(copy, 1).fd(words_end, 2).fd(ready_end, 3).fd(network, 4).fd(owner, 5);
+        let spawn = spawn.environment::<&str, &str>([])?.identity(self.user, self.user).no_new_privileges();
+        // Most machines let everybody open it, which gives nobody a right by itself.
+        let spawn = if is_open_to_all(Path::new(DEVICE)) { spawn } else { spawn.own_tun(&staging_mounts())? };
+        let spawn = spawn.dies_with_us();
+        let mut state = self.state();
+        if state.over {
+            return Err(Error::Reach(io::ErrorKind::Interrupted.into()));
+        }
+        let child = Arc::new(spawn.start()?);
+        state.running = Some(Arc::clone(&child));
+        drop(state);
+        let words = File::from(words);
+        let in_time = wait_readable(&ready, READY).unwrap_or(false);
+        // Without a byte in it, it was closed.
+        if in_time && File::from(ready).read(&mut [0]).is_ok_and(|count| count > 0) {
+            return Ok(Ready { child, words, since: Instant::now() });
+        }
+        if !in_time {
+            let _ = child.signal(libc::SIGKILL);
+        }
+        let (how, said) = self.bury(&child, words);
+        Err(if in_time { Error::Ended { how, said } } else { Error::Late { said } })
+    }
+
+    /// Waits for its end: how it ended, and its last words.
+    fn bury(&self, child: &Child, mut words: File) -> (String, String) {
+        let said = last_words(&mut words);
+        // Over the reaping, so that no signal goes to its number afterwards.
+        let ended = child.wait_for_end().and_then(|()| {
+            let mut state = self.state();
+            state.running = None;
+            child.wait()
+        });
+        (ended.map_or_else(|error| error.to_string(), |ended: Ended| ended.to_string()), said)
+    }
+
+    /// Starts it again whenever it ends, until it is over.
+    fn keep(&self, first: Ready) {
+        let mut current = Some(first);
+        let mut pause = Duration::ZERO;
+        loop {
+            if let Some(ready) = current.take() {
+                let steady = ready.since;
+                let (how, said) = self.bury(&ready.child, ready.words);
+                if self.state().over {
+                    return;
+                }
+                pause = if steady.elapsed() >= STEADY { Duration::ZERO } else { pause };
+                tracing::warn!(
+                    "the job's uplink has died ({how}){}: its connections to the outside are lost, and it is started again",
+                    quoted(&said)
+                );
+            }
+            let wait = |state: &mut State| !state.over;
+            let (state, _) =
+                self.over.wait_timeout_while(self.state(), pause, wait).unwrap_or_else(PoisonError::into_inner);
+            if state.over {
+                return;
+            }
+            drop(state);
+            pause = (pause * 2).clamp(PAUSE, LONGEST_PAUSE);
+            match self.begin() {
+                Ok(ready) => {
+                    tracing::info!("the job's uplink is there again");
+                    current = Some(ready);
+                }
+                Err(_) if self.state().over => return,
+                Err(error) => tracing::warn!(
+                    "the job has no uplink; the next try is in {}: {}",
+                    humantime::format_duration(pause),
+                    chain(&error)
+                ),
+            }
+        }
+    }
+}
+
+fn is_open_to_all(device: &Path) -> bool {
+    std::fs::metadata(device).is_ok_and(|metadata| metadata.permissions().mode() & 0o006 == 0o006)
+}
+
+/// Where images in memory are mounted now, of this job and of others.
+fn staging_mounts() -> Vec<PathBuf> {
+    let table = std::fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    staging_mounts_of(&table)
+}
+
+/// By the name of what is mounted there, which is after the type of the file system (proc_pid_mountinfo(5)).
+fn staging_mounts_of(table: &str) -> Vec<PathBuf> {
+    let place = |line: &str| {
+        let (mount, kind) = line.split_once(" - ")?;
+        let is_ours = kind.starts_with(&format!("tmpfs {} ", staging::SOURCE));
+        let point = mount.split(' ').nth(4).filter(|_| is_ours)?;
+        // The kernel writes a blank, and some others, as a backslash and three octal digits.
+        Some(PathBuf::from(point.replace("\\040", " ")))
+    };
+    table.lines().filter_map(place).collect()
+}
+
+fn wait_readable(fd: &OwnedFd, limit: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + limit;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut fds, PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)) {
+            Ok(count) => return Ok(count > 0),
+            Err(nix::errno::Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Reads until it closes, and keeps the last line that says something.
+fn last_words(words: &mut File) -> String {
+    /// No line of slirp4netns is longer.
+    const KEPT: usize = 1024;
+    let (mut buffer, mut kept) = ([0; KEPT], Vec::new());
+    loop {
+        match words.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(count) => {
+                kept.extend_from_slice(buffer.get(..count).unwrap_or_default());
+                kept.drain(..kept.len().saturating_sub(KEPT));
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(_) => break,
+        }
+    }
+    let text = String::from_utf8_lossy(&kept);
+    // What it says in a good life.
+    let usual = ["sent tapfd", "received tapfd", "WARNING: Support for seccomp"];
+    let line = text.lines().rfind(|line| !line.trim().is_empty() && !usual.iter().any(|start| line.starts_with(start)));
+    line.unwrap_or_default().trim().to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_asked_for_at_the_uplink_and_searched_as_on_the_machine() {
+        let machine = "# by hand\nnameserver 127.0.0.53\nnameserver 10.1.1.1\noptions edns0 trust-ad\nsearch a.example b.example\n";
+        let expected = "nameserver 10.0.2.3\noptions edns0 trust-ad\nsearch a.example b.example\n";
+        assert_eq!(names_like(machine), expected);
+        assert_eq!(names_like(""), "nameserver 10.0.2.3\n");
+    }
+
+    #[test]
+    fn the_last_words_are_those_that_say_something() {
+        let said = |text: &str| {
+            let (end, start) = nix::unistd::pipe().unwrap();
+            io::Write::write_all(&mut File::from(start), text.as_bytes()).unwrap();
+            last_words(&mut File::from(end))
+        };
+        assert_eq!(
+            said("sent tapfd=5 for tap0\nopen(\"/dev/net/tun\"): No such device\nreceived tapfd=5\n\n"),
+            "open(\"/dev/net/tun\"): No such device"
+        );
+        assert_eq!(said(&("x".repeat(3000) + "\nend\n")), "end");
+        assert_eq!(said(""), "");
+    }
+
+    #[test]
+    fn images_in_memory_are_found_by_their_name() {
+        let table = "30 25 0:27 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=24684096k\n\
+                     50 25 0:40 / /run/rekindle/a\\040b-1 rw,nosuid shared:7 - tmpfs rekindle rw,size=4k\n\
+                     51 25 0:41 / /home/rekindle rw - ext4 rekindle rw\n";
+        assert_eq!(staging_mounts_of(table), [Path::new("/run/rekindle/a b-1")]);
+    }
+
+    #[test]
+    fn the_network_of_a_job_is_not_its_own_users() {
+        let user = |job| Plan::new("/bin/true".into(), "/".into(), job).user;
+        assert_eq!((user(None), user(Some(1000)), user(Some(NOBODY))), (NOBODY, NOBODY, NOBODY_ELSE));
+    }
+
+    #[test]
+    fn one_that_can_not_start_says_why() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let namespace = |name: &str| File::open(format!("/proc/self/ns/{name}")).unwrap().into();
+        let shared = |program: &str| Shared {
+            program: program.into(),
+            user: NOBODY,
+            network: Owned { user: namespace("user"), network: namespace("net") },
+            state: Mutex::default(),
+            over: Condvar::new(),
+        };
+        let failed = |program: &str| shared(program).begin().map(drop).unwrap_err().to_string();
+        assert_eq!(failed("/bin/false"), "slirp4netns ended at once (exit code 1)");
+        assert!(failed("/nowhere/slirp4netns").contains("execve"), "{}", failed("/nowhere/slirp4netns"));
+        let ended = shared("/bin/false");
+        ended.finish();
+        assert!(matches!(ended.begin(), Err(Error::Reach(_))), "none is started once it is over");
+    }
+}

@@ -1,0 +1,349 @@
+//! The world a job lives in: a PID and a mount namespace under an init of ours, or the host's own.
+//!
+//! Layout. The supervisor is outside; `init` is pid 1 of the namespaces and in no image; the `reaper` (pid 1000) is a
+//! child of the supervisor that was born into them, root of every image; the job (pid 1001) is its child. CRIU runs in
+//! the same namespaces as pid 2, started by the supervisor too. The job has an IPC namespace of its own besides, which CRIU
+//! stays out of: it is in the image, and with it what is System V's. Where it is wanted, the job and CRIU are in a network
+//! namespace of init's, with a loopback device and an [uplink] at most, which is in no image: each restore finds all ports
+//! free.
+//!
+//! So
+//! - neither the PID nor the mount namespace is part of an image: a restore needs no mount that has come or gone since,
+//!   on this machine or another (the other way, with init dumped from outside, was tried: it takes the whole mount table
+//!   into the image and makes it again);
+//! - when the supervisor dies, at any moment, a half-done restore included, the kernel kills init and with it every
+//!   process of the namespace: the job, CRIU, half-restored tasks. Nothing runs on unsupervised;
+//! - daemons that the job leaves behind become children of the reaper and stay in the image;
+//! - the job's end is the supervisor's to wait for, at first start and after a restore alike.
+//!
+//! In the host's namespaces the reaper watches over the supervisor itself, and pids of an image may be taken.
+
+use std::ffi::OsString;
+use std::io;
+use std::path::Path;
+use std::time::Duration;
+
+use nix::fcntl::OFlag;
+use nix::sched::CloneFlags;
+
+use super::uplink::{self, Uplink};
+use rekindle_os::process;
+use rekindle_os::spawn::{self, Child, Ended, Spawn};
+
+/// The reaper's pid in a new world. CRIU and its helpers need numbers of their own at a restore; the kernel never goes
+/// below 300 again once it has counted past that (`RESERVED_PIDS`), so what lies below stays free.
+pub const FIRST_PID: i32 = 1000;
+/// Takes the tree down where no namespace does; the reaper knows it by the same name.
+const SIG_TEARDOWN: i32 = 63;
+
+/// The network that a job in a [`World::Private`] sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Network<'a> {
+    /// That of the supervisor.
+    Host,
+    /// A loopback device of its own.
+    Private,
+    /// The same, and a way out.
+    Uplink(&'a uplink::Plan),
+}
+
+/// Where a job lives.
+#[derive(Debug)]
+pub enum World {
+    /// Namespaces of its own.
+    Private {
+        /// It holds them.
+        init: Child,
+        /// The way out of the network, where there is one.
+        uplink: Option<Uplink>,
+    },
+    /// The namespaces of the supervisor.
+    Host,
+}
+
+/// Why a world could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Init did not start.
+    #[error(
+        "cannot make the job's namespaces; as root in the initial user namespace it works, elsewhere try pid-namespace = \"host\""
+    )]
+    Start(#[from] spawn::Error),
+    /// Init could not prepare the namespaces.
+    #[error("cannot prepare the job's namespaces: {step} failed")]
+    Prepare {
+        /// What failed.
+        step: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// There is no way out of the network.
+    #[error("cannot give the job's network an uplink")]
+    Uplink(#[from] uplink::Error),
+    /// The pipe to init failed.
+    #[error("cannot talk to the job's init")]
+    Talk(#[source] io::Error),
+}
+
+impl World {
+    /// Makes new namespaces in which the next pid is above `last_pid`.
+    ///
+    /// # Errors
+    /// When the kernel does not allow namespaces, /proc cannot be mounted, or there is no uplink where one is wanted.
+    pub fn private(reaper: &Path, last_pid: i32, network: Network<'_>) -> Result<World, Error> {
+        let (flags, loopback) = match network {
+            Network::Host => (CloneFlags::empty(), "-"),
+            Network::Private => (CloneFlags::CLONE_NEWNET, "l"),
+            Network::Uplink(_) => (CloneFlags::empty(), "l"),
+        };
+        let (ready, ready_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(|e| Error::Talk(e.into()))?;
+        let mut owned = None;
+        let mut args: Vec<OsString> =
+            ["init".to_string(), last_pid.to_string(), READY_FD.to_string(), loopback.to_string()]
+                .map(Into::into)
+                .into();
+        if let Network::Uplink(plan) = network {
+            args.push(plan.names()?.into());
+            owned = Some((plan, plan.network()?));
+        }
+        let mut spawn = Spawn::new(reaper, args)?.environment::<&str, &str>([])?;
+        if let Some((_, owned)) = &owned {
+            spawn = spawn.network(owned.network.try_clone().map_err(Error::Talk)?);
+        }
+        let world = spawn::World::New(CloneFlags::CLONE_NEWIPC | flags);
+        let init = spawn.world(world).session().directory(Path::new("/"))?.fd(ready_end, READY_FD).start()?;
+        let mut report = [0u8; 2];
+        let read = io::Read::read_exact(&mut std::fs::File::from(ready), &mut report);
+        let failed = match (read, report) {
+            (Ok(()), [b'o', b'k']) => match owned.map(|(plan, owned)| Uplink::start(plan, owned)).transpose() {
+                Ok(uplink) => return Ok(World::Private { init, uplink }),
+                Err(error) => error.into(),
+            },
+            (Ok(()), [step, errno]) => {
+                let step = match step {
+                    b'd' => "the parent-death signal",
+                    b's' => "setting mount propagation",
+                    b'p' => "mounting /proc",
+                    b'n' => "bringing up the loopback device",
+                    b'r' => "putting a file over /etc/resolv.conf",
+                    _ => "setting the next pid",
+                };
+                Error::Prepare { step, source: io::Error::from_raw_os_error(i32::from(errno)) }
+            }
+            (Err(source), _) => Error::Talk(source),
+        };
+        World::Private { init, uplink: None }.end(None);
+        Err(failed)
+    }
+
+    /// Init of a private world.
+    #[must_use]
+    pub fn init(&self) -> Option<&Child> {
+        match self {
+            World::Private { init, .. } => Some(init),
+            World::Host => None,
+        }
+    }
+
+    /// How a child is born into this world.
+    ///
+    /// # Errors
+    /// When descriptors run out.
+    pub fn entrance(&self) -> io::Result<spawn::World> {
+        Ok(match self {
+            World::Private { init, .. } => init.entrance(CloneFlags::CLONE_NEWIPC | CloneFlags::CLONE_NEWNET)?,
+            World::Host => spawn::World::Host,
+        })
+    }
+
+    /// Kills everything in this world, and waits until it is gone. Safe to call while a restore is failing.
+    pub fn kill(&self, root: Option<&Child>) {
+        match (self, root) {
+            (World::Private { init, .. }, _) => drop(init.signal(libc::SIGKILL)),
+            (World::Host, Some(root)) => drop(root.signal(SIG_TEARDOWN)),
+            // A restore in the host's namespaces that failed: its dead and half-restored are children we do not know.
+            (World::Host, None) => {
+                for child in process::children(std::process::id().cast_signed()) {
+                    if !spawn::is_known(child) {
+                        kill_tree(child);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Kills and reaps everything, the root first: a dying init waits for the zombies that have their parent outside of
+    /// the namespace (`zap_pid_ns_processes`). Returns how the root ended.
+    pub fn end(&self, root: Option<&Child>) -> Option<Ended> {
+        self.kill(root);
+        let mut ended = None;
+        if let Some(root) = root {
+            // What was frozen by a tracer that died is left stopped; SIGKILL ends it in any state. In the host's
+            // namespaces the reaper may take a moment to end the others first.
+            if matches!(self, World::Host) && !ends_within(root, Duration::from_secs(5)) {
+                kill_tree(root.pid());
+            }
+            ended = root.wait().ok();
+        }
+        spawn::reap_strays();
+        if let World::Private { init, uplink } = self {
+            if let Some(uplink) = uplink {
+                uplink.stop();
+            }
+            // What a restore that failed has made are children of ours too, and some are still dying: each has to be
+            // reaped, or init waits for it, and this for init, for ever.
+            while !ends_within(init, Duration::from_millis(10)) {
+                spawn::reap_strays();
+            }
+            // The namespace is empty once this returns.
+            let _ = init.wait();
+        }
+        ended
+    }
+}
+
+/// Where init finds its end of the ready pipe.
+const READY_FD: i32 = 3;
+
+fn kill_tree(root: i32) {
+    for pid in process::tree(root) {
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+    }
+}
+
+/// How long what a failed restore left may take to end.
+const LEFTOVERS_END: Duration = Duration::from_secs(5);
+
+/// Ends what a failed restore left in the host's namespaces of the process that is `root` there. It is a child of ours, and
+/// as long as it is there, alive or not reaped, the next restore finds its pid taken.
+pub(crate) fn end_leftovers(root: i32) {
+    let deadline = std::time::Instant::now() + LEFTOVERS_END;
+    while let Some(left) = rekindle_criu::find_restored(root) {
+        if std::time::Instant::now() > deadline {
+            return;
+        }
+        kill_tree(left);
+        spawn::reap_strays();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn ends_within(child: &Child, limit: Duration) -> bool {
+    let deadline = std::time::Instant::now() + limit;
+    while std::time::Instant::now() < deadline {
+        if child.has_ended().unwrap_or(true) {
+            return true;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    false
+}
+
+/// The number after which the kernel shall go on counting pids in a world that restores these: the start of the largest
+/// gap, so that neither CRIU's helpers nor the job's next children meet a pid of the image.
+#[must_use]
+pub fn last_pid_for(taken: &[i32]) -> i32 {
+    largest_gap(taken, limit_for(taken, pid_max()))
+}
+
+/// The highest pid that is none of these. When a namespace ends the kernel kills its processes from the lowest pid on
+/// (`zap_pid_ns_processes`): this one last.
+#[must_use]
+pub fn last_free_pid(taken: &[i32]) -> i32 {
+    highest_but(taken, limit_for(taken, pid_max()))
+}
+
+fn highest_but(taken: &[i32], limit: i32) -> i32 {
+    (FIRST_PID..limit).rev().find(|pid| !taken.contains(pid)).unwrap_or(FIRST_PID - 1)
+}
+
+/// From kernel 6.14 on each PID namespace has a limit of its own, which is the highest possible one at first
+/// (`create_pid_namespace`); before, it is the machine's in all of them.
+fn limit_for(taken: &[i32], machine: i32) -> i32 {
+    /// `PID_MAX_LIMIT`.
+    const HIGHEST: i32 = 4 << 20;
+    if taken.iter().any(|pid| *pid >= machine) { HIGHEST } else { machine }
+}
+
+fn pid_max() -> i32 {
+    let limit = std::fs::read_to_string("/proc/sys/kernel/pid_max").ok().and_then(|t| t.trim().parse().ok());
+    limit.unwrap_or(32768)
+}
+
+fn largest_gap(taken: &[i32], limit: i32) -> i32 {
+    let mut sorted: Vec<i32> = taken.iter().copied().filter(|pid| *pid >= FIRST_PID).collect();
+    sorted.sort_unstable();
+    let starts = [FIRST_PID - 1].into_iter().chain(sorted.iter().copied());
+    let ends = sorted.iter().copied().chain([limit]);
+    starts.zip(ends).max_by_key(|(start, end)| end - start).map_or(FIRST_PID - 1, |(start, _)| start)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outer_parent(pid: i32) -> Option<i32> {
+        let text = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        text.lines().find_map(|line| line.strip_prefix("PPid:")?.trim().parse().ok())
+    }
+
+    #[test]
+    fn a_world_counts_pids_from_where_it_is_told_and_ends_with_all_in_it() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let reaper = crate::launch::reaper::unpack(dir.path()).unwrap();
+        let world = World::private(&reaper, FIRST_PID - 1, Network::Host).unwrap();
+        let init = world.init().unwrap().pid();
+        assert_eq!(process::inner_pid(init), Some(1));
+        // It closes the pipe on which it has said that it is ready a moment later.
+        let descriptors = || std::fs::read_dir(format!("/proc/{init}/fd")).unwrap().count();
+        let deadline = std::time::Instant::now() + Duration::from_secs(5);
+        while descriptors() > 0 {
+            assert!(std::time::Instant::now() < deadline, "init holds {} of ours open", descriptors());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+
+        // One that leaves a grandchild behind, which becomes init's.
+        let script = "sleep 60 & exit 7";
+        let spawn = Spawn::new(Path::new("/bin/sh"), ["-c", script]).unwrap().world(world.entrance().unwrap());
+        let child = spawn.start().unwrap();
+        assert_eq!(process::inner_pid(child.pid()).unwrap_or(FIRST_PID), FIRST_PID);
+        assert_eq!(child.wait().unwrap(), Ended::Exit(7));
+        let orphan = process::children(init).first().copied().unwrap();
+        assert_eq!(outer_parent(orphan), Some(init));
+
+        let root =
+            Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().world(world.entrance().unwrap()).start().unwrap();
+        assert_eq!(world.end(Some(&root)), Some(Ended::Signal(libc::SIGKILL)));
+        for pid in [init, orphan, root.pid()] {
+            assert!(!Path::new(&format!("/proc/{pid}")).exists(), "{pid} is left");
+        }
+        let late = Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap().world(world.entrance().unwrap()).start();
+        assert!(matches!(late, Err(spawn::Error::Fork { .. })), "nothing can enter a world that has ended");
+    }
+
+    #[test]
+    fn the_next_pid_is_in_the_largest_gap() {
+        assert_eq!(largest_gap(&[], 32768), 999);
+        assert_eq!(largest_gap(&[1000, 1001, 1500], 32768), 1500);
+        assert_eq!(largest_gap(&[1000, 32000, 32700], 32768), 1000);
+        assert_eq!(largest_gap(&[2, 30000, 1000], 32768), 1000);
+    }
+
+    #[test]
+    fn a_namespace_may_have_higher_pids_than_the_machine() {
+        let limit = |taken: &[i32]| limit_for(taken, 32768);
+        assert_eq!((limit(&[1000, 32767]), limit(&[1000, 32768])), (32768, 4 << 20));
+        assert_eq!(highest_but(&[1000, 39000], limit(&[1000, 39000])), (4 << 20) - 1);
+        assert_eq!(largest_gap(&[1000, 39000], limit(&[1000, 39000])), 39000);
+    }
+
+    #[test]
+    fn the_last_free_pid_is_none_of_the_job() {
+        assert_eq!(highest_but(&[1000, 1001], 32768), 32767);
+        assert_eq!(highest_but(&[1000, 32767, 32766], 32768), 32765);
+    }
+}

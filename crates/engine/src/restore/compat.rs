@@ -1,0 +1,111 @@
+//! Can an image be restored on this machine? Asked before anything is started or put back.
+//!
+//! [`compare`] is a pure function from the manifest and the facts of this machine ([`Here`]) to what differs. Invariants: a
+//! difference is [`Severity::Fatal`] only where a restore, or the job after it, cannot work: an image that is refused is
+//! lost to the user until something is put right, so what is not sure is a warning. What is not known, of the image or of
+//! this machine, is no difference. Another boot, another host name and more of anything are none either.
+
+mod cpu;
+mod files;
+mod gpu;
+mod here;
+mod versions;
+
+use std::fmt;
+
+use serde::Serialize;
+
+pub use here::{FileHere, Here};
+
+use rekindle_store::Manifest;
+
+/// What a difference means for a restore.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Severity {
+    /// It cannot work.
+    Fatal,
+    /// It may not work.
+    Warning,
+}
+
+/// Something in which this machine differs from the image.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Difference {
+    /// What it means.
+    pub severity: Severity,
+    /// What differs.
+    pub what: String,
+    /// What the image has.
+    pub image: String,
+    /// What is here.
+    pub here: String,
+    /// What to do.
+    pub advice: String,
+}
+
+impl Difference {
+    fn new(severity: Severity, what: impl Into<String>, image: impl Into<String>, here: impl Into<String>) -> Self {
+        Difference { severity, what: what.into(), image: image.into(), here: here.into(), advice: String::new() }
+    }
+
+    fn advise(self, advice: impl Into<String>) -> Self {
+        Difference { advice: advice.into(), ..self }
+    }
+
+    /// Whether it is about a file that the job had mapped or open.
+    #[must_use]
+    pub fn is_a_file(&self) -> bool {
+        self.what.starts_with(files::WHAT)
+    }
+
+    /// Whether a restore cannot work.
+    #[must_use]
+    pub fn is_fatal(&self) -> bool {
+        self.severity == Severity::Fatal
+    }
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Difference { what, image, here, advice, .. } = self;
+        write!(f, "{what}: the image has {image}, here is {here}; {advice}")
+    }
+}
+
+/// What differs between the image and this machine, the worst first.
+#[must_use]
+pub fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
+    let mut all = cpu::compare(manifest, here);
+    all.extend(versions::compare(manifest, here));
+    all.extend(gpu::compare(manifest, here));
+    all.extend(files::compare(manifest, here));
+    // Stable: within a severity in the order of above.
+    all.sort_by_key(|difference| difference.severity);
+    all
+}
+
+/// That the driver did not take pairs that name a GPU that cannot be used.
+pub(super) fn too_few_gpus(manifest: &Manifest, here: &Here) -> Difference {
+    let (image, here) =
+        (format!("{} GPUs that the job could see", manifest.gpus.len()), here.devices.all.len().to_string());
+    Difference::new(Severity::Fatal, "GPUs", image, here).advise(
+        "to bring the job back on other GPUs the driver wants as many: make more of them visible, or restore it on another machine",
+    )
+}
+
+/// So many differences are named in one message: after an upgrade of the system hundreds of files differ.
+const NAMED: usize = 10;
+
+/// The fatal ones in words, for one message.
+pub(super) fn summary(differences: &[Difference]) -> String {
+    let fatal: Vec<String> = differences.iter().filter(|d| d.is_fatal()).map(ToString::to_string).collect();
+    let named = fatal.iter().take(NAMED).cloned().collect::<Vec<_>>().join(" | ");
+    match fatal.len().checked_sub(NAMED) {
+        Some(more) if more > 0 => format!("{named} | and {more} more, which `rekindle show` lists"),
+        _ => named,
+    }
+}
+
+#[cfg(test)]
+mod tests;

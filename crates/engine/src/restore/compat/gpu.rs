@@ -1,0 +1,69 @@
+//! The NVIDIA driver and the GPUs, for a job that had a CUDA context.
+
+use super::{Difference, Here, Severity};
+use crate::restore::gpus::{self, NoPlace, Plan};
+use rekindle_cuda::DriverVersion;
+use rekindle_store::Manifest;
+use rekindle_store::manifest::Gpu;
+
+/// The first driver with the functions that bring a process back (CUDA driver API, `cuCheckpointProcess*`).
+const FIRST_DRIVER: u32 = 570;
+
+pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
+    if manifest.tree.cuda.is_empty() {
+        return Vec::new();
+    }
+    driver(manifest, here).into_iter().chain(gpus(manifest, here)).collect()
+}
+
+/// The image holds the user's half of its driver (libcuda, loaded), which talks to the kernel's half of here. As a rule
+/// both must be of one version; packages for compatibility are the exception, so another version is no more than a warning.
+/// Where libcuda itself is another file, that is a difference of its own.
+fn driver(manifest: &Manifest, here: &Here) -> Option<Difference> {
+    let then = manifest.driver.as_ref()?;
+    let what = "NVIDIA driver";
+    let Some(now) = &here.driver else {
+        return Some(Difference::new(Severity::Fatal, what, then, "none").advise(format!("install driver {then}")));
+    };
+    let difference = |severity| Difference::new(severity, what, then, now);
+    match DriverVersion::parse(now).map(|version| version.major()) {
+        Some(major) if major < FIRST_DRIVER => Some(difference(Severity::Fatal).advise(format!(
+            "install driver {then}: older ones than {FIRST_DRIVER} cannot bring a process back"
+        ))),
+        _ if then == now => None,
+        _ => Some(difference(Severity::Warning).advise(format!(
+            "the job has loaded the libraries of {then}, which as a rule work with that driver only: where it fails, install {then}"
+        ))),
+    }
+}
+
+/// A process comes back on the GPUs that it was on (by UUID), or on others of their type ([`devices`]).
+fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
+    // Without one that is what is said.
+    here.driver.as_ref()?;
+    let what = "GPUs";
+    match gpus::plan(manifest, &here.devices, &here.wishes) {
+        Plan::Refuse(NoPlace { image, here, advice }) => {
+            return Some(Difference::new(Severity::Fatal, what, image, here).advise(advice));
+        }
+        Plan::Stay { in_spite_of } if !in_spite_of.is_empty() => {
+            let advice = "there is no other in its place, so it is tried: have somebody see to it";
+            return Some(
+                Difference::new(Severity::Warning, what, "GPUs that were well", in_spite_of.join(", ")).advise(advice),
+            );
+        }
+        Plan::Stay { .. } => {}
+        Plan::Move(_) | Plan::Wait(_) => return None,
+    }
+    // Where it is known which ones it used, those are here.
+    let is_here = |gpu: &&Gpu| here.devices.all.iter().any(|device| device.uuid.to_string() == gpu.uuid);
+    let missing: Vec<&Gpu> = manifest.gpus.iter().filter(|gpu| !is_here(gpu)).collect();
+    if missing.is_empty() || (here.devices.asked && !manifest.tree.cuda_memory.is_empty()) {
+        return None;
+    }
+    let listed = |all: Vec<String>| if all.is_empty() { "none".into() } else { all.join(", ") };
+    let image = listed(missing.iter().map(|gpu| format!("{} {}", gpu.name, gpu.uuid)).collect());
+    let here = listed(here.devices.all.iter().map(|device| format!("{} {}", device.name, device.uuid)).collect());
+    let advice = "if the job used one that is not here it does not come back: make those GPUs visible again";
+    Some(Difference::new(Severity::Warning, what, image, here).advise(advice))
+}

@@ -1,0 +1,133 @@
+//! What an image is compared with.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use crate::launch::host;
+use crate::restore::gpus::{Devices, Wishes};
+use rekindle_criu::Version;
+use rekindle_cuda::nvml::GpuInventory;
+use rekindle_os::{durable, elf};
+use rekindle_store::Manifest;
+use rekindle_store::manifest::Host;
+
+/// The facts of this machine.
+#[derive(Debug, Clone)]
+pub struct Here {
+    /// Processor and kernel.
+    pub host: Host,
+    /// Where one is installed.
+    pub criu: Option<Version>,
+    /// The version of the NVIDIA driver. None without one, and where no job asks for it.
+    pub driver: Option<String>,
+    /// The GPUs, for a job that used some.
+    pub devices: Devices,
+    /// What is known or wanted of them besides.
+    pub wishes: Wishes,
+    /// The files that the image names.
+    pub files: BTreeMap<PathBuf, FileHere>,
+}
+
+/// What has the name of a file that the image wants.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum FileHere {
+    /// Nothing.
+    Missing,
+    /// A folder, a device.
+    NotAFile,
+    /// It cannot be looked at.
+    Unknown,
+    /// A regular file.
+    File {
+        /// In bytes.
+        size: u64,
+        /// `st_mode`.
+        mode: u32,
+        /// As in a manifest; only looked for where the image has one.
+        build_id: Option<String>,
+    },
+}
+
+impl Here {
+    /// Looks at all that this image wants to be compared with.
+    #[must_use]
+    pub fn look(manifest: &Manifest, criu: Option<Version>, wishes: &Wishes) -> Here {
+        let (devices, driver) = look_at_gpus(manifest, wishes);
+        let files = manifest.mapped_files.iter();
+        let files = files.map(|file| (file.path.to_path_buf(), look_at(&file.path, file.build_id.is_some())));
+        Here { host: host::describe(), criu, driver, devices, wishes: wishes.clone(), files: files.collect() }
+    }
+
+    /// Looks at the GPUs again: what is free of them changes.
+    pub fn look_again(&mut self, manifest: &Manifest) {
+        (self.devices, self.driver) = look_at_gpus(manifest, &self.wishes);
+    }
+}
+
+fn look_at_gpus(manifest: &Manifest, wishes: &Wishes) -> (Devices, Option<String>) {
+    if manifest.tree.cuda.is_empty() {
+        return (Devices::default(), None);
+    }
+    let inventory = GpuInventory::read();
+    (Devices::of(&inventory, wishes), inventory.driver)
+}
+
+/// The job's user may exchange the file for something else at any moment: a FIFO must not hang us.
+fn look_at(path: &Path, has_build_id: bool) -> FileHere {
+    let metadata = match std::fs::metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            return FileHere::Missing;
+        }
+        Err(_) => return FileHere::Unknown,
+    };
+    if !metadata.is_file() {
+        return FileHere::NotAFile;
+    }
+    let build_id = || {
+        // CRIU follows a link that has come there since.
+        let id = elf::build_id(&durable::open_for_reading(&path.canonicalize().ok()?).ok()?)?;
+        Some(id.iter().map(|byte| format!("{byte:02x}")).collect())
+    };
+    let build_id = if has_build_id { build_id() } else { None };
+    FileHere::File { size: metadata.len(), mode: metadata.mode(), build_id }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
+
+    use super::*;
+
+    /// The job's user can exchange a file and a FIFO at any moment.
+    #[test]
+    fn a_fifo_put_in_place_of_a_file_does_not_hang_the_look() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, other) = (dir.path().join("lib.so"), dir.path().join("fifo"));
+        std::fs::write(&path, b"\x7fELF\x02\x01").unwrap();
+        nix::unistd::mkfifo(&other, nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
+        let (sender, done) = std::sync::mpsc::channel();
+        let (from, to) = (path.clone(), other);
+        let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let over = std::sync::Arc::clone(&stop);
+        let swapper = std::thread::spawn(move || {
+            while !over.load(std::sync::atomic::Ordering::Relaxed) {
+                renameat2(AT_FDCWD, &from, AT_FDCWD, &to, RenameFlags::RENAME_EXCHANGE).unwrap();
+            }
+        });
+        std::thread::spawn(move || {
+            let (mut looks, mut files) = (0_u32, 0_u32);
+            while looks < 20_000 || files < 100 {
+                looks += 1;
+                files += u32::from(matches!(look_at(&path, true), FileHere::File { .. }));
+            }
+            let _ = sender.send(());
+        });
+        let seen = done.recv_timeout(std::time::Duration::from_secs(60));
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        swapper.join().unwrap();
+        seen.expect("it hangs");
+    }
+}

@@ -1,0 +1,266 @@
+use crate::samples::job_path;
+use std::path::PathBuf;
+
+use super::*;
+use crate::restore::gpus::{Device, Devices, Health, Wishes};
+use crate::samples::manifest as sample_manifest;
+use rekindle_criu::Version;
+use rekindle_cuda::GpuUuid;
+use rekindle_store::manifest::{Gpu, MappedFile};
+
+const PROGRAM: &str = "/opt/job/program";
+
+const GIB: u64 = 1 << 30;
+
+fn gpu(name: &str, byte: u8) -> Gpu {
+    Gpu { uuid: GpuUuid::from_bytes([byte; 16]).to_string(), name: name.into() }
+}
+
+/// Such GPUs with half of their memory free.
+fn devices<const N: usize>(all: [(&str, u8); N]) -> Devices {
+    let device = |(name, byte): (&str, u8)| {
+        let (uuid, name) = (GpuUuid::from_bytes([byte; 16]), name.to_owned());
+        Device { uuid, name, index: None, free: Some(70 * GIB), total: Some(140 * GIB), health: Health::Fine }
+    };
+    Devices { all: all.map(device).into(), asked: true, too_old: false }
+}
+
+/// An image of a CUDA job with one mapped file, and the machine that it was made on.
+fn image() -> (Manifest, Here) {
+    let mut manifest = sample_manifest();
+    manifest.host.kernel = "6.8.0-45-generic".into();
+    manifest.host.cpu_flags = ["fpu", "avx2", "avx512f", "tsc_reliable", "arch_perfmon"].map(String::from).into();
+    manifest.criu = "4.2.1".into();
+    manifest.tree.cuda = vec![2];
+    manifest.driver = Some("580.159.04".into());
+    manifest.gpus = vec![gpu("NVIDIA H200", 0xa), gpu("NVIDIA H200", 0xb)];
+    let build_id = Some("0123abcd".to_string());
+    let file = MappedFile {
+        path: job_path(PROGRAM),
+        size: 1000,
+        mode: Some(0o100_755),
+        build_id: build_id.clone(),
+        copy: None,
+    };
+    manifest.mapped_files = vec![file];
+    let now = FileHere::File { size: 1000, mode: 0o100_755, build_id };
+    let here = Here {
+        host: manifest.host.clone(),
+        criu: Some(Version(4, 2, 1)),
+        driver: manifest.driver.clone(),
+        devices: devices([("NVIDIA H200", 0xa), ("NVIDIA H200", 0xb)]),
+        wishes: Wishes::default(),
+        files: [(PathBuf::from(PROGRAM), now)].into(),
+    };
+    (manifest, here)
+}
+
+/// What differs after a change of this machine, where that is one thing.
+fn only(change: impl FnOnce(&mut Here)) -> Option<(Severity, String)> {
+    let (manifest, mut here) = image();
+    change(&mut here);
+    let mut all = compare(&manifest, &here);
+    assert!(all.len() <= 1, "{all:#?}");
+    all.pop().map(|difference| (difference.severity, difference.to_string()))
+}
+
+fn fatal(words: &[&str], change: impl FnOnce(&mut Here)) {
+    said(Severity::Fatal, words, change);
+}
+
+fn warning(words: &[&str], change: impl FnOnce(&mut Here)) {
+    said(Severity::Warning, words, change);
+}
+
+fn said(severity: Severity, words: &[&str], change: impl FnOnce(&mut Here)) {
+    let (is, text) = only(change).unwrap();
+    assert_eq!(is, severity, "{text}");
+    assert!(words.iter().all(|word| text.contains(word)), "{text}");
+}
+
+#[test]
+fn the_machine_of_the_image_and_a_better_one_fit() {
+    assert_eq!(only(|_| {}), None);
+    assert_eq!(
+        only(|here| {
+            here.host.name = "other".into();
+            here.host.boot_id = "another".into();
+            here.host.cpu_model = "newer".into();
+            here.host.kernel = "6.9.1".into();
+            here.host.cpu_flags.push("amx_tile".into());
+            here.criu = Some(Version(4, 3, 0));
+            here.devices = devices([("NVIDIA H100", 0xc), ("NVIDIA H200", 0xa), ("NVIDIA H200", 0xb)]);
+        }),
+        None
+    );
+}
+
+#[test]
+fn missing_instructions_are_fatal_and_named() {
+    let lose = |flag: &'static str| move |here: &mut Here| here.host.cpu_flags.retain(|f| f != flag);
+    fatal(&["CPU features: the image has avx512f (cpu)", "cpu without"], lose("avx512f"));
+    fatal(&["CPU features: the image has avx2 (cpu)"], lose("avx2"));
+    assert_eq!(only(lose("tsc_reliable")), None);
+    assert_eq!(only(lose("arch_perfmon")), None);
+    // What is not known is no difference.
+    assert_eq!(only(|here| here.host.cpu_flags.clear()), None);
+}
+
+#[test]
+fn only_instructions_count_among_the_flags() {
+    for flag in ["avx", "avx512_bf16", "avx10_2", "amx_fp16", "sse4a", "ssse3", "bmi2", "vaes", "rtm", "f16c", "fma"] {
+        assert!(cpu::is_instruction(flag), "{flag}");
+    }
+    for flag in [
+        "nopl",
+        "xtopology",
+        "tsc_reliable",
+        "constant_tsc",
+        "arch_perfmon",
+        "md_clear",
+        "ibrs",
+        "ssbd",
+        "hypervisor",
+        "vmx",
+        "smep",
+        "erms",
+        "ht",
+        "pti",
+        "rep_good",
+        "cpuid",
+        "la57",
+        "hle",
+        "arat",
+        "umip",
+        "x2apic",
+        "cqm",
+        "hwp",
+    ] {
+        assert!(!cpu::is_instruction(flag), "{flag}");
+    }
+}
+
+#[test]
+fn another_architecture_is_fatal_and_said_once() {
+    fatal(&["CPU architecture: the image has x86_64, here is aarch64"], |here| {
+        here.host.arch = "aarch64".into();
+        here.host.cpu_flags = vec!["asimd".into()];
+    });
+}
+
+#[test]
+fn an_older_criu_is_fatal_and_an_older_kernel_is_not() {
+    fatal(&["CRIU: the image has 4.2.1, here is 4.2.0", "install CRIU 4.2.1 or newer"], |here| {
+        here.criu = Some(Version(4, 2, 0));
+    });
+    assert_eq!(only(|here| here.criu = None), None);
+    warning(&["kernel: the image has 6.8.0-45-generic, here is 5.15.0"], |here| here.host.kernel = "5.15.0".into());
+    assert_eq!(only(|here| here.host.kernel = "6.8.0-40-generic".into()), None, "within a release");
+}
+
+#[test]
+fn the_driver_is_needed_and_another_version_may_not_do() {
+    fatal(&["NVIDIA driver: the image has 580.159.04, here is none"], |here| {
+        here.driver = None;
+        here.devices = Devices::default();
+    });
+    fatal(&["here is 550.54.14", "older ones than 570"], |here| here.driver = Some("550.54.14".into()));
+    for other in ["570.86.15", "590.10.01"] {
+        warning(&["NVIDIA driver", other], |here| here.driver = Some(other.into()));
+    }
+}
+
+#[test]
+fn the_gpus_are_needed_or_others_of_their_type() {
+    let words = ["NVIDIA H200 GPU-0a0a0a0a", "here is NVIDIA H100 GPU-0c0c0c0c", "restore it on node"];
+    fatal(&words, |here| here.devices = devices([("NVIDIA H100", 0xc)]));
+    fatal(&["restore it on node"], |here| here.devices = devices([("NVIDIA H200", 0xc)]));
+    assert_eq!(only(|here| here.devices = devices([("NVIDIA H200", 0xc), ("NVIDIA H200", 0xd)])), None);
+    // The one that is gone may not have been used.
+    let one = || devices([("NVIDIA H200", 0xa)]);
+    let words = ["the image has NVIDIA H200 GPU-0b0b0b0b", "here is NVIDIA H200 GPU-0a0a0a0a"];
+    warning(&words, |here| here.devices = one());
+    fatal(&["here is none"], |here| here.devices = devices([]));
+    // Without NVML one may be there that is not seen.
+    warning(&["here is none"], |here| here.devices = Devices::default());
+    let (mut manifest, mut here) = image();
+    manifest.tree.cuda_memory = [(2, [(gpu("", 0xa).uuid, 70 * GIB)].into())].into();
+    here.devices = one();
+    let all = compare(&manifest, &here);
+    assert!(all.len() == 1 && all[0].is_fatal() && all[0].advice.contains("for each of the 2"), "{all:?}");
+    here.devices = devices([("NVIDIA H200", 0xa), ("NVIDIA H200", 0xd)]);
+    assert_eq!(compare(&manifest, &here), [], "it is known that it did not use the one that is gone");
+    manifest.tree.cuda_memory = [(2, [(gpu("", 0xa).uuid, 71 * GIB)].into())].into();
+    assert_eq!(compare(&manifest, &here), [], "it is busy, which may pass");
+    manifest.tree.cuda_memory = [(2, [(gpu("", 0xa).uuid, 141 * GIB)].into())].into();
+    let all = compare(&manifest, &here);
+    assert!(all.len() == 1 && all[0].is_fatal() && all[0].image.contains("141.0 GiB"), "{all:?}");
+}
+
+#[test]
+fn a_job_without_cuda_needs_no_gpu() {
+    let (mut manifest, mut here) = image();
+    manifest.tree.cuda.clear();
+    (here.driver, here.devices) = (None, Devices::default());
+    assert_eq!(compare(&manifest, &here), []);
+}
+
+#[test]
+fn files_must_be_what_they_were() {
+    let now = |file: FileHere| move |here: &mut Here| drop(here.files.insert(PROGRAM.into(), file));
+    let file = |size, mode, id: Option<&str>| FileHere::File { size, mode, build_id: id.map(str::to_owned) };
+    fatal(&[PROGRAM, "the image has it, here is nothing of that name"], now(FileHere::Missing));
+    fatal(&["here is something else"], now(FileHere::NotAFile));
+    fatal(&["1000 bytes", "one of 1001 bytes"], now(file(1001, 0o100_755, Some("0123abcd"))));
+    fatal(&["mode 755, here is mode 644"], now(file(1000, 0o100_644, Some("0123abcd"))));
+    fatal(&["build 0123abcd, here is build ffff0000"], now(file(1000, 0o100_755, Some("ffff0000"))));
+    // CRIU says nothing here either.
+    assert_eq!(only(now(file(1000, 0o100_755, None))), None);
+    assert_eq!(only(now(FileHere::Unknown)), None);
+    assert_eq!(only(|here| here.files.clear()), None);
+}
+
+#[test]
+fn the_worst_comes_first_and_a_summary_is_bounded() {
+    let (mut manifest, mut here) = image();
+    here.host.kernel = "5.15.0".into();
+    for n in 0..12 {
+        let path = PathBuf::from(format!("/lib/{n}"));
+        manifest.mapped_files.push(MappedFile {
+            path: job_path(path.clone()),
+            size: 1,
+            mode: None,
+            build_id: None,
+            copy: None,
+        });
+        here.files.insert(path, FileHere::Missing);
+    }
+    let all = compare(&manifest, &here);
+    assert_eq!((all.len(), all[12].what.as_str()), (13, "kernel"));
+    let text = summary(&all);
+    assert!(text.ends_with("| and 2 more, which `rekindle show` lists") && !text.contains("kernel"), "{text}");
+    assert_eq!(text.matches("here is nothing of that name").count(), 10);
+}
+
+#[test]
+fn facts_are_those_of_this_machine() {
+    let (mut manifest, _) = image();
+    manifest.tree.cuda.clear();
+    let this = std::env::current_exe().unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let file = |path: PathBuf| MappedFile {
+        path: job_path(path),
+        size: 0,
+        mode: None,
+        build_id: Some(String::new()),
+        copy: None,
+    };
+    let gone = folder.path().join("gone");
+    manifest.mapped_files = [this.clone(), folder.path().into(), gone.clone()].map(file).into();
+    let here = Here::look(&manifest, None, &Wishes::default());
+    let size = std::fs::metadata(&this).unwrap().len();
+    assert!(matches!(&here.files[&this], FileHere::File { size: s, .. } if *s == size), "{:?}", here.files);
+    assert_eq!(here.files[folder.path()], FileHere::NotAFile);
+    assert_eq!(here.files[&gone], FileHere::Missing);
+    assert!(!here.host.kernel.is_empty() && here.devices.all.is_empty());
+}

@@ -1,0 +1,314 @@
+//! The content of files, put back as it was at the snapshot.
+//!
+//! What is replaced is kept beside it as NAME.rolled-back.N: of a large file the blocks that differ, in a file of holes, and
+//! only the newest of them. What lies in memory (tmpfs) is not kept. Files that appeared since in a tracked folder, or that would
+//! be taken for a part of a database, are moved aside.
+
+use std::ffi::OsString;
+use std::fs::{self, File, FileTimes, Permissions};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use super::rollback::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room};
+use rekindle_os::blocks::Medium;
+use rekindle_os::durable::{self, Unfinished};
+use rekindle_os::sparse;
+use rekindle_store::JobPath;
+use rekindle_store::manifest::{MappedFile, OpenFile, TrackedFolder, TrackedKind};
+
+/// A file up to this size is kept whole, each time under another name.
+const COPIED_UP_TO: u64 = 4 << 20;
+/// Compared and overwritten at once.
+const BLOCK: usize = 64 << 10;
+
+/// Gives a file the content that it had. Answers what of the present one is kept, where that differs. Always in place: other
+/// names and open descriptors stay with the file, and SQLite compares the inode of a database with what it remembers.
+pub(super) fn replace(
+    present: &File,
+    file: &OpenFile,
+    content: &File,
+    aside: Option<&Aside<'_>>,
+) -> Result<Option<RolledBack>, RollbackError> {
+    let path = &*file.path;
+    let metadata = present.metadata().map_err(failed("stat", path))?;
+    let size = content.metadata().map_err(failed("stat", path))?.size();
+    let end = metadata.size().max(size);
+    let differ = differences(present, content, end).map_err(failed("compare", path))?;
+    if differ.is_empty() && metadata.size() == size {
+        return Ok(None);
+    }
+    let in_memory = Medium::of(present).map_err(failed("stat", path))? == Medium::Memory;
+    let (kept, bytes) = match aside {
+        _ if in_memory => (PathBuf::new(), 0),
+        None if metadata.size() <= COPIED_UP_TO => keep_rest(present, path, 0)?,
+        _ => keep_blocks(present, path, &metadata, &differ, aside)?,
+    };
+    for range in &differ {
+        overwrite(present, content, range.start..range.end.min(size)).map_err(no_room(path))?;
+    }
+    present.set_len(size).map_err(failed("truncate", path))?;
+    set_times(present, file);
+    Ok(Some(RolledBack { path: path.clone(), kept, bytes }))
+}
+
+/// The blocks below `end` that differ. What is behind the end of a file differs from data and not from a hole.
+fn differences(present: &File, content: &File, end: u64) -> io::Result<Vec<Range<u64>>> {
+    let (mut here, mut there) = (vec![0; BLOCK], vec![0; BLOCK]);
+    let mut found: Vec<Range<u64>> = Vec::new();
+    let mut at = 0;
+    loop {
+        let data = [sparse::next_data(present, at, end)?, sparse::next_data(content, at, end)?];
+        let Some(start) = data.into_iter().flatten().map(|extent| extent.start.max(at)).min() else { return Ok(found) };
+        let block = start..start.saturating_add(BLOCK as u64).min(end);
+        read_block(present, &block, &mut here)?;
+        read_block(content, &block, &mut there)?;
+        if here != there {
+            match found.last_mut() {
+                Some(last) if last.end == block.start => last.end = block.end,
+                _ => found.push(block.clone()),
+            }
+        }
+        at = block.end;
+    }
+}
+
+/// Reads a block; what the file does not have of it is zero.
+fn read_block(file: &File, block: &Range<u64>, buffer: &mut [u8]) -> io::Result<()> {
+    buffer.fill(0);
+    let length = usize::try_from(block.end - block.start).map_err(io::Error::other)?;
+    let mut done = 0;
+    while done < length {
+        match file.read_at(buffer.get_mut(done..length).unwrap_or_default(), block.start + done as u64) {
+            Ok(0) => return Ok(()),
+            Ok(count) => done += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn overwrite(present: &File, content: &File, range: Range<u64>) -> io::Result<()> {
+    let mut buffer = vec![0; BLOCK];
+    let mut at = range.start;
+    while at < range.end {
+        let block = at..at.saturating_add(BLOCK as u64).min(range.end);
+        read_block(content, &block, &mut buffer)?;
+        let length = usize::try_from(block.end - block.start).map_err(io::Error::other)?;
+        present.write_all_at(buffer.get(..length).unwrap_or_default(), at)?;
+        at = block.end;
+    }
+    Ok(())
+}
+
+/// Keeps the blocks that differ at their place in a file of holes, on the disk before any of them is overwritten. It costs
+/// as much as the job has changed since, and only the newest is kept.
+fn keep_blocks(
+    present: &File,
+    path: &Path,
+    metadata: &fs::Metadata,
+    differ: &[Range<u64>],
+    aside: Option<&Aside<'_>>,
+) -> Result<(PathBuf, u64), RollbackError> {
+    let kept = match aside {
+        Some(aside) => aside.place(path)?,
+        None => free_name(path)?,
+    };
+    let mut temp = OsString::from(durable::TEMP_PREFIX);
+    temp.push(path.file_name().unwrap_or_default());
+    temp.push(".rolled-back");
+    let mut copy = Unfinished::in_place_of_leftover(&kept.with_file_name(temp)).map_err(no_room(path))?;
+    let mut bytes = 0;
+    for range in differ {
+        bytes += sparse::copy(present, range.clone(), copy.file(), range.start).map_err(no_room(path))?;
+    }
+    copy.file().set_len(metadata.size()).map_err(no_room(path))?;
+    // Only its owner's if we may not give it away: then it is the user's already.
+    let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
+    let mode = Permissions::from_mode(metadata.mode() & 0o777);
+    copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
+    copy.publish(&kept).map_err(no_room(path))?;
+    if aside.is_none() {
+        forget_older(path, &kept);
+    }
+    Ok((kept, bytes))
+}
+
+/// Makes a file that is not here. It has its name only when it is whole, with its mode and owner: who is killed before leaves
+/// none, and nobody reads it meanwhile.
+pub(super) fn make(file: &OpenFile, content: &File, may_give: bool) -> Result<(), RollbackError> {
+    let path = &*file.path;
+    let mut temp = OsString::from(durable::TEMP_PREFIX);
+    temp.push(path.file_name().unwrap_or_default());
+    temp.push(".restored");
+    let unfinished = Unfinished::in_place_of_leftover(&path.with_file_name(temp)).map_err(failed("create", path))?;
+    let made = unfinished.file();
+    let size = content.metadata().map_err(failed("stat", path))?.size();
+    fill(made, path, content, size)?;
+    if let Some(owner) = file.owner.filter(|_| may_give) {
+        std::os::unix::fs::fchown(made, Some(owner.uid), Some(owner.gid)).map_err(failed("chown", path))?;
+    }
+    let mode = Permissions::from_mode(file.mode.unwrap_or_default() & 0o7777);
+    made.set_permissions(mode).map_err(failed("chmod", path))?;
+    set_times(made, file);
+    unfinished.replace(path).map_err(failed("rename", path))
+}
+
+/// Makes a file again that the job only reads. Answers whether it was gone.
+pub(super) fn make_read(file: &MappedFile, content: &File, may_give: bool) -> Result<bool, RollbackError> {
+    let Some(copy) = &file.copy else { return Ok(false) };
+    if fs::symlink_metadata(&*file.path).is_ok() {
+        return Ok(false);
+    }
+    let wanted = OpenFile {
+        mode: Some(file.mode.unwrap_or(0o100_644)),
+        owner: Some(copy.owner),
+        stamp: Some(copy.stamp),
+        ..OpenFile::new(file.path.clone(), file.size)
+    };
+    make(&wanted, content, may_give).map(|()| true)
+}
+
+fn fill(into: &File, path: &Path, content: &File, size: u64) -> Result<(), RollbackError> {
+    sparse::copy(content, 0..size, into, 0).map_err(no_room(path))?;
+    into.set_len(size).map_err(no_room(path))
+}
+
+/// Programs compare it with what they remember. One that does not get it back will do without.
+fn set_times(file: &File, wanted: &OpenFile) {
+    let Some(stamp) = wanted.stamp else { return };
+    let since = Duration::from_nanos(u64::try_from(stamp.modified_ns).unwrap_or_default());
+    let _ = file.set_times(FileTimes::new().set_modified(SystemTime::UNIX_EPOCH + since));
+}
+
+fn rolled_back(path: &Path, n: u32) -> PathBuf {
+    let mut name = path.as_os_str().to_os_string();
+    name.push(format!(".rolled-back.{n}"));
+    PathBuf::from(name)
+}
+
+/// The first name beside a file that nothing has.
+fn free_name(path: &Path) -> Result<PathBuf, RollbackError> {
+    let mut names = (1..=MOST_KEPT).map(|n| rolled_back(path, n));
+    let is_free = |name: &PathBuf| fs::symlink_metadata(name).is_err();
+    names.find(is_free).ok_or_else(|| RollbackError::TooMany(path.into()))
+}
+
+/// Large ones would fill the disk: a job that is restored every hour has one each time.
+fn forget_older(path: &Path, newest: &Path) {
+    let older = (1..=MOST_KEPT).map(|n| rolled_back(path, n)).take_while(|name| fs::symlink_metadata(name).is_ok());
+    for name in older.filter(|name| name != newest) {
+        if fs::symlink_metadata(&name).is_ok_and(|found| found.is_file() && found.size() > COPIED_UP_TO) {
+            let _ = fs::remove_file(name);
+        }
+    }
+}
+
+/// Moves a file aside that was not there at the snapshot. Answers where to, if it was there now.
+pub(super) fn move_aside(path: &Path) -> Result<Option<RolledBack>, RollbackError> {
+    let Some(metadata) = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file) else { return Ok(None) };
+    let kept = free_name(path)?;
+    durable::publish_file(path, &kept).map_err(failed("rename", path))?;
+    Ok(Some(RolledBack { path: path.into(), kept, bytes: metadata.size() }))
+}
+
+/// Where what a tracked folder has too much is moved to: a folder beside it.
+#[derive(Debug)]
+pub(super) struct Aside<'a> {
+    folder: &'a TrackedFolder,
+    path: PathBuf,
+}
+
+impl<'a> Aside<'a> {
+    /// It is made when something comes into it.
+    pub(super) fn of(folder: &'a TrackedFolder) -> Result<Aside<'a>, RollbackError> {
+        Ok(Aside { folder, path: free_name(&folder.path)? })
+    }
+
+    /// Whether this is where files of the group go.
+    pub(super) fn is_for(&self, group: Option<&JobPath>) -> bool {
+        group == Some(&self.folder.path)
+    }
+
+    /// The place of something below the folder, which it can be moved to.
+    fn place(&self, path: &Path) -> Result<PathBuf, RollbackError> {
+        let relative = path.strip_prefix(&**self.folder.path).map_err(|_| RollbackError::NotAFile(path.into()))?;
+        let target = self.path.join(relative);
+        let within = target.parent().unwrap_or(&self.path);
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(within).map_err(no_room(within))?;
+        Ok(target)
+    }
+
+    fn take(&self, path: &Path) -> Result<(), RollbackError> {
+        fs::rename(path, self.place(path)?).map_err(failed("rename", path))
+    }
+
+    /// Removes those of earlier restores, where this one has something. Answers where that is.
+    pub(super) fn finish(self) -> Option<PathBuf> {
+        fs::symlink_metadata(&self.path).ok()?;
+        let names = (1..=MOST_KEPT).map(|n| rolled_back(&self.folder.path, n));
+        let older = names.take_while(|name| fs::symlink_metadata(name).is_ok()).filter(|name| *name != self.path);
+        older.for_each(|name| drop(fs::remove_dir_all(name)));
+        Some(self.path)
+    }
+}
+
+/// Gives a folder the folders and links that it had, and moves aside what appeared in it since. Its files are put back after
+/// that, as others are.
+pub(super) fn put_folder_back(aside: &Aside<'_>, may_give: bool) -> Result<(), RollbackError> {
+    let folder = aside.folder;
+    for entry in &folder.entries {
+        let path = &*entry.path;
+        // The folder itself may be reached by a link.
+        let present = if entry.path == folder.path { fs::metadata(path) } else { fs::symlink_metadata(path) }.ok();
+        let is_same = present.as_ref().is_some_and(|present| match &entry.kind {
+            TrackedKind::File => present.is_file(),
+            TrackedKind::Folder { .. } => present.is_dir(),
+            TrackedKind::Link { target } => fs::read_link(path).is_ok_and(|now| now.to_str() == Some(target)),
+            TrackedKind::Other => true,
+        });
+        if is_same {
+            continue;
+        }
+        if present.is_some() {
+            aside.take(path)?;
+        }
+        match &entry.kind {
+            TrackedKind::Folder { mode, owner } => {
+                fs::DirBuilder::new().mode(0o700).create(path).map_err(failed("mkdir", path))?;
+                if may_give {
+                    std::os::unix::fs::lchown(path, Some(owner.uid), Some(owner.gid)).map_err(failed("chown", path))?;
+                }
+                fs::set_permissions(path, Permissions::from_mode(mode & 0o7777)).map_err(failed("chmod", path))?;
+            }
+            TrackedKind::Link { target } => {
+                std::os::unix::fs::symlink(target, path).map_err(failed("link", path))?;
+            }
+            TrackedKind::File | TrackedKind::Other => {}
+        }
+    }
+    unknown(folder).map_err(failed("list", &folder.path))?.iter().try_for_each(|path| aside.take(path))
+}
+
+/// What is in a folder and was not. Of a folder that was not there, the folder alone.
+fn unknown(folder: &TrackedFolder) -> io::Result<Vec<PathBuf>> {
+    let known: std::collections::HashSet<&Path> = folder.entries.iter().map(|entry| entry.path.as_path()).collect();
+    let (mut found, mut left) = (Vec::new(), vec![folder.path.to_path_buf()]);
+    while let Some(within) = left.pop() {
+        for entry in fs::read_dir(&within)? {
+            let entry = entry?;
+            let (path, kind) = (entry.path(), entry.file_type()?);
+            match known.contains(path.as_path()) {
+                true if kind.is_dir() => left.push(path),
+                true => {}
+                // What belongs to processes, not to the content.
+                false if !(kind.is_file() || kind.is_dir() || kind.is_symlink()) => {}
+                false => found.push(path),
+            }
+        }
+    }
+    Ok(found)
+}

@@ -1,0 +1,126 @@
+//! The GPUs of a restored job: given back before a thread of it runs.
+
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use super::Error;
+use crate::launch::Job;
+use rekindle_cuda::{self as cuda, sharing};
+use rekindle_os::{parallel, process, ptrace};
+use rekindle_store::Manifest;
+
+/// How long the driver may take before the other threads are let go on: five seconds, and what is in the image at a
+/// seventh of the slowest rate that was seen (6.8 GB/s from host memory).
+fn patience(manifest: &Manifest) -> Duration {
+    Duration::from_secs(5) + Duration::from_nanos(manifest.bytes)
+}
+
+/// How long the threads of a process may take to stop.
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How often a call of the driver under way is looked after.
+const WATCH: Duration = Duration::from_millis(20);
+
+/// Carries out `work` on another thread. No call of the driver takes a bound, and none can be called off but by killing
+/// the process that it is about: that is done when it is not wanted any more, and when it takes too long.
+pub(super) fn watched(
+    job: &Job,
+    limit: Duration,
+    cancelled: &dyn Fn() -> bool,
+    work: impl FnOnce() -> Result<(), Error> + Send,
+) -> Result<(), Error> {
+    let deadline = Instant::now() + limit;
+    std::thread::scope(|scope| {
+        let (done, finished) = mpsc::channel::<()>();
+        let worker = scope.spawn(move || {
+            // Closed when the work is over, in whatever way.
+            let _done = done;
+            work()
+        });
+        loop {
+            if finished.recv_timeout(WATCH) == Err(mpsc::RecvTimeoutError::Disconnected) {
+                return worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            }
+            let stop = match (cancelled(), Instant::now() >= deadline) {
+                (true, _) => Error::Cancelled,
+                (false, true) => Error::CudaTimeout { limit },
+                (false, false) => continue,
+            };
+            job.kill();
+            return Err(stop);
+        }
+    })
+}
+
+/// What a CUDA process of the job was started with in CUDA_VISIBLE_DEVICES.
+pub(super) fn visible_devices(job: &Job, manifest: &Manifest) -> Option<String> {
+    let is_cuda = |pid: &i32| process::inner_pid(*pid).is_some_and(|inner| manifest.tree.cuda.contains(&inner));
+    let all = process::tree(job.root.pid()).into_iter().filter(is_cuda);
+    all.filter_map(|pid| process::environment(pid, "CUDA_VISIBLE_DEVICES")).find(|value| !value.is_empty())
+}
+
+/// Gives GPUs to the processes that had some, all at once: the driver does it for several in parallel (580, measured).
+/// `pairs` name others, where there are any.
+pub(super) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping]) -> Result<(), Error> {
+    if manifest.tree.cuda.is_empty() {
+        return Ok(());
+    }
+    let tree: Vec<(i32, i32)> =
+        process::tree(job.root.pid()).into_iter().filter_map(|pid| Some((process::inner_pid(pid)?, pid))).collect();
+    let mut processes = Vec::new();
+    for inner in &manifest.tree.cuda {
+        let outer = tree.iter().find(|(i, _)| i == inner).map(|(_, outer)| *outer).ok_or(Error::NoProcess(*inner))?;
+        let error = |source| Error::Cuda { pid: *inner, source };
+        processes.push((*inner, cuda::Process::new(outer).map_err(error)?));
+    }
+    let restore = |(pid, process): (i32, &cuda::Process)| {
+        // It was stopped in the image, and stays so until its GPU is back. CRIU sends it SIGSTOP as it lets it go: until that
+        // has come, it runs.
+        let _ = ptrace::stop(process.pid(), STOP_TIMEOUT);
+        let thread = manifest.tree.cuda_threads.get(&pid).copied().unwrap_or(pid);
+        process
+            .alone(thread, patience(manifest), || process.restore(pairs))
+            .map_err(|source| Error::Cuda { pid, source })
+    };
+    let one = |(pid, process): &(i32, cuda::Process)| restore((*pid, process));
+    parallel::at_once(&processes, one).into_iter().collect::<Result<(), Error>>()?;
+    take_again(manifest, &processes)?;
+    for (_, process) in &processes {
+        // One that died is seen below.
+        let _ = ptrace::go_on(process.pid());
+    }
+    for (pid, process) in &processes {
+        match process.state() {
+            Ok(cuda::State::Running) => Ok(()),
+            _ => process.unlock().map_err(|source| Error::Cuda { pid: *pid, source }),
+        }?;
+    }
+    // In the image it is.
+    let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
+    sharing::announce(&pids, false);
+    for (pid, process) in &processes {
+        let error = |source| Error::Cuda { pid: *pid, source };
+        match process.state() {
+            Ok(cuda::State::Running) => {}
+            Ok(state) => return Err(error(cuda::Error::Busy { pid: *pid, state })),
+            Err(source) => return Err(error(source)),
+        }
+    }
+    Ok(())
+}
+
+/// Gives back to each process what it had let go of for the image: memory of others. Their other threads stand still; those
+/// that have nothing to take again stay locked.
+fn take_again(manifest: &Manifest, processes: &[(i32, cuda::Process)]) -> Result<(), Error> {
+    let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
+    let sharing = sharing::of(&pids).map_err(Error::SharingUnread)?;
+    if !sharing::is_let_go(&sharing) {
+        return Ok(());
+    }
+    for (pid, process) in processes {
+        let thread = manifest.tree.cuda_threads.get(pid).copied().unwrap_or(*pid);
+        let unlocked = process.alone(thread, patience(manifest), || process.unlock());
+        unlocked.map_err(|source| Error::Cuda { pid: *pid, source })?;
+    }
+    Ok(sharing::take_again(&sharing)?)
+}

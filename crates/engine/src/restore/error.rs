@@ -1,0 +1,254 @@
+//! Why an image was not restored, and who is to blame.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::compat::{self, Difference};
+use super::rollback::RollbackError;
+use crate::guard::{Fault, Refused};
+use crate::launch::world;
+use rekindle_criu as criu;
+use rekindle_cuda as cuda;
+use rekindle_cuda::sharing;
+use rekindle_os::spawn::Ended;
+
+/// Why an image was not restored.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The image has no readable manifest.
+    #[error("image {0} cannot be used: its manifest is damaged")]
+    NoManifest(rekindle_store::ImageId),
+    /// Files of the image are not what was written.
+    #[error("image {id} is damaged: {what}")]
+    Damaged {
+        /// The image.
+        id: rekindle_store::ImageId,
+        /// The parts.
+        what: String,
+    },
+    /// The disk does not give files of the image.
+    #[error("image {id} cannot be read: {what}")]
+    Unread {
+        /// The image.
+        id: rekindle_store::ImageId,
+        /// The parts.
+        what: String,
+    },
+    /// The image does not fit this machine; nothing was started.
+    #[error("image {id} cannot be restored on this machine as it is: {}", compat::summary(differences))]
+    Misfit {
+        /// The image.
+        id: rekindle_store::ImageId,
+        /// What differs, the worst first.
+        differences: Vec<Difference>,
+    },
+    /// It is of another user than the job is to run as; nothing was started.
+    #[error(transparent)]
+    OtherUser(#[from] super::OtherUser),
+    /// What was restored is or has what the job may not; it did not run.
+    #[error("image {id} is refused, and nothing of it has run: {why}")]
+    Refused {
+        /// The image.
+        id: rekindle_store::ImageId,
+        /// What was found.
+        #[source]
+        why: Refused,
+    },
+    /// The GPUs that it needs are in use.
+    #[error("image {id} cannot be restored now")]
+    Busy {
+        /// The image.
+        id: rekindle_store::ImageId,
+        /// What it needs and what is here.
+        #[source]
+        why: super::gpus::NoPlace,
+    },
+    /// It could not be brought out of the packs of the store, through no fault of its own.
+    #[error(transparent)]
+    Unpack(rekindle_store::unpack::Error),
+    /// The place in memory that it was brought to failed.
+    #[error(transparent)]
+    Staging(rekindle_store::staging::Error),
+    /// The image wants a file put where rekindle puts none; nothing was done.
+    #[error("the image wants a file put at {}, which {why}", path.display())]
+    NotOurs {
+        /// Where.
+        path: PathBuf,
+        /// The rule that it breaks.
+        why: String,
+    },
+    /// A file of ours that the job runs could not be put in place.
+    #[error("cannot put {} back", path.display())]
+    Recreate {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A process could not take a lock on a file again.
+    #[error(transparent)]
+    Lock(#[from] super::LockError),
+    /// Device memory could not be put where the driver looks for it.
+    #[error(transparent)]
+    Landing(#[from] super::LandingError),
+    /// A file of the job could not be put back.
+    #[error(transparent)]
+    Rollback(#[from] RollbackError),
+    /// What CRIU needs of ours is not in its place.
+    #[error(transparent)]
+    Plugin(#[from] crate::launch::plugin::Error),
+    /// The world could not be made.
+    #[error(transparent)]
+    World(#[from] world::Error),
+    /// CRIU could not restore the tree.
+    #[error("{0}")]
+    Criu(#[from] criu::RunError),
+    /// In the host's PID namespace, another process has a pid of the image.
+    #[error("{0}")]
+    PidTaken(#[source] criu::RunError),
+    /// The job's folder cannot be used.
+    #[error(transparent)]
+    Store(#[from] rekindle_store::Error),
+    /// A process of the image that used CUDA is not there after the restore.
+    #[error("process {0}, which used CUDA, is not there after the restore")]
+    NoProcess(i32),
+    /// The CUDA driver could not bring a process back.
+    #[error("the CUDA state of process {pid} did not come back: {source}")]
+    Cuda {
+        /// As the job sees it.
+        pid: i32,
+        /// The driver's answer.
+        #[source]
+        source: cuda::Error,
+    },
+    /// What processes had of each other's GPU memory did not come back.
+    #[error("the GPU memory that the processes share did not come back: {0}")]
+    Sharing(#[from] sharing::Error),
+    /// The notes about it cannot be read.
+    #[error("the GPU memory that the processes share did not come back: {0}")]
+    SharingUnread(#[source] std::io::Error),
+    /// The CUDA driver did not answer in time.
+    #[error("the CUDA driver did not bring the job back within {}: raise restart.restore-timeout, or see what the GPU is doing", humantime::format_duration(*limit))]
+    CudaTimeout {
+        /// The bound.
+        limit: Duration,
+    },
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+}
+
+const KILLED: Ended = Ended::Signal(libc::SIGKILL);
+
+/// Who is to blame, which decides whether the image is passed over from now on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Blame {
+    /// Its files are not what was written.
+    Damaged,
+    /// It was refused for a reason that is in the image, as far as can be told.
+    Image,
+    /// It is not known, or was somebody outside: that is no evidence against the image.
+    Unknown,
+    /// It took too long, which says nothing about the image either; another try would take as long.
+    Slow,
+    /// The disk, or the replica that has what is damaged here: it does not give what the image needs. Another image may need
+    /// none of that. Nothing is wrong with this one for good, as far as is known.
+    Unread,
+    /// The machine: another image would not do better, and this one is as good as it was.
+    Machine,
+    /// Files that the job wrote to and that are not here as they should be: an older image may not need them.
+    Files,
+    /// This machine, which the image does not fit: another try would not do better, and another image would be a loss of
+    /// work that nobody asked for.
+    Here,
+    /// What is configured, which the image does not fit: as with [`Blame::Here`], it is as good as it was.
+    Configuration,
+    /// Nobody: it was called off.
+    Nobody,
+}
+
+impl Error {
+    /// Who is to blame.
+    #[must_use]
+    pub fn blame(&self) -> Blame {
+        match self {
+            Error::NoManifest(_) | Error::Damaged { .. } => Blame::Damaged,
+            Error::Criu(criu::RunError::Image(_)) => Blame::Damaged,
+            Error::Criu(criu::RunError::Start(_) | criu::RunError::Talk { .. }) => Blame::Machine,
+            Error::Criu(criu::RunError::Cancelled) | Error::Cancelled => Blame::Nobody,
+            Error::Misfit { .. } | Error::NotOurs { .. } => Blame::Here,
+            Error::OtherUser(_) => Blame::Configuration,
+            Error::Refused { why, .. } => match why.fault() {
+                Fault::Image => Blame::Image,
+                Fault::Configuration => Blame::Configuration,
+                Fault::Ours => Blame::Machine,
+            },
+            // Our own steps in the middle: that the tree is found, that its memory is held back.
+            Error::Criu(criu::RunError::Hook { .. }) => Blame::Machine,
+            Error::Unread { .. } => Blame::Unread,
+            Error::Unpack(error) if error.may_pass() => Blame::Unread,
+            // A wrong key stays one.
+            Error::Unpack(error) if error.is_not_for_us() => Blame::Here,
+            // Who has them may end.
+            Error::Busy { .. } => Blame::Machine,
+            // Another image would fare no better with this CRIU.
+            Error::Criu(criu::RunError::Unrestricted { .. }) => Blame::Here,
+            Error::World(_)
+            | Error::Store(_)
+            | Error::Plugin(_)
+            | Error::Unpack(_)
+            | Error::Staging(_)
+            | Error::Recreate { .. }
+            | Error::Lock(_)
+            | Error::Landing(_) => Blame::Machine,
+            // It may be a zombie of the life before, which pid 1 has yet to reap.
+            Error::PidTaken(_) => Blame::Machine,
+            // No driver, no right, a GPU that is full or gone, a process killed meanwhile: nothing in the image can
+            // change that.
+            Error::NoProcess(_) | Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
+            Error::Sharing(_) | Error::SharingUnread(_) => Blame::Machine,
+            // The kernel, short of memory, or somebody with a kill -9: neither CRIU nor a task ends this way by itself.
+            Error::Criu(
+                criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },
+            ) => Blame::Unknown,
+            Error::Criu(criu::RunError::Refused { log }) if log.says_killed() || log.errors().is_empty() => {
+                Blame::Unknown
+            }
+            Error::Criu(criu::RunError::Lost { .. }) => Blame::Unknown,
+            Error::Criu(criu::RunError::Timeout { .. }) => Blame::Slow,
+            // Another program has it, which may go; the job's own dead connections were ended before.
+            Error::Criu(criu::RunError::Refused { log }) if log.says_port_taken() => Blame::Machine,
+            Error::Rollback(error) if error.is_the_machines() => Blame::Machine,
+            Error::Rollback(RollbackError::Io { .. }) => Blame::Unknown,
+            // Somebody can make room.
+            Error::Rollback(RollbackError::NoRoom { .. } | RollbackError::TooMany(_)) => Blame::Machine,
+            // An older image has not its content either, and would lose work on top.
+            Error::Rollback(RollbackError::Changed(_)) => Blame::Here,
+            Error::Rollback(_) => Blame::Files,
+            Error::Criu(_) => Blame::Image,
+        }
+    }
+
+    /// Whether files that the job had mapped or open are all that keeps it from being restored here.
+    #[must_use]
+    pub fn is_about_files(&self) -> bool {
+        let Error::Misfit { differences, .. } = self else { return false };
+        differences.iter().filter(|difference| difference.is_fatal()).all(Difference::is_a_file)
+    }
+
+    /// Whether a step of ours failed while CRIU waited.
+    #[must_use]
+    pub fn is_our_step(&self) -> bool {
+        matches!(self, Error::Criu(criu::RunError::Hook { .. }))
+    }
+
+    /// CRIU's log, where CRIU was what failed.
+    #[must_use]
+    pub fn criu_log(&self) -> Option<&criu::Log> {
+        match self {
+            Error::Criu(error) | Error::PidTaken(error) => error.log(),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,322 @@
+//! Which GPUs a job comes back on.
+//!
+//! [`plan`] is a pure function from what the image says, the GPUs that are here and what was asked for ([`Wishes`]) to a
+//! [`Plan`]. A GPU that the job used and that is here, well, and has room stays; where one is gone, does not answer, had a
+//! fault or is too full, another of the same type with room takes its place. With nothing to change the driver is told of
+//! no GPUs at all.
+//!
+//! What the driver wants of pairs (580.159.04, measured on two H200): each GPU that the process could see when it was
+//! checkpointed is named once, whatever CUDA_VISIBLE_DEVICES says, no other is, and no two go to one. Else the restore fails
+//! with `INVALID_VALUE`, and there is no second try on the same process. So the GPUs that the job did not use are named as
+//! well, and fill up what is left. Where one of them is not there any more, the restore fails with `NOT_SUPPORTED` without
+//! pairs, and with pairs that name it as a new one.
+//!
+//! Invariants: pairs name every GPU of the image, and no new one twice; a GPU that the job used goes to none whose free
+//! memory is less, or not known, but by staying where that cannot be asked; it stays where it can.
+
+mod matching;
+mod wish;
+
+use bytesize::ByteSize;
+
+use matching::{Ask, Faults, Room, place};
+use rekindle_base::{Moved, xid};
+use rekindle_cuda::nvml::{GpuInventory, Mig};
+use rekindle_cuda::{DriverVersion, GpuMapping, GpuUuid};
+use rekindle_store::Manifest;
+pub use wish::{GpuRef, Pair, ParsePairError, Wishes};
+
+/// A GPU of this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Device {
+    /// Its UUID.
+    pub uuid: GpuUuid,
+    /// The product.
+    pub name: String,
+    /// Its number, as nvidia-smi counts.
+    pub index: Option<u32>,
+    /// Bytes of its memory that can be had.
+    pub free: Option<u64>,
+    /// Bytes of its memory.
+    pub total: Option<u64>,
+    /// Whether it can be used.
+    pub health: Health,
+}
+
+/// Whether a GPU can be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Health {
+    /// Nothing is known against it.
+    Fine,
+    /// It had a fault after which NVIDIA advises to start nothing on it: taken only where there is no other.
+    Faulted(u32),
+    /// NVML cannot ask it.
+    Silent,
+    /// It is divided or virtual, and the driver cannot checkpoint there.
+    Part,
+}
+
+/// The GPUs of this machine.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Devices {
+    /// Those that can be seen.
+    pub all: Vec<Device>,
+    /// Whether NVML was asked: without it one may be missing, and neither memory nor health is known.
+    pub asked: bool,
+    /// Whether the driver is too old for pairs.
+    pub too_old: bool,
+}
+
+/// The first driver that takes pairs of GPUs.
+const FIRST_DRIVER: u32 = 580;
+
+impl Devices {
+    /// What the inventory says, with the faults that are known. What processes have that will be gone counts as free.
+    #[must_use]
+    pub fn of(inventory: &GpuInventory, wishes: &Wishes) -> Devices {
+        let (asked, faults) = (inventory.used_by_pid.is_some(), &wishes.faults);
+        let coming = |uuid: GpuUuid| -> u64 {
+            let used = wishes.leaving.iter().filter_map(|pid| inventory.used_on(*pid)?.get(&uuid));
+            used.sum()
+        };
+        let all = inventory.gpus.iter().map(|gpu| {
+            let uuid = gpu.uuid.to_string();
+            let is_it =
+                |named: &str| named == uuid || gpu.pci.as_deref().is_some_and(|own| is_same_address(own, named));
+            let health = match faults.iter().find(|(named, _)| is_it(named)) {
+                _ if gpu.mig == Mig::On || gpu.is_virtual => Health::Part,
+                _ if asked && gpu.memory_free.is_none() => Health::Silent,
+                Some((_, xid)) => Health::Faulted(*xid),
+                None => Health::Fine,
+            };
+            let name = gpu.name.clone().unwrap_or_default();
+            let free = gpu.memory_free.map(|free| free.saturating_add(coming(gpu.uuid)));
+            Device { uuid: gpu.uuid, name, index: gpu.index, free, total: gpu.memory_total, health }
+        });
+        let version = inventory.driver.as_deref().and_then(DriverVersion::parse);
+        Devices { all: all.collect(), asked, too_old: version.is_some_and(|version| version.major() < FIRST_DRIVER) }
+    }
+}
+
+/// NVML writes `00000000:3B:00.0`, the kernel's log `0000:3b:00`.
+fn is_same_address(one: &str, other: &str) -> bool {
+    let plain = |text: &str| {
+        let text = text.to_ascii_lowercase();
+        let (domain, rest) = text.split_once(':')?;
+        let domain = u32::from_str_radix(domain, 16).ok()?;
+        Some((domain, rest.split('.').next().unwrap_or_default().to_owned()))
+    };
+    plain(one).is_some_and(|address| plain(other) == Some(address))
+}
+
+/// What is to be done about the GPUs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Plan {
+    /// Nothing: the job comes back where it was.
+    Stay {
+        /// GPUs that would be left if there were others: each with the reason.
+        in_spite_of: Vec<String>,
+    },
+    /// The driver is to be told of other GPUs.
+    Move(Relocation),
+    /// What is needed is here, and busy. It may be free again.
+    Wait(NoPlace),
+    /// There is no place here.
+    Refuse(NoPlace),
+}
+
+/// Other GPUs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Relocation {
+    /// For the driver: all GPUs of the image.
+    pub pairs: Vec<GpuMapping>,
+    /// Those that the job used and that change.
+    pub moved: Vec<Moved>,
+    /// Whether it is only because one of them has too little free memory.
+    pub for_room: bool,
+    /// Whether a GPU that is divided or silent stands in for one that the job did not use: there are too few for all.
+    /// Whether the driver takes that is not known.
+    pub unproven: bool,
+}
+
+/// Why a job has no place on the GPUs of this machine.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("the job needs {image}, here is {here}; {advice}")]
+pub struct NoPlace {
+    /// What the image needs.
+    pub image: String,
+    /// What is here.
+    pub here: String,
+    /// What to do.
+    pub advice: String,
+}
+
+/// A GPU of the image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Old {
+    uuid: GpuUuid,
+    name: String,
+    need: Need,
+}
+
+/// What a job wants of a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Need {
+    /// Nothing.
+    Unused,
+    /// So many bytes.
+    Bytes(u64),
+    /// It may use it, with at most so many bytes.
+    Unknown(u64),
+}
+
+impl Need {
+    fn bytes(self) -> u64 {
+        match self {
+            Need::Unused => 0,
+            Need::Bytes(bytes) | Need::Unknown(bytes) => bytes,
+        }
+    }
+}
+
+/// The GPUs that the job could see, with what it used of each.
+fn olds(manifest: &Manifest) -> Vec<Old> {
+    let used = &manifest.tree.cuda_memory;
+    let landed = manifest.landing.iter().map(|landing| landing.bytes).sum();
+    let need = |uuid: &str| match used.values().filter_map(|gpus| gpus.get(uuid)).sum() {
+        // An image of an earlier version, or taken where NVML did not know the pids.
+        _ if used.is_empty() => Need::Unknown(landed),
+        0 => Need::Unused,
+        bytes => Need::Bytes(bytes),
+    };
+    let gpus = manifest.gpus.iter();
+    gpus.filter_map(|gpu| Some(Old { uuid: gpu.uuid.parse().ok()?, name: gpu.name.clone(), need: need(&gpu.uuid) }))
+        .collect()
+}
+
+/// Decides which GPUs the job comes back on.
+#[must_use]
+pub fn plan(manifest: &Manifest, here: &Devices, wishes: &Wishes) -> Plan {
+    let olds = olds(manifest);
+    let asked = wishes.for_image(manifest.id);
+    if manifest.tree.cuda.is_empty() || (olds.is_empty() && asked.is_empty()) {
+        return Plan::Stay { in_spite_of: Vec::new() };
+    }
+    let no_place = |advice: String| NoPlace { image: needed(&olds), here: described(here), advice };
+    let fixed = match wish::resolve(asked, &olds, here) {
+        Ok(fixed) => fixed,
+        Err(why) => return Plan::Refuse(no_place(format!("--device-map: {why}"))),
+    };
+    // Without NVML one may be there that is not seen, and nothing is known of any.
+    if !here.asked && asked.is_empty() {
+        return Plan::Stay { in_spite_of: Vec::new() };
+    }
+    let ask = |faults, room| place(&olds, &here.all, &fixed, Ask { faults, room });
+    let found = ask(Faults::Avoid, Room::Now).or_else(|| ask(Faults::Take, Room::Now));
+    if let Some(places) = found {
+        return relocate(&olds, here, &fixed, &places, no_place);
+    }
+    let home = &manifest.host.name;
+    if let Some(places) = ask(Faults::Take, Room::Ever) {
+        return match relocate(&olds, here, &fixed, &places, no_place) {
+            Plan::Refuse(why) => Plan::Refuse(why),
+            _ => Plan::Wait(no_place("it is busy: end what uses it, or wait until it is free".into())),
+        };
+    }
+    let may_be_unused = olds.iter().any(|old| matches!(old.need, Need::Unknown(_)));
+    if may_be_unused && asked.is_empty() && olds.iter().any(|old| here.all.iter().any(|device| device.uuid == old.uuid))
+    {
+        // What it used may be what is here.
+        return Plan::Stay { in_spite_of: Vec::new() };
+    }
+    Plan::Refuse(no_place(format!(
+        "each wants a whole GPU of its own type with as much free memory: restore it on {home}, or on a machine that has them"
+    )))
+}
+
+/// The plan from the places that were found for the GPUs that the job used.
+fn relocate(
+    olds: &[Old],
+    here: &Devices,
+    fixed: &[(usize, usize)],
+    places: &[Option<usize>],
+    no_place: impl Fn(String) -> NoPlace,
+) -> Plan {
+    let is_here = |old: &Old| here.all.iter().any(|device| device.uuid == old.uuid);
+    let stays = |(old, place): (&Old, &Option<usize>)| match place {
+        Some(at) => here.all[*at].uuid == old.uuid,
+        None => is_here(old),
+    };
+    if olds.iter().zip(places).all(stays) {
+        let faulted =
+            |place: &Option<usize>| Some(&here.all[(*place)?]).filter(|d| matches!(d.health, Health::Faulted(_)));
+        return Plan::Stay { in_spite_of: places.iter().filter_map(faulted).map(words).collect() };
+    }
+    let Some((news, unproven)) = matching::fill(olds, &here.all, places) else {
+        let advice = format!(
+            "the driver wants a GPU of the same type named for each of the {} that the job could see when the image was made",
+            olds.len()
+        );
+        return Plan::Refuse(no_place(advice));
+    };
+    let pairs: Vec<GpuMapping> =
+        olds.iter().zip(&news).map(|(old, new)| GpuMapping { old: old.uuid, new: *new }).collect();
+    let (mut moved, mut for_room) = (Vec::new(), true);
+    for (at, (old, pair)) in olds.iter().zip(&pairs).enumerate() {
+        if pair.old == pair.new || old.need == Need::Unused {
+            continue;
+        }
+        let own = here.all.iter().find(|device| device.uuid == old.uuid);
+        let why = match own {
+            _ if fixed.iter().any(|(o, _)| *o == at) => "asked for".into(),
+            None => "it is not here".into(),
+            Some(device) => match (device.health, device.free) {
+                (Health::Fine, Some(free)) if free >= old.need.bytes() => "it makes room for another".into(),
+                _ => format!("it {}", state(device)),
+            },
+        };
+        let short = own.is_some_and(|d| d.health == Health::Fine && d.free.is_some_and(|free| free < old.need.bytes()));
+        for_room &= short;
+        moved.push(Moved { old: old.uuid.to_string(), new: pair.new.to_string(), why });
+    }
+    let for_room = for_room && !moved.is_empty();
+    if here.too_old {
+        let why = no_place(format!("only driver {FIRST_DRIVER} and newer bring a job back on other GPUs: install one"));
+        return if for_room { Plan::Wait(why) } else { Plan::Refuse(why) };
+    }
+    Plan::Move(Relocation { pairs, for_room, moved, unproven })
+}
+
+/// What stands against a GPU, or the room that it has.
+fn state(device: &Device) -> String {
+    match (device.health, device.free) {
+        (Health::Faulted(number), _) => format!("had Xid {number} ({})", xid::meaning(number).0),
+        (Health::Silent, _) => "does not answer (NVML)".into(),
+        (Health::Part, _) => "is divided or virtual (MIG, vGPU)".into(),
+        (Health::Fine, Some(free)) => format!("has {} free", ByteSize::b(free)),
+        (Health::Fine, None) => "may have memory free or not (there is no NVML)".into(),
+    }
+}
+
+fn words(device: &Device) -> String {
+    format!("{} {} that {}", device.name, device.uuid, state(device))
+}
+
+fn described(here: &Devices) -> String {
+    let each: Vec<String> = here.all.iter().map(words).collect();
+    if each.is_empty() { "none".into() } else { each.join(", ") }
+}
+
+/// What the image needs, in words.
+fn needed(olds: &[Old]) -> String {
+    let used = olds.iter().filter(|old| old.need != Need::Unused);
+    let each = used.map(|old| match old.need {
+        Need::Bytes(bytes) => format!("{} for what was on {} {}", ByteSize::b(bytes), old.name, old.uuid),
+        _ => format!("{} {}, if it used that", old.name, old.uuid),
+    });
+    let each: Vec<String> = each.collect();
+    if each.is_empty() { "no GPU".into() } else { each.join(", ") }
+}
+
+#[cfg(test)]
+mod tests;

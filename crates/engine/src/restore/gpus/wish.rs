@@ -1,0 +1,133 @@
+//! What a user asked for: `--device-map OLD=NEW,...`, by UUID or by the numbers of nvidia-smi.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::{Devices, Health, Old};
+use rekindle_cuda::{GpuUuid, ParseUuidError};
+use rekindle_store::ImageId;
+
+/// What is known or wanted beyond the image and the machine.
+#[derive(Debug, Clone, Default)]
+pub struct Wishes {
+    /// Which GPU shall take which one's place.
+    pub map: Vec<Pair>,
+    /// The newest image that the map speaks of: those that are taken later have the new GPUs. None: all.
+    pub until: Option<ImageId>,
+    /// GPUs, by UUID or PCI address, that had a fault after which nothing should be started there.
+    pub faults: Vec<(String, u32)>,
+    /// Processes that will have ended by then: those of the job as it runs now.
+    pub leaving: Vec<i32>,
+}
+
+impl Wishes {
+    /// The part of the map that is for this image.
+    pub(super) fn for_image(&self, id: ImageId) -> &[Pair] {
+        match self.until {
+            Some(until) if id > until => &[],
+            _ => &self.map,
+        }
+    }
+}
+
+/// A GPU as somebody names it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GpuRef {
+    /// By UUID.
+    Uuid(GpuUuid),
+    /// By number: an old one among those of the image, a new one as nvidia-smi counts here.
+    Index(u32),
+}
+
+impl fmt::Display for GpuRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            GpuRef::Uuid(uuid) => uuid.fmt(f),
+            GpuRef::Index(index) => index.fmt(f),
+        }
+    }
+}
+
+impl FromStr for GpuRef {
+    type Err = ParsePairError;
+
+    fn from_str(text: &str) -> Result<GpuRef, ParsePairError> {
+        if text.to_ascii_uppercase().starts_with("MIG-") {
+            return Err(ParsePairError::Instance(text.to_owned()));
+        }
+        match text.parse() {
+            Ok(index) => Ok(GpuRef::Index(index)),
+            Err(_) => Ok(GpuRef::Uuid(text.parse()?)),
+        }
+    }
+}
+
+/// Which GPU shall take which one's place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pair {
+    /// The one of the image.
+    pub old: GpuRef,
+    /// The one of here.
+    pub new: GpuRef,
+}
+
+/// Text that is no pair of GPUs.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ParsePairError {
+    /// There is not exactly one `=`.
+    #[error("{0:?} is not a pair of GPUs: wants OLD=NEW")]
+    NotAPair(String),
+    /// An instance of a divided GPU.
+    #[error("{0:?} is an instance of a divided GPU (MIG), where the CUDA driver cannot checkpoint")]
+    Instance(String),
+    /// Neither a number nor a UUID.
+    #[error("{0}, or a number as nvidia-smi counts")]
+    Uuid(#[from] ParseUuidError),
+}
+
+impl FromStr for Pair {
+    type Err = ParsePairError;
+
+    fn from_str(text: &str) -> Result<Pair, ParsePairError> {
+        let (old, new) = text.split_once('=').ok_or_else(|| ParsePairError::NotAPair(text.to_owned()))?;
+        Ok(Pair { old: old.trim().parse()?, new: new.trim().parse()? })
+    }
+}
+
+/// The pairs as numbers of `olds` and of the devices, or what is wrong with them. Whether there is room is looked at later:
+/// there may be in a while.
+pub(super) fn resolve(pairs: &[Pair], olds: &[Old], here: &Devices) -> Result<Vec<(usize, usize)>, String> {
+    let mut all: Vec<(usize, usize)> = Vec::new();
+    for Pair { old, new } in pairs {
+        let from = match old {
+            GpuRef::Uuid(uuid) => olds.iter().position(|known| known.uuid == *uuid),
+            GpuRef::Index(index) => usize::try_from(*index).ok().filter(|at| *at < olds.len()),
+        };
+        let from = from.ok_or_else(|| format!("the job of the image could not see a GPU {old}"))?;
+        let to = here.all.iter().position(|device| match new {
+            GpuRef::Uuid(uuid) => device.uuid == *uuid,
+            GpuRef::Index(index) => device.index == Some(*index),
+        });
+        let to = to.ok_or_else(|| format!("there is no GPU {new} here"))?;
+        let device = &here.all[to];
+        if all.iter().any(|(known, _)| *known == from) {
+            return Err(format!("GPU {old} is named twice"));
+        }
+        if all.iter().any(|(_, known)| *known == to) {
+            return Err(format!("GPU {new} can take the place of one only"));
+        }
+        if device.name != olds[from].name {
+            return Err(format!("GPU {old} is of type {:?} and {new} of type {:?}", olds[from].name, device.name));
+        }
+        match device.health {
+            Health::Part => return Err(format!("GPU {new} {}", super::state(device))),
+            Health::Silent => return Err(format!("GPU {new} {}", super::state(device))),
+            Health::Fine | Health::Faulted(_) => {}
+        }
+        if device.free.is_none() {
+            return Err("it takes NVML (libnvidia-ml.so.1) to know whether another GPU has room".into());
+        }
+        all.push((from, to));
+    }
+    Ok(all)
+}

@@ -1,0 +1,165 @@
+//! Landing files at a restart: CRIU maps them by their path, and the driver reads the device memory back from there.
+//!
+//! From an image in memory the file is the slot's own under a second name: nothing is copied. From the store its content is
+//! copied to where the image says. The names go when the driver is done.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::launch::identity::Identity;
+use rekindle_os::cgroup;
+use rekindle_os::pages;
+use rekindle_os::parallel::in_parallel;
+use rekindle_store::manifest::Landing;
+use rekindle_store::{Image, Manifest};
+
+/// Files that lie where the image wants them. Dropped, they are gone from there.
+#[derive(Debug, Default)]
+pub(super) struct InPlace(Vec<PathBuf>);
+
+impl Drop for InPlace {
+    fn drop(&mut self) {
+        for path in &self.0 {
+            let _ = fs::remove_file(path);
+        }
+    }
+}
+
+/// A landing file could not be put where it has to be.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot put the GPU memory of process {pid} at {}", path.display())]
+pub struct Error {
+    pid: i32,
+    path: PathBuf,
+    #[source]
+    source: io::Error,
+}
+
+/// Puts all of them in place.
+pub(super) fn put(image: &Image, manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
+    let mut put = InPlace::default();
+    for landing in &manifest.landing {
+        put.0.push(landing.path.to_path_buf());
+        put_one(image, landing, user).map_err(|source| Error {
+            pid: landing.pid,
+            path: landing.path.to_path_buf(),
+            source,
+        })?;
+    }
+    Ok(put)
+}
+
+/// Puts files of their size in place that are empty: for CRIU, without the driver.
+pub(super) fn put_empty(manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
+    let mut put = InPlace::default();
+    for landing in &manifest.landing {
+        put.0.push(landing.path.to_path_buf());
+        let make = || {
+            make_room(&landing.path)?;
+            File::options().write(true).create_new(true).mode(0o600).open(&landing.path)?.set_len(landing.bytes)?;
+            give(&landing.path, user)
+        };
+        make().map_err(|source| Error { pid: landing.pid, path: landing.path.to_path_buf(), source })?;
+    }
+    Ok(put)
+}
+
+fn put_one(image: &Image, landing: &Landing, user: Option<&Identity>) -> io::Result<()> {
+    let from = image.dir.join(&landing.part);
+    make_room(&landing.path)?;
+    if !(image.is_staged() && fs::hard_link(&from, &landing.path).is_ok()) {
+        copy(&from, &landing.path)?;
+    }
+    give(&landing.path, user)
+}
+
+/// There is a folder for it, and no file in its place.
+fn make_room(path: &Path) -> io::Result<()> {
+    if let Some(folder) = path.parent() {
+        // There already, unless the job's store or its staging directory has moved since.
+        fs::create_dir_all(folder)?;
+    }
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// It is the user's memory, and has to be the user's file for the look at what a restored job has open.
+fn give(path: &Path, user: Option<&Identity>) -> io::Result<()> {
+    user.map_or(Ok(()), |user| std::os::unix::fs::chown(path, Some(user.uid), Some(user.gid)))
+}
+
+/// Copied at once by one thread.
+const STRETCH: u64 = 256 << 20;
+
+fn copy(from: &Path, to: &Path) -> io::Result<()> {
+    let source = File::open(from)?;
+    let target = File::options().read(true).write(true).create_new(true).mode(0o600).open(to)?;
+    let len = source.metadata()?.size();
+    // On a tmpfs as large as the machine's memory it would not be an error but the end of some process.
+    if cgroup::memory_available().is_some_and(|available| available < len) {
+        return Err(io::Error::new(io::ErrorKind::StorageFull, "memory is short of its size"));
+    }
+    // A tmpfs that is too small must be an error here and not a SIGBUS in the driver.
+    pages::make_present(&target, len)?;
+    let stretches = (0..len.div_ceil(STRETCH)).collect();
+    let copy_one = |n: u64| {
+        let (mut source, mut target) = (File::open(from)?, File::options().write(true).open(to)?);
+        let start = n * STRETCH;
+        io::Seek::seek(&mut source, io::SeekFrom::Start(start))?;
+        io::Seek::seek(&mut target, io::SeekFrom::Start(start))?;
+        let wanted = STRETCH.min(len - start);
+        match io::copy(&mut io::Read::take(source, wanted), &mut target)? {
+            copied if copied == wanted => Ok(()),
+            _ => Err(io::ErrorKind::UnexpectedEof.into()),
+        }
+    };
+    in_parallel(stretches, pages::spare_threads(), copy_one).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::samples::{job_path, part_path};
+    use rekindle_store::{ImageId, Place, State};
+
+    #[test]
+    fn content_is_in_place_until_it_is_not_needed_any_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let part = dir.path().join("image/gpu/7");
+        fs::create_dir_all(part.parent().unwrap()).unwrap();
+        fs::write(&part, vec![3; 5 << 20]).unwrap();
+        let path = dir.path().join("elsewhere/landing/7");
+        let landing = Landing { pid: 7, path: job_path(path.clone()), part: part_path("gpu/7"), bytes: 5 << 20 };
+        let manifest = Manifest { landing: vec![landing], ..crate::samples::manifest() };
+        for place in [Place::Staged, Place::Stored] {
+            let image = Image {
+                id: ImageId::new(1, chrono::DateTime::UNIX_EPOCH),
+                dir: dir.path().join("image"),
+                state: State::Good(Box::new(manifest.clone())),
+                place,
+                trust: Default::default(),
+            };
+            let put = put(&image, &manifest, None).unwrap();
+            assert_eq!(fs::read(&path).unwrap(), vec![3; 5 << 20]);
+            let same = fs::metadata(&path).unwrap().ino() == fs::metadata(&part).unwrap().ino();
+            assert_eq!(same, place == Place::Staged, "{place:?}");
+            drop(put);
+            assert!(!path.exists() && part.exists());
+        }
+        fs::remove_file(&part).unwrap();
+        let image = Image {
+            id: ImageId::new(1, chrono::DateTime::UNIX_EPOCH),
+            dir: dir.path().join("image"),
+            state: State::Good(Box::new(manifest.clone())),
+            place: Place::Stored,
+            trust: Default::default(),
+        };
+        let error = put(&image, &manifest, None).unwrap_err();
+        assert!(error.to_string().contains("process 7"), "{error}");
+        assert!(!path.exists());
+    }
+}

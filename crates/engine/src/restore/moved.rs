@@ -1,0 +1,71 @@
+//! The job's output, where the store was at another path when the image was made.
+//!
+//! CRIU opens files by their path. Those of the job's log folder are given to it as descriptors instead: the job writes on
+//! in the log folder of here, where its output is followed and rotated, whatever is at the old path by now. Other files
+//! of ours are put back at the path that the image has ([`Recreate`](rekindle_store::manifest::Recreate)).
+
+use std::path::{Path, PathBuf};
+
+use crate::launch::reaper;
+use rekindle_criu::Instead;
+use rekindle_store::{JobFolder, Manifest};
+
+/// Where a file of the job's log folder is here; None for every other file.
+pub(super) fn log_here(path: &Path, manifest: &Manifest, folder: &JobFolder) -> Option<PathBuf> {
+    let (parent, name) = (path.parent()?, path.file_name()?);
+    let here = folder.log_dir();
+    let was = |bin: &Path| bin.parent().is_some_and(|job| here.file_name().is_some_and(|log| parent == job.join(log)));
+    // Its reaper lies in the job's folder, in that of its first store if it has moved before.
+    let ours = manifest.recreate.iter().filter(|file| reaper::is_named(&file.path));
+    let is_log = parent == here || ours.filter_map(|file| file.path.parent()).any(was);
+    is_log.then(|| here.join(name))
+}
+
+/// Which files of the job's log folder are given to CRIU as descriptors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Logs {
+    /// Those that are elsewhere now.
+    Moved,
+    /// All: they belong to root, and CRIU has the rights of the job's user.
+    All,
+}
+
+/// The files that the job gets for others.
+pub(super) fn instead(manifest: &Manifest, folder: &JobFolder, which: Logs) -> Vec<Instead> {
+    let moved = |then: &PathBuf| {
+        let now = log_here(then, manifest, folder)?;
+        (which == Logs::All || now != *then).then(|| Instead { then: then.clone(), now })
+    };
+    manifest.open_files.iter().filter(|file| file.append).filter_map(|file| moved(&file.path)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::samples::{job_path, part_path};
+    use rekindle_store::manifest::{OpenFile, Recreate};
+    use rekindle_store::{Access, Store};
+
+    #[test]
+    fn only_output_of_another_store_is_given_anew() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("store"), Access::Write).unwrap();
+        let folder = store.create_job(&"j".parse().unwrap()).unwrap();
+        let open = |path: &Path| OpenFile { append: true, position: 1, ..OpenFile::new(job_path(path), 1) };
+        let reaper = |path: &str| Recreate { path: job_path(path), mode: 0o755, part: part_path("files/r") };
+        let ours = folder.log_dir().join("stderr.log");
+        let mut manifest = Manifest {
+            open_files: vec![open(Path::new("/old/j/log/stdout.log")), open(&ours), open(Path::new("/data/log/x"))],
+            recreate: vec![reaper("/older/j/bin/reaper-1"), reaper("/old/j/bin/reaper-2")],
+            ..crate::samples::manifest()
+        };
+        let now = folder.log_dir().join("stdout.log");
+        let old = Instead { then: "/old/j/log/stdout.log".into(), now };
+        assert_eq!(instead(&manifest, &folder, Logs::Moved), std::slice::from_ref(&old));
+        let own = Instead { then: ours.clone(), now: ours.clone() };
+        assert_eq!(instead(&manifest, &folder, Logs::All), [old, own]);
+        assert_eq!(log_here(&ours, &manifest, &folder), Some(ours.clone()));
+        manifest.recreate.clear();
+        assert_eq!(instead(&manifest, &folder, Logs::Moved), []);
+    }
+}

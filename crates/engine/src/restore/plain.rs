@@ -1,0 +1,131 @@
+//! The files of an image as CRIU and the driver read them.
+//!
+//! An image in memory has them. A loose one of the store too; every byte is compared with its hash first. One that is
+//! packed is unpacked, which checks every chunk: into a slot in memory, where it stays for the next restart, or into a
+//! folder of the store where memory has no room, which goes when the job has its memory back. When the power goes that
+//! folder is left, and the next restore begins by removing it.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::DirBuilderExt;
+use std::path::PathBuf;
+
+use super::{Error, Request};
+use rekindle_base::chain;
+use rekindle_os::durable;
+use rekindle_store::staging::{Need, TakeError};
+use rekindle_store::unpack;
+use rekindle_store::{Form, Image, Manifest};
+
+/// Where a packed image is unpacked below the job's scratch folder.
+const FOLDER: &str = "unpacked";
+
+/// An image whose parts are plain files.
+#[derive(Debug)]
+pub(super) struct Plain {
+    pub(super) image: Image,
+    /// Where they are for this restore only.
+    pub(super) folder: Option<Unpacked>,
+}
+
+/// A folder with an unpacked image; it goes when this is dropped.
+#[derive(Debug)]
+pub struct Unpacked(PathBuf);
+
+impl Drop for Unpacked {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Makes the parts of the image plain files, and checks them.
+pub(super) fn make(request: &Request<'_>, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Plain, Error> {
+    let image = request.image;
+    if image.form() == Form::Loose {
+        check(image)?;
+        return Ok(Plain { image: image.clone(), folder: None });
+    }
+    let manifest = image.manifest().ok_or(Error::NoManifest(image.id))?;
+    if let Some(image) = into_memory(request, manifest, cancelled)? {
+        return Ok(Plain { image, folder: None });
+    }
+    into_folder(request, manifest, cancelled)
+}
+
+/// Every byte is read before anything is started: nothing wrong may be restored silently. Of an image in memory, which has
+/// no hashes, the sizes.
+fn check(image: &Image) -> Result<(), Error> {
+    let report = image.verify();
+    if report.is_sound() {
+        return Ok(());
+    }
+    let what = report.problems().take(5).map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    match report.is_damage() {
+        true => Err(Error::Damaged { id: image.id, what }),
+        false => Err(Error::Unread { id: image.id, what }),
+    }
+}
+
+/// None where memory has no room.
+fn into_memory(
+    request: &Request<'_>,
+    manifest: &Manifest,
+    cancelled: &(dyn Fn() -> bool + Sync),
+) -> Result<Option<Image>, Error> {
+    let Some(area) = request.unpacking.staging.filter(|area| area.is_there()) else { return Ok(None) };
+    // Host memory is there twice until the job runs; device memory leaves the landing file for the GPU.
+    let pages = manifest.parts.iter().filter(|part| part.path.starts_with("criu/pages-"));
+    let besides = pages.map(|part| part.size).sum();
+    let need = Need { image: manifest.bytes, besides, keep: request.unpacking.memory_reserve };
+    let own = std::process::id().cast_signed();
+    let filling = match area.take(request.folder, request.image.id, need, own, |_| {}) {
+        Ok(filling) => filling,
+        Err(TakeError::NoRoom(why)) => {
+            tracing::info!("the image is unpacked to the disk, which takes longer: {why}");
+            return Ok(None);
+        }
+        Err(TakeError::Area(error)) => {
+            tracing::warn!("the image is unpacked to the disk, which takes longer: {}", chain(&error));
+            return Ok(None);
+        }
+    };
+    filling.clear_pages().map_err(Error::Staging)?;
+    run(request, filling.dir(), cancelled)?;
+    let plain = Manifest { chunks: None, ..manifest.clone() };
+    Ok(Some(filling.seal(plain).map_err(Error::Staging)?))
+}
+
+fn into_folder(
+    request: &Request<'_>,
+    manifest: &Manifest,
+    cancelled: &(dyn Fn() -> bool + Sync),
+) -> Result<Plain, Error> {
+    let path = request.folder.scratch_dir()?.join(FOLDER);
+    let failed = |source: io::Error| Error::Unpack(unpack::Error::Write { path: path.clone(), source });
+    match fs::remove_dir_all(&path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
+        _ => {}
+    }
+    fs::DirBuilder::new().mode(0o700).create(&path).map_err(failed)?;
+    let folder = Unpacked(path.clone());
+    run(request, &path, cancelled)?;
+    let plain = Manifest { chunks: None, ..manifest.clone() };
+    let bytes = plain.to_bytes(request.folder.trust()).map_err(io::Error::other).map_err(failed)?;
+    durable::replace_file(&path.join(rekindle_store::manifest::FILE_NAME), &bytes, 0o600).map_err(failed)?;
+    Ok(Plain { image: Image::unpacked(&path, plain, request.folder.trust()), folder: Some(folder) })
+}
+
+fn run(request: &Request<'_>, into: &std::path::Path, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<(), Error> {
+    let super::Unpacking { key, threads, progress, healing, .. } = request.unpacking;
+    let unpacking = unpack::Unpacking { key, threads, progress, cancelled, healing };
+    match unpacking.unpack(request.image, request.folder, into) {
+        Ok(None) => Ok(()),
+        Ok(Some(healed)) => {
+            tracing::warn!("image {}: {healed}; the restore goes on", request.image.id);
+            Ok(())
+        }
+        Err(unpack::Error::Cancelled) => Err(Error::Cancelled),
+        Err(error) if error.is_damage() => Err(Error::Damaged { id: request.image.id, what: chain(&error) }),
+        Err(error) => Err(Error::Unpack(error)),
+    }
+}

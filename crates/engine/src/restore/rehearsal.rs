@@ -1,0 +1,310 @@
+//! A restore that is tried beside the running job, and never runs.
+//!
+//! A process of its own ([`play`], behind the hidden command `rekindle rehearse`) sees the machine's files through a
+//! [`view`], in which all it writes is lost. It has PID, IPC and network namespaces of its own, in which every address is its
+//! own. In there the image is restored by the same steps as in earnest, until CRIU has made every process and is about to
+//! give them their rights and let them run. There it is called off: no instruction of the job is executed, and the kernel takes
+//! away what was made.
+//!
+//! What it cannot show: whether the driver takes GPU memory back, and what the job does once it runs. What has changed on
+//! the machine since the snapshot (a file that is gone) is no fault of the image; only a refusal of CRIU's speaks against it.
+//!
+//! It takes as much memory again as the job. It is first in line for the kernel's OOM killer, and is not begun where
+//! memory is short.
+
+use std::fs;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use nix::mount::{MsFlags, mount};
+use nix::sys::signal::Signal;
+use serde::{Deserialize, Serialize};
+
+use super::ChangedFiles;
+use super::{Error, Prepare, Request, Unpacking, Until, landing, run_criu};
+use crate::launch::Privileges;
+use crate::launch::identity::Identity;
+use crate::launch::output::{self, Bounds};
+use crate::launch::world::{self, Network, World};
+use rekindle_base::chain;
+use rekindle_criu::{self as criu, Criu, Version};
+use rekindle_os::leases::WriteLease;
+use rekindle_os::spawn::Ended;
+use rekindle_os::{cgroup, netns, process, view};
+use rekindle_store::persist::Progress;
+use rekindle_store::staging::Area;
+use rekindle_store::{Access, Image, ImageId, JobFolder, JobName, Manifest, Store};
+
+/// What is to be tried, and with what.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Script {
+    /// The store.
+    pub store: PathBuf,
+    /// The job.
+    pub job: JobName,
+    /// The image, which is in memory.
+    pub image: ImageId,
+    /// CRIU's executable, and its version.
+    pub criu: (PathBuf, (u32, u32, u32)),
+    /// This version's reaper.
+    pub reaper: PathBuf,
+    /// What the job has at /etc/resolv.conf, where that is not the machine's.
+    pub names: Option<PathBuf>,
+    /// Who the job runs as.
+    pub user: Option<Identity>,
+    /// Whether it has the no-new-privileges flag.
+    pub no_new_privileges: bool,
+    /// Seconds that CRIU may take.
+    pub timeout: u64,
+    /// Bytes of host memory that must stay free.
+    pub reserve: u64,
+}
+
+/// What came of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case", tag = "outcome")]
+pub enum Outcome {
+    /// Every process was made.
+    Restored {
+        /// Milliseconds.
+        took: u64,
+    },
+    /// CRIU refuses the image.
+    Refused {
+        /// Its reason.
+        why: String,
+    },
+    /// It could not be tried, which says nothing about the image.
+    NotTried {
+        /// What was in the way.
+        why: String,
+    },
+}
+
+/// Tries it. For a process that was made for this: it enters namespaces, and ends after it.
+#[must_use]
+pub fn play(script: &Script) -> Outcome {
+    let not_tried = |why: String| Outcome::NotTried { why };
+    // Before the supervisor's end is noticed by anything else.
+    if let Err(error) = nix::sys::prctl::set_pdeathsig(Signal::SIGKILL) {
+        return not_tried(format!("cannot bind it to the supervisor: {error}"));
+    }
+    if let Err(error) = fs::write("/proc/self/oom_score_adj", "1000") {
+        return not_tried(format!("cannot put it before the job for the OOM killer: {error}"));
+    }
+    process::be_nice();
+    match try_it(script) {
+        Ok(took) => Outcome::Restored { took: took.as_millis().try_into().unwrap_or(u64::MAX) },
+        Err(Failure::Refused(why)) => Outcome::Refused { why },
+        Err(Failure::NotTried(why)) => not_tried(why),
+    }
+}
+
+/// What CRIU says where a UNIX socket cannot be connected (`open_unixsk_standalone`, `post_open_interconnected`): one of the
+/// job's can be, one of another program is not in the view.
+const OUTSIDE: &str = "Can't connect";
+
+/// What CRIU says where the reason is the rehearsal, which shares the machine's limits with the job and has neither its network
+/// devices nor its moment: none of it is a fault of the image.
+const NOT_OF_THE_IMAGE: [&str; 12] = [
+    "Resource temporarily unavailable",
+    "failed with -11",
+    "Too many open files",
+    "Cannot allocate memory",
+    "No space left",
+    "Disk quota exceeded",
+    "Read-only file system",
+    "Address already in use",
+    "No such device",
+    "ifindex",
+    "packet socket",
+    // A file that is open for reading, and was written to by somebody since.
+    "bad size",
+];
+
+enum Failure {
+    Refused(String),
+    NotTried(String),
+}
+
+impl Failure {
+    fn of(error: &(dyn std::error::Error + 'static)) -> Failure {
+        Failure::NotTried(chain(error))
+    }
+
+    /// What CRIU said of the image, and nothing that has another reason.
+    fn of_restore(error: &Error) -> Failure {
+        let log = error.criu_log();
+        let says = |mark: &str| log.is_some_and(|log| log.errors().iter().any(|line| line.contains(mark)));
+        if says(OUTSIDE) {
+            let why = "it is connected to a program outside of the job, which must not hear of it";
+            return Failure::NotTried(why.into());
+        }
+        if log.is_some_and(criu::Log::says_killed) || NOT_OF_THE_IMAGE.iter().any(|mark| says(mark)) {
+            return Failure::of(error);
+        }
+        match error {
+            Error::Criu(criu::RunError::Refused { log }) if !log.errors().is_empty() => Failure::Refused(chain(error)),
+            // It found itself wrong about the image. Killed it may have been by anybody.
+            Error::Criu(criu::RunError::Gone {
+                ended: Ended::Signal(libc::SIGABRT | libc::SIGSEGV | libc::SIGBUS),
+                ..
+            })
+            | Error::Criu(criu::RunError::Image(_))
+            | Error::Refused { .. } => Failure::Refused(chain(error)),
+            other => Failure::of(other),
+        }
+    }
+}
+
+fn try_it(script: &Script) -> Result<Duration, Failure> {
+    let open = || -> rekindle_store::Result<JobFolder> { Store::open(&script.store, Access::Read)?.job(&script.job) };
+    let folder = open().map_err(|error| Failure::of(&error))?;
+    let image = find(&folder, script.image)?;
+    let manifest = image.manifest().ok_or_else(|| Failure::NotTried("the image is gone".into()))?;
+    harmless(&image, manifest)?;
+    let room = room(manifest, script.reserve)?;
+    let scratch = folder.scratch_dir().map_err(|error| Failure::of(&error))?;
+    let as_they_are = view::enter(&scratch, room).map_err(|error| Failure::of(&error))?;
+    out_of_reach(&image, &as_they_are)?;
+    if let Some(names) = &script.names {
+        let put = mount(Some(names), "/etc/resolv.conf", None::<&str>, MsFlags::MS_BIND, None::<&str>);
+        put.map_err(|error| Failure::NotTried(format!("cannot set up its /etc/resolv.conf: {error}")))?;
+    }
+    let began = Instant::now();
+    let result = restore(script, &folder, &image, manifest);
+    let took = began.elapsed();
+    // Its files are gone or others once the slot holds a later image.
+    match result {
+        Err(Failure::Refused(_)) if find(&folder, script.image).is_err() => {
+            Err(Failure::NotTried("a later image has taken its place".into()))
+        }
+        Err(failure) => Err(failure),
+        Ok(()) => Ok(took),
+    }
+}
+
+fn find(folder: &JobFolder, id: ImageId) -> Result<Image, Failure> {
+    let staged = folder.staged().into_iter().find(|image| image.id == id && image.is_good());
+    staged.ok_or_else(|| Failure::NotTried("the image is not in memory any more".into()))
+}
+
+/// Whether a second copy of the job takes nothing from the first but memory and time.
+fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
+    let not_tried = |why: String| Err(Failure::NotTried(why));
+    match criu::image::scarce(&image.dir.join("criu")) {
+        Ok(None) => {}
+        Ok(Some(what)) => {
+            return not_tried(format!("it has {what}, and a second copy would take some of them from it"));
+        }
+        Err(error) => return Err(Failure::of_restore(&criu::RunError::Image(error).into())),
+    }
+    // Processes, threads, groups and sessions: more than it has tasks.
+    let tasks = u64::try_from(manifest.tree.ids.len()).unwrap_or(u64::MAX);
+    if let Some(left) = cgroup::tasks_headroom(std::process::id().cast_signed()).filter(|left| left / 4 < tasks) {
+        return not_tried(format!("it has up to {tasks} tasks, and its control group has room for {left} more"));
+    }
+    // A file that is copied to the view is opened, which breaks a write lease of the job's.
+    let leases = WriteLease::all();
+    let leased = manifest.open_files.iter().map(|file| &file.path).find(|path| {
+        let inode = fs::metadata(path.as_path()).map(|metadata| metadata.ino());
+        inode.is_ok_and(|inode| leases.iter().any(|lease| lease.is_on(inode)))
+    });
+    match leased {
+        Some(path) => not_tried(format!("there is a write lease on {}", path.display())),
+        None => Ok(()),
+    }
+}
+
+/// Whether the job has nothing in the places that the view shows as they are.
+fn out_of_reach(image: &Image, as_they_are: &[PathBuf]) -> Result<(), Failure> {
+    let tables = ["files.img", "ghost-file.img", "remap-fpath.img"].map(|name| image.dir.join("criu").join(name));
+    let tables: Vec<Vec<u8>> = tables.iter().filter_map(|path| fs::read(path).ok()).collect();
+    let names = |path: &&PathBuf| {
+        // CRIU writes paths with and without the first slash.
+        let bytes = path.as_os_str().as_bytes();
+        let bytes = bytes.strip_prefix(b"/").unwrap_or(bytes);
+        tables.iter().any(|table| table.windows(bytes.len().max(1)).any(|window| window == bytes))
+    };
+    match as_they_are.iter().find(names) {
+        Some(path) => Err(Failure::NotTried(format!("it has files at {}, which cannot be laid over", path.display()))),
+        None => Ok(()),
+    }
+}
+
+/// How many bytes may be written in the view; an error where there is too little memory.
+fn room(manifest: &Manifest, reserve: u64) -> Result<u64, Failure> {
+    /// Kernel memory of the processes, and what files grew by since.
+    const BESIDES: u64 = 64 << 20;
+    let pages = manifest.parts.iter().filter(|part| part.path.starts_with("criu/pages-")).map(|part| part.size);
+    let pages = pages.sum::<u64>().saturating_add(BESIDES);
+    // A file that is written to is copied to the view when it is opened, and what the image has of it is put over that.
+    let files = manifest.open_files.iter().map(|file| {
+        let metadata = fs::metadata(file.path.as_path());
+        let allocated = metadata.map_or(file.size, |metadata| metadata.blocks().saturating_mul(512));
+        allocated.saturating_mul(if file.part.is_some() { 2 } else { 1 })
+    });
+    let need = pages.saturating_add(files.sum::<u64>());
+    let machine = cgroup::memory_available().unwrap_or(u64::MAX);
+    let group = cgroup::memory_headroom(std::process::id().cast_signed()).unwrap_or(u64::MAX);
+    // The job may grow meanwhile.
+    let free = machine.min(group).saturating_sub(reserve);
+    let free = free.saturating_sub(free / 8);
+    if need > free {
+        let (need, free) = (bytesize::ByteSize::b(need), bytesize::ByteSize::b(free));
+        return Err(Failure::NotTried(format!("it needs {need} of memory, and {free} may be used")));
+    }
+    Ok(free.saturating_sub(pages))
+}
+
+fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manifest) -> Result<(), Failure> {
+    let (path, version) = &script.criu;
+    let criu = Criu { path: path.clone(), version: Version(version.0, version.1, version.2) };
+    let files = output::Files::create(&folder.log_dir(), Bounds::default()).map_err(|error| Failure::of(&error))?;
+    let (staging, wishes, progress) = (Area::left_behind(folder), super::gpus::Wishes::default(), Progress::default());
+    let request = Request {
+        image,
+        folder,
+        criu: &criu,
+        reaper: &script.reaper,
+        output: &files,
+        identity: script.user.as_ref(),
+        privileges: if script.no_new_privileges { Privileges::Fixed } else { Privileges::MayGrow },
+        timeout: Duration::from_secs(script.timeout),
+        network: Network::Private,
+        // The job has gone on since.
+        changed_files: ChangedFiles::Warn,
+        wishes: &wishes,
+        prepare: Prepare(&|_| ()),
+        unpacking: Unpacking {
+            staging: staging.as_ref(),
+            memory_reserve: script.reserve,
+            key: None,
+            threads: 1,
+            progress: &progress,
+            healing: None,
+        },
+    };
+    let not_tried = |error: Error| Failure::of(&error);
+    super::check_image(&request, manifest).and_then(|()| super::check_files(&request, manifest)).map_err(not_tried)?;
+    super::put_files_back(&request, manifest).map_err(not_tried)?;
+    let _landing = landing::put_empty(manifest, request.identity).map_err(|error| not_tried(error.into()))?;
+    let lost_locks = criu::image::lost_locks(&image.dir.join("criu"))
+        .map_err(|error| Failure::of_restore(&criu::RunError::Image(error).into()))?;
+    let world = World::private(request.reaper, world::last_pid_for(&manifest.tree.ids), request.network)
+        .map_err(|error| Failure::of(&error))?;
+    let result = world
+        .init()
+        .map_or(Ok(()), |init| netns::own_all_addresses(init.pid()))
+        .map_err(|error| Failure::NotTried(format!("cannot set up its network: {error}")))
+        .and_then(|()| {
+            run_criu(&request, manifest, &world, &lost_locks, Until::BeforeItRuns, &|| false)
+                .map(drop)
+                .map_err(|error| Failure::of_restore(&error))
+        });
+    world.end(None);
+    result
+}

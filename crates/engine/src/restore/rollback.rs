@@ -1,0 +1,513 @@
+//! Files are a part of the state: before a restore they are put back to what they were at the snapshot.
+//!
+//! A file that grew is cut to its size of then, and the tail kept beside it as NAME.rolled-back.N. A small file that is
+//! rewritten in place has its content in the image; the present one is kept as NAME.rolled-back.N and replaced. CRIU
+//! refuses a file of another size (but for those opened to append), and a log with lines from a future that did not
+//! happen would lie.
+//!
+//! A file that is not here any more is made from its content in the image. Where the image does not have that, or a file is
+//! shorter than it was, the image cannot be used here: [`check`] says so before anything is begun. Output of the job that
+//! is gone is no reason not to go on.
+//!
+//! Work on the user's files is done with the user's rights: the user owns the folders and could otherwise point us, as
+//! root, at somebody else's file.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::fs::{File, Metadata, OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use bytesize::ByteSize;
+use serde::{Deserialize, Serialize};
+
+use super::contents::{self, Aside};
+use super::{Request, moved};
+use crate::launch::identity::Identity;
+use crate::launch::output::{Held, Kept};
+use rekindle_os::durable::{self, Unfinished};
+use rekindle_os::{identity, sparse};
+use rekindle_store::manifest::{Folder, OpenFile, Stamp};
+use rekindle_store::{Image, JobFolder, Manifest};
+
+/// `restart.changed-files`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ChangedFiles {
+    /// A restore is refused over a file that changed and whose content the image does not have.
+    #[default]
+    Refuse,
+    /// It is told.
+    Warn,
+}
+
+/// A file that was put back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PutBack {
+    /// What was too much, or other content, is kept beside it.
+    Kept(RolledBack),
+    /// Output of the job, of which no more may be kept than is asked for.
+    Cut(PathBuf, Kept),
+    /// It was gone, and is made anew from the image.
+    Made(PathBuf),
+    /// Output of the job, and so many bytes that it had written are not here.
+    Begun(PathBuf, u64),
+    /// It was not there at the snapshot, and is moved aside.
+    Aside(RolledBack),
+    /// A tracked folder.
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// Where what it had too much is now.
+        kept: PathBuf,
+    },
+}
+
+/// A file of which something was taken away.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RolledBack {
+    /// The file.
+    pub path: PathBuf,
+    /// Where what was taken away is now.
+    pub kept: PathBuf,
+    /// How many bytes that is.
+    pub bytes: u64,
+}
+
+impl PutBack {
+    fn is_in(&self, folder: &Path) -> bool {
+        match self {
+            PutBack::Kept(RolledBack { path, .. }) | PutBack::Aside(RolledBack { path, .. }) => {
+                path.starts_with(folder)
+            }
+            PutBack::Made(path) | PutBack::Cut(path, _) | PutBack::Begun(path, _) => path.starts_with(folder),
+            PutBack::Folder { .. } => false,
+        }
+    }
+}
+
+impl fmt::Display for PutBack {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            PutBack::Kept(RolledBack { path, kept, .. }) if kept.as_os_str().is_empty() => {
+                write!(f, "{} was put back", path.display())
+            }
+            PutBack::Kept(RolledBack { path, kept, bytes }) => {
+                write!(f, "{} was put back; {bytes} bytes are kept in {}", path.display(), kept.display())
+            }
+            PutBack::Cut(path, kept) => {
+                write!(f, "{} was put back", path.display())?;
+                if let Some(file) = &kept.file {
+                    write!(f, "; the last {} are kept in {}", ByteSize::b(kept.bytes), file.display())?;
+                }
+                match kept.lost {
+                    0 => Ok(()),
+                    lost => write!(f, "; {} are not kept (log.max-size, or a full disk)", ByteSize::b(lost)),
+                }
+            }
+            PutBack::Made(path) => write!(f, "{} was not here, and is made anew from the image", path.display()),
+            PutBack::Aside(RolledBack { path, kept, .. }) => {
+                write!(f, "{} was not there at the snapshot: it is {} now", path.display(), kept.display())
+            }
+            PutBack::Folder { path, kept } => {
+                write!(f, "{} was put back; what differed is in {} now", path.display(), kept.display())
+            }
+            PutBack::Begun(path, bytes) => write!(
+                f,
+                "{} is begun anew: the {} that the job had written to it before the snapshot are not here",
+                path.display(),
+                ByteSize::b(*bytes)
+            ),
+        }
+    }
+}
+
+/// Why a file could not be put back.
+#[derive(Debug, thiserror::Error)]
+pub enum RollbackError {
+    /// What must be cut from it would be lost.
+    #[error("cannot put {} back to its state at the snapshot: there is no room beside it for a copy of what it has now. Free some, or move the file's newest part away", path.display())]
+    NoRoom {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The same, with copies that nobody tidied away.
+    #[error("cannot put {} back to its state at the snapshot: there are {MOST_KEPT} copies of it already, NAME.rolled-back.N. Remove those that you do not need", .0.display())]
+    TooMany(PathBuf),
+    /// It is gone.
+    #[error("{} was open for writing at the snapshot and is not here, and its content is not in the image: put it back, or take an older image", .0.display())]
+    Gone(PathBuf),
+    /// CRIU would refuse it.
+    #[error("{} had mode {then:o} at the snapshot and has {now:o} now: change it back", path.display())]
+    Mode {
+        /// The file.
+        path: PathBuf,
+        /// Its permission bits then.
+        then: u32,
+        /// And now.
+        now: u32,
+    },
+    /// It is no regular file any more.
+    #[error("{} was a regular file at the snapshot and is none now", .0.display())]
+    NotAFile(PathBuf),
+    /// Its content is not in the image, and is another one now.
+    #[error("{} was changed after the snapshot, and its content of then is not in the image: the job would go on with a file that does not fit its memory. Put the file back, restore an older image, or set restart.changed-files = \"warn\" if the job does not mind", .0.display())]
+    Changed(PathBuf),
+    /// It lost bytes that the image does not have.
+    #[error("{} had {had} bytes at the snapshot and has {has} now: what is missing is not in the image", path.display())]
+    Shorter {
+        /// The file.
+        path: PathBuf,
+        /// Bytes then.
+        had: u64,
+        /// Bytes now.
+        has: u64,
+    },
+    /// The kernel refused.
+    #[error("cannot put {} back: {verb} failed", path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// The call.
+        verb: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl RollbackError {
+    /// Whether it is neither the image's nor the job's: no room, no rights of ours, a disk that fails.
+    pub(super) fn is_the_machines(&self) -> bool {
+        let RollbackError::Io { verb, source, .. } = self else { return false };
+        let codes = [libc::ENOSPC, libc::EDQUOT, libc::EIO, libc::EROFS, libc::ENOMEM, libc::EMFILE, libc::ENFILE];
+        *verb == SWITCH || source.raw_os_error().is_some_and(|code| codes.contains(&code))
+    }
+}
+
+/// The step that gives a thread the user's rights.
+const SWITCH: &str = "switching to the job's user";
+
+pub(super) fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Error) -> RollbackError + 'a {
+    move |source| RollbackError::Io { path: path.into(), verb, source }
+}
+
+/// Whether every file of the image can be put back. Changes nothing.
+pub(super) fn check(
+    manifest: &Manifest,
+    folder: &JobFolder,
+    user: Option<&Identity>,
+    changed: ChangedFiles,
+) -> Result<(), RollbackError> {
+    let mut theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
+    theirs.try_for_each(|file| with_rights(&file.path, user, || check_one(file, changed)))
+}
+
+/// Names the files that an image of an older rekindle does not put back, if they were changed since.
+pub(super) fn warn_of_unknown(manifest: &Manifest, folder: &JobFolder) {
+    let taken = SystemTime::from(manifest.taken);
+    let theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
+    let unknown: Vec<String> =
+        theirs.filter(|file| is_unknown(file, taken)).map(|file| file.path.display().to_string()).collect();
+    if let Some((named, more)) = unknown.split_at_checked(NAMED.min(unknown.len())).filter(|_| !unknown.is_empty()) {
+        let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
+        tracing::warn!(
+            "image {} is of an older rekindle, which did not keep the content of files that the job rewrites: {}{more} \
+             changed after the snapshot, and may not fit the job's memory",
+            manifest.id,
+            named.join(", ")
+        );
+    }
+}
+
+/// So many files are named.
+const NAMED: usize = 5;
+
+/// Whether the job rewrites it, the image is of a rekindle that noted neither its content nor its times, and it was changed
+/// after the snapshot.
+fn is_unknown(file: &OpenFile, taken: SystemTime) -> bool {
+    let has_changed = |metadata: Metadata| metadata.modified().is_ok_and(|modified| modified > taken);
+    let is_of_the_kernel = ["/proc", "/sys"].iter().any(|folder| file.path.starts_with(folder));
+    let is_noted = file.part.is_some() || file.stamp.is_some() || file.append || is_of_the_kernel;
+    !is_noted && std::fs::symlink_metadata(&*file.path).is_ok_and(has_changed)
+}
+
+fn check_one(file: &OpenFile, changed: ChangedFiles) -> Result<(), RollbackError> {
+    let path = &*file.path;
+    let metadata = match std::fs::symlink_metadata(path) {
+        Ok(metadata) => metadata,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return if can_be_made(file) { Ok(()) } else { Err(RollbackError::Gone(path.clone())) };
+        }
+        Err(error) => return Err(failed("stat", path)(error)),
+    };
+    if !metadata.is_file() {
+        return Err(RollbackError::NotAFile(path.clone()));
+    }
+    if let Some(then) = file.mode.filter(|then| *then != metadata.mode()) {
+        let (then, now) = (then & 0o7777, metadata.mode() & 0o7777);
+        return Err(RollbackError::Mode { path: path.clone(), then, now });
+    }
+    let then = file.stamp.filter(|_| file.part.is_none());
+    if then.is_some_and(|then| then.differs(&Stamp::of(&metadata))) {
+        match changed {
+            ChangedFiles::Refuse => return Err(RollbackError::Changed(path.clone())),
+            ChangedFiles::Warn => {
+                tracing::warn!(
+                    "{} was changed after the snapshot, and stays as it is (restart.changed-files)",
+                    path.display()
+                );
+            }
+        }
+    }
+    if file.part.is_none() && !file.append && metadata.size() < file.size {
+        return Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() });
+    }
+    Ok(())
+}
+
+/// With the mode of then, which CRIU compares.
+fn can_be_made(file: &OpenFile) -> bool {
+    file.part.is_some() && file.mode.is_some()
+}
+
+/// With the rights of the job's user on the user's files.
+fn with_rights<T: Send>(
+    path: &Path,
+    user: Option<&Identity>,
+    work: impl FnOnce() -> Result<T, RollbackError> + Send,
+) -> Result<T, RollbackError> {
+    match user {
+        Some(user) => {
+            identity::with_file_rights(user.uid, user.gid, &user.groups, work).map_err(failed(SWITCH, path))?
+        }
+        None => work(),
+    }
+}
+
+/// Makes the folders that the image needs and that were removed since, and answers how many.
+pub(super) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
+    let mut made = 0;
+    for folder in &manifest.folders {
+        made += usize::from(with_rights(&folder.path, user, || make_folder(folder, user.is_none()))?);
+    }
+    Ok(made)
+}
+
+fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
+    let path = &*folder.path;
+    // Whatever is there is somebody's.
+    if std::fs::symlink_metadata(path).is_ok() {
+        return Ok(false);
+    }
+    let Some(name) = path.file_name() else { return Ok(false) };
+    // Under its own name only when it is as it was: who finds it there asks no more.
+    let mut unfinished = OsString::from(".");
+    unfinished.push(name);
+    unfinished.push(".rekindle");
+    let unfinished = path.with_file_name(unfinished);
+    let _ = std::fs::remove_dir(&unfinished);
+    std::fs::DirBuilder::new().mode(0o700).create(&unfinished).map_err(failed("mkdir", path))?;
+    if may_give {
+        std::os::unix::fs::lchown(&unfinished, Some(folder.uid), Some(folder.gid)).map_err(failed("chown", path))?;
+    }
+    let mode = Permissions::from_mode(folder.mode & 0o7777);
+    std::fs::set_permissions(&unfinished, mode).map_err(failed("chmod", path))?;
+    match durable::publish_dir(&unfinished, path) {
+        Ok(()) => Ok(true),
+        Err(error) => {
+            let _ = std::fs::remove_dir(&unfinished);
+            match error.kind() {
+                io::ErrorKind::AlreadyExists => Ok(false),
+                _ => Err(failed("rename", path)(error)),
+            }
+        }
+    }
+}
+
+/// Puts every file of the image back.
+pub(super) fn put_back(
+    image: &Image,
+    manifest: &Manifest,
+    request: &Request<'_>,
+) -> Result<Vec<PutBack>, RollbackError> {
+    let mut done = Vec::new();
+    let may_give = request.identity.is_none();
+    for file in &manifest.mapped_files {
+        let Some(copy) = &file.copy else { continue };
+        let path = image.dir.join(&copy.part);
+        let content = copy.part.open(&image.dir).map_err(failed("read", &path))?;
+        let make = || contents::make_read(file, &content, may_give);
+        if with_rights(&file.path, request.identity, make)? {
+            done.push(PutBack::Made(file.path.to_path_buf()));
+        }
+    }
+    let mut asides = Vec::new();
+    for folder in &manifest.tracked_folders {
+        let put = || {
+            let aside = contents::Aside::of(folder)?;
+            contents::put_folder_back(&aside, may_give).map(|()| aside)
+        };
+        asides.push(with_rights(&folder.path, request.identity, put)?);
+    }
+    for path in &manifest.absent_files {
+        let moved = with_rights(path, request.identity, || contents::move_aside(path))?;
+        done.extend(moved.map(PutBack::Aside));
+    }
+    for file in &manifest.open_files {
+        if let Some(path) = moved::log_here(&file.path, manifest, request.folder) {
+            // A terminal shows the output as it is written: first what is cut, then what comes in its place.
+            let mut held = request.output.hold();
+            done.extend(put_log_back(file, &path, &mut held)?);
+            continue;
+        }
+        let content = match &file.part {
+            Some(part) => {
+                let path = image.dir.join(part);
+                Some(part.open(&image.dir).map_err(failed("read", &path))?)
+            }
+            None => None,
+        };
+        let aside = asides.iter().find(|aside| aside.is_for(file.group.as_ref()));
+        let put = || put_one_back(file, content.as_ref(), may_give, aside);
+        done.extend(with_rights(&file.path, request.identity, put)?);
+    }
+    for (folder, aside) in manifest.tracked_folders.iter().zip(asides) {
+        let kept = with_rights(&folder.path, request.identity, || Ok(aside.finish()))?;
+        done.retain(|done| !done.is_in(&folder.path));
+        done.extend(kept.map(|kept| PutBack::Folder { path: folder.path.to_path_buf(), kept }));
+    }
+    Ok(done)
+}
+
+/// Logs that somebody tidied away, or that another machine has, must not keep a job from coming back.
+fn put_log_back(file: &OpenFile, path: &Path, held: &mut Held<'_>) -> Result<Option<PutBack>, RollbackError> {
+    let open = options().create(true).mode(0o600).open(path).map_err(failed("open", path))?;
+    let size = open.metadata().map_err(failed("stat", path))?.size();
+    let rotated = || PathBuf::from(format!("{}.1", path.display())).exists();
+    match size {
+        size if size > file.size => {
+            let kept = held.cut(path, file.size).map_err(failed("cut", path))?;
+            Ok(kept.map(|kept| PutBack::Cut(path.into(), kept)))
+        }
+        0 if file.size > 0 && !rotated() => Ok(Some(PutBack::Begun(path.into(), file.size))),
+        _ => Ok(None),
+    }
+}
+
+fn options() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    options
+}
+
+fn put_one_back(
+    file: &OpenFile,
+    content: Option<&File>,
+    may_give: bool,
+    aside: Option<&Aside<'_>>,
+) -> Result<Option<PutBack>, RollbackError> {
+    let path = &*file.path;
+    let open = match (options().open(path), content) {
+        (Ok(open), _) => open,
+        (Err(error), Some(content)) if error.kind() == io::ErrorKind::NotFound && can_be_made(file) => {
+            return contents::make(file, content, may_give).map(|()| Some(PutBack::Made(path.clone())));
+        }
+        (Err(source), _) => {
+            return Err(match source.raw_os_error() {
+                Some(libc::ENOENT) => RollbackError::Gone(path.clone()),
+                Some(libc::ELOOP | libc::EISDIR | libc::ENXIO) => RollbackError::NotAFile(path.clone()),
+                _ => failed("open", path)(source),
+            });
+        }
+    };
+    let metadata = open.metadata().map_err(failed("stat", path))?;
+    if !metadata.is_file() {
+        return Err(RollbackError::NotAFile(path.clone()));
+    }
+    match content {
+        Some(content) => Ok(contents::replace(&open, file, content, aside)?.map(PutBack::Kept)),
+        None if metadata.size() > file.size => cut(&open, path, file.size).map(PutBack::Kept).map(Some),
+        // Rotated or emptied by its owner; whoever appends does not mind.
+        None if metadata.size() < file.size && !file.append => {
+            Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() })
+        }
+        None => Ok(None),
+    }
+}
+
+fn cut(file: &File, path: &Path, size: u64) -> Result<RolledBack, RollbackError> {
+    let (kept, bytes) = keep_rest(file, path, size)?;
+    file.set_len(size).map_err(failed("truncate", path))?;
+    Ok(RolledBack { path: path.into(), kept, bytes })
+}
+
+/// How many copies of one file are kept. The user's files are the user's to remove, so the next is refused: nobody has so
+/// many whom they are of use to.
+pub(super) const MOST_KEPT: u32 = 10_000;
+
+/// What a copy or a new file could not be written for.
+pub(super) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
+    move |source| match source.raw_os_error() {
+        Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => RollbackError::NoRoom { path: path.into(), source },
+        _ => failed("copy", path)(source),
+    }
+}
+
+/// Copies what follows `from` to a new file beside `path`, on the disk before anything is cut. Its holes stay holes: a job
+/// can make a file longer than any disk. What a crash left of a copy is replaced by the next.
+pub(super) fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf, u64), RollbackError> {
+    let metadata = file.metadata().map_err(failed("stat", path))?;
+    let mut temp = OsString::from(durable::TEMP_PREFIX);
+    temp.push(path.file_name().unwrap_or_default());
+    temp.push(".rolled-back");
+    let mut copy = Unfinished::in_place_of_leftover(&path.with_file_name(temp)).map_err(no_room(path))?;
+    let bytes = metadata.size().saturating_sub(from);
+    sparse::copy(file, from..metadata.size(), copy.file(), 0).map_err(no_room(path))?;
+    copy.file().set_len(bytes).map_err(no_room(path))?;
+    // Only its owner's if we may not give it away: then it is the user's already.
+    let _ = std::os::unix::fs::fchown(copy.file(), Some(metadata.uid()), Some(metadata.gid()));
+    let mode = Permissions::from_mode(metadata.permissions().mode() & 0o777);
+    copy.file().set_permissions(mode).map_err(failed("chmod", path))?;
+    for n in 1..=MOST_KEPT {
+        let mut name = path.as_os_str().to_os_string();
+        name.push(format!(".rolled-back.{n}"));
+        let kept = PathBuf::from(name);
+        if std::fs::symlink_metadata(&kept).is_ok() {
+            continue;
+        }
+        match copy.publish(&kept) {
+            Ok(()) => return Ok((kept, bytes)),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(no_room(path)(error)),
+        }
+    }
+    Err(RollbackError::TooMany(path.into()))
+}
+
+/// Gives files that had lost their name the one CRIU wants to open them by.
+pub(super) fn put_links_back(manifest: &Manifest, user: Option<&Identity>) -> Result<(), RollbackError> {
+    manifest.saved_links.iter().try_for_each(|link| {
+        with_rights(&link.link, user, || match std::fs::hard_link(&link.saved, &link.link) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Err(RollbackError::Gone(link.saved.to_path_buf())),
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(failed("link", &link.link)(e)),
+            _ => Ok(()),
+        })
+    })
+}
+
+pub(super) fn drop_links(manifest: &Manifest, user: Option<&Identity>) {
+    for link in &manifest.saved_links {
+        let remove = || std::fs::remove_file(&link.link).map_err(failed("remove", &link.link));
+        // CRIU has removed it, or it is not ours to remove.
+        let _ = with_rights(&link.link, user, remove);
+    }
+}
+
+#[cfg(test)]
+mod tests;

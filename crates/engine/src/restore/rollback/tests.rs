@@ -1,0 +1,239 @@
+use super::*;
+use crate::samples::{job_path, part_path};
+use rekindle_store::manifest::{TrackedEntry, TrackedFolder, TrackedKind};
+
+fn file(path: &Path, size: u64, append: bool) -> OpenFile {
+    OpenFile { append, position: size, ..OpenFile::new(job_path(path), size) }
+}
+
+fn put_one_back(file: &OpenFile, content: Option<&[u8]>) -> Result<Option<PutBack>, RollbackError> {
+    let content = content.map(|content| {
+        let mut part = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut part, content).unwrap();
+        part
+    });
+    super::put_one_back(file, content.as_ref(), true, None)
+}
+
+fn check_one(file: &OpenFile) -> Result<(), RollbackError> {
+    super::check_one(file, ChangedFiles::Refuse)
+}
+
+fn kept(result: Result<Option<PutBack>, RollbackError>) -> RolledBack {
+    match result {
+        Ok(Some(PutBack::Kept(kept))) => kept,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_tail_is_kept_and_numbered() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("log");
+    for (round, tail) in [(1, "later"), (2, "again")] {
+        std::fs::write(&path, format!("before{tail}")).unwrap();
+        let back = kept(put_one_back(&file(&path, 6, true), None));
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "before");
+        assert_eq!(back.kept, dir.path().join(format!("log.rolled-back.{round}")));
+        assert_eq!((std::fs::read_to_string(back.kept).unwrap().as_str(), back.bytes), (tail, 5));
+    }
+    assert_eq!(put_one_back(&file(&path, 6, true), None).unwrap(), None);
+}
+
+/// A file that is longer than any disk costs as much as it has on it.
+#[test]
+fn a_copy_of_a_tail_has_its_holes() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("data");
+    std::fs::write(&path, "before, after").unwrap();
+    std::fs::write(dir.path().join(".tmp-data.rolled-back"), "of a crash").unwrap();
+    OpenOptions::new().write(true).open(&path).unwrap().set_len(1 << 40).unwrap();
+    let back = kept(put_one_back(&file(&path, 6, true), None));
+    let meta = std::fs::metadata(&back.kept).unwrap();
+    assert_eq!((meta.size(), back.bytes), ((1 << 40) - 6, (1 << 40) - 6));
+    assert!(meta.blocks() * 512 < 1 << 20, "{}", meta.blocks());
+    let mut begin = [0; 9];
+    std::os::unix::fs::FileExt::read_exact_at(&File::open(&back.kept).unwrap(), &mut begin, 0).unwrap();
+    assert_eq!(&begin, b", after\0\0");
+    assert_eq!(std::fs::read(&path).unwrap(), b"before");
+    let names = std::fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.file_name());
+    assert!(names.into_iter().all(|name| !name.to_string_lossy().starts_with(".tmp-")));
+}
+
+/// What is cut is somebody's work: it is not thrown away because a disk is full, and the image is not to blame.
+#[test]
+fn without_room_for_what_is_cut_nothing_is_cut() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let flags = nix::mount::MsFlags::empty();
+    let mounted = nix::mount::mount(Some("tmpfs"), dir.path(), Some("tmpfs"), flags, Some("size=1M"));
+    if let Err(error) = mounted {
+        return eprintln!("SKIP: cannot mount a tmpfs: {error}");
+    }
+    let path = dir.path().join("data");
+    std::fs::write(&path, vec![b'x'; 700 << 10]).unwrap();
+    let result = put_one_back(&file(&path, 6, true), None);
+    let names: Vec<_> = std::fs::read_dir(dir.path()).unwrap().flatten().map(|entry| entry.file_name()).collect();
+    let size = std::fs::metadata(&path).unwrap().size();
+    nix::mount::umount(dir.path()).unwrap();
+    assert!(matches!(result, Err(RollbackError::NoRoom { .. })), "{result:?}");
+    assert_eq!((names.as_slice(), size), (&["data".into()][..], 700 << 10));
+    let error = super::super::Error::Rollback(result.unwrap_err());
+    assert_eq!(error.blame(), super::super::Blame::Machine);
+}
+
+#[test]
+fn rewritten_content_comes_back_in_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("progress");
+    std::fs::write(&path, "epoch 10, and more").unwrap();
+    let inode = std::fs::metadata(&path).unwrap().ino();
+    let back = kept(put_one_back(&file(&path, 7, false), Some(b"epoch 7")));
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "epoch 7");
+    assert_eq!(std::fs::read_to_string(back.kept).unwrap(), "epoch 10, and more");
+    assert_eq!(std::fs::metadata(&path).unwrap().ino(), inode);
+    assert_eq!(put_one_back(&file(&path, 7, false), Some(b"epoch 7")).unwrap(), None);
+}
+
+#[test]
+fn a_file_that_is_gone_is_made_from_the_image_with_its_mode() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("progress");
+    let part = Some(part_path("files/open-0"));
+    let mut wanted = OpenFile { part, mode: Some(0o100_640), ..file(&path, 7, false) };
+    check_one(&wanted).unwrap();
+    assert_eq!(put_one_back(&wanted, Some(b"epoch 7")).unwrap(), Some(PutBack::Made(path.clone())));
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "epoch 7");
+    assert_eq!(std::fs::metadata(&path).unwrap().mode(), 0o100_640);
+    check_one(&wanted).unwrap();
+    wanted.mode = Some(0o100_644);
+    assert!(matches!(check_one(&wanted), Err(RollbackError::Mode { then: 0o644, now: 0o640, .. })));
+    wanted.mode = None;
+    std::fs::remove_file(&path).unwrap();
+    assert!(matches!(check_one(&wanted), Err(RollbackError::Gone(_))), "CRIU would find another mode");
+}
+
+#[test]
+fn what_can_not_be_put_back_is_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("file");
+    assert!(matches!(put_one_back(&file(&path, 6, false), None), Err(RollbackError::Gone(_))));
+    assert!(matches!(check_one(&file(&path, 6, false)), Err(RollbackError::Gone(_))));
+    std::fs::write(&path, "abc").unwrap();
+    assert!(matches!(check_one(&file(&path, 6, false)), Err(RollbackError::Shorter { .. })));
+    check_one(&file(&path, 6, true)).unwrap();
+    assert!(matches!(put_one_back(&file(&path, 6, false), None), Err(RollbackError::Shorter { .. })));
+    assert_eq!(put_one_back(&file(&path, 6, true), None).unwrap(), None);
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    assert!(matches!(put_one_back(&file(&link, 1, false), None), Err(RollbackError::NotAFile(_))));
+    assert!(matches!(check_one(&file(&link, 1, false)), Err(RollbackError::NotAFile(_))));
+    assert_eq!(std::fs::read_to_string(&path).unwrap(), "abc", "nothing was cut through the link");
+    assert!(matches!(put_one_back(&file(dir.path(), 1, false), None), Err(RollbackError::NotAFile(_))));
+}
+/// Nobody needs a second copy of a database at each restart, and nobody wants to wait for it.
+#[test]
+fn of_a_large_file_only_what_differs_is_kept_and_only_the_newest() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("data.db");
+    let then = vec![1; 5 << 20];
+    for round in 0..3_u8 {
+        let mut now = then.clone();
+        now[1 << 20..][..10].fill(round + 2);
+        now.resize(6 << 20, round + 2);
+        std::fs::write(&path, now).unwrap();
+        let inode = std::fs::metadata(&path).unwrap().ino();
+        let back = kept(put_one_back(&file(&path, then.len() as u64, false), Some(&then)));
+        assert!(std::fs::read(&path).unwrap() == then);
+        assert_eq!(std::fs::metadata(&path).unwrap().ino(), inode, "it is the same file");
+        let kept = std::fs::read(&back.kept).unwrap();
+        assert_eq!((kept.len(), &kept[1 << 20..][..11]), (6 << 20, &[&[round + 2; 10][..], &[1]].concat()[..]));
+        assert!(kept[..1 << 20].iter().all(|byte| *byte == 0) && kept[5 << 20..].iter().all(|byte| *byte == round + 2));
+        assert!(back.bytes < 2 << 20, "{}", back.bytes);
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 2);
+    }
+}
+
+#[test]
+fn a_file_that_changed_and_is_not_in_the_image_is_refused_or_told() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("array");
+    std::fs::write(&path, "1234").unwrap();
+    let stamp = Some(Stamp::of(&std::fs::metadata(&path).unwrap()));
+    let wanted = OpenFile { stamp, ..file(&path, 4, false) };
+    check_one(&wanted).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    std::fs::write(&path, "5678").unwrap();
+    let error = check_one(&wanted).unwrap_err();
+    assert!(matches!(error, RollbackError::Changed(_)), "{error}");
+    assert!(error.to_string().contains("restart.changed-files"), "{error}");
+    assert_eq!(super::super::Error::Rollback(error).blame(), super::super::Blame::Here);
+    super::check_one(&wanted, ChangedFiles::Warn).unwrap();
+}
+
+#[test]
+fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let (data, image) = (dir.path().join("data"), dir.path().join("image"));
+    std::fs::create_dir_all(data.join("new/within")).unwrap();
+    std::fs::create_dir_all(&image).unwrap();
+    std::fs::write(data.join("new/within/file"), "new").unwrap();
+    std::fs::write(data.join("journal"), "new").unwrap();
+    std::fs::write(data.join("table"), "changed").unwrap();
+    std::os::unix::fs::symlink("elsewhere", data.join("link")).unwrap();
+    let owner =
+        rekindle_store::manifest::Owner { uid: nix::unistd::getuid().as_raw(), gid: nix::unistd::getgid().as_raw() };
+    let entry = |name: &str, kind| TrackedEntry { path: job_path(data.join(name)), kind };
+    let folder = TrackedFolder {
+        path: job_path(&data),
+        entries: vec![
+            TrackedEntry { path: job_path(&data), kind: TrackedKind::Folder { mode: 0o40_755, owner } },
+            entry("sub", TrackedKind::Folder { mode: 0o40_700, owner }),
+            entry("sub/gone", TrackedKind::File),
+            entry("table", TrackedKind::File),
+            entry("link", TrackedKind::Link { target: "table".into() }),
+        ],
+    };
+    let aside = Aside::of(&folder).unwrap();
+    contents::put_folder_back(&aside, false).unwrap();
+    for (name, content) in [("table", "as it was"), ("sub/gone", "here again")] {
+        let mut part = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut part, content.as_bytes()).unwrap();
+        let wanted = OpenFile {
+            mode: Some(0o100_600),
+            part: Some(part_path("files/content-1")),
+            group: Some(job_path(&data)),
+            ..OpenFile::new(job_path(data.join(name)), content.len() as u64)
+        };
+        super::put_one_back(&wanted, Some(&part), false, Some(&aside)).unwrap();
+        assert_eq!(std::fs::read_to_string(data.join(name)).unwrap(), content);
+    }
+    let beside = aside.finish().unwrap();
+    assert_eq!(beside, dir.path().join("data.rolled-back.1"));
+    let mut names: Vec<_> = std::fs::read_dir(&data).unwrap().flatten().map(|entry| entry.file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["link", "sub", "table"]);
+    assert_eq!(std::fs::read_link(data.join("link")).unwrap(), Path::new("table"));
+    assert_eq!(std::fs::read_to_string(beside.join("new/within/file")).unwrap(), "new");
+    assert_eq!(std::fs::read_to_string(beside.join("table")).unwrap(), "changed");
+    assert!(Aside::of(&folder).unwrap().finish().is_none(), "nothing differs any more");
+}
+
+/// Images of older versions have neither content nor times.
+#[test]
+fn what_an_older_image_does_not_put_back_is_known() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("data");
+    std::fs::write(&path, "now").unwrap();
+    let changed = std::fs::metadata(&path).unwrap().modified().unwrap();
+    let (before, after) = (changed - std::time::Duration::from_secs(1), changed + std::time::Duration::from_secs(1));
+    let rewritten = file(&path, 3, false);
+    assert!(is_unknown(&rewritten, before));
+    assert!(!is_unknown(&rewritten, after), "it is what it was");
+    assert!(!is_unknown(&file(&path, 3, true), before), "it is cut");
+    let stamp = Some(Stamp::of(&std::fs::metadata(&path).unwrap()));
+    assert!(!is_unknown(&OpenFile { stamp, ..rewritten }, before), "the restore is refused");
+    assert!(!is_unknown(&file(Path::new("/proc/self/comm"), 0, false), before));
+}

@@ -1,0 +1,416 @@
+//! Freeze and capture: an ordered list of phases, each timed, each with an undo.
+//!
+//! ```text
+//!  preflight   may it be tried at all: memory, disk, what CRIU cannot dump        job runs
+//!  find        the CUDA processes of the tree                                       job runs
+//!  prepare     a place for the image, its pages made ready    undo: give it up      job runs
+//!  lock        all of them, at once                     undo: unlock               ---- freeze begins (CUDA)
+//!  checkpoint  device memory to host memory             undo: restore
+//!  dump        CRIU writes the tree, lets it run on     undo: drop saved links
+//!  restore     host memory to device memory
+//!  unlock
+//!  check       every CUDA process is running again                                  ---- freeze ends
+//!  publish     a manifest in memory, or hash, fsync, rename; the job runs
+//! ```
+//!
+//! All of it is done anew where the image has descriptors on their way between processes that a restore would not bring
+//! back right (`in_flight`), or a process that was killed and not waited for (`dead`): the job runs on, and a moment later
+//! they are received, or it is.
+//!
+//! Invariants:
+//! - A phase that fails undoes all before it, in reverse order, and the job runs on. Where that is not possible (the
+//!   driver cannot restore a process: there is no second try) the error says so ([`Error::job_is_lost`]), and the job
+//!   has to be brought back from an image.
+//! - Nothing is in memory or in the store under an image's name before it is whole ([`rekindle_store`]). When the power
+//!   goes, at most a draft is left, which the next start sweeps.
+
+mod contents;
+pub mod dead;
+pub mod devices;
+mod files;
+mod gpu;
+mod groups;
+mod in_flight;
+mod landing;
+mod mapped;
+pub mod pages;
+mod phases;
+mod preflight;
+mod prepare;
+mod target;
+mod tcp;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use chrono::Utc;
+
+use crate::launch::{self, Job, Privileges};
+use rekindle_base::interval::Choice;
+use rekindle_criu::image::Dangling;
+use rekindle_criu::{self as criu, Criu};
+use rekindle_cuda as cuda;
+use rekindle_cuda::sharing;
+use rekindle_os::spawn::Ended;
+use rekindle_store::manifest::{self, Manifest, PidNamespace, Reason};
+use rekindle_store::retention::survey::{Limits, NoRoom};
+use rekindle_store::staging::{self, Area, admission};
+use rekindle_store::{Image, JobFolder, JobPath, PublishError, WriterLock};
+
+pub use dead::{Deaths, Unnoticed};
+pub use in_flight::InFlight;
+pub use preflight::Refusal;
+pub use tcp::TcpChoice;
+
+/// Everything a snapshot needs; nothing in it changes while the job runs.
+#[derive(Debug)]
+pub struct Subject<'a> {
+    /// The running job.
+    pub job: &'a Job,
+    /// Where its images go.
+    pub folder: &'a JobFolder,
+    /// Proof that nobody else writes there.
+    pub lock: &'a WriterLock,
+    /// How it is taken.
+    pub options: &'a Options,
+    /// CRIU.
+    pub criu: &'a Criu,
+    /// How the job was launched.
+    pub launch: &'a Launch,
+    /// Files of ours that the job has mapped, to be kept in the image.
+    pub ours: Vec<PathBuf>,
+    /// Where images land in memory; without it they go to the store at once.
+    pub staging: Option<&'a Area>,
+    /// The job's output, rotated while it stands still.
+    pub output: &'a launch::output::Files,
+    /// The interval in force, where it was chosen.
+    pub interval: Option<&'a Choice>,
+    /// What snapshots before have seen of the job's dead.
+    pub deaths: &'a Deaths,
+}
+
+/// How snapshots are taken.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Absolute folders whose files are all captured, also those that the job has closed.
+    pub track: Vec<PathBuf>,
+    /// Most bytes that an image takes of files on disk that the job changes in place.
+    pub file_limit: u64,
+    /// Largest deleted but open file that CRIU copies into the image, in bytes.
+    pub ghost_limit: u32,
+    /// What happens to established TCP connections.
+    pub tcp: TcpChoice,
+    /// How long the CUDA driver may wait for running kernels; at least 1 ms, because 0 means for ever to the driver.
+    pub lock_timeout: Duration,
+    /// How long CRIU may try to stop all tasks; it counts whole seconds.
+    pub freeze_timeout: Duration,
+    /// How long a whole dump may take.
+    pub dump_timeout: Duration,
+    /// Bytes of host memory that must stay free.
+    pub memory_reserve: u64,
+    /// What decides whether the store has room.
+    pub limits: Limits,
+    /// Threads that copy and hash.
+    pub threads: usize,
+    /// Whether the job's rights can grow.
+    pub privileges: Privileges,
+}
+
+/// What a manifest says of the launch.
+#[derive(Debug, Clone)]
+pub struct Launch {
+    /// The command line.
+    pub command: Vec<String>,
+    /// The working directory.
+    pub directory: JobPath,
+    /// The user, where it is not the supervisor's.
+    pub user: Option<String>,
+    /// Who it runs as, where that is not the supervisor.
+    pub identity: Option<launch::identity::Identity>,
+    /// The run that began from nothing.
+    pub lineage: String,
+}
+
+/// A snapshot that was published.
+#[derive(Debug)]
+pub struct Taken {
+    /// The image.
+    pub image: Image,
+    /// How long the job stood still.
+    pub freeze: Duration,
+    /// How long it took to make the image lasting, while the job ran.
+    pub persist: Duration,
+    /// What could not be done and does not matter for the image, in words.
+    pub notes: Vec<String>,
+}
+
+/// Why there is no new image.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// It was not tried; the job never stopped.
+    #[error("not tried: {0}")]
+    Refused(#[from] Refusal),
+    /// The job is or has what a restore would refuse.
+    #[error("not tried, because an image of it would not be restored: {0}")]
+    Guard(String),
+    /// A hook did not let it be tried.
+    #[error("not tried: {0}")]
+    Hook(Box<dyn std::error::Error + Send + Sync>),
+    /// A call of the CUDA driver failed.
+    #[error("{phase}: {source}")]
+    Cuda {
+        /// The phase.
+        phase: &'static str,
+        /// The driver's answer.
+        #[source]
+        source: cuda::Error,
+    },
+    /// The set of CUDA processes changed at every attempt to lock it.
+    #[error(
+        "lock: the job starts and ends CUDA processes too fast: after {attempts} attempts there was a new one each time"
+    )]
+    Restless {
+        /// How often it was tried.
+        attempts: u32,
+    },
+    /// CUDA processes have memory of each other that they cannot let go of.
+    #[error("shared GPU memory: {0}")]
+    Sharing(#[from] sharing::Error),
+    /// What CRIU needs of ours is not in its place.
+    #[error(transparent)]
+    Plugin(#[from] crate::launch::plugin::Error),
+    /// CRIU could not dump the tree.
+    #[error("dump: {0}")]
+    Dump(#[from] criu::RunError),
+    /// A restore would not bring back the descriptors that are on their way between processes.
+    #[error("dump: {0}")]
+    InFlight(InFlight),
+    /// A process was killed, and the job has yet to hear of it.
+    #[error("{0}: no image is taken in which the job has yet to hear of that")]
+    Unnoticed(Unnoticed),
+    /// CRIU would refuse to restore the image.
+    #[error("dump: {}", in_words(.0))]
+    Dangling(Vec<Dangling>),
+    /// The image CRIU wrote is not whole.
+    #[error("dump: the image is not whole: {0}")]
+    Image(#[from] criu::image::Error),
+    /// A CUDA process is not running after everything succeeded.
+    #[error("check: process {pid} is {state} after the snapshot")]
+    NotRunning {
+        /// The process.
+        pid: i32,
+        /// Its state.
+        state: cuda::State,
+    },
+    /// The store could not take it.
+    #[error("store: {0}")]
+    Store(#[from] rekindle_store::Error),
+    /// The image could not be published.
+    #[error("publish: {0}")]
+    Publish(#[from] PublishError),
+    /// There is no room for it in memory.
+    #[error("not tried: {0}")]
+    NoRoom(#[from] admission::Refusal),
+    /// There is no room for it in the store.
+    #[error("not tried: {0}")]
+    NoRoomInStore(#[from] NoRoom),
+    /// The place in memory failed.
+    #[error("staging: {0}")]
+    Staging(#[from] staging::Error),
+    /// The job's memory could not be taken from CRIU.
+    #[error("dump: {0}")]
+    Pages(#[from] pages::Error),
+    /// A file of ours could not be read or written.
+    #[error("{what}")]
+    Io {
+        /// What was done.
+        what: String,
+        /// The kernel's answer.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The job ended meanwhile.
+    #[error("the job ended during the snapshot")]
+    JobEnded,
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+    /// A phase failed and so did its undo: the job does not run on.
+    #[error("{cause}; and the job could not be set going again: {undo}")]
+    Lost {
+        /// What failed first.
+        cause: Box<Error>,
+        /// What failed then.
+        undo: String,
+    },
+}
+
+fn in_words(sockets: &[Dangling]) -> String {
+    let one = |socket: &Dangling| match socket.process {
+        Some(pid) => format!("UNIX socket {} of process {pid}", socket.inode),
+        None => format!("UNIX socket {}", socket.inode),
+    };
+    let list: Vec<String> = sockets.iter().map(one).collect();
+    format!(
+        "{} waits for a program outside the job to accept its connection, which no restore brings back: see `ss -xp` for \
+         that program, start it inside the job, or close the connection before a snapshot",
+        list.join(", ")
+    )
+}
+
+impl From<staging::TakeError> for Error {
+    fn from(error: staging::TakeError) -> Error {
+        match error {
+            staging::TakeError::NoRoom(error) => Error::NoRoom(error),
+            staging::TakeError::Area(error) => Error::Staging(error),
+        }
+    }
+}
+
+impl Error {
+    /// Whether the job cannot go on and has to be brought back from an image.
+    #[must_use]
+    pub fn job_is_lost(&self) -> bool {
+        matches!(self, Error::Lost { .. })
+    }
+
+    /// Whether the reason may be gone in a moment, so that another try soon is worth it.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        match self {
+            Error::InFlight(_) | Error::Restless { .. } | Error::Unnoticed(_) | Error::Dangling(_) => true,
+            Error::Dump(criu::RunError::TaskDied { .. }) => true,
+            // Neither CRIU nor a helper of it ends this way by itself.
+            Error::Dump(criu::RunError::Gone { ended, .. }) => *ended == Ended::Signal(libc::SIGKILL),
+            Error::Dump(criu::RunError::Refused { log }) => log.says_moment(),
+            _ => false,
+        }
+    }
+
+    /// CRIU's log, where CRIU was what failed.
+    #[must_use]
+    pub fn criu_log(&self) -> Option<&criu::Log> {
+        match self {
+            Error::Dump(error) => error.log(),
+            Error::Lost { cause, .. } => cause.criu_log(),
+            _ => None,
+        }
+    }
+}
+
+/// Takes a snapshot. `cancelled` is asked while CRIU works; a snapshot that is cancelled is undone.
+///
+/// # Errors
+/// When a phase fails. Unless [`Error::job_is_lost`], the job runs on as if nothing had been.
+pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Taken, Error> {
+    let mut work = frozen(subject, cancelled)?;
+    let freeze = work.frozen();
+    // The driver has read its memory back.
+    work.armed = landing::Armed::default();
+    let begun = Instant::now();
+    let published = work.time("publish", |work| {
+        work.complete()?;
+        let manifest = describe(work, reason)?;
+        let target = work.target.take().ok_or(Error::Cancelled)?;
+        subject.lock.confirm()?;
+        target.finish(manifest, subject.options.threads)
+    });
+    match published {
+        Ok(image) => {
+            let notes = std::mem::take(&mut work.notes);
+            Ok(Taken { image, freeze, persist: begun.elapsed(), notes })
+        }
+        Err(error) => {
+            work.undo_publish();
+            Err(error)
+        }
+    }
+}
+
+/// Whether an image may have a process that was killed and not waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Dead {
+    Refused,
+    Taken,
+}
+
+/// All that is done while the job stands still; more than once where descriptors were on their way just then.
+fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)) -> Result<phases::Work<'a>, Error> {
+    let root = subject.job.root.pid();
+    let mut attempt = 1;
+    let mut until = None;
+    loop {
+        let late = until.is_some_and(|until| until <= Instant::now());
+        let mut work = phases::Work::new(subject, cancelled, if late { Dead::Taken } else { Dead::Refused });
+        match work.freeze() {
+            Err(Error::Unnoticed(found)) => {
+                tracing::info!("the snapshot is tried again: {found}");
+                let over = || cancelled() || subject.job.root.has_ended().unwrap_or(true);
+                let until = *until.get_or_insert_with(dead::limit);
+                if !subject.deaths.wait(root, until, &over) && over() {
+                    return Err(Error::Unnoticed(found));
+                }
+            }
+            Err(Error::InFlight(found)) if attempt < in_flight::ATTEMPTS && found.moves(root, attempt, cancelled) => {
+                tracing::info!("the snapshot is tried again: {found}");
+                attempt += 1;
+            }
+            Err(error) => return Err(error),
+            Ok(()) => return Ok(work),
+        }
+    }
+}
+
+/// Everything about the image but its parts, which publishing adds.
+fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> {
+    let subject = work.subject;
+    let target = work.target.as_ref().ok_or(Error::Cancelled)?;
+    let ids = criu::image::ids(&target.dir().join(phases::CRIU_DIR))?;
+    let cuda = work.gpu.inner_pids();
+    Ok(Manifest {
+        id: target.id(),
+        job: subject.folder.name().clone(),
+        lineage: subject.launch.lineage.clone(),
+        taken: work.taken.unwrap_or_else(Utc::now),
+        reason,
+        command: subject.launch.command.clone(),
+        directory: subject.launch.directory.clone(),
+        user: subject.launch.user.clone(),
+        rights: work.rights.clone(),
+        host: crate::launch::host::describe(),
+        rekindle: env!("CARGO_PKG_VERSION").into(),
+        criu: subject.criu.version.to_string(),
+        driver: if cuda.is_empty() { None } else { work.gpus.driver.clone() },
+        gpus: work.gpus.gpus.iter().map(manifest::Gpu::from).collect(),
+        tree: manifest::JobTree {
+            pid_namespace: match subject.job.world {
+                launch::world::World::Private { .. } => PidNamespace::Private,
+                launch::world::World::Host => PidNamespace::Host,
+            },
+            root: ids.processes.first().copied().unwrap_or_default(),
+            job: work.job_pid,
+            processes: work.processes(&ids.processes),
+            ids: ids.all,
+            cuda,
+            cuda_threads: work.gpu.inner_threads(),
+            cuda_memory: work.cuda_memory(),
+        },
+        open_files: work.open_files.clone(),
+        absent_files: work.captured.absent.clone(),
+        tracked_folders: work.captured.tracked.clone(),
+        given_files: work.given_files.clone(),
+        folders: work.folders.clone(),
+        control_groups: work.control_groups.clone(),
+        saved_links: work.saved_links.clone(),
+        recreate: work.recreate.clone(),
+        mapped_files: mapped::files(&target.dir().join(phases::CRIU_DIR), work)?,
+        landing: work.landing.clone(),
+        tcp: work.tcp,
+        phases: work.timings.clone(),
+        freeze_us: u64::try_from(work.frozen().as_micros()).unwrap_or(u64::MAX),
+        interval: subject.interval.cloned(),
+        bytes: 0,
+        parts: Vec::new(),
+        chunks: None,
+    })
+}

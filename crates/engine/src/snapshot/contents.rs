@@ -1,0 +1,521 @@
+//! The content of files that the job changes in place: a part of its state, as its memory is.
+//!
+//! Which files: those that a process has open for writing, but for those that it only appends to; those that it has mapped
+//! shared and writable; of those in memory (tmpfs) the appended ones too, because a machine that goes down takes them along;
+//! the other files of an SQLite database; all files of a tracked folder, which the data folder of a PostgreSQL server is
+//! without being named.
+//!
+//! How: large ones are copied before the freeze, while the job changes them, so that the pages of the copy are there; in
+//! the freeze those that changed since are copied again. Where the file system shares blocks (XFS, btrfs) a copy that
+//! shares them is made in the freeze, and read once the job runs. What goes together is in the image together or not at all:
+//! within `snapshot.file-limit`, the smallest first.
+//!
+//! A file that is left out is in the manifest with its state of then, and is named once.
+
+mod copy;
+mod select;
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use bytesize::ByteSize;
+
+use crate::launch::identity::Identity;
+use rekindle_os::blocks::{self, Medium};
+use rekindle_os::process::path_in;
+use rekindle_os::{durable, identity};
+use rekindle_store::manifest::{KeptCopy, OpenFile, Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
+use rekindle_store::{JobPath, PartPath};
+
+/// How files of the job are reached: in its mount namespace, with the rights of its user.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct View<'a> {
+    /// The root of the tree, as we see it.
+    pub(super) root: i32,
+    /// The job's user, where that is not ours.
+    pub(super) user: Option<&'a Identity>,
+}
+
+impl View<'_> {
+    /// Does `work` with the rights of the job's user. It is given the way to a path of the job.
+    fn with<T: Send>(self, work: impl FnOnce(&dyn Fn(&Path) -> PathBuf) -> T + Send) -> io::Result<T> {
+        match self.user {
+            // The way through /proc takes rights over the reaper, which the user has not; the job's mounts are ours.
+            Some(user) => {
+                identity::with_file_rights(user.uid, user.gid, &user.groups, || work(&|path| path.to_path_buf()))
+            }
+            None => Ok(work(&|path| path_in(self.root, path))),
+        }
+    }
+}
+
+/// A file smaller than this is copied in the freeze alone.
+const AHEAD_FROM: u64 = 1 << 20;
+/// A file that was changed less than this before its copy began may have been changed after without another time: the clock
+/// that files are stamped with moves every few milliseconds.
+const SETTLED: Duration = Duration::from_millis(100);
+
+/// A larger file that is only read is not copied, nor are more than so many bytes of all of them.
+const READ_UP_TO: u64 = 16 << 20;
+const ALL_READ_UP_TO: u64 = 128 << 20;
+
+/// A copy that was made before the freeze.
+#[derive(Debug)]
+struct Ahead {
+    part: PartPath,
+    stamp: Stamp,
+    /// Whether an unchanged stamp says that the content is unchanged.
+    is_telling: bool,
+}
+
+/// A copy that shares blocks with a file, to be read when the job runs.
+#[derive(Debug)]
+struct Shared {
+    copy: File,
+    part: PartPath,
+    size: u64,
+}
+
+/// What is captured of the content of files.
+#[derive(Debug, Default)]
+pub(super) struct Contents {
+    tracked: Vec<PathBuf>,
+    /// Files of ours that the job has open or mapped are below these.
+    ours: Vec<PathBuf>,
+    limit: u64,
+    ahead: BTreeMap<PathBuf, Ahead>,
+    shared: Vec<Shared>,
+    parts: usize,
+}
+
+/// What the freeze found.
+#[derive(Debug, Default)]
+pub(super) struct Captured {
+    pub(super) absent: Vec<JobPath>,
+    pub(super) tracked: Vec<TrackedFolder>,
+    /// What is to be told of files that are not in the image.
+    pub(super) notes: Vec<String>,
+    /// Files that are only read, and that may be gone when the job is restored.
+    pub(super) read: BTreeMap<PathBuf, KeptCopy>,
+}
+
+/// A file that was looked at.
+struct Found {
+    path: PathBuf,
+    metadata: fs::Metadata,
+    medium: Medium,
+    mapped: bool,
+    /// Whether the job's user can read it.
+    is_readable: bool,
+    /// What it is put back together with.
+    group: PathBuf,
+}
+
+/// A file while it is captured.
+struct Opened {
+    file: File,
+    shared: Option<File>,
+}
+
+/// So many files are open at a time: a database has thousands.
+const OPEN_AT_A_TIME: usize = 200;
+
+impl Contents {
+    pub(super) fn new(tracked: &[PathBuf], ours: Vec<PathBuf>, limit: u64) -> Contents {
+        Contents { tracked: tracked.to_vec(), ours, limit, ..Contents::default() }
+    }
+
+    /// Bytes that the copies will take, as the job is now; tells the data folders of databases from the others.
+    pub(super) fn foresee(&mut self, tree: &[i32], view: View<'_>) -> io::Result<u64> {
+        self.tracked.extend(select::data_folders(tree));
+        self.tracked.sort();
+        self.tracked.dedup();
+        // One within another is a part of that.
+        let all = self.tracked.clone();
+        self.tracked.retain(|folder| !all.iter().any(|other| other != folder && folder.starts_with(other)));
+        let found = self.find(select::written_now(tree), view)?.0;
+        let kept = self.within_limit(&found);
+        Ok(found.iter().filter(|file| kept.contains(&file.group)).map(Found::bytes).sum())
+    }
+
+    /// Memory has no room for them: only those are kept that are in memory already.
+    pub(super) fn keep_none_of_the_disk(&mut self) {
+        self.limit = 0;
+    }
+
+    /// Copies the large files into the image while the job runs.
+    pub(super) fn copy_ahead(
+        &mut self,
+        tree: &[i32],
+        view: View<'_>,
+        draft: &Path,
+        cancelled: &(dyn Fn() -> bool + Sync),
+    ) -> io::Result<()> {
+        let mut found = self.find(select::written_now(tree), view)?.0;
+        let kept = self.within_limit(&found);
+        found.retain(|file| kept.contains(&file.group) && file.bytes() >= AHEAD_FROM);
+        for file in found {
+            if cancelled() {
+                break;
+            }
+            // It may be gone by now.
+            let Some(Opened { file: open, shared }) = view.with(|way| file.open(way, true))?? else { continue };
+            if shared.is_some() {
+                // Sharing writes what is dirty to the disk first: better now than in the freeze.
+                let _ = open.sync_data();
+                continue;
+            }
+            let part = self.next_part()?;
+            let began = SystemTime::now();
+            let stamp = Stamp::of(&open.metadata()?);
+            match copy::whole(&open, stamp.size, &create(draft, &part)?, cancelled) {
+                Err(_) if cancelled() => break,
+                done => done?,
+            }
+            // A mapping changes a file without a new time, and tmpfs gives none at all to what a mapping does.
+            let is_telling = !file.mapped && file.medium == Medium::Disk && is_settled(&stamp, began);
+            self.ahead.insert(file.path, Ahead { part, stamp, is_telling });
+        }
+        Ok(())
+    }
+
+    /// Captures all of them while the job stands still. `files` are those that it has open for writing, `mapped` those that
+    /// it can write to by a mapping.
+    pub(super) fn capture(
+        &mut self,
+        files: &mut Vec<OpenFile>,
+        mapped: Vec<PathBuf>,
+        view: View<'_>,
+        draft: &Path,
+    ) -> io::Result<Captured> {
+        let open =
+            files.iter().map(|file| (file.path.to_path_buf(), select::Use { append: file.append, mapped: false }));
+        let mut written: BTreeMap<PathBuf, select::Use> = open.collect();
+        for path in mapped {
+            written.entry(path).or_default().mapped = true;
+        }
+        let (found, mut absent, mut tracked) = self.find(written, view)?;
+        let kept = self.within_limit(&found);
+        // What is not put back is left whole: nothing in it is moved aside.
+        tracked.retain(|folder| kept.contains(folder.path.as_path()));
+        absent.retain(|path| select::beside(path).is_some_and(|database| kept.contains(&database)));
+        let mut captured = Captured { tracked, ..Captured::default() };
+        let places = files.iter().enumerate().map(|(at, file)| (file.path.to_path_buf(), at));
+        let places: HashMap<PathBuf, usize> = places.collect();
+        for batch in found.chunks(OPEN_AT_A_TIME) {
+            let copied: Vec<&Found> =
+                batch.iter().filter(|file| kept.contains(&file.group) && !self.is_copied(file)).collect();
+            // A switch of rights for all of them: each takes a thread.
+            let opened = view.with(|way| {
+                let shares = self.shared.len() < OPEN_AT_A_TIME;
+                let open = |file: &&Found| file.open(way, shares && !self.ahead.contains_key(&file.path));
+                copied.iter().map(open).collect::<io::Result<Vec<_>>>()
+            })??;
+            let mut opened: HashMap<&Path, Opened> =
+                copied.iter().zip(opened).filter_map(|(file, opened)| Some((file.path.as_path(), opened?))).collect();
+            let mut copies = Vec::new();
+            for file in batch {
+                let part = match kept.contains(&file.group) {
+                    true => Some(self.take(file, opened.remove(file.path.as_path()), draft, &mut copies)?),
+                    false => None,
+                };
+                let known = match places.get(&file.path).and_then(|at| files.get_mut(*at)) {
+                    Some(known) => known,
+                    None => {
+                        files.push(OpenFile::new(job_path(&file.path)?, 0));
+                        files.last_mut().ok_or(io::ErrorKind::OutOfMemory)?
+                    }
+                };
+                file.describe(part, known)?;
+            }
+            copy::all(copies, &|| false)?;
+        }
+        tracing::debug!(files = found.len(), shared = self.shared.len(), "files of the job");
+        captured.absent = absent.iter().map(|path| job_path(path)).collect::<io::Result<_>>()?;
+        // One that was closed since is in no image.
+        for (_, ahead) in std::mem::take(&mut self.ahead) {
+            let _ = fs::remove_file(draft.join(&ahead.part));
+        }
+        let left_out = files.iter().filter(|file| file.part.is_none() && file.stamp.is_some());
+        captured.notes.extend(note(left_out, self.limit));
+        Ok(captured)
+    }
+
+    /// Copies small files that the job only reads, where they may go when it dies: what survives the first process of a job
+    /// cleans up behind it.
+    pub(super) fn keep_read(
+        &mut self,
+        read: Vec<PathBuf>,
+        began: SystemTime,
+        view: View<'_>,
+        draft: &Path,
+    ) -> io::Result<BTreeMap<PathBuf, KeptCopy>> {
+        let files: Vec<_> = view.with(|way| {
+            let open = |path: PathBuf| {
+                let file = durable::open_for_reading(&way(&path)).ok()?;
+                let (metadata, medium) = (file.metadata().ok()?, Medium::of(&file).ok()?);
+                let is_ours = self.ours.iter().any(|ours| path.starts_with(ours));
+                let is_small = metadata.size() <= READ_UP_TO;
+                let may_go = select::may_go(&path, &metadata, medium, began);
+                (!is_ours && is_small && may_go).then_some((path, file, metadata))
+            };
+            read.into_iter().filter_map(open).collect()
+        })?;
+        let mut kept = BTreeMap::new();
+        let mut left = ALL_READ_UP_TO;
+        for (path, file, metadata) in files {
+            let Some(rest) = left.checked_sub(metadata.size()) else { continue };
+            left = rest;
+            let part = self.next_part()?;
+            copy::whole(&file, metadata.size(), &create(draft, &part)?, &|| false)?;
+            let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };
+            kept.insert(path, KeptCopy { part, owner, stamp: Stamp::of(&metadata) });
+        }
+        Ok(kept)
+    }
+
+    /// Reads what shares blocks with files of the job, which runs again.
+    pub(super) fn complete(&mut self, draft: &Path) -> io::Result<()> {
+        for shared in std::mem::take(&mut self.shared) {
+            copy::whole(&shared.copy, shared.size, &create(draft, &shared.part)?, &|| false)?;
+        }
+        Ok(())
+    }
+
+    /// Whether the copy from before the freeze is right.
+    fn is_copied(&self, file: &Found) -> bool {
+        let same = |ahead: &Ahead| ahead.is_telling && ahead.stamp == Stamp::of(&file.metadata);
+        !file.mapped && self.ahead.get(&file.path).is_some_and(same)
+    }
+
+    /// Has the content of a file come into the image: it is there, or will be read later, or is to be copied now.
+    fn take(
+        &mut self,
+        file: &Found,
+        opened: Option<Opened>,
+        draft: &Path,
+        copies: &mut Vec<copy::Job>,
+    ) -> io::Result<PartPath> {
+        let size = file.metadata.size();
+        let is_copied = self.is_copied(file);
+        let ahead = self.ahead.remove(&file.path);
+        if let Some(ahead) = ahead.as_ref().filter(|_| is_copied) {
+            return Ok(ahead.part.clone());
+        }
+        let gone =
+            || io::Error::new(io::ErrorKind::NotFound, format!("{} cannot be read any more", file.path.display()));
+        let Opened { file: open, shared } = opened.ok_or_else(gone)?;
+        if let Some(copy) = shared {
+            let part = self.next_part()?;
+            self.shared.push(Shared { copy, part: part.clone(), size });
+            return Ok(part);
+        }
+        let (part, into) = match ahead {
+            Some(ahead) => {
+                let into = File::options().read(true).write(true).open(draft.join(&ahead.part))?;
+                (ahead.part, into)
+            }
+            None => {
+                let part = self.next_part()?;
+                let into = create(draft, &part)?;
+                (part, into)
+            }
+        };
+        copies.extend(copy::jobs(open, size, file.has_holes(), into)?);
+        Ok(part)
+    }
+
+    /// Looks at the files, at those that belong to them and those of tracked folders. Answers the names too that are missing beside
+    /// databases, and what is in tracked folders.
+    #[allow(clippy::type_complexity, reason = "three lists, used at two places in this file")]
+    fn find(
+        &self,
+        written: BTreeMap<PathBuf, select::Use>,
+        view: View<'_>,
+    ) -> io::Result<(Vec<Found>, Vec<PathBuf>, Vec<TrackedFolder>)> {
+        view.with(|way| {
+            let (mut wanted, mut absent, mut tracked) = (written, BTreeSet::new(), Vec::new());
+            wanted.retain(|path, _| !self.ours.iter().any(|ours| path.starts_with(ours)));
+            for folder in &self.tracked {
+                let entries = select::below(folder, way);
+                if entries.is_empty() {
+                    // It is not there.
+                    continue;
+                }
+                for (path, kind) in &entries {
+                    if *kind == TrackedKind::File {
+                        wanted.entry(path.clone()).or_default().append = false;
+                    }
+                }
+                let entries = entries
+                    .into_iter()
+                    .filter_map(|(path, kind)| Some(TrackedEntry { path: JobPath::new(path).ok()?, kind }));
+                let entries = entries.collect();
+                tracked.extend(JobPath::new(folder.as_path()).ok().map(|path| TrackedFolder { path, entries }));
+            }
+            for path in wanted.keys().cloned().collect::<Vec<_>>() {
+                if !self.is_tracked(&path) {
+                    let (there, missing) = select::companions(&path, way);
+                    for path in there {
+                        wanted.entry(path).or_default();
+                    }
+                    absent.extend(missing);
+                }
+            }
+            let mut found = Vec::new();
+            for (path, usage) in wanted {
+                found.extend(self.look(path, usage, way)?);
+            }
+            Ok((found, absent.into_iter().collect(), tracked))
+        })?
+    }
+
+    /// None where its content is no part of the job's state, or it is gone: then its size is all that is known.
+    fn look(&self, path: PathBuf, usage: select::Use, way: &dyn Fn(&Path) -> PathBuf) -> io::Result<Option<Found>> {
+        let (metadata, medium, is_readable) = match durable::open_for_reading(&way(&path)) {
+            Ok(file) => (file.metadata()?, Medium::of(&file)?, true),
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => match fs::symlink_metadata(way(&path)) {
+                Ok(metadata) if metadata.is_file() => (metadata, Medium::Disk, false),
+                _ => return Ok(None),
+            },
+            // Nothing is left out because we are short of something.
+            Err(error) if is_ours(&error) => return Err(error),
+            Err(_) => return Ok(None),
+        };
+        let is_state = match medium {
+            Medium::Memory => true,
+            Medium::Kernel => false,
+            Medium::Disk => usage.mapped || !usage.append,
+        };
+        let group = match self.tracked.iter().find(|folder| path.starts_with(folder)) {
+            Some(folder) => folder.clone(),
+            None => select::database_of(&path, way).unwrap_or_else(|| path.clone()),
+        };
+        Ok(is_state.then_some(Found { path, metadata, medium, mapped: usage.mapped, is_readable, group }))
+    }
+
+    fn is_tracked(&self, path: &Path) -> bool {
+        self.tracked.iter().any(|folder| path.starts_with(folder))
+    }
+
+    /// The groups whose files are kept: all that are in memory anyway, of the others the smallest first.
+    fn within_limit(&self, found: &[Found]) -> BTreeSet<PathBuf> {
+        let mut groups: BTreeMap<&Path, (u64, bool)> = BTreeMap::new();
+        for file in found {
+            let group = groups.entry(&file.group).or_insert((0, true));
+            group.0 = group.0.saturating_add(file.bytes());
+            group.1 &= file.medium == Medium::Memory;
+            if !file.is_readable {
+                group.0 = u64::MAX;
+            }
+        }
+        let mut groups: Vec<_> =
+            groups.into_iter().map(|(path, (bytes, in_memory))| (in_memory, bytes, path)).collect();
+        groups.sort_by_key(|(in_memory, bytes, _)| (!in_memory, *bytes));
+        let mut left = self.limit;
+        let mut kept = BTreeSet::new();
+        for (in_memory, bytes, path) in groups {
+            match (in_memory, left.checked_sub(bytes)) {
+                (true, _) => {}
+                (false, Some(rest)) => left = rest,
+                (false, None) => break,
+            }
+            kept.insert(path.to_path_buf());
+        }
+        kept
+    }
+
+    fn next_part(&mut self) -> io::Result<PartPath> {
+        self.parts += 1;
+        format!("files/content-{}", self.parts).parse().map_err(io::Error::other)
+    }
+}
+
+impl Found {
+    /// Bytes that a copy takes.
+    fn bytes(&self) -> u64 {
+        // st_blocks counts 512 bytes (stat(2)). A compressing file system has fewer than the copy will have.
+        self.metadata.size().min((self.metadata.blocks() * 512).max(4096))
+    }
+
+    fn has_holes(&self) -> bool {
+        self.metadata.blocks() * 512 < self.metadata.size()
+    }
+
+    /// None where it is gone. With a copy that shares its blocks if that is wanted, the file is large enough for it to matter,
+    /// and the file system can.
+    fn open(&self, way: &dyn Fn(&Path) -> PathBuf, shares: bool) -> io::Result<Option<Opened>> {
+        let file = match durable::open_for_reading(&way(&self.path)) {
+            Err(error) if is_ours(&error) => return Err(error),
+            Err(_) => return Ok(None),
+            Ok(file) => file,
+        };
+        let is_large = self.medium == Medium::Disk && self.metadata.size() >= AHEAD_FROM;
+        let folder = self.path.parent().filter(|_| shares && is_large);
+        let shared = folder.and_then(|folder| blocks::shared_copy(&file, &way(folder)).ok());
+        Ok(Some(Opened { file, shared }))
+    }
+
+    /// Notes what is known of it, beside its descriptors.
+    fn describe(&self, part: Option<PartPath>, known: &mut OpenFile) -> io::Result<()> {
+        let stamp = Stamp::of(&self.metadata);
+        known.size = stamp.size;
+        known.mode = Some(self.metadata.mode());
+        known.owner = part.is_some().then(|| Owner { uid: self.metadata.uid(), gid: self.metadata.gid() });
+        known.group = (self.group != self.path).then(|| job_path(&self.group)).transpose()?;
+        (known.part, known.stamp) = (part, Some(stamp));
+        Ok(())
+    }
+}
+
+/// Whether it says something of us, or of the machine, and nothing of the file.
+fn is_ours(error: &io::Error) -> bool {
+    let codes = [libc::EMFILE, libc::ENFILE, libc::ENOMEM, libc::EIO];
+    error.raw_os_error().is_some_and(|code| codes.contains(&code))
+}
+
+fn is_settled(stamp: &Stamp, now: SystemTime) -> bool {
+    let changed = u64::try_from(stamp.changed_ns.max(stamp.modified_ns)).unwrap_or_default();
+    let changed = SystemTime::UNIX_EPOCH + Duration::from_nanos(changed);
+    now.duration_since(changed).is_ok_and(|age| age >= SETTLED)
+}
+
+fn job_path(path: &Path) -> io::Result<JobPath> {
+    JobPath::new(path).map_err(io::Error::other)
+}
+
+fn create(draft: &Path, part: &PartPath) -> io::Result<File> {
+    let path = draft.join(part);
+    fs::create_dir_all(path.parent().unwrap_or(draft))?;
+    File::options().read(true).write(true).create_new(true).open(path)
+}
+
+/// How many files are named.
+const NAMED: usize = 5;
+
+fn note<'a>(left_out: impl Iterator<Item = &'a OpenFile>, limit: u64) -> Option<String> {
+    let left_out: Vec<_> = left_out.map(|file| file.path.display().to_string()).collect();
+    if left_out.is_empty() {
+        return None;
+    }
+    let more = left_out.len().saturating_sub(NAMED);
+    let mut names = left_out.into_iter().take(NAMED).collect::<Vec<_>>().join(", ");
+    if more > 0 {
+        names.push_str(&format!(" and {more} more"));
+    }
+    let limit = match limit {
+        0 => "memory has no room for it".to_owned(),
+        limit => format!("it does not fit into snapshot.file-limit, {}, or cannot be read", ByteSize::b(limit)),
+    };
+    Some(format!(
+        "the job rewrites {names}, and the content is not in the image, because {limit}. A restore is refused if one of \
+         them was changed after the snapshot (restart.changed-files): raise the limit"
+    ))
+}
+
+#[cfg(test)]
+mod tests;

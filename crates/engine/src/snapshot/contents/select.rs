@@ -1,0 +1,162 @@
+//! Which files the job writes to, and which belong to them.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs;
+use std::io::Read;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use rekindle_os::blocks::Medium;
+use rekindle_os::durable;
+use rekindle_os::process::path_in;
+use rekindle_store::manifest::{Owner, TrackedKind};
+
+/// How a job writes to a file.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Use {
+    /// Only at its end, by all of its descriptors.
+    pub(super) append: bool,
+    /// By a mapping.
+    pub(super) mapped: bool,
+}
+
+/// The files that these processes (as we see them) write to now, by /proc. What a process opens or closes meanwhile is
+/// missing or too much: the freeze looks again, at CRIU's image.
+pub(super) fn written_now(tree: &[i32]) -> BTreeMap<PathBuf, Use> {
+    let mut found: BTreeMap<PathBuf, Use> = BTreeMap::new();
+    for pid in tree {
+        for (path, flags) in descriptors(*pid) {
+            let append = flags & libc::O_APPEND != 0;
+            found.entry(path).and_modify(|known| known.append &= append).or_insert(Use { append, mapped: false });
+        }
+        let maps = fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
+        for path in maps.split(|byte| *byte == b'\n').filter_map(written_mapping) {
+            found.entry(path).or_default().mapped = true;
+        }
+    }
+    found
+}
+
+/// The files that a process has open for writing, with the flags.
+fn descriptors(pid: i32) -> Vec<(PathBuf, i32)> {
+    let Ok(entries) = fs::read_dir(format!("/proc/{pid}/fd")) else { return Vec::new() };
+    let described = entries.flatten().filter_map(|entry| {
+        let path = fs::read_link(entry.path()).ok()?;
+        if !path.is_absolute() {
+            return None;
+        }
+        let info = fs::read_to_string(format!("/proc/{pid}/fdinfo/{}", entry.file_name().to_str()?)).ok()?;
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"))?;
+        let flags = i32::from_str_radix(flags.trim(), 8).ok()?;
+        (flags & libc::O_ACCMODE != libc::O_RDONLY).then_some((path, flags))
+    });
+    described.collect()
+}
+
+/// The file of a line of /proc/PID/maps, if it is mapped shared and writable and has a name. The kernel writes a line break
+/// in a name as \012.
+fn written_mapping(line: &[u8]) -> Option<PathBuf> {
+    let mut fields = line.splitn(6, |byte| *byte == b' ');
+    let access = fields.nth(1)?;
+    let is_written = access.get(1) == Some(&b'w') && access.get(3) == Some(&b's');
+    let name = fields.nth(3)?.trim_ascii_start();
+    let is_named = name.starts_with(b"/") && !name.ends_with(b" (deleted)");
+    (is_written && is_named).then(|| PathBuf::from(OsString::from_vec(name.to_vec())))
+}
+
+/// Where programs put files that they remove themselves.
+const TEMPORARY: [&str; 4] = ["/tmp", "/var/tmp", "/run", "/dev/shm"];
+
+/// Whether a file may be gone when the job is restored: it is a temporary one, or younger than the job.
+pub(super) fn may_go(path: &Path, metadata: &fs::Metadata, medium: Medium, began: SystemTime) -> bool {
+    let is_temporary = TEMPORARY.iter().any(|folder| path.starts_with(folder));
+    let is_young = metadata.modified().is_ok_and(|modified| modified > began);
+    medium != Medium::Kernel && (medium == Medium::Memory || is_temporary || is_young)
+}
+
+/// What SQLite gives the files beside a database: the write-ahead log, its index, and the rollback journal.
+const BESIDE: [&str; 3] = ["-wal", "-shm", "-journal"];
+/// What a database of SQLite begins with.
+const SQLITE: &[u8; 16] = b"SQLite format 3\0";
+
+/// The database that a file belongs to, by its name.
+pub(super) fn beside(path: &Path) -> Option<PathBuf> {
+    let name = path.file_name()?.as_bytes();
+    let stem = BESIDE.iter().find_map(|ending| name.strip_suffix(ending.as_bytes()))?;
+    Some(path.with_file_name(OsString::from_vec(stem.to_vec())))
+}
+
+/// The database that a file is, or belongs to.
+pub(super) fn database_of(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> Option<PathBuf> {
+    [beside(path), Some(path.to_path_buf())].into_iter().flatten().find(|path| is_database(&way(path)))
+}
+
+fn is_database(path: &Path) -> bool {
+    let mut start = [0; SQLITE.len()];
+    durable::open_for_reading(path).and_then(|mut file| file.read_exact(&mut start)).is_ok() && start == *SQLITE
+}
+
+/// The files of the database that `path` is one of: those that are there, and those that are not. A journal that appears
+/// after the snapshot would be taken for that of the database that is put back.
+pub(super) fn companions(path: &Path, way: &dyn Fn(&Path) -> PathBuf) -> (Vec<PathBuf>, Vec<PathBuf>) {
+    let Some(database) = database_of(path, way) else { return (Vec::new(), Vec::new()) };
+    let beside = BESIDE.iter().map(|ending| {
+        let mut name = database.clone().into_os_string();
+        name.push(ending);
+        PathBuf::from(name)
+    });
+    let all = beside.chain([database.clone()]);
+    all.partition(|path| fs::symlink_metadata(way(path)).is_ok())
+}
+
+/// The data folders of PostgreSQL servers among these processes, whose working directory they are, with the folders outside
+/// that their tablespaces and their write-ahead log are in. A server writes to files that it has closed.
+pub(super) fn data_folders(tree: &[i32]) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = Vec::new();
+    for pid in tree {
+        let Ok(folder) = fs::read_link(format!("/proc/{pid}/cwd")) else { continue };
+        let seen = |path: &Path| path_in(*pid, path);
+        if found.contains(&folder) || !seen(&folder.join("PG_VERSION")).is_file() {
+            continue;
+        }
+        let spaces = fs::read_dir(seen(&folder.join("pg_tblspc"))).into_iter().flatten().flatten();
+        let links = spaces.map(|entry| entry.path()).chain([seen(&folder.join("pg_wal"))]);
+        found.extend(links.filter_map(|link| fs::read_link(link).ok()).filter(|target| target.is_absolute()));
+        found.push(folder);
+    }
+    found
+}
+
+/// A folder and all that is below it, each folder before what is in it. What cannot be read is left out.
+pub(super) fn below(folder: &Path, way: &dyn Fn(&Path) -> PathBuf) -> Vec<(PathBuf, TrackedKind)> {
+    let Some(metadata) = fs::metadata(way(folder)).ok().filter(fs::Metadata::is_dir) else { return Vec::new() };
+    let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };
+    let mut all = vec![(folder.to_path_buf(), TrackedKind::Folder { mode: metadata.mode(), owner })];
+    let mut left = vec![folder.to_path_buf()];
+    while let Some(folder) = left.pop() {
+        let Ok(entries) = fs::read_dir(way(&folder)) else { continue };
+        for entry in entries.flatten() {
+            let path = folder.join(entry.file_name());
+            let Ok(metadata) = entry.metadata() else { continue };
+            let kind = if metadata.is_dir() {
+                left.push(path.clone());
+                let owner = Owner { uid: metadata.uid(), gid: metadata.gid() };
+                TrackedKind::Folder { mode: metadata.mode(), owner }
+            } else if metadata.is_file() {
+                TrackedKind::File
+            } else if metadata.is_symlink() {
+                match fs::read_link(entry.path()).ok().and_then(|target| target.to_str().map(str::to_owned)) {
+                    Some(target) => TrackedKind::Link { target },
+                    None => TrackedKind::Other,
+                }
+            } else {
+                TrackedKind::Other
+            };
+            all.push((path, kind));
+        }
+    }
+    all
+}

@@ -1,0 +1,151 @@
+use crate::samples::job_path;
+use std::os::unix::fs::PermissionsExt;
+use std::sync::mpsc;
+
+use super::*;
+
+fn here() -> View<'static> {
+    View { root: std::process::id().cast_signed(), user: None }
+}
+
+fn written(paths: &[&Path]) -> Vec<OpenFile> {
+    paths.iter().map(|path| OpenFile::new(job_path(path), 0)).collect()
+}
+
+fn content(draft: &Path, file: &OpenFile) -> Vec<u8> {
+    fs::read(draft.join(file.part.as_ref().unwrap())).unwrap()
+}
+
+/// A folder on a disk: that of temporary files may be in memory.
+fn on_disk() -> tempfile::TempDir {
+    tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).unwrap()
+}
+
+#[test]
+fn a_copy_from_before_the_freeze_is_made_equal_in_it() {
+    let (dir, draft) = (on_disk(), tempfile::tempdir().unwrap());
+    let [same, changed, holes] = ["same", "changed", "holes"].map(|name| dir.path().join(name));
+    let large = vec![7; 3 << 20];
+    [&same, &changed, &holes].into_iter().for_each(|path| fs::write(path, &large).unwrap());
+    std::thread::sleep(SETTLED + SETTLED);
+    let open = [&same, &changed, &holes].map(|path| File::options().append(false).write(true).open(path).unwrap());
+    let own = [std::process::id().cast_signed()];
+    let mut contents = Contents::new(&[], Vec::new(), 1 << 30);
+    assert!(contents.foresee(&own, here()).unwrap() >= 9 << 20);
+    contents.copy_ahead(&own, here(), draft.path(), &|| false).unwrap();
+    let inode =
+        |path: &Path| contents.ahead.get(path).map(|ahead| fs::metadata(draft.path().join(&ahead.part)).unwrap().ino());
+    let before = [&same, &changed].map(|path| inode(path).unwrap());
+    std::os::unix::fs::FileExt::write_all_at(&open[1], b"new", 1 << 20).unwrap();
+    open[2].set_len(1 << 20).unwrap();
+    open[2].set_len(2 << 20).unwrap();
+    let mut files = written(&[&same, &changed, &holes]);
+    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    contents.complete(draft.path()).unwrap();
+    assert!(captured.notes.is_empty() && captured.absent.is_empty(), "{captured:?}");
+    for (file, path) in files.iter().zip([&same, &changed, &holes]) {
+        assert!(content(draft.path(), file) == fs::read(path).unwrap(), "{}", path.display());
+        assert_eq!(file.size, fs::metadata(path).unwrap().size());
+    }
+    let after = [0, 1].map(|n: usize| fs::metadata(draft.path().join(files[n].part.as_ref().unwrap())).unwrap().ino());
+    assert_eq!(before, after, "the copies of before are used");
+}
+
+#[test]
+fn what_is_beyond_the_limit_is_left_out_with_all_that_belongs_to_it_and_named() {
+    let (dir, draft) = (on_disk(), tempfile::tempdir().unwrap());
+    let [database, log, small] = ["data.db", "data.db-wal", "small"].map(|name| dir.path().join(name));
+    fs::write(&database, [&select_magic()[..], &[0; 90 << 10]].concat()).unwrap();
+    fs::write(&log, [1; 1 << 10]).unwrap();
+    fs::write(&small, "small").unwrap();
+    let mut contents = Contents::new(&[], Vec::new(), 80 << 10);
+    let mut files = written(&[&database, &small]);
+    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    let part = |path: &Path| files.iter().find(|file| file.path == path).unwrap().part.is_some();
+    assert_eq!((part(&database), part(&log), part(&small)), (false, false, true));
+    assert!(files.iter().all(|file| file.stamp.is_some()));
+    let [note] = captured.notes.as_slice() else { panic!("{captured:?}") };
+    assert!(note.contains("data.db") && note.contains("snapshot.file-limit"), "{note}");
+    assert!(captured.absent.is_empty(), "nothing is moved aside beside a database that is not put back");
+    let (mut all, draft_of_all) = (written(&[&database]), tempfile::tempdir().unwrap());
+    let mut unlimited = Contents::new(&[], Vec::new(), 1 << 30);
+    let captured = unlimited.capture(&mut all, Vec::new(), here(), draft_of_all.path()).unwrap();
+    assert_eq!(
+        captured.absent.iter().map(|path| path.to_path_buf()).collect::<Vec<_>>(),
+        [dir.path().join("data.db-journal"), dir.path().join("data.db-shm")]
+    );
+    // In memory it is kept whatever the limit is.
+    let memory = tempfile::tempdir_in("/dev/shm").unwrap();
+    let shared = memory.path().join("shared");
+    fs::write(&shared, [3; 200 << 10]).unwrap();
+    let mut files = written(&[&shared]);
+    files[0].append = true;
+    let captured = contents.capture(&mut files, vec![shared.clone()], here(), draft.path()).unwrap();
+    assert!(captured.notes.is_empty() && content(draft.path(), &files[0]) == fs::read(&shared).unwrap());
+}
+
+fn select_magic() -> [u8; 16] {
+    *b"SQLite format 3\0"
+}
+
+#[test]
+fn a_tracked_folder_is_captured_with_the_files_that_nobody_has_open() {
+    let (dir, draft) = (on_disk(), tempfile::tempdir().unwrap());
+    let data = dir.path().join("data");
+    fs::create_dir_all(data.join("base/1")).unwrap();
+    fs::write(data.join("base/1/table"), "rows").unwrap();
+    std::os::unix::fs::symlink("base", data.join("link")).unwrap();
+    let mut contents = Contents::new(std::slice::from_ref(&data), Vec::new(), 1 << 30);
+    let mut files = Vec::new();
+    let captured = contents.capture(&mut files, Vec::new(), here(), draft.path()).unwrap();
+    assert_eq!(content(draft.path(), &files[0]), b"rows");
+    assert_eq!(files[0].group.as_deref(), Some(&data));
+    let [folder] = captured.tracked.as_slice() else { panic!("{captured:?}") };
+    let mut names: Vec<_> =
+        folder.entries.iter().map(|entry| entry.path.strip_prefix(&data).unwrap().to_owned()).collect();
+    names.sort();
+    assert_eq!(names, ["", "base", "base/1", "base/1/table", "link"].map(PathBuf::from));
+}
+
+/// What the file was is known from a look before; the job's user may have put something else there since.
+#[test]
+fn a_fifo_in_place_of_a_file_does_not_hang_the_copy() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let path = dir.path().join("file");
+    nix::unistd::mkfifo(&path, nix::sys::stat::Mode::from_bits_truncate(0o666)).unwrap();
+    let nobody = crate::launch::identity::lookup("nobody").unwrap();
+    for user in [None, Some(nobody)] {
+        let (draft, path) = (dir.path().join("draft"), path.clone());
+        let (sender, done) = mpsc::channel();
+        std::thread::spawn(move || {
+            let view = View { user: user.as_ref(), ..here() };
+            let mut files = written(&[&path]);
+            Contents::new(&[], Vec::new(), 1 << 30).capture(&mut files, vec![path], view, &draft).unwrap();
+            let _ = sender.send(files[0].part.clone());
+        });
+        let part = done.recv_timeout(Duration::from_secs(10));
+        assert_eq!(part.expect("it hangs"), None);
+    }
+}
+
+/// Others' files are not read with our rights, whatever name they have.
+#[test]
+fn a_file_that_the_jobs_user_may_not_read_is_not_copied() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let (dir, draft) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let path = dir.path().join("secret");
+    fs::write(&path, "root's").unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    let nobody = crate::launch::identity::lookup("nobody").unwrap();
+    let view = View { user: Some(&nobody), ..here() };
+    let mut files = written(&[&path]);
+    Contents::new(&[], Vec::new(), 1 << 30).capture(&mut files, vec![path], view, draft.path()).unwrap();
+    assert_eq!(files[0].part, None);
+}

@@ -1,0 +1,177 @@
+//! Processes of the job that a signal has ended, and that nobody has waited for.
+//!
+//! ```text
+//!  preflight   a process was killed just now? it is not tried                       job runs
+//!  dump        a process was killed before the freeze, and its parent has yet to
+//!              hear of it: fails this attempt                                       job stands still
+//!  afterwards  wait until the parent has waited for it, and a moment more for what
+//!              it does then; take the snapshot anew, if the job still runs          job runs
+//! ```
+//!
+//! Such a death is often the end of the whole job: a parent that hears of it gives up. An image that is taken between the
+//! death and the moment in which the parent hears of it dies like that after each restore. A parent that hears of it while
+//! the job runs either carries on, and then the next image has nothing of it, or ends the job, and then the image before
+//! the death is restored.
+//!
+//! A parent may also never wait for its children. So one that has been dead for [`PATIENCE`] and was not waited for does
+//! not hold up a snapshot, nor does any once all of this has taken [`LIMIT`].
+//!
+//! A process that is gone is none of this: the kernel keeps one until its parent has waited for it, or does not want to.
+
+use std::collections::BTreeMap;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rekindle_os::process;
+use rekindle_os::spawn::Ended;
+
+/// After so long without a wait the parent is one that does not.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// How long deaths hold up one snapshot at most: of a job that kills its children all the time there is always one.
+pub const LIMIT: Duration = Duration::from_secs(15);
+/// What a parent that has just heard of a death gets to end the job for that.
+pub const AFTERMATH: Duration = Duration::from_secs(1);
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// A process by its pid, as we see it, and when it began: pids are used again.
+pub type Key = (i32, u64);
+
+/// What earlier looks have seen, so that a process that stays dead holds up one snapshot only.
+#[derive(Debug, Default)]
+pub struct Deaths(Mutex<BTreeMap<Key, Instant>>);
+
+/// Processes that a signal has ended, and that nobody has waited for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unnoticed(Vec<Dead>);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Dead {
+    /// As it sees itself.
+    pid: i32,
+    name: String,
+    signal: i32,
+}
+
+impl std::fmt::Display for Unnoticed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let each = self.0.iter().map(|Dead { pid, name, signal }| {
+            format!("process {pid} ({name}) was ended by {}", Ended::Signal(*signal))
+        });
+        write!(f, "{}, and its parent has not waited for it", each.collect::<Vec<_>>().join(", "))
+    }
+}
+
+/// A look at the dead of a tree.
+#[derive(Debug, Default)]
+pub(super) struct Look {
+    /// Those that hold up a snapshot.
+    pub(super) fresh: Option<Unnoticed>,
+    /// Those that do not any more.
+    pub(super) old: Option<Unnoticed>,
+    /// All processes of the tree: of one that stands still nobody needs to look for them again.
+    pub(super) tree: Vec<i32>,
+}
+
+impl Deaths {
+    /// Looks at the tree below `root`.
+    pub(super) fn look(&self, root: i32) -> Look {
+        let tree = process::tree(root);
+        let dead: Vec<(Key, Dead)> = tree.iter().copied().filter_map(dead).collect();
+        let old = self.long_dead(dead.iter().map(|(key, _)| *key), Instant::now());
+        let (old, fresh): (Vec<_>, Vec<_>) = dead.into_iter().zip(old).partition(|(_, old)| *old);
+        let some = |all: Vec<((Key, Dead), bool)>| {
+            let all: Vec<Dead> = all.into_iter().map(|((_, dead), _)| dead).collect();
+            (!all.is_empty()).then_some(Unnoticed(all))
+        };
+        Look { fresh: some(fresh), old: some(old), tree }
+    }
+
+    /// Whether each of these has been dead for so long that it does not hold up a snapshot. Forgets all others.
+    pub fn long_dead(&self, keys: impl Iterator<Item = Key>, now: Instant) -> Vec<bool> {
+        let since = self.since(keys, now);
+        since.into_iter().map(|since| now.saturating_duration_since(since) >= PATIENCE).collect()
+    }
+
+    /// Since when each of these is known to be dead. Forgets all others.
+    fn since(&self, keys: impl Iterator<Item = Key>, now: Instant) -> Vec<Instant> {
+        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let keys: Vec<Key> = keys.collect();
+        seen.retain(|key, _| keys.contains(key));
+        keys.into_iter().map(|key| *seen.entry(key).or_insert(now)).collect()
+    }
+
+    /// Waits until nobody holds up a snapshot any more. False where it is over before: called off, the job has ended, or
+    /// `until` has come.
+    pub(super) fn wait(&self, root: i32, until: Instant, over: &dyn Fn() -> bool) -> bool {
+        while !over() && Instant::now() < until {
+            let look = self.look(root);
+            if look.fresh.is_some() {
+                std::thread::sleep(PAUSE);
+                continue;
+            }
+            // Whoever was not waited for in all this time will not be: nothing comes of that.
+            let aftermath = if look.old.is_some() { Instant::now() } else { Instant::now() + AFTERMATH };
+            while !over() && Instant::now() < aftermath {
+                std::thread::sleep(PAUSE);
+            }
+            return !over();
+        }
+        false
+    }
+}
+
+/// Until when deaths may hold up a snapshot that begins now.
+pub(super) fn limit() -> Instant {
+    Instant::now() + LIMIT
+}
+
+fn dead(pid: i32) -> Option<(Key, Dead)> {
+    let Some(Ended::Signal(signal)) = process::ended(pid) else { return None };
+    let dead = Dead { pid: process::inner_pid(pid)?, name: process::name(pid).unwrap_or_default(), signal };
+    Some(((pid, process::start_time(pid)?), dead))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::{Command, Stdio};
+
+    #[test]
+    fn a_death_by_a_signal_is_seen_until_it_is_waited_for() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let deaths = Deaths::default();
+        let me = std::process::id().cast_signed();
+        let mut child = Command::new("sleep").arg("60").stdin(Stdio::null()).spawn().unwrap();
+        let pid = child.id().cast_signed();
+        let sees = |look: &Option<Unnoticed>| look.as_ref().is_some_and(|all| all.0.iter().any(|dead| dead.pid == pid));
+        assert!(!sees(&deaths.look(me).fresh));
+        child.kill().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !sees(&deaths.look(me).fresh) {
+            assert!(Instant::now() < deadline);
+        }
+        let words = deaths.look(me).fresh.unwrap().to_string();
+        assert!(words.contains(&format!("process {pid} (sleep) was ended by signal SIGKILL")), "{words}");
+        child.wait().unwrap();
+        let look = deaths.look(me);
+        assert!(!sees(&look.fresh) && !sees(&look.old));
+        // One that ended by itself is no such death.
+        let mut child = Command::new("sh").args(["-c", "exit 3"]).spawn().unwrap();
+        std::thread::sleep(Duration::from_millis(100));
+        let pid = child.id().cast_signed();
+        assert!(process::ended(pid).is_some() && dead(pid).is_none());
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn one_that_stays_dead_holds_up_nothing_after_a_while() {
+        let (deaths, now) = (Deaths::default(), Instant::now());
+        let at = |seconds| now + Duration::from_secs(seconds);
+        assert_eq!(deaths.since([(1, 10)].into_iter(), at(0)), [at(0)]);
+        assert_eq!(deaths.since([(1, 10), (2, 11)].into_iter(), at(3)), [at(0), at(3)]);
+        assert_eq!(deaths.since([(1, 12)].into_iter(), at(9)), [at(9)], "the pid is another's now");
+        assert_eq!(deaths.since([(2, 11)].into_iter(), at(9)), [at(9)], "it was forgotten meanwhile");
+    }
+}

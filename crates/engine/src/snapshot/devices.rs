@@ -1,0 +1,261 @@
+//! NVIDIA's devices in processes that are no CUDA processes.
+//!
+//! A child by fork of a CUDA process (a worker of a DataLoader, of a compiler) has the descriptors of its parent and most of
+//! its mappings of the devices. The driver checkpoints the parent and leaves them to the child, for which they are of no
+//! use: CUDA does not work there (driver 580: NOT_INITIALIZED). A process that only asks NVML has descriptors, no mappings,
+//! and not /dev/nvidia-uvm. CRIU refuses both unless a plugin accepts them (`native/plugin/`).
+//!
+//! ```text
+//!  prepare   which devices are NVIDIA's on this machine; the plugin where CRIU looks for it    job runs
+//!  dump      CRIU asks the plugin, and writes down that there is something
+//!            whose are they? a CUDA process's own, or used other than by CUDA: the dump fails   job stands still
+//!            else /dev/null and memory of zeros in their place, in the image
+//! ```
+//!
+//! Nothing is changed in the running job, and an image has nothing of a device in it: it can be restored where there is none.
+//! The restored process finds each number taken, its calls there fail, and its addresses are valid.
+
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::Path;
+
+use rekindle_criu::image::{self, Replaced};
+use rekindle_os::process;
+
+/// Devices by which a process uses a GPU or asks for its state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Device {
+    /// `c` or `b`, as ls(1) shows it.
+    kind: char,
+    major: u64,
+    /// All of them, where it is not given.
+    minor: Option<u64>,
+    /// /dev/nvidia-uvm: whoever has it uses the GPU's memory, or inherited it.
+    memory: bool,
+}
+
+/// NVIDIA's name for its device of memory, in /proc/devices.
+const MEMORY: &str = "nvidia-uvm";
+
+impl Device {
+    fn matches(&self, kind: char, major: u64, minor: u64) -> bool {
+        self.kind == kind && self.major == major && self.minor.is_none_or(|own| own == minor)
+    }
+}
+
+impl std::fmt::Display for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}{}", self.kind, self.major)?;
+        self.minor.map_or(Ok(()), |minor| write!(f, ":{minor}"))
+    }
+}
+
+/// NVIDIA's devices, which CRIU's plugin has it accept.
+#[derive(Debug)]
+pub struct Devices {
+    all: Vec<Device>,
+    list: String,
+}
+
+impl Devices {
+    /// Those of this machine, where it has any.
+    pub fn find() -> Option<Devices> {
+        let mut all = nvidia(&std::fs::read_to_string("/proc/devices").unwrap_or_default());
+        all.extend(stand_ins());
+        let list = all.iter().map(ToString::to_string).collect::<Vec<_>>().join(" ");
+        (!all.is_empty()).then_some(Devices { all, list })
+    }
+
+    /// For CRIU's plugin.
+    pub fn list(&self) -> &str {
+        &self.list
+    }
+
+    /// Takes the devices out of the image in `criu_dir`, while all tasks stand still. `root` is the root of the tree and
+    /// `cuda` are the CUDA processes in it, as we see them. Answers what the user should know; an error, in words, where an
+    /// image without the devices would not be one of the job.
+    pub(super) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Option<String>, String> {
+        let replaced = image::without_devices(criu_dir).map_err(|e| rekindle_base::chain(&e))?;
+        if replaced.is_empty() {
+            return Ok(None);
+        }
+        let tree: Vec<(i32, i32)> =
+            process::tree(root).into_iter().filter_map(|pid| Some((process::inner_pid(pid)?, pid))).collect();
+        let mut asking = Vec::new();
+        for Replaced { pid, descriptors, mappings } in replaced {
+            let outer = tree.iter().find(|(inner, _)| *inner == pid).map(|(_, outer)| *outer);
+            let outer = outer.ok_or_else(|| format!("process {pid} has NVIDIA devices open and is not to be found"))?;
+            let shown = || format!("process {pid} ({})", process::name(outer).unwrap_or_default());
+            let facts = Facts {
+                is_cuda: cuda.contains(&outer),
+                is_fork: cuda.iter().any(|cuda| is_fork(outer, *cuda)),
+                has_memory: mappings > 0 || descriptors.iter().any(|fd| self.is_memory(outer, *fd)),
+            };
+            tracing::debug!(pid, descriptors = descriptors.len(), mappings, ?facts, "NVIDIA devices left out");
+            match judge(facts) {
+                Verdict::Inherited => {}
+                Verdict::Asks => asking.push(shown()),
+                Verdict::Left => {
+                    return Err(format!(
+                        "{} still has NVIDIA devices open after its CUDA checkpoint: it uses the GPU other than by CUDA too (OpenGL, NVENC), which cannot be brought back",
+                        shown()
+                    ));
+                }
+                Verdict::Uses => {
+                    return Err(format!(
+                        "{} has NVIDIA devices open: it just begins to use CUDA, and the next attempt will work, or it uses the GPU other than by CUDA (OpenGL, NVENC), which cannot be brought back",
+                        shown()
+                    ));
+                }
+            }
+        }
+        Ok((!asking.is_empty()).then(|| {
+            format!(
+                "NVML is used without CUDA by {}: in a job that is brought back from this image its calls fail until it initialises NVML anew",
+                asking.join(", ")
+            )
+        }))
+    }
+
+    fn is_memory(&self, pid: i32, fd: i32) -> bool {
+        let Ok(metadata) = std::fs::metadata(format!("/proc/{pid}/fd/{fd}")) else { return false };
+        let kind = if metadata.file_type().is_char_device() { 'c' } else { 'b' };
+        let (major, minor) = (libc::major(metadata.rdev()), libc::minor(metadata.rdev()));
+        self.all.iter().any(|device| device.memory && device.matches(kind, major.into(), minor.into()))
+    }
+}
+
+/// What is known of a process with devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Facts {
+    /// The driver has just checkpointed it.
+    is_cuda: bool,
+    /// It came from a CUDA process by fork(2).
+    is_fork: bool,
+    /// It has mappings of devices, or the device of the GPU's memory.
+    has_memory: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verdict {
+    /// A CUDA process whose devices are not only CUDA's.
+    Left,
+    /// It has them from its parent, and can do nothing with them.
+    Inherited,
+    /// It asks NVML.
+    Asks,
+    /// It uses them, and no checkpoint has taken that away.
+    Uses,
+}
+
+fn judge(facts: Facts) -> Verdict {
+    match facts {
+        Facts { is_cuda: true, .. } => Verdict::Left,
+        Facts { has_memory: false, .. } => Verdict::Asks,
+        Facts { is_fork: true, .. } => Verdict::Inherited,
+        Facts { .. } => Verdict::Uses,
+    }
+}
+
+/// Whether `pid` came from `parent` by forks without an exec: both have the stack that their last exec made, at an address
+/// that is another each time (`mm->start_stack`, which CRIU puts back too), and `pid` is not the older one. Their
+/// descriptors do not say it: the driver gives the parent new ones after each checkpoint.
+fn is_fork(pid: i32, parent: i32) -> bool {
+    let stack = process::stack_start(parent).filter(|stack| *stack != 0);
+    stack.is_some() && process::stack_start(pid) == stack && process::start_time(pid) >= process::start_time(parent)
+}
+
+/// NVIDIA's character devices in /proc/devices, which is the same in containers: all minor numbers of its majors.
+fn nvidia(text: &str) -> Vec<Device> {
+    let characters =
+        text.lines().skip_while(|line| !line.starts_with("Character")).take_while(|line| !line.starts_with("Block"));
+    let device = |line: &str| {
+        let (major, name) = line.trim().split_once(' ')?;
+        let major = name.starts_with("nvidia").then(|| major.parse().ok())??;
+        Some(Device { kind: 'c', major, minor: None, memory: name == MEMORY })
+    };
+    let mut all: Vec<Device> = Vec::new();
+    for device in characters.filter_map(device) {
+        // The driver has several names for one major.
+        if !all.contains(&device) {
+            all.push(device);
+        }
+    }
+    all
+}
+
+/// Devices that stand for NVIDIA's in a test of a debug build, `nvidia=c10:232 nvidia-uvm=b7:0`. A build for use has no way
+/// to name others.
+fn stand_ins() -> Vec<Device> {
+    let named = cfg!(debug_assertions).then(|| std::env::var("REKINDLE_TEST_DEVICES").ok()).flatten();
+    named.iter().flat_map(|text| text.split(' ')).filter_map(stand_in).collect()
+}
+
+fn stand_in(text: &str) -> Option<Device> {
+    let (name, device) = text.split_once('=')?;
+    let (kind, numbers) = device.split_at_checked(1)?;
+    let (major, minor) = numbers.split_once(':')?;
+    let (major, minor) = (major.parse().ok()?, Some(minor.parse().ok()?));
+    Some(Device { kind: kind.chars().next()?, major, minor, memory: name == MEMORY })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_majors_of_nvidia_are_found_by_name() {
+        let text = "\
+Character devices:
+  1 mem
+ 10 misc
+195 nvidia
+195 nvidia-modeset
+195 nvidiactl
+226 drm
+507 nvidia-uvm
+510 nvidia-caps
+511 nvidia-caps-imex-channels
+
+Block devices:
+  7 loop
+195 nvidia
+";
+        let found = nvidia(text);
+        let list: Vec<String> = found.iter().map(ToString::to_string).collect();
+        assert_eq!(list, ["c195", "c507", "c510", "c511"]);
+        let memory: Vec<u64> = found.iter().filter(|device| device.memory).map(|device| device.major).collect();
+        assert_eq!(memory, [507]);
+        assert!(nvidia("").is_empty());
+    }
+
+    #[test]
+    fn stand_ins_have_one_number_each() {
+        let device = stand_in("nvidia-uvm=b7:0").unwrap();
+        assert!(device.memory && device.matches('b', 7, 0) && !device.matches('b', 7, 1) && !device.matches('c', 7, 0));
+        assert_eq!(device.to_string(), "b7:0");
+        for text in ["", "c10:229", "nvidia=", "nvidia=c10", "nvidia=cx:1"] {
+            assert_eq!(stand_in(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn only_what_is_of_no_use_is_left_out() {
+        let facts = |is_cuda, is_fork, has_memory| Facts { is_cuda, is_fork, has_memory };
+        assert_eq!(judge(facts(true, false, true)), Verdict::Left);
+        assert_eq!(judge(facts(true, true, false)), Verdict::Left);
+        assert_eq!(judge(facts(false, true, true)), Verdict::Inherited);
+        assert_eq!(judge(facts(false, false, true)), Verdict::Uses);
+        assert_eq!(judge(facts(false, false, false)), Verdict::Asks);
+        assert_eq!(judge(facts(false, true, false)), Verdict::Asks);
+    }
+
+    #[test]
+    fn a_program_that_was_executed_is_no_fork() {
+        let mut sleep = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let (me, other) = (std::process::id().cast_signed(), sleep.id().cast_signed());
+        let found = (is_fork(other, me), is_fork(me, me), is_fork(me, i32::MAX));
+        sleep.kill().unwrap();
+        sleep.wait().unwrap();
+        assert_eq!(found, (false, true, false));
+    }
+}

@@ -1,0 +1,247 @@
+//! Files as a part of the state: what size they had, and hard links for names that are gone.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use crate::launch::identity::Identity;
+use crate::launch::output::Files;
+use crate::launch::reaper;
+use rekindle_criu::image;
+use rekindle_os::identity;
+use rekindle_os::process::{self, path_in};
+use rekindle_store::manifest::{Folder, OpenFile, Recreate, SavedLink};
+use rekindle_store::{ImageId, JobPath, PartPath, PathError};
+
+/// The regular files that the frozen job has open for writing, with their sizes of this moment. `root` is the root of
+/// the tree, as we see it: files are looked at through its mount namespace.
+pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFile>, image::Error> {
+    let mut found: Vec<OpenFile> = Vec::new();
+    for file in image::open_files(criu_dir)? {
+        if file.flags & libc::O_ACCMODE == libc::O_RDONLY {
+            continue;
+        }
+        let append = file.flags & libc::O_APPEND != 0;
+        if let Some(known) = found.iter_mut().find(|f| f.path == file.path) {
+            // Opened twice: it may be cut only if that fits both.
+            known.append &= append;
+            continue;
+        }
+        // A device, or a name that is gone: CRIU deals with those.
+        let Some(metadata) = std::fs::metadata(path_in(root, &file.path)).ok().filter(|m| m.is_file()) else {
+            continue;
+        };
+        // The kernel names none that is not.
+        let Ok(path) = JobPath::new(file.path) else { continue };
+        found.push(OpenFile {
+            append,
+            position: file.position,
+            mode: Some(metadata.mode()),
+            ..OpenFile::new(path, metadata.size())
+        });
+    }
+    Ok(found)
+}
+
+/// The folders that a restore needs: those in which files are written, or `read` and kept, and sockets are bound, those where processes stand, and
+/// all above them, but for `ours`. A job removes some as it goes on (multiprocessing's temporary ones), and CRIU makes none.
+pub(super) fn folders(criu_dir: &Path, root: i32, ours: &[&Path], read: &[&Path]) -> Result<Vec<Folder>, image::Error> {
+    let mut wanted: BTreeSet<PathBuf> = BTreeSet::new();
+    let mut add = |path: &Path| wanted.extend(path.ancestors().map(Path::to_path_buf));
+    for file in image::open_files(criu_dir)? {
+        if ours.iter().any(|ours| file.path.starts_with(ours)) {
+            continue;
+        }
+        if std::fs::metadata(path_in(root, &file.path)).is_ok_and(|metadata| metadata.is_dir()) {
+            add(&file.path);
+        } else if file.flags & libc::O_ACCMODE != libc::O_RDONLY {
+            file.path.parent().into_iter().for_each(&mut add);
+        }
+    }
+    image::bound_paths(criu_dir)?.iter().filter_map(|path| path.parent()).for_each(&mut add);
+    read.iter().filter_map(|path| path.parent()).for_each(add);
+    let folder = |path: PathBuf| {
+        let metadata = std::fs::metadata(path_in(root, &path)).ok().filter(|metadata| metadata.is_dir())?;
+        let path = JobPath::new(path).ok()?;
+        Some(Folder { path, mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid() })
+    };
+    // Those of processes and devices are the kernel's to make, and nobody else can.
+    let is_kernels = |path: &PathBuf| ["/proc", "/sys"].iter().any(|kernels| path.starts_with(kernels));
+    // In the order of paths a folder comes after the one that it is in.
+    Ok(wanted.into_iter().filter(|path| !is_kernels(path)).filter_map(folder).collect())
+}
+
+/// Bytes of the files that lost their last name and that these processes have open or mapped: CRIU copies each of them
+/// (a ghost file, `dump_ghost_file`), with what is on the disk of it. pids are as we see them.
+pub(super) fn nameless_bytes(tree: &[i32]) -> u64 {
+    let mut found: BTreeMap<(u64, u64), u64> = BTreeMap::new();
+    for pid in tree {
+        let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+        let opened = descriptors.map(|fd| fd.path()).filter(|path| {
+            std::fs::read_link(path).is_ok_and(|target| is_nameless(target.as_os_str().as_encoded_bytes()))
+        });
+        let maps = std::fs::read(format!("/proc/{pid}/maps")).unwrap_or_default();
+        let mapped = nameless_ranges(&maps).into_iter().map(|range| format!("/proc/{pid}/map_files/{range}").into());
+        for metadata in opened.chain(mapped).filter_map(|path: PathBuf| std::fs::metadata(path).ok()) {
+            if metadata.is_file() && metadata.nlink() == 0 {
+                found.insert((metadata.dev(), metadata.ino()), metadata.blocks() * 512);
+            }
+        }
+    }
+    found.values().sum()
+}
+
+/// Whether /proc names a file so that has no name any more. The kernel gives names of this kind to memory that is in no
+/// file system, which is in page files.
+fn is_nameless(name: &[u8]) -> bool {
+    let memory = [&b"/memfd:"[..], b"/dev/zero ", b"/SYSV", b"/[aio]"];
+    name.starts_with(b"/") && name.ends_with(b" (deleted)") && !memory.iter().any(|start| name.starts_with(start))
+}
+
+/// The names in /proc/PID/map_files of the mappings of such files: as in /proc/PID/maps, without the zeros in front.
+fn nameless_ranges(maps: &[u8]) -> Vec<String> {
+    let lines = maps.split(|byte| *byte == b'\n');
+    let nameless = lines.filter(|line| {
+        let name = line.iter().position(|byte| *byte == b'/').and_then(|at| line.get(at..));
+        name.is_some_and(is_nameless)
+    });
+    let range = |line: &[u8]| -> Option<String> {
+        let text = String::from_utf8_lossy(line.split(|byte| *byte == b' ').next()?).into_owned();
+        let (from, to) = text.split_once('-')?;
+        Some(format!("{:x}-{:x}", u64::from_str_radix(from, 16).ok()?, u64::from_str_radix(to, 16).ok()?))
+    };
+    nameless.filter_map(range).collect()
+}
+
+/// The job's output may have been rotated since its size was taken.
+pub(super) fn record_sizes_again(files: &mut [OpenFile], root: i32, output: &Files) {
+    for file in files.iter_mut().filter(|f| f.path == output.stdout || f.path == output.stderr) {
+        if let Ok(metadata) = std::fs::metadata(path_in(root, &file.path)) {
+            file.size = metadata.size();
+        }
+    }
+}
+
+/// Keeps a hard link to each file that CRIU gave a name of its own (`link_remap.N`): CRIU removes that name when the
+/// dump is over, and needs it at a restore.
+pub(super) fn save_links(
+    criu_dir: &Path,
+    root: i32,
+    id: &ImageId,
+    user: Option<&Identity>,
+) -> Result<Vec<SavedLink>, Error> {
+    let mut saved = Vec::new();
+    for link in image::link_remaps(criu_dir)? {
+        let name = link.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let keep = link.with_file_name(format!("{}{id}-{name}", SavedLink::PREFIX));
+        if let Err(source) = in_their_folder(root, [&link, &keep], user, |[from, to]| std::fs::hard_link(from, to)) {
+            drop_links(&saved, root, user);
+            return Err(Error::Link { path: keep, source });
+        }
+        saved.push(SavedLink { link: JobPath::new(link)?, saved: JobPath::new(keep)? });
+    }
+    Ok(saved)
+}
+
+/// Works on names in a folder of the job. The user can put a link or another folder in its place at any time: so with the
+/// user's rights, where the job has a user.
+fn in_their_folder<const N: usize>(
+    root: i32,
+    paths: [&Path; N],
+    user: Option<&Identity>,
+    work: impl FnOnce([PathBuf; N]) -> io::Result<()> + Send,
+) -> io::Result<()> {
+    match user {
+        // The way through /proc takes rights over the reaper, which the user has not; the job's mounts are ours.
+        Some(user) => {
+            let paths = paths.map(Path::to_path_buf);
+            identity::with_file_rights(user.uid, user.gid, &user.groups, || work(paths))?
+        }
+        None => work(paths.map(|path| path_in(root, path))),
+    }
+}
+
+/// The names that CRIU gave are gone after the dump; ours stay, and those files are put back by them.
+pub(super) fn name_by_saved(files: &mut [OpenFile], links: &[SavedLink]) {
+    for link in links {
+        files.iter_mut().filter(|file| file.path == link.link).for_each(|file| file.path.clone_from(&link.saved));
+    }
+}
+
+/// Takes [`save_links`] back.
+pub(super) fn drop_links(links: &[SavedLink], root: i32, user: Option<&Identity>) {
+    for link in links {
+        let _ = in_their_folder(root, [&link.saved], user, |[saved]| std::fs::remove_file(saved));
+    }
+}
+
+/// The files of ours that the job has mapped. A job that was restored goes on with the reaper that it had, of another version
+/// or below another store.
+pub(super) fn ours(subject: &super::Subject<'_>) -> Vec<PathBuf> {
+    let mut all = subject.ours.clone();
+    let reaper = process::executable(subject.job.root.pid());
+    all.extend(reaper.filter(|path| reaper::is_named(path) && !subject.ours.contains(path) && path.exists()));
+    all
+}
+
+/// Puts files of ours that the job has mapped into the image: a restore may happen after an upgrade, or on another
+/// machine.
+pub(super) fn keep_ours(image: &Path, ours: &[PathBuf]) -> io::Result<Vec<Recreate>> {
+    std::fs::create_dir_all(image.join("files"))?;
+    let keep = |path: &PathBuf| {
+        let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+        let part: PartPath = format!("files/{name}").parse().map_err(io::Error::other)?;
+        std::fs::copy(path, image.join(&part))?;
+        let mode = std::fs::metadata(path)?.mode() & 0o777;
+        let path = JobPath::new(path.as_path()).map_err(io::Error::other)?;
+        Ok(Recreate { path, mode, part })
+    };
+    ours.iter().map(keep).collect()
+}
+
+/// Why files could not be recorded.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Error {
+    #[error(transparent)]
+    Image(#[from] image::Error),
+    #[error(transparent)]
+    Path(#[from] PathError),
+    #[error("cannot keep a hard link at {path}: {source}")]
+    Link { path: PathBuf, source: io::Error },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn mappings_of_files_without_a_name_are_found() {
+        let maps = b"\
+00400000-00401000 r--p 00000000 fe:00 1  /tmp/gone (deleted)
+7f86f4000000-7f86f4400000 rw-p 00000000 00:00 0
+7f86f5000000-7f86f5400000 rw-s 00000000 00:01 2                          /dev/zero (deleted)
+7f86f585e000-7f86f595e000 r--s 00000000 00:01 3                          /memfd:mm (deleted)
+7f86f5960000-7f86f5970000 rw-s 00000000 00:01 4                          /SYSV00000000 (deleted)
+7f86f5980000-7f86f5990000 rw-s 00000000 00:17 5                          /dev/shm/torch_1 2 (deleted)
+7f86f5990000-7f86f59a0000 rw-s 00000000 00:17 6                          /dev/shm/named
+";
+        assert_eq!(nameless_ranges(maps), ["400000-401000", "7f86f5980000-7f86f5990000"]);
+    }
+
+    #[test]
+    fn a_file_without_a_name_counts_once() {
+        let mut file = tempfile::tempfile().unwrap();
+        io::Write::write_all(&mut file, &vec![1; 3 << 20]).unwrap();
+        file.sync_all().unwrap();
+        let expected = file.metadata().unwrap().blocks() * 512;
+        let mut sleep = std::process::Command::new("sleep");
+        let mut child = sleep.arg("60").stdout(file.try_clone().unwrap()).stderr(file).spawn().unwrap();
+        let pid = child.id().cast_signed();
+        let found = nameless_bytes(&[pid, pid]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(found, expected);
+        assert!(found >= 3 << 20);
+    }
+}

@@ -1,0 +1,98 @@
+//! Landing files: where the driver puts the device memory of a process.
+//!
+//! For the checkpoint each CUDA process gets a file of the slot under the name that the interposer in it looks for. The
+//! driver's mapping is then a mapping of that file: CRIU keeps its path only, and the file is the image of the GPU. The
+//! name is there from before the checkpoint until the driver has read the file back; a process that maps memory at any
+//! other time gets what it asks for.
+//!
+//! Whether a process took the file is seen by its mappings: a program without the interposer (static, set-user-ID) did
+//! not, and has its device memory in CRIU's page files as without all this.
+
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use rekindle_os::process;
+use rekindle_store::JobPath;
+use rekindle_store::failed;
+use rekindle_store::manifest::Landing;
+use rekindle_store::staging::{self, Area, Filling};
+
+/// A CUDA process that may land.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Lander {
+    /// As it sees itself.
+    pub(super) inner: i32,
+    /// As we see it.
+    pub(super) outer: i32,
+    /// Bytes of device memory that are expected.
+    pub(super) bytes: u64,
+}
+
+/// The names that are armed. Dropped, they are gone.
+#[derive(Debug, Default)]
+pub(super) struct Armed {
+    files: Vec<(Lander, PathBuf)>,
+}
+
+/// Makes the files ready and gives them their names.
+pub(super) fn arm(area: &Area, slot: &Filling, landers: &[Lander]) -> Result<Armed, staging::Error> {
+    let mut armed = Armed::default();
+    for lander in landers {
+        let file = slot.landing_file(lander.inner, lander.bytes)?;
+        let name = area.landing_dir().join(lander.inner.to_string());
+        name_it(&file, &name, lander.outer).map_err(failed("give the landing file its name", &name))?;
+        armed.files.push((*lander, name));
+    }
+    Ok(armed)
+}
+
+/// The process opens the file itself, and may not be root.
+fn name_it(file: &Path, name: &Path, pid: i32) -> io::Result<()> {
+    let ids = (process::user_ids(pid), process::group_ids(pid));
+    if let (Some(users), Some(groups)) = ids {
+        // Of the four the last counts for files (credentials(7)).
+        std::os::unix::fs::lchown(file, users.last().copied(), groups.last().copied())?;
+    }
+    match fs::remove_file(name) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    fs::hard_link(file, name)
+}
+
+impl Armed {
+    /// The files that were taken, once the device memory is in them.
+    pub(super) fn taken(&self) -> Vec<Landing> {
+        self.files.iter().filter(|(lander, name)| maps(lander.outer, name)).filter_map(landing).collect()
+    }
+
+    /// Those that were offered a file and did not take it, as they see themselves.
+    pub(super) fn refused(&self) -> Vec<i32> {
+        self.files.iter().filter(|(lander, name)| !maps(lander.outer, name)).map(|(lander, _)| lander.inner).collect()
+    }
+}
+
+impl Drop for Armed {
+    fn drop(&mut self) {
+        for (_, name) in &self.files {
+            let _ = fs::remove_file(name);
+        }
+    }
+}
+
+fn landing((lander, name): &(Lander, PathBuf)) -> Option<Landing> {
+    let bytes = fs::metadata(name).ok()?.size();
+    let path = JobPath::new(name.as_path()).ok()?;
+    Some(Landing { pid: lander.inner, path, part: Filling::landing_part(lander.inner), bytes })
+}
+
+/// By the file itself: another tmpfs may be mounted over the one that the process sees.
+fn maps(pid: i32, name: &Path) -> bool {
+    let Ok(wanted) = fs::metadata(name) else { return false };
+    let Ok(maps) = fs::read_to_string(format!("/proc/{pid}/maps")) else { return false };
+    maps.lines()
+        .filter(|line| line.ends_with(&*name.to_string_lossy()))
+        .any(|line| line.split_whitespace().nth(4).and_then(|inode| inode.parse().ok()) == Some(wanted.ino()))
+}

@@ -1,0 +1,45 @@
+//! Files that a restore needs as they were: what the job has mapped, executes, or reads.
+//!
+//! Taken from CRIU's image while the job runs on. A restore is refused where one of them differs, so a file is left out
+//! in any doubt: CRIU itself looks at all of them again.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use super::Error;
+use super::phases::Work;
+use rekindle_criu::image::{self, CheckedFile};
+use rekindle_store::JobPath;
+use rekindle_store::manifest::{KeptCopy, MappedFile};
+
+/// The files of the dump in `criu_dir` that nobody puts back.
+pub(super) fn files(criu_dir: &Path, work: &Work<'_>) -> Result<Vec<MappedFile>, Error> {
+    let put_back = |path: &Path| {
+        work.open_files.iter().any(|file| file.path == path)
+            || work.recreate.iter().any(|file| file.path == path)
+            || work.landing.iter().any(|landing| landing.path == path)
+    };
+    let found = image::checked_files(criu_dir)?.into_iter();
+    let kept = &work.captured.read;
+    // One that is kept may be gone already.
+    let is_gone = |file: &CheckedFile| kept.contains_key(&file.path) && std::fs::symlink_metadata(&file.path).is_err();
+    let is_known = |file: &CheckedFile| is_gone(file) || is_seen_from_here(file);
+    let described = |file: CheckedFile| {
+        let copy = kept.get(&file.path).cloned();
+        described(file, copy)
+    };
+    Ok(found.filter(|file| !put_back(&file.path) && is_known(file)).filter_map(described).collect())
+}
+
+/// Whether we see it under that name as CRIU did: in a mount of the job's own there may be another file, and at a restore
+/// we look from here.
+fn is_seen_from_here(file: &CheckedFile) -> bool {
+    std::fs::metadata(&file.path)
+        .is_ok_and(|now| now.is_file() && now.len() == file.size && file.mode.is_none_or(|mode| mode == now.mode()))
+}
+
+fn described(file: CheckedFile, copy: Option<KeptCopy>) -> Option<MappedFile> {
+    let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let path = JobPath::new(file.path).ok()?;
+    Some(MappedFile { path, size: file.size, mode: file.mode, build_id: file.build_id.map(hex), copy })
+}

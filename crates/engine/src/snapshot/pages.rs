@@ -1,0 +1,294 @@
+//! The job's memory, received from CRIU into memory that was made ready before the freeze.
+//!
+//! CRIU writes the pages of each task into `pages-N.img` with splice(2), task by task, in one thread; into a tmpfs that
+//! goes at 0.3 to 2.5 GB/s, because every page of the file is allocated and zeroed on the way. Here a FIFO stands in the
+//! place of each of those files before the dump begins. CRIU opens it with O_WRONLY|O_CREAT|O_TRUNC and does not see the
+//! difference (criu 4.2.1, image.c and page-xfer.c write_pages_loc); what it splices are then references to the frozen
+//! tasks' pages, and several threads of ours copy those into files whose pages are present and mapped:
+//!
+//! ```text
+//!  task's page --vmsplice--> CRIU's pipe --splice--> FIFO --splice--> pipe of a thread --read--> file
+//!              reference                  reference       reference                     copy
+//! ```
+//!
+//! Invariants:
+//! - A FIFO holds references to live pages, not copies. [`Receivers::drain`] must return before the tasks run again, and
+//!   returns only when every byte was copied: call it in [`PostDump`](rekindle_criu::Notify::PostDump).
+//! - CRIU never waits for us for good: what cannot be stored is thrown away, and `drain` says why.
+//! - Whatever is dropped when, no FIFO and no thread is left, and the files of the spool stay for the next time.
+//! - When CRIU opens a pages file that has no FIFO it makes a regular one: slower, still right.
+//!
+//! CRIU numbers pages files as it goes: shared memory when the first task that has it is dumped, before that task's own
+//! pages. The page map, which it opens first, tells whose they are, and so which file of the spool was made ready for them.
+//!
+//! Files in the spool become a part of the image as hard links: the spool belongs to one image at a time, and starting
+//! anew on it overwrites that image. When the power goes, all of it is gone; it is a tmpfs.
+
+mod expect;
+mod spool;
+mod supply;
+mod workers;
+
+#[cfg(test)]
+mod tests;
+
+use std::fs::{self, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread::{self, JoinHandle};
+use std::time::Instant;
+
+use bytesize::ByteSize;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::sys::stat::Mode;
+
+pub use expect::{Expected, Source, expect};
+use rekindle_os::parallel::cores;
+use supply::Supply;
+use workers::{Fifo, Name, Shared, Until};
+
+/// FIFOs beyond what is expected, for processes and shared memory that come up in the meantime. What comes through one of
+/// these finds no pages ready.
+pub const EXTRA: usize = 16;
+
+/// The room of a FIFO, in bytes, or as much of it as we may have: beyond fs.pipe-max-size (1 MiB) it takes
+/// CAP_SYS_RESOURCE. CRIU takes up to 26 MiB (8 pipes of 819 pages) from a task, then hands them on, and takes no more until
+/// that is done: with room for all of it the threads copy while it takes the next. On two cores, 1.5 GiB: 0.36 s, 0.53 s with
+/// 1 MiB.
+pub const FIFO_ROOM: u64 = 32 << 20;
+
+/// CRIU takes references at 6 to 10 GB/s, for which two or three threads are enough; some more, as their cores have other
+/// work too.
+const MAX_THREADS: usize = 8;
+
+/// Why the job's memory was not received.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A file of the spool cannot be used.
+    #[error("cannot make memory ready for the image in {}", .path.display())]
+    Prepare {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The tmpfs has no room, or the machine no memory for it.
+    #[error(
+        "no memory left for the image: {} needs {wanted} more; free memory, or set snapshot.staging = \"store\"", .path.display()
+    )]
+    Full {
+        /// The file.
+        path: PathBuf,
+        /// What was asked for in vain.
+        wanted: ByteSize,
+    },
+    /// A FIFO cannot be made.
+    #[error("cannot make the FIFO {}", .path.display())]
+    Fifo {
+        /// Its place.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// No thread.
+    #[error("cannot start the threads that receive the job's memory")]
+    Threads(#[source] io::Error),
+    /// Taking from a FIFO, or copying, failed.
+    #[error("cannot receive {}", .path.display())]
+    Receive {
+        /// The FIFO or the file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// CRIU has not closed a pages file.
+    #[error("{} is not at its end: CRIU did not close it, or copying it takes too long; raise snapshot.dump-timeout", .path.display())]
+    Undrained {
+        /// The FIFO.
+        path: PathBuf,
+    },
+    /// A file cannot be given its place in the image.
+    #[error("cannot put {} into the image", .path.display())]
+    Place {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A pages file that was received.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Received {
+    /// Its place in the image.
+    pub path: PathBuf,
+    /// Its length, bytes.
+    pub bytes: u64,
+}
+
+/// Has `spool` hold a file for each of `expected`, with all its pages present, so that [`Receivers::start`] finds little to
+/// do. As there, an image that files of this spool are a part of is no image any more. Takes about 0.3 s for each GiB and
+/// thread where pages are missing.
+///
+/// # Errors
+/// [`Error::Full`] when there is no room; what was made until then stays.
+pub fn make_ready(spool: &Path, expected: &[Expected]) -> Result<(), Error> {
+    spool::make_ready(spool, expected, threads()).map(drop)
+}
+
+/// FIFOs in the place of CRIU's pages files, and the threads that empty them. Dropped without [`Receivers::drain`] it takes
+/// both away.
+#[derive(Debug)]
+pub struct Receivers {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+    /// Nothing is ever sent: it ends with the last thread.
+    ended: mpsc::Receiver<()>,
+    spool: PathBuf,
+}
+
+impl Receivers {
+    /// Makes the files of `spool` ready, puts FIFOs into `criu_dir` and waits for CRIU. Both are folders on one tmpfs, the
+    /// spool with nothing else in it.
+    ///
+    /// # Errors
+    /// When there is no room, or no FIFO or thread can be made. Nothing is left then but what is in the spool.
+    pub fn start(criu_dir: &Path, spool: &Path, expected: &[Expected]) -> Result<Receivers, Error> {
+        Receivers::start_with(criu_dir, spool, expected, threads())
+    }
+
+    fn start_with(criu_dir: &Path, spool: &Path, expected: &[Expected], threads: usize) -> Result<Receivers, Error> {
+        let ready = spool::make_ready(spool, expected, threads)?;
+        let fifos = (1..=expected.len() + EXTRA).map(|n| fifo(criu_dir.join(format!("pages-{n}.img"))));
+        let fifos = fifos.collect::<Result<Vec<Fifo>, Error>>()?;
+        let supply = Supply::new(criu_dir, spool, ready);
+        let shared = Arc::new(Shared::new(fifos, supply).map_err(Error::Threads)?);
+        let (alive, ended) = mpsc::channel::<()>();
+        let mut receivers = Receivers { shared, threads: Vec::new(), ended, spool: spool.into() };
+        for n in 0..=threads.max(1) {
+            let (shared, alive) = (Arc::clone(&receivers.shared), alive.clone());
+            let body = move || {
+                if n == 0 {
+                    shared.take_all()
+                } else {
+                    shared.copy_all()
+                }
+                drop(alive);
+            };
+            let thread = thread::Builder::new().name("pages".into()).spawn(body).map_err(Error::Threads)?;
+            receivers.threads.push(thread);
+        }
+        Ok(receivers)
+    }
+
+    /// Waits until all that CRIU has written is copied. To be called while the tasks stand still and CRIU has closed its
+    /// pages files; it then takes about as long as copying what is still in a FIFO, a millisecond.
+    ///
+    /// # Errors
+    /// What went wrong since the start, or that `deadline` has passed. FIFOs and threads are gone then.
+    pub fn drain(mut self, deadline: Instant) -> Result<Drained, Error> {
+        self.shared.go_on(Until::Drained);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let in_time = self.ended.recv_timeout(left) != Err(RecvTimeoutError::Timeout);
+        self.stop();
+        let mut state = self.shared.lock();
+        if let Some(error) = state.failure.take() {
+            return Err(error);
+        }
+        let fifos = std::mem::take(&mut state.fifos);
+        match fifos.iter().find(|f| f.spool.is_some() && !f.ended) {
+            Some(fifo) => Err(Error::Undrained { path: fifo.name.path().into() }),
+            // A thread may have been kept from looking at all.
+            None if !in_time => Err(Error::Undrained { path: self.spool.clone() }),
+            None => Ok(Drained { fifos, spool: self.spool.clone() }),
+        }
+    }
+
+    fn stop(&mut self) {
+        self.shared.go_on(Until::Now);
+        for thread in self.threads.drain(..) {
+            if let Err(panic) = thread.join()
+                && !thread::panicking()
+            {
+                std::panic::resume_unwind(panic);
+            }
+        }
+    }
+}
+
+impl Drop for Receivers {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// All pages of the job, copied; the tasks may run. Dropped, it takes the FIFOs away and keeps the spool.
+#[derive(Debug)]
+pub struct Drained {
+    fifos: Vec<Fifo>,
+    spool: PathBuf,
+}
+
+impl Drained {
+    /// Cuts each file to what came, puts it in the place of its FIFO and removes what this image does not use: FIFOs, and
+    /// files of the spool. Cutting takes a while (20 ms for each GiB given back), so it is for when the job runs again.
+    ///
+    /// # Errors
+    /// When a file cannot be cut, linked or removed.
+    pub fn place(self) -> Result<Vec<Received>, Error> {
+        let mut all = Vec::new();
+        let mut kept = Vec::new();
+        for fifo in self.fifos {
+            let Some(mut spool) = fifo.spool else { continue };
+            spool.cut(fifo.received)?;
+            let path = fifo.name.path().to_path_buf();
+            drop(fifo.name);
+            let file = spool.path;
+            fs::hard_link(&file, &path).map_err(|source| Error::Place { path: file.clone(), source })?;
+            all.push(Received { path, bytes: fifo.received });
+            kept.extend(file.file_name().map(|name| name.to_string_lossy().into_owned()));
+        }
+        spool::remove_others(&self.spool, &kept)?;
+        Ok(all)
+    }
+}
+
+/// Whether there is no page for the file: EFAULT is what a read into a mapping says then.
+fn is_full(error: &io::Error) -> bool {
+    use io::ErrorKind::{OutOfMemory, QuotaExceeded, StorageFull};
+    matches!(error.kind(), StorageFull | QuotaExceeded | OutOfMemory) || error.raw_os_error() == Some(libc::EFAULT)
+}
+
+/// A thread copies 3 to 7 GB/s and CRIU needs a core for itself, if there are some.
+fn threads() -> usize {
+    cores().min(MAX_THREADS)
+}
+
+/// The room that a FIFO of ours gets here, in bytes; [`FIFO_ROOM`] where we have the right to it.
+///
+/// # Errors
+/// When there is no pipe to try it with.
+pub fn fifo_room() -> io::Result<u64> {
+    let (pipe, _) = io::pipe()?;
+    workers::enlarge(&pipe, FIFO_ROOM);
+    let room = fcntl(&pipe, FcntlArg::F_GETPIPE_SZ)?;
+    u64::try_from(room).map_err(io::Error::other)
+}
+
+fn fifo(path: PathBuf) -> Result<Fifo, Error> {
+    let failed = |path: &Path, source| Error::Fifo { path: path.into(), source };
+    nix::unistd::mkfifo(&path, Mode::S_IRUSR | Mode::S_IWUSR).map_err(|e| failed(&path, e.into()))?;
+    let name = Name::of(path);
+    // Without O_NONBLOCK this would wait for CRIU.
+    let options = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK | libc::O_NOFOLLOW).open(name.path());
+    let read = options.map_err(|source| failed(name.path(), source))?;
+    workers::enlarge(&read, FIFO_ROOM);
+    Ok(Fifo { name, read: read.into(), spool: None, ended: false, received: 0 })
+}

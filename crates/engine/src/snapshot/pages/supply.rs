@@ -1,0 +1,44 @@
+//! Which file of the spool a pages file of CRIU goes to: the one that was made ready for the same process or shared memory.
+
+use std::path::{Path, PathBuf};
+
+use super::spool::Spool;
+use rekindle_criu::image;
+
+/// The files of the spool that are not in use yet.
+#[derive(Debug)]
+pub(super) struct Supply {
+    criu_dir: PathBuf,
+    spool: PathBuf,
+    ready: Vec<Spool>,
+    /// Page maps that were found to belong to a pages file.
+    known: Vec<String>,
+}
+
+impl Supply {
+    pub(super) fn new(criu_dir: &Path, spool: &Path, ready: Vec<Spool>) -> Supply {
+        Supply { criu_dir: criu_dir.into(), spool: spool.into(), ready, known: Vec::new() }
+    }
+
+    /// The file for `pages-N.img`, which CRIU has opened. Where it cannot be told whose pages those are, it is one that
+    /// nothing was made ready in: slower, still right.
+    pub(super) fn take(&mut self, n: usize) -> Spool {
+        let owner = self.owner(n);
+        let found = owner.and_then(|owner| {
+            let at = self.ready.iter().position(|spool| spool.path.file_name().is_some_and(|name| *name == *owner))?;
+            self.known.push(owner);
+            Some(self.ready.swap_remove(at))
+        });
+        found.unwrap_or_else(|| Spool::new(self.spool.join(format!("other-{n}"))))
+    }
+
+    /// CRIU opens the page map before the pages file, and goes on to the next when both are closed: the page map names this
+    /// file, or is the only one that does not name any yet.
+    fn owner(&self, n: usize) -> Option<String> {
+        let mut maps = image::page_maps(&self.criu_dir).ok()?;
+        maps.retain(|(owner, _)| !self.known.contains(owner));
+        let named = maps.iter().find(|(_, id)| id.is_some_and(|id| usize::try_from(id) == Ok(n)));
+        let begun = || maps.iter().find(|(_, id)| id.is_none());
+        named.or_else(begun).map(|(owner, _)| owner.clone())
+    }
+}

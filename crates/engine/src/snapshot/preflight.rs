@@ -1,0 +1,320 @@
+//! May a snapshot be tried: looked at while the job runs, so that a refusal costs it nothing.
+
+use std::collections::BTreeMap;
+
+use bytesize::ByteSize;
+
+use super::Subject;
+use crate::launch::interposer;
+use rekindle_cuda::nvml::{Gpu, GpuInventory, Mig, names_instance};
+use rekindle_os::cgroup;
+use rekindle_os::leases::WriteLease;
+use rekindle_os::process;
+
+/// Why a snapshot was not tried.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// Device memory does not fit into host memory.
+    #[error("the GPU memory of the job ({need}) does not fit into the host memory that is free ({free}, of which {keep} are to stay free: snapshot.memory-reserve)", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep))]
+    Memory {
+        /// Bytes of device memory.
+        need: u64,
+        /// Bytes of host memory available.
+        free: u64,
+        /// Bytes that must stay free.
+        keep: u64,
+    },
+    /// It does not fit below the memory limit of the job's control group.
+    #[error("the GPU memory of the job ({need}) does not fit below the memory limit of its control group ({free} left): raise the limit (Slurm: --mem)", need = ByteSize::b(*need), free = ByteSize::b(*free))]
+    Cgroup {
+        /// Bytes of device memory.
+        need: u64,
+        /// Bytes below the limit.
+        free: u64,
+    },
+    /// A debugger holds a process.
+    #[error("process {pid} ({name}) is traced by process {tracer} (a debugger, strace): detach it")]
+    Traced {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+        /// Who.
+        tracer: i32,
+    },
+    /// CRIU cannot dump something a process has.
+    #[error("process {pid} ({name}) has {what} open, which CRIU cannot dump{hint}")]
+    Unsupported {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+        /// What.
+        what: &'static str,
+        /// What helps.
+        hint: &'static str,
+    },
+    /// Somebody has to know of every open of a file.
+    #[error(
+        "process {pid} ({name}) has a write lease on {path} (fcntl F_SETLEASE), which a snapshot would break, and that ends \
+         most programs: snapshots are taken again once the lease is released"
+    )]
+    Lease {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+        /// The file.
+        path: String,
+    },
+    /// What a process shares with others cannot be seen.
+    #[error(
+        "process {pid} ({name}) uses NCCL without the interposer, so that GPU memory it shares with others cannot be seen, and its restore would not survive that: set gpu.nccl = \"auto\" and leave snapshot.interposer at \"auto\", or put NCCL_P2P_DISABLE=1 and NCCL_CUMEM_HOST_ENABLE=0 in the job's environment"
+    )]
+    Nccl {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+    },
+    /// A process of the job has a namespace of its own.
+    #[error(
+        "process {pid} ({name}) is in a {kind} namespace of its own (a sandbox, a container), which CRIU cannot bring back here"
+    )]
+    Namespace {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+        /// Which.
+        kind: &'static str,
+    },
+    /// A process is on a part of a GPU.
+    #[error(
+        "process {pid} ({name}) is on {part}, which the CUDA driver cannot checkpoint: give the job whole GPUs{hint}"
+    )]
+    PartOfGpu {
+        /// The process.
+        pid: i32,
+        /// Its name.
+        name: String,
+        /// What it is on.
+        part: String,
+        /// What helps.
+        hint: String,
+    },
+}
+
+/// What is asked before every snapshot: whether CRIU can dump what the processes have.
+pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
+    let root = subject.job.root.pid();
+    tree.iter().try_for_each(|pid| check_process(*pid, root))?;
+    // CRIU opens files to look for a build-id, and the holder, which stands still, does not answer.
+    match WriteLease::all().into_iter().find(|lease| tree.contains(&lease.pid)) {
+        None => Ok(()),
+        Some(lease) => {
+            let (pid, name) = shown(lease.pid);
+            let path = lease.path().map_or_else(|| "a file".into(), |path| path.display().to_string());
+            Err(Refusal::Lease { pid, name, path })
+        }
+    }
+}
+
+/// Whether the CUDA processes are on whole GPUs: the driver (580) checkpoints neither instances of a divided one (MIG) nor
+/// virtual ones (vGPU).
+pub(super) fn check_gpus(inventory: &GpuInventory, pids: &[i32]) -> Result<(), Refusal> {
+    for pid in pids {
+        let refusal = |part: String, hint: String| {
+            let (pid, name) = shown(*pid);
+            Refusal::PartOfGpu { pid, name, part, hint }
+        };
+        let visible = process::environment(*pid, "CUDA_VISIBLE_DEVICES").unwrap_or_default();
+        if names_instance(&visible) {
+            return Err(refusal(
+                format!("an instance of a divided GPU (CUDA_VISIBLE_DEVICES={visible})"),
+                String::new(),
+            ));
+        }
+        let on = |gpu: &&Gpu| match inventory.used_on(*pid) {
+            Some(used) => used.contains_key(&gpu.uuid),
+            // Where it cannot be told, only if there is no other that it could be on.
+            None => inventory.gpus.iter().all(|other| other.mig == Mig::On || other.is_virtual),
+        };
+        if let Some(gpu) = inventory.gpus.iter().filter(|gpu| gpu.mig == Mig::On || gpu.is_virtual).find(on) {
+            let uuid = gpu.uuid;
+            return Err(match gpu.mig {
+                Mig::On => refusal(
+                    format!("an instance of the divided GPU {uuid} (MIG)"),
+                    format!(", or end that with `nvidia-smi -i {uuid} -mig 0`"),
+                ),
+                _ => refusal(format!("the virtual GPU {uuid} (vGPU)"), String::new()),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// The GPUs that each process has memory on, and how much, by its pid as it sees itself. Empty where NVML knows none of them,
+/// as in a container with pids of its own.
+pub(super) fn memory_by_gpu(
+    inventory: &GpuInventory,
+    inner: &[i32],
+    outer: &[i32],
+) -> BTreeMap<i32, BTreeMap<String, u64>> {
+    let used = |(inner, outer): (&i32, &i32)| {
+        let gpus = inventory.used_on(*outer)?.iter().filter(|(_, bytes)| **bytes > 0);
+        Some((*inner, gpus.map(|(uuid, bytes)| (uuid.to_string(), *bytes)).collect()))
+    };
+    inner.iter().zip(outer).filter_map(used).collect()
+}
+
+/// Bytes of device memory of each process.
+pub(super) fn device_memory(inventory: &GpuInventory, pids: &[i32]) -> Vec<u64> {
+    let each: Option<Vec<u64>> = pids.iter().map(|pid| inventory.used_by(*pid)).collect();
+    each.unwrap_or_else(|| {
+        // In a container NVML may not know our pids; then all that is in use is the upper bound, if it knows that much.
+        let all: u64 = inventory.gpus.iter().filter_map(|gpu| gpu.memory_used).sum();
+        let one = all.div_ceil(u64::try_from(pids.len()).unwrap_or(1));
+        vec![one; pids.len()]
+    })
+}
+
+/// Whether processes may share memory with each other that nobody sees: several with NCCL, which was not told to do
+/// without, and no interposer.
+pub(super) fn check_nccl(pids: &[i32]) -> Result<(), Refusal> {
+    let unseen = |pid: &&i32| {
+        let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+        let is_told = || {
+            let environment = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+            environment.split(|byte| *byte == 0).any(|variable| variable == b"NCCL_P2P_DISABLE=1")
+        };
+        maps.contains("/libnccl") && !interposer::is_in(**pid) && !is_told()
+    };
+    match pids.iter().find(unseen) {
+        Some(pid) if pids.len() > 1 => {
+            let name = process::name(*pid).unwrap_or_default();
+            Err(Refusal::Nccl { pid: process::inner_pid(*pid).unwrap_or(*pid), name })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Whether so much device memory may lie in host memory for as long as the snapshot takes.
+pub(super) fn check_memory(device: u64, subject: &Subject<'_>) -> Result<(), Refusal> {
+    let left = cgroup::memory_headroom(subject.job.root.pid());
+    admit_memory(device, cgroup::memory_available(), left, subject.options.memory_reserve)
+}
+
+fn admit_memory(need: u64, available: Option<u64>, left: Option<u64>, keep: u64) -> Result<(), Refusal> {
+    if let Some(free) = available.filter(|free| need.saturating_add(keep) > *free) {
+        return Err(Refusal::Memory { need, free, keep });
+    }
+    match left.filter(|left| need > *left) {
+        Some(free) => Err(Refusal::Cgroup { need, free }),
+        None => Ok(()),
+    }
+}
+
+/// Kinds of namespaces a tree must share; nested mount and network namespaces even dump, and only fail at the restore.
+const NAMESPACES: [(&str, &str); 6] =
+    [("mnt", "mount"), ("net", "network"), ("pid", "PID"), ("user", "user"), ("ipc", "IPC"), ("uts", "host name")];
+
+/// A process as the job sees it, which is what a user can look up in a log of the job.
+fn shown(pid: i32) -> (i32, String) {
+    (process::inner_pid(pid).unwrap_or(pid), process::name(pid).unwrap_or_default())
+}
+
+fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
+    if let Some(tracer @ 1..) = process::tracer(pid) {
+        let (pid, name) = shown(pid);
+        return Err(Refusal::Traced { pid, name, tracer });
+    }
+    let link = |pid: i32, kind: &str| std::fs::read_link(format!("/proc/{pid}/ns/{kind}")).ok();
+    for (file, kind) in NAMESPACES {
+        if let (Some(own), Some(ours)) = (link(pid, file), link(root, file))
+            && own != ours
+        {
+            let (pid, name) = shown(pid);
+            return Err(Refusal::Namespace { pid, name, kind });
+        }
+    }
+    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return Ok(()) };
+    let mut targets = descriptors.flatten().filter_map(|fd| std::fs::read_link(fd.path()).ok());
+    if targets.any(|target| target.as_os_str() == "anon_inode:[io_uring]") {
+        let (pid, name) = shown(pid);
+        let hint = ": with job.allow-io-uring = false programs do without (PyTorch's TCPStore also with USE_LIBUV=0)";
+        return Err(Refusal::Unsupported { pid, name, what: "an io_uring", hint });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rekindle_cuda::GpuUuid;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn device_memory_must_fit_with_the_reserve_and_below_the_limit() {
+        assert_eq!(admit_memory(10 * GIB, Some(12 * GIB), None, GIB), Ok(()));
+        let tight = admit_memory(10 * GIB, Some(10 * GIB), None, GIB).unwrap_err();
+        assert!(tight.to_string().contains("10.0 GiB"), "{tight}");
+        assert!(matches!(admit_memory(10 * GIB, Some(64 * GIB), Some(9 * GIB), GIB), Err(Refusal::Cgroup { .. })));
+        assert_eq!(admit_memory(u64::MAX, None, None, GIB), Ok(()));
+    }
+
+    fn gpu(byte: u8) -> Gpu {
+        let uuid = GpuUuid::from_bytes([byte; 16]);
+        let (mig, is_virtual) = (Mig::Off, false);
+        Gpu {
+            uuid,
+            name: None,
+            index: None,
+            pci: None,
+            memory_total: None,
+            memory_used: None,
+            memory_free: None,
+            mig,
+            is_virtual,
+        }
+    }
+
+    #[test]
+    fn a_part_of_a_gpu_is_refused_where_the_job_is_on_it() {
+        let me = std::process::id();
+        let pid = me.cast_signed();
+        let on = |gpus: [Gpu; 2], used: Option<u8>| {
+            let used = used.map(|byte| [(me, [(GpuUuid::from_bytes([byte; 16]), GIB)].into())].into());
+            GpuInventory { driver: None, gpus: gpus.into(), used_by_pid: used }
+        };
+        let divided = || Gpu { mig: Mig::On, ..gpu(1) };
+        assert_eq!(check_gpus(&on([gpu(1), gpu(2)], Some(1)), &[pid]), Ok(()));
+        assert_eq!(check_gpus(&on([divided(), gpu(2)], Some(2)), &[pid]), Ok(()));
+        assert_eq!(check_gpus(&on([divided(), gpu(2)], None), &[pid]), Ok(()), "it may be on the other");
+        let text = check_gpus(&on([divided(), gpu(2)], Some(1)), &[pid]).unwrap_err().to_string();
+        assert!(text.contains("divided GPU GPU-01010101") && text.contains("-mig 0"), "{text}");
+        let part = || Gpu { is_virtual: true, ..gpu(2) };
+        let text = check_gpus(&on([divided(), part()], None), &[pid]).unwrap_err().to_string();
+        assert!(text.contains("(MIG)"), "{text}");
+        let text = check_gpus(&on([gpu(1), part()], Some(2)), &[pid]).unwrap_err().to_string();
+        assert!(text.contains("the virtual GPU GPU-02020202"), "{text}");
+    }
+
+    #[test]
+    fn memory_is_told_by_gpu_where_nvml_knows_the_processes() {
+        let used = [(7, [(GpuUuid::from_bytes([1; 16]), GIB)].into()), (9, BTreeMap::new())].into();
+        let inventory = GpuInventory { used_by_pid: Some(used), ..GpuInventory::default() };
+        let all = memory_by_gpu(&inventory, &[1001, 1002, 1003], &[7, 8, 9]);
+        let first = BTreeMap::from([("GPU-01010101-0101-0101-0101-010101010101".to_string(), GIB)]);
+        assert_eq!(all, BTreeMap::from([(1001, first), (1003, BTreeMap::new())]));
+        assert_eq!(memory_by_gpu(&GpuInventory::default(), &[1], &[7]), BTreeMap::new());
+        assert_eq!(device_memory(&inventory, &[7, 9]), [GIB, 0]);
+    }
+
+    #[test]
+    fn this_process_may_be_dumped_as_far_as_preflight_sees() {
+        let pid = std::process::id().cast_signed();
+        assert_eq!(check_process(pid, pid), Ok(()));
+    }
+}

@@ -1,0 +1,122 @@
+//! What to do with the job's TCP connections.
+//!
+//! A connection within the job can live on in a restored one: both ends are in the image. One to the outside cannot:
+//! the other side has seen it end, and a restore that insists on it fails. So by default those inside are kept, and the
+//! others come back closed.
+//!
+//! CRIU keeps all or closes all. Where there are both it is told to keep all, and those that lead out are closed in the
+//! image afterwards ([`close_connections_outwards`]). It then holds their sockets in the repair mode of tcp(7) while it
+//! dumps, which those of a job without any inside are spared.
+
+use std::collections::HashSet;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use rekindle_criu::Tcp;
+use rekindle_criu::image::{self, close_connections_outwards};
+
+/// `snapshot.tcp`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum TcpChoice {
+    /// Rekindle decides by where the job's connections lead.
+    #[default]
+    Auto,
+    /// Established connections are part of the image (CRIU's `tcp_established`).
+    Keep,
+    /// They come back closed (CRIU's `tcp_close`).
+    Close,
+}
+
+/// Decides for the tree.
+pub(super) fn choose(wanted: TcpChoice, tree: &[i32]) -> Tcp {
+    match wanted {
+        TcpChoice::Keep => Tcp::Keep,
+        TcpChoice::Close => Tcp::Close,
+        TcpChoice::Auto => automatic(&connections(tree)),
+    }
+}
+
+/// The two ends of an established connection, as /proc/net/tcp writes them.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Connection {
+    local: String,
+    remote: String,
+}
+
+fn automatic(all: &[Connection]) -> Tcp {
+    let known: HashSet<&Connection> = all.iter().collect();
+    let other_end = |c: &Connection| Connection { local: c.remote.clone(), remote: c.local.clone() };
+    let inside = |c: &Connection| known.contains(&other_end(c));
+    if all.is_empty() || all.iter().any(inside) { Tcp::Keep } else { Tcp::Close }
+}
+
+/// Closes in the image what shall not be kept of it; asked while all tasks stand still.
+pub(super) fn close_in_image(wanted: TcpChoice, dumped: Tcp, criu_dir: &Path) -> Result<(), image::Error> {
+    if (wanted, dumped) == (TcpChoice::Auto, Tcp::Keep) {
+        let closed = close_connections_outwards(criu_dir)?;
+        tracing::debug!(closed, "TCP connections to the outside");
+    }
+    Ok(())
+}
+
+/// The established connections that belong to processes of the tree.
+fn connections(tree: &[i32]) -> Vec<Connection> {
+    let sockets: HashSet<String> = tree.iter().flat_map(|pid| socket_inodes(*pid)).collect();
+    let Some(root) = tree.first().filter(|_| !sockets.is_empty()) else { return Vec::new() };
+    let tables = ["tcp", "tcp6"].map(|t| std::fs::read_to_string(format!("/proc/{root}/net/{t}")).unwrap_or_default());
+    tables.iter().flat_map(|table| parse(table, &sockets)).collect()
+}
+
+fn socket_inodes(pid: i32) -> Vec<String> {
+    let Ok(descriptors) = std::fs::read_dir(format!("/proc/{pid}/fd")) else { return Vec::new() };
+    let links = descriptors.flatten().filter_map(|fd| std::fs::read_link(fd.path()).ok());
+    links.filter_map(|l| Some(l.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.to_string())).collect()
+}
+
+fn parse(table: &str, sockets: &HashSet<String>) -> Vec<Connection> {
+    const LISTEN: &str = "0A";
+    let connection = |line: &str| {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        let (local, remote, state, inode) = (fields.get(1)?, fields.get(2)?, fields.get(3)?, fields.get(9)?);
+        let wanted = *state != LISTEN && sockets.contains(*inode);
+        wanted.then(|| Connection { local: plain(local), remote: plain(remote) })
+    };
+    table.lines().skip(1).filter_map(connection).collect()
+}
+
+/// An IPv4 address in IPv6 clothes is the same address.
+fn plain(address: &str) -> String {
+    address.strip_prefix("0000000000000000FFFF0000").unwrap_or(address).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TABLE: &str = "\
+  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 11
+   1: 0100007F:1F90 0100007F:C000 01 00000000:00000000 00:00000000 00000000     0        0 12
+   2: 0100007F:C000 0100007F:1F90 01 00000000:00000000 00:00000000 00000000     0        0 13
+   3: 0200000A:C001 0300000A:0050 01 00000000:00000000 00:00000000 00000000     0        0 14
+";
+
+    fn with(inodes: &[&str]) -> Tcp {
+        automatic(&parse(TABLE, &inodes.iter().map(ToString::to_string).collect()))
+    }
+
+    #[test]
+    fn connections_inside_are_kept() {
+        assert_eq!(with(&["11", "12", "13"]), Tcp::Keep);
+        assert_eq!(with(&["11"]), Tcp::Keep);
+    }
+
+    #[test]
+    fn where_all_lead_out_criu_closes_them() {
+        assert_eq!(with(&["12", "13", "14"]), Tcp::Keep, "two ends of one are inside");
+        assert_eq!(with(&["14"]), Tcp::Close);
+        assert_eq!(with(&["12"]), Tcp::Close, "the other end belongs to somebody else");
+    }
+}

@@ -1,0 +1,360 @@
+//! Large files past the page cache: what a store reads and writes by the gigabyte must not push the job's own files out
+//! of it, and is slower through it (each page is copied once more, and written back at a moment that nobody chose).
+//!
+//! `O_DIRECT` wants memory, offsets and lengths that are multiples of [`ALIGN`]. It is set on an open file by fcntl(2),
+//! not at open(2), which creates the file before it refuses the flag. Where the file system does not take it, then or at
+//! the first read or write (EINVAL), the file is used as any other, but what was read or written is dropped from the cache
+//! behind us.
+//!
+//! When the power goes, a file has what was written before the last [`DirectFile::sync`].
+#![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
+
+use std::fs::{File, Permissions};
+use std::io;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, PosixFadviseAdvice, fcntl, posix_fadvise};
+
+use super::durable;
+use super::point::{Step, point};
+
+/// What memory, offsets and lengths are multiples of. No device in use has larger blocks, and a page is as much.
+pub const ALIGN: usize = 4096;
+const ALIGN_U64: u64 = 4096;
+
+/// The next multiple of [`ALIGN`] that is not smaller.
+#[must_use]
+pub const fn padded(len: usize) -> usize {
+    len.next_multiple_of(ALIGN)
+}
+
+/// Zeroed memory that begins at a multiple of [`ALIGN`].
+#[derive(Debug)]
+pub struct Aligned {
+    /// Never made longer, so it stays where it is.
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Aligned {
+    /// At least `len` bytes; the length is a multiple of [`ALIGN`].
+    #[must_use]
+    pub fn new(len: usize) -> Aligned {
+        let len = padded(len);
+        let bytes = vec![0; len + ALIGN];
+        let start = bytes.as_ptr().align_offset(ALIGN);
+        Aligned { bytes, start, len }
+    }
+}
+
+impl Deref for Aligned {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes[self.start..self.start + self.len]
+    }
+}
+
+impl DerefMut for Aligned {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..self.start + self.len]
+    }
+}
+
+/// How a file is read and written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// Past the page cache where the file system can.
+    Direct,
+    /// Through it, and out of it again.
+    Plain,
+}
+
+/// A file that is read or written in large pieces, each once.
+#[derive(Debug)]
+pub struct DirectFile {
+    file: File,
+    direct: AtomicBool,
+    /// Where the piece begins that was written last; what is before it need not be in the cache any more.
+    behind: AtomicU64,
+}
+
+impl DirectFile {
+    /// Makes a file, 0600, for writing.
+    ///
+    /// # Errors
+    /// Those of open(2); `AlreadyExists` where there is one.
+    pub fn create(path: &Path, way: Way) -> io::Result<DirectFile> {
+        point(Step::Write)?;
+        let file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
+        file.set_permissions(Permissions::from_mode(0o600))?;
+        Ok(DirectFile::from(file, way))
+    }
+
+    /// Opens a regular file for reading.
+    ///
+    /// # Errors
+    /// Those of [`durable::open_for_reading`].
+    pub fn open(path: &Path, way: Way) -> io::Result<DirectFile> {
+        Ok(DirectFile::from(durable::open_for_reading(path)?, way))
+    }
+
+    fn from(file: File, way: Way) -> DirectFile {
+        let direct = way == Way::Direct && set_direct(&file, true).is_ok();
+        DirectFile { file, direct: AtomicBool::new(direct), behind: AtomicU64::new(0) }
+    }
+
+    /// How it is read and written now.
+    #[must_use]
+    pub fn way(&self) -> Way {
+        if self.direct.load(Ordering::Relaxed) { Way::Direct } else { Way::Plain }
+    }
+
+    /// Its size in bytes.
+    ///
+    /// # Errors
+    /// That of fstat(2).
+    pub fn len(&self) -> io::Result<u64> {
+        Ok(self.file.metadata()?.len())
+    }
+
+    /// Whether it has no bytes.
+    ///
+    /// # Errors
+    /// That of fstat(2).
+    pub fn is_empty(&self) -> io::Result<bool> {
+        Ok(self.len()? == 0)
+    }
+
+    /// Writes `bytes`, which begin at a multiple of [`ALIGN`] in memory and in the file and are a multiple of it long.
+    ///
+    /// # Errors
+    /// Those of pwrite(2); `WriteZero` where the kernel takes nothing.
+    pub fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        point(Step::Write)?;
+        match self.file.write_all_at(bytes, offset) {
+            Err(error) if self.refused(&error) => self.file.write_all_at(bytes, offset)?,
+            done => done?,
+        }
+        if self.way() == Way::Plain {
+            let end = offset.saturating_add(u64::try_from(bytes.len()).unwrap_or(u64::MAX));
+            self.leave_behind(offset, end);
+        }
+        Ok(())
+    }
+
+    /// Makes the file `len` bytes long: what was written to fill the last block goes.
+    ///
+    /// # Errors
+    /// Those of ftruncate(2).
+    pub fn cut(&self, len: u64) -> io::Result<()> {
+        self.file.set_len(len)
+    }
+
+    /// Waits until content and size are on the disk.
+    ///
+    /// # Errors
+    /// That of fdatasync(2); ENOSPC shows up here on file systems that allocate late.
+    pub fn sync(&self) -> io::Result<()> {
+        point(Step::Other)?;
+        self.file.sync_data()?;
+        if self.way() == Way::Plain {
+            self.forget(0, 0);
+        }
+        Ok(())
+    }
+
+    /// Reads what the file has in `len` bytes from `offset`. The answer lies in `into`, which is large enough for
+    /// [`span`] of them, and is shorter at the end of the file only.
+    ///
+    /// # Errors
+    /// Those of pread(2).
+    pub fn read_at<'a>(&self, into: &'a mut Aligned, offset: u64, len: usize) -> io::Result<&'a mut [u8]> {
+        let (from, skip, whole) = span(offset, len);
+        let target = into.get_mut(..whole).ok_or_else(|| io::Error::other("a span that is larger than the buffer"))?;
+        let got = match self.fill(target, from) {
+            Err(error) if self.refused(&error) => self.fill(target, from)?,
+            got => got?,
+        };
+        if self.way() == Way::Plain {
+            self.forget(from, u64::try_from(got).unwrap_or(0));
+        }
+        Ok(into.get_mut(skip..got.min(skip + len)).unwrap_or_default())
+    }
+
+    fn fill(&self, target: &mut [u8], offset: u64) -> io::Result<usize> {
+        let mut got = 0;
+        while let Some(rest) = target.get_mut(got..).filter(|rest| !rest.is_empty()) {
+            match self.file.read_at(rest, offset.saturating_add(u64::try_from(got).unwrap_or(u64::MAX))) {
+                Ok(0) => break,
+                Ok(n) => got += n,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+            // Only the end of the file cuts a direct read off within a block, and none may begin there.
+            if got % ALIGN != 0 && self.way() == Way::Direct {
+                break;
+            }
+        }
+        Ok(got)
+    }
+
+    /// Whether it was `O_DIRECT` that the kernel refused. It is not used any more then.
+    fn refused(&self, error: &io::Error) -> bool {
+        let refused = error.raw_os_error() == Some(libc::EINVAL) && self.way() == Way::Direct;
+        if refused {
+            // Where it cannot be taken back, the second try fails as the first did.
+            let _ = set_direct(&self.file, false);
+            self.direct.store(false, Ordering::Relaxed);
+        }
+        refused
+    }
+
+    /// Starts the way of what was just written to the disk, and drops what was written before from the cache.
+    fn leave_behind(&self, offset: u64, end: u64) {
+        sync_range(&self.file, offset, end - offset, libc::SYNC_FILE_RANGE_WRITE);
+        let before = self.behind.swap(offset, Ordering::Relaxed);
+        if before < offset {
+            let wait =
+                libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
+            sync_range(&self.file, before, offset - before, wait);
+            self.forget(before, offset - before);
+        }
+    }
+
+    /// Advice: what the kernel does not follow costs memory that it can take back.
+    fn forget(&self, offset: u64, len: u64) {
+        if let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) {
+            let _ = posix_fadvise(&self.file, offset, len, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
+        }
+    }
+}
+
+/// What is read for `len` bytes from `offset`: from where, how many bytes come before what is wanted, and how many in all.
+#[must_use]
+pub fn span(offset: u64, len: usize) -> (u64, usize, usize) {
+    let over = offset % ALIGN_U64;
+    let skip = usize::try_from(over).unwrap_or(0);
+    (offset - over, skip, padded(skip + len))
+}
+
+fn set_direct(file: &File, on: bool) -> nix::Result<()> {
+    let mut flags = OFlag::from_bits_retain(fcntl(file, FcntlArg::F_GETFL)?);
+    flags.set(OFlag::O_DIRECT, on);
+    Errno::result(fcntl(file, FcntlArg::F_SETFL(flags))?).map(drop)
+}
+
+fn sync_range(file: &File, offset: u64, len: u64, flags: libc::c_uint) {
+    let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) else { return };
+    // SAFETY: no memory is involved. What fails here is told by fdatasync.
+    unsafe { libc::sync_file_range(file.as_raw_fd(), offset, len, flags) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pattern(len: usize) -> Vec<u8> {
+        (0..len).map(|n| u8::try_from(n % 251).unwrap()).collect()
+    }
+
+    #[test]
+    fn memory_is_aligned_and_zeroed() {
+        for len in [1, ALIGN, ALIGN + 1, 5 << 20] {
+            let memory = Aligned::new(len);
+            assert_eq!(memory.as_ptr().align_offset(ALIGN), 0);
+            assert_eq!(memory.len(), padded(len));
+            assert!(memory.iter().all(|byte| *byte == 0));
+        }
+    }
+
+    #[test]
+    fn what_is_written_is_read_back_both_ways() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        for way in [Way::Direct, Way::Plain] {
+            let path = dir.path().join(format!("{way:?}"));
+            let bytes = pattern(3 * ALIGN + 17);
+            let mut memory = Aligned::new(bytes.len());
+            memory[..bytes.len()].copy_from_slice(&bytes);
+            let file = DirectFile::create(&path, way).unwrap();
+            file.write_at(&memory[..2 * ALIGN], 0).unwrap();
+            file.write_at(&memory[2 * ALIGN..], 2 * ALIGN_U64).unwrap();
+            file.cut(bytes.len() as u64).unwrap();
+            file.sync().unwrap();
+            assert_eq!(std::fs::read(&path).unwrap(), bytes);
+            assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+
+            let file = DirectFile::open(&path, way).unwrap();
+            let mut into = Aligned::new(4 * ALIGN);
+            for (offset, len) in [(0, 10), (5, ALIGN), (ALIGN, ALIGN), (3 * ALIGN, 17), (0, bytes.len())] {
+                let read = file.read_at(&mut into, offset as u64, len).unwrap();
+                assert_eq!(read, &bytes[offset..offset + len], "{way:?} {offset} {len}");
+            }
+            // Over the end.
+            assert_eq!(file.read_at(&mut into, 3 * ALIGN_U64 + 10, 100).unwrap(), &bytes[3 * ALIGN + 10..]);
+            assert_eq!(file.read_at(&mut into, 3 * ALIGN_U64 + 17, 100).unwrap(), b"");
+            assert_eq!(file.read_at(&mut into, 9 * ALIGN_U64, 100).unwrap(), b"");
+            assert!(file.read_at(&mut into, 1, 4 * ALIGN).is_err());
+        }
+    }
+
+    #[test]
+    fn where_the_kernel_refuses_at_the_first_write_it_goes_the_plain_way() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = dir.path().join("f");
+        let file = DirectFile::create(&path, Way::Direct).unwrap();
+        if !rekindle_testing::require("root", file.way() == Way::Direct, "/var/tmp takes no O_DIRECT") {
+            return;
+        }
+        // Memory that is not aligned is refused as a file system without O_DIRECT would.
+        let memory = Aligned::new(2 * ALIGN);
+        file.write_at(&memory[1..=ALIGN], 0).unwrap();
+        assert_eq!((file.way(), file.len().unwrap()), (Way::Plain, ALIGN_U64));
+        file.write_at(&memory[1..=ALIGN], ALIGN_U64).unwrap();
+        assert_eq!(file.len().unwrap(), 2 * ALIGN_U64);
+    }
+
+    #[test]
+    fn nothing_is_left_in_the_page_cache() {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        for way in [Way::Direct, Way::Plain] {
+            let path = dir.path().join(format!("{way:?}"));
+            let memory = Aligned::new(1 << 20);
+            let file = DirectFile::create(&path, way).unwrap();
+            for n in 0..8 {
+                file.write_at(&memory, n << 20).unwrap();
+            }
+            file.sync().unwrap();
+            assert_eq!(cached(&path), 0, "{way:?}, written");
+            let file = DirectFile::open(&path, way).unwrap();
+            let mut into = Aligned::new(1 << 20);
+            for n in 0..8 {
+                file.read_at(&mut into, n << 20, 1 << 20).unwrap();
+            }
+            // A last page may still be on its way in by read-ahead.
+            assert!(cached(&path) <= 64, "{way:?}, read");
+        }
+    }
+
+    /// Pages of the file in the cache.
+    fn cached(path: &Path) -> usize {
+        let file = std::sync::Arc::new(File::open(path).unwrap());
+        let len = usize::try_from(file.metadata().unwrap().len()).unwrap();
+        let mut pages = vec![0_u8; len.div_ceil(4096)];
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let start =
+            unsafe { libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0) };
+        assert_ne!(start, libc::MAP_FAILED);
+        // SAFETY: the range is mapped, and there is a byte for each page of it.
+        assert_eq!(unsafe { libc::mincore(start, len, pages.as_mut_ptr()) }, 0);
+        // SAFETY: ours, and not used any more.
+        unsafe { libc::munmap(start, len) };
+        pages.iter().filter(|page| *page & 1 == 1).count()
+    }
+}

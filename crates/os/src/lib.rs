@@ -1,0 +1,25 @@
+//! Linux behind safe functions: processes, namespaces, ptrace, pidfds, durable files, direct I/O.
+//!
+//! A file that needs `unsafe` says so at its top, and each block says why it is sound.
+
+pub mod blocks;
+pub mod cgroup;
+pub mod clock;
+pub mod direct;
+pub mod durable;
+pub mod elf;
+pub mod identity;
+pub mod inherited;
+pub mod leases;
+pub mod netns;
+pub mod pages;
+pub mod parallel;
+pub mod point;
+pub mod process;
+pub mod ptrace;
+pub mod rights;
+pub mod sock_diag;
+pub mod sparse;
+pub mod spawn;
+pub mod tcp_repair;
+pub mod view;

@@ -1,0 +1,181 @@
+//! A network namespace that belongs to a user without rights.
+//!
+//! Whoever is to work in a network namespace needs rights over the user namespace that it was made in (setns(2)). One that is
+//! made by root takes root. So this one is made in a user namespace of its own, whose owner is another user: that user has
+//! all rights in it (user_namespaces(7)), and none anywhere else.
+//!
+//! Both are made by a process that is forked for this, and ended: a process with threads cannot enter a user namespace.
+//! Between fork and end it makes system calls only, because other threads may have held locks.
+#![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use nix::fcntl::OFlag;
+use nix::sys::signal::Signal;
+use nix::sys::wait::waitpid;
+use nix::unistd::{ForkResult, Pid};
+
+/// `SECBIT_NO_SETUID_FIXUP` of linux/securebits.h: to become another user takes no capability away. One is needed to make a
+/// user namespace where the machine does not let everybody.
+const NO_SETUID_FIXUP: libc::c_ulong = 1 << 2;
+
+/// A network namespace, and the user namespace that it belongs to. Both last as long as somebody has them open or is in them.
+#[derive(Debug)]
+pub struct Owned {
+    /// The user namespace.
+    pub user: OwnedFd,
+    /// The network namespace.
+    pub network: OwnedFd,
+}
+
+/// Makes both, for that user and group. Needs root.
+///
+/// # Errors
+/// When the kernel refuses a step: user namespaces may be switched off (`user.max_user_namespaces`).
+pub fn owned_by(user: u32, group: u32) -> io::Result<Owned> {
+    let (report, report_end) = nix::unistd::pipe2(OFlag::O_CLOEXEC)?;
+    // SAFETY: the child makes system calls on its own memory only, and never returns.
+    match unsafe { nix::unistd::fork() }? {
+        ForkResult::Child => child(user, group, report_end.as_raw_fd()),
+        ForkResult::Parent { child } => {
+            drop(report_end);
+            let made = open(child, user, group, File::from(report));
+            // It only waits for this. Not found: somebody else has reaped it.
+            let _ = nix::sys::signal::kill(child, Signal::SIGKILL);
+            let _ = waitpid(child, None);
+            made
+        }
+    }
+}
+
+fn open(child: Pid, user: u32, group: u32, mut report: File) -> io::Result<Owned> {
+    let mut errno = [0; 4];
+    report.read_exact(&mut errno)?;
+    match i32::from_ne_bytes(errno) {
+        0 => {}
+        errno => return Err(io::Error::from_raw_os_error(errno)),
+    }
+    // Root in there is that user.
+    fs::write(format!("/proc/{child}/uid_map"), format!("0 {user} 1\n"))?;
+    fs::write(format!("/proc/{child}/gid_map"), format!("0 {group} 1\n"))?;
+    let namespace = |name: &str| File::open(format!("/proc/{child}/ns/{name}")).map(OwnedFd::from);
+    Ok(Owned { user: namespace("user")?, network: namespace("net")? })
+}
+
+/// Reports the error of the first step that failed, or 0, and waits to be killed.
+fn child(user: u32, group: u32, report: libc::c_int) -> ! {
+    let errno = enter(user, group).err().map_or(0, |error| error.raw_os_error().unwrap_or(libc::EINVAL));
+    let bytes = errno.to_ne_bytes();
+    // SAFETY: `bytes` is valid for its length.
+    unsafe { libc::write(report, bytes.as_ptr().cast(), bytes.len()) };
+    loop {
+        // SAFETY: no memory is involved.
+        unsafe { libc::pause() };
+    }
+}
+
+fn enter(user: u32, group: u32) -> io::Result<()> {
+    let check = |result: libc::c_long| if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) };
+    // SAFETY: a system call on numbers.
+    check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_SECUREBITS, NO_SETUID_FIXUP, 0, 0, 0) })?;
+    // The kernel's own calls: those of the C library want to tell threads that this copy does not have.
+    // SAFETY: no groups are read.
+    check(unsafe { libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<libc::gid_t>()) })?;
+    // SAFETY: a system call on numbers.
+    check(unsafe { libc::syscall(libc::SYS_setresgid, group, group, group) })?;
+    // SAFETY: a system call on numbers.
+    check(unsafe { libc::syscall(libc::SYS_setresuid, user, user, user) })?;
+    // Its owner is whoever makes it; the next one belongs to it.
+    // SAFETY: a system call on numbers.
+    check(unsafe { libc::syscall(libc::SYS_unshare, libc::CLONE_NEWUSER) })?;
+    // SAFETY: a system call on numbers.
+    check(unsafe { libc::syscall(libc::SYS_unshare, libc::CLONE_NEWNET) })?;
+    // After the change of user, which takes it back: no such process outlives the thread that made it.
+    // SAFETY: a system call on numbers.
+    check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) })
+}
+
+/// Has a network namespace of a process take every address for its own: what was bound or connected anywhere else can be
+/// bound and connected there, and reaches nobody. Needs rights over it.
+///
+/// # Errors
+/// When it cannot be entered, or the kernel takes no route.
+pub fn own_all_addresses(pid: i32) -> io::Result<()> {
+    let namespace = File::open(format!("/proc/{pid}/ns/net"))?;
+    // A thread of its own, which is in it to its end.
+    let work = move || {
+        nix::sched::setns(&namespace, nix::sched::CloneFlags::CLONE_NEWNET)?;
+        route_all_to_loopback(libc::AF_INET)?;
+        // Where there is no IPv6, no socket of the job's is of that kind.
+        let _ = route_all_to_loopback(libc::AF_INET6);
+        Ok(())
+    };
+    std::thread::spawn(work).join().unwrap_or_else(|_| Err(io::Error::other("the thread died")))
+}
+
+/// `ip route add local default dev lo` (rtnetlink(7)).
+fn route_all_to_loopback(family: i32) -> io::Result<()> {
+    use nix::sys::socket::{AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType};
+    let socket = nix::sys::socket::socket(
+        AddressFamily::Netlink,
+        SockType::Raw,
+        SockFlag::SOCK_CLOEXEC,
+        SockProtocol::NetlinkRoute,
+    )?;
+    // struct rtmsg: family, lengths of destination and source (any), type of service, table, protocol, scope, kind, flags.
+    let family = u8::try_from(family).unwrap_or_default();
+    let scope = if family == 2 { libc::RT_SCOPE_HOST } else { libc::RT_SCOPE_UNIVERSE };
+    let mut body = vec![family, 0, 0, 0, libc::RT_TABLE_LOCAL, libc::RTPROT_BOOT, scope, libc::RTN_LOCAL, 0, 0, 0, 0];
+    // struct rtattr: length, RTA_OIF; the loopback device is the first of each namespace.
+    body.extend(8u16.to_ne_bytes());
+    body.extend(libc::RTA_OIF.to_ne_bytes());
+    body.extend(1i32.to_ne_bytes());
+    let flags = libc::NLM_F_REQUEST | libc::NLM_F_ACK | libc::NLM_F_CREATE;
+    let mut message = Vec::new();
+    message.extend(u32::try_from(16 + body.len()).unwrap_or_default().to_ne_bytes());
+    message.extend(libc::RTM_NEWROUTE.to_ne_bytes());
+    message.extend(u16::try_from(flags).unwrap_or_default().to_ne_bytes());
+    message.extend(1u32.to_ne_bytes());
+    message.extend(0u32.to_ne_bytes());
+    message.extend(body);
+    nix::sys::socket::sendto(socket.as_raw_fd(), &message, &NetlinkAddr::new(0, 0), MsgFlags::empty())?;
+    let mut answer = [0u8; 256];
+    let length = nix::sys::socket::recv(socket.as_raw_fd(), &mut answer, MsgFlags::empty())?;
+    // struct nlmsghdr, then the error of struct nlmsgerr, which is 0 for none.
+    let error = answer.get(16..20).filter(|_| length >= 20).and_then(|bytes| bytes.try_into().ok());
+    match error.map(i32::from_ne_bytes) {
+        Some(0) => Ok(()),
+        Some(error) => Err(io::Error::from_raw_os_error(-error)),
+        None => Err(io::Error::other("rtnetlink gave no answer")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    nix::ioctl_none_bad!(owner_namespace, nix::request_code_none!(0xb7, 1));
+
+    #[test]
+    fn the_network_belongs_to_the_user_namespace_of_that_user() {
+        if !rekindle_testing::root() {
+            return;
+        }
+        let owned = owned_by(65534, 65533).unwrap();
+        // SAFETY: an ioctl without an argument (ioctl_nsfs(2)), on an open namespace.
+        let owner = unsafe { owner_namespace(owned.network.as_raw_fd()) }.unwrap();
+        // SAFETY: the ioctl answers a new descriptor, which nobody else owns.
+        let owner = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(owner) };
+        let inode = |fd: &OwnedFd| File::from(fd.try_clone().unwrap()).metadata().unwrap().ino();
+        assert_eq!(inode(&owner), inode(&owned.user));
+        assert_ne!(inode(&owner), fs::metadata("/proc/self/ns/user").unwrap().ino());
+        let mut uid: libc::uid_t = 0;
+        // SAFETY: NS_GET_OWNER_UID (ioctl_nsfs(2)) writes a uid_t.
+        let asked = unsafe { libc::ioctl(owned.user.as_raw_fd(), nix::request_code_none!(0xb7, 4), &raw mut uid) };
+        assert_eq!((asked, uid), (0, 65534));
+    }
+}

@@ -1,0 +1,362 @@
+//! What moves pages in bulk: splice between pipes, and shared mappings of files that only the kernel writes into; and
+//! pages of files in RAM, made ready before they are needed.
+//!
+//! A first write to a tmpfs page makes the kernel allocate and clear it: 4 KiB at a time that is four times slower than
+//! the copy itself, and it would happen while the job stands still. So the pages are made before, several threads at
+//! once, by `MADV_POPULATE_WRITE` (Linux 5.14). It tells of a full tmpfs by an error, and pages that are there cost it
+//! little; fallocate(2) takes 1.7 s for each GiB of those.
+//!
+//! A mapping here is never read or written by our own instructions, but by read(2), process_vm_writev(2) and madvise(2) on
+//! its range. Where a page cannot be had (the file was cut, its file system is full) those fail with EFAULT or a short
+//! count; a load or a store would be a SIGBUS. For the same reason nothing here hands out a slice.
+#![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
+
+use std::fs::File;
+use std::io::{self, IoSlice};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::Path;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::sys::statfs::{TMPFS_MAGIC, fstatfs};
+use nix::sys::uio::{RemoteIoVec, process_vm_writev};
+use nix::unistd::Pid;
+
+use super::parallel::{cores, in_parallel};
+
+/// Mapped and populated at once. A multiple of every huge page size in use.
+const STRETCH: u64 = 1 << 30;
+
+/// More threads clear pages no faster on the machines measured, and the job runs meanwhile.
+const MAX_THREADS: usize = 4;
+
+/// Threads that may work on pages while the job runs: fewer than there are cores.
+#[must_use]
+pub fn spare_threads() -> usize {
+    (cores() / 2).clamp(1, MAX_THREADS)
+}
+
+/// Makes the file at least `len` bytes long, and all its pages present. What is in it stays.
+///
+/// # Errors
+/// `StorageFull` or `OutOfMemory` where the tmpfs or the memory of the machine is not enough; the file may have grown then.
+pub fn make_present(file: &File, len: u64) -> io::Result<()> {
+    if file.metadata()?.size() < len {
+        // Before the pages: a tmpfs with huge=within_size gives huge pages only below the size.
+        file.set_len(len)?;
+    }
+    let file = Arc::new(file.try_clone()?);
+    let stretches: Vec<u64> = (0..len.div_ceil(STRETCH)).map(|n| n * STRETCH).collect();
+    let populate = |start: u64| {
+        let length = usize::try_from(STRETCH.min(len - start)).map_err(io::Error::other)?;
+        Mapping::new(&file, start, length)?.populate(0, length)
+    };
+    in_parallel(stretches, spare_threads(), populate).map(drop)
+}
+
+/// Mapped at once by a [`Writer`], and what its pages add to our memory at most: those of a mapping are counted.
+const WINDOW: u64 = 16 << 20;
+
+/// One of several threads that write to the same file.
+///
+/// write(2) on a tmpfs holds the lock of the file while it looks for pages and copies (Linux 6.18: `shmem_file_write_iter`),
+/// so that threads which write to one file do so one after the other, and those that wait burn their processors. Worse in a
+/// virtual machine whose host takes back what is free (free page reporting of the balloon): the first touch of a page waits
+/// for the host, 11 us for each 4 KiB where this was measured, in which no other thread gets on. Through a mapping the pages
+/// are found and filled without that lock. On other file systems it is pwrite(2): there each page would be read first.
+#[derive(Debug)]
+pub struct Writer {
+    file: Arc<File>,
+    /// What can be written through a mapping: nothing beyond the end, which a mapping does not move.
+    mappable: u64,
+    /// Where in the file it begins.
+    window: Option<(u64, Mapping)>,
+}
+
+impl Writer {
+    /// Opens a file that has its size already.
+    ///
+    /// # Errors
+    /// Those of open(2) and fstat(2).
+    pub fn open(path: &Path) -> io::Result<Writer> {
+        let file = File::options().read(true).write(true).open(path)?;
+        let in_ram = fstatfs(&file).is_ok_and(|system| system.filesystem_type() == TMPFS_MAGIC);
+        let mappable = if in_ram { file.metadata()?.size() } else { 0 };
+        Ok(Writer { file: Arc::new(file), mappable, window: None })
+    }
+
+    /// Writes all of `bytes`.
+    ///
+    /// # Errors
+    /// Those of pwrite(2).
+    pub fn write_at(&mut self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        let end = u64::try_from(bytes.len()).ok().and_then(|len| offset.checked_add(len));
+        if end.is_some_and(|end| end <= self.mappable) && self.write_mapped(bytes, offset).is_ok() {
+            return Ok(());
+        }
+        // A mapping does not tell why there is no page to be had.
+        self.file.write_all_at(bytes, offset)
+    }
+
+    fn write_mapped(&mut self, mut bytes: &[u8], mut offset: u64) -> io::Result<()> {
+        let size = |n: u64| usize::try_from(n).map_err(io::Error::other);
+        while !bytes.is_empty() {
+            let start = offset - offset % WINDOW;
+            let mapping = match self.window.take().filter(|(of, _)| *of == start) {
+                Some((_, mapping)) => mapping,
+                None => Mapping::new(&self.file, start, size(WINDOW)?)?,
+            };
+            let at = size(offset - start)?;
+            let (now, later) = bytes.split_at(bytes.len().min(mapping.length() - at));
+            mapping.write(at, now)?;
+            self.window = Some((start, mapping));
+            offset += u64::try_from(now.len()).map_err(io::Error::other)?;
+            bytes = later;
+        }
+        Ok(())
+    }
+}
+
+/// Moves up to `length` bytes from one pipe to another pipe or device, without waiting. Between pipes whole pages change
+/// hands and nothing is copied.
+///
+/// Returns how many bytes were moved: 0 at the end of the stream, which a FIFO that nobody has opened for writing is at
+/// too.
+///
+/// # Errors
+/// EAGAIN when there is nothing to move now but somebody can still write, or no room.
+pub fn splice(from: BorrowedFd<'_>, to: BorrowedFd<'_>, length: usize) -> io::Result<usize> {
+    let (from, to) = (from.as_raw_fd(), to.as_raw_fd());
+    let flags = libc::SPLICE_F_NONBLOCK | libc::SPLICE_F_MOVE;
+    // SAFETY: no memory of ours is involved; without offsets the kernel uses the positions of the files.
+    let moved = unsafe { libc::splice(from, ptr::null_mut(), to, ptr::null_mut(), length, flags) };
+    usize::try_from(moved).map_err(|_| io::Error::last_os_error())
+}
+
+/// A range of a file, mapped shared and for writing.
+#[derive(Debug)]
+pub struct Mapping {
+    start: NonNull<libc::c_void>,
+    length: usize,
+    file: Arc<File>,
+    /// In the file.
+    offset: i64,
+}
+
+// SAFETY: the address is owned by this value alone and valid on every thread until it is dropped.
+unsafe impl Send for Mapping {}
+// SAFETY: through a shared reference only the kernel writes, to memory that no reference points to.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `length` bytes from `offset`, a multiple of the page size. The file may be shorter. On a tmpfs with huge pages
+    /// the kernel chooses a fitting address.
+    ///
+    /// # Errors
+    /// When the kernel does not map it.
+    pub fn new(file: &Arc<File>, offset: u64, length: usize) -> io::Result<Mapping> {
+        let offset = i64::try_from(offset).map_err(io::Error::other)?;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let fd = file.as_raw_fd();
+        // SAFETY: a new mapping at an address that the kernel chooses touches nothing of ours.
+        let start = unsafe { libc::mmap(ptr::null_mut(), length, access, libc::MAP_SHARED, fd, offset) };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let start = NonNull::new(start).ok_or_else(|| io::Error::other("mapped at address 0"))?;
+        Ok(Mapping { start, length, file: Arc::clone(file), offset })
+    }
+
+    /// The bytes that are mapped.
+    #[must_use]
+    pub fn length(&self) -> usize {
+        self.length
+    }
+
+    /// The address of `at`, from which on there are `length` bytes.
+    fn range(&self, at: usize, length: usize) -> io::Result<*mut libc::c_void> {
+        if at.checked_add(length).is_none_or(|end| end > self.length) {
+            return Err(io::Error::other(format!("{length} bytes at {at} of a mapping of {}", self.length)));
+        }
+        Ok(self.start.as_ptr().wrapping_byte_add(at))
+    }
+
+    /// Makes sure that the pages of a range are there and mapped, so that writing needs no page fault. New ones are
+    /// zeroed.
+    ///
+    /// # Errors
+    /// `StorageFull` or `OutOfMemory` where there is no page to be had, or the file is shorter.
+    pub fn populate(&self, at: usize, length: usize) -> io::Result<()> {
+        let start = self.range(at, length)?;
+        loop {
+            // SAFETY: the range lies in our mapping; only pages are added.
+            let answer = unsafe { libc::madvise(start, length, libc::MADV_POPULATE_WRITE) };
+            match Errno::result(answer) {
+                Err(Errno::EINTR | Errno::EAGAIN) => {}
+                Ok(_) => return Ok(()),
+                // What tmpfs has no page for (madvise(2)).
+                Err(Errno::EFAULT) => return Err(io::ErrorKind::StorageFull.into()),
+                // A kernel before 5.14.
+                Err(Errno::EINVAL) => return self.reserve(at, length),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn reserve(&self, at: usize, length: usize) -> io::Result<()> {
+        let signed = |n: usize| i64::try_from(n).map_err(io::Error::other);
+        let (start, length) = (self.offset.saturating_add(signed(at)?), signed(length)?);
+        loop {
+            match fallocate(&*self.file, FallocateFlags::empty(), start, length) {
+                Err(Errno::EINTR) => {}
+                other => return Ok(other?),
+            }
+        }
+    }
+
+    /// Writes all of `bytes` to `at`.
+    ///
+    /// # Errors
+    /// EFAULT where the file has no page and gets none; some of it may have been written. EPERM or ENOSYS where a filter of
+    /// system calls has no process_vm_writev(2).
+    pub fn write(&self, at: usize, mut bytes: &[u8]) -> io::Result<()> {
+        let mut base = self.range(at, bytes.len())?.addr();
+        while !bytes.is_empty() {
+            let to = RemoteIoVec { base, len: bytes.len() };
+            let written = process_vm_writev(Pid::this(), &[IoSlice::new(bytes)], &[to])?;
+            if written == 0 {
+                return Err(io::ErrorKind::WriteZero.into());
+            }
+            base += written;
+            bytes = bytes.get(written..).unwrap_or_default();
+        }
+        Ok(())
+    }
+
+    /// Reads up to `length` bytes to `at`.
+    ///
+    /// # Errors
+    /// Those of read(2); EFAULT where the file has no page and gets none.
+    pub fn read_from(&self, from: impl AsFd, at: usize, length: usize) -> io::Result<usize> {
+        let to = self.range(at, length)?;
+        let fd = from.as_fd().as_raw_fd();
+        // SAFETY: the range lies in our mapping, to which there are no references.
+        let got = unsafe { libc::read(fd, to, length) };
+        usize::try_from(got).map_err(|_| io::Error::last_os_error())
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: ours, and nobody uses it any more. It can only fail for a range that is none.
+        unsafe { libc::munmap(self.start.as_ptr(), self.length) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use super::*;
+
+    #[test]
+    fn what_is_read_is_in_the_file_and_no_further() {
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        file.set_len(8192).unwrap();
+        let mapping = Mapping::new(&file, 4096, 8192).unwrap();
+        mapping.populate(0, 4096).unwrap();
+        let (read, mut write) = io::pipe().unwrap();
+        write.write_all(&[7; 200]).unwrap();
+        assert_eq!(mapping.read_from(&read, 96, 100).unwrap(), 100);
+        let mut found = [0; 100];
+        std::os::unix::fs::FileExt::read_exact_at(&*file, &mut found, 4096 + 96).unwrap();
+        assert_eq!(found, [7; 100]);
+        // Past the end of the file: an error, no signal.
+        assert_eq!(mapping.read_from(&read, 4096, 100).unwrap_err().raw_os_error(), Some(libc::EFAULT));
+        assert!(mapping.populate(4096, 4096).is_err());
+        assert!(mapping.read_from(&read, 8192, 1).is_err() && mapping.populate(usize::MAX, 2).is_err());
+    }
+
+    #[test]
+    fn an_old_kernel_has_the_pages_reserved() {
+        let dir = tempfile::Builder::new().tempdir_in("/dev/shm").unwrap();
+        let file = File::options().create_new(true).read(true).write(true).open(dir.path().join("f")).unwrap();
+        file.set_len(3 << 20).unwrap();
+        let file = Arc::new(file);
+        let mapping = Mapping::new(&file, 1 << 20, 2 << 20).unwrap();
+        mapping.reserve(1 << 20, 1 << 20).unwrap();
+        let blocks = file.metadata().unwrap().blocks() * 512;
+        assert!((1 << 20..3 << 20).contains(&blocks), "{blocks}");
+    }
+
+    #[test]
+    fn pages_are_there_and_content_stays() {
+        let dir = tempfile::Builder::new().tempdir_in("/dev/shm").unwrap();
+        let path = dir.path().join("f");
+        let mut file = File::options().create_new(true).read(true).write(true).open(&path).unwrap();
+        file.write_all(b"before").unwrap();
+        make_present(&file, (5 << 20) + 17).unwrap();
+        assert_eq!(file.metadata().unwrap().size(), (5 << 20) + 17);
+        assert!(file.metadata().unwrap().blocks() * 512 >= 5 << 20);
+        assert_eq!(&std::fs::read(&path).unwrap()[..8], b"before\0\0");
+        make_present(&file, 0).unwrap();
+        assert_eq!(file.metadata().unwrap().size(), (5 << 20) + 17, "it never shrinks");
+    }
+
+    #[test]
+    fn several_threads_write_one_file() {
+        const PIECE: usize = 300_001;
+        // Two windows and a part of a third. What follows in the file is not written.
+        let content: Vec<u8> = (0..9_000_000_u32).flat_map(u32::to_le_bytes).collect();
+        for place in ["/dev/shm", "/var/tmp"] {
+            let dir = tempfile::tempdir_in(place).unwrap();
+            let path = dir.path().join("f");
+            File::create(&path).unwrap().set_len(u64::try_from(content.len()).unwrap() + (4 << 20)).unwrap();
+            let pieces: Vec<(usize, &[u8])> = content.chunks(PIECE).enumerate().collect();
+            let write = |(n, piece): (usize, &[u8])| {
+                let mut writer = Writer::open(&path).unwrap();
+                assert_eq!(writer.mappable > 0, place == "/dev/shm");
+                writer.write_at(piece, u64::try_from(n * PIECE).unwrap()).unwrap();
+                assert_eq!(writer.window.is_some(), place == "/dev/shm");
+                Ok::<_, ()>(())
+            };
+            in_parallel(pieces, 4, write).unwrap();
+            let found = std::fs::read(&path).unwrap();
+            assert!(found.starts_with(&content) && found[content.len()..].iter().all(|byte| *byte == 0));
+            let blocks = std::fs::metadata(&path).unwrap().blocks() * 512;
+            assert!(blocks < u64::try_from(content.len()).unwrap() + (2 << 20), "what is not written stays a hole");
+        }
+    }
+
+    #[test]
+    fn what_is_beyond_the_end_is_written_too() {
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = dir.path().join("f");
+        std::fs::write(&path, b"begin").unwrap();
+        let mut writer = Writer::open(&path).unwrap();
+        writer.write_at(b"n and end", 4).unwrap();
+        // The file was cut behind our back: the mapping has no page there.
+        File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+        writer.write_at(b"anew", 0).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"anew");
+        writer.write_at(b"w and long", 3).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), b"anew and long");
+    }
+
+    #[test]
+    fn a_splice_does_not_wait() {
+        let (from, mut write) = io::pipe().unwrap();
+        let (to_read, to) = io::pipe().unwrap();
+        let again = splice(from.as_fd(), to.as_fd(), 10).unwrap_err();
+        assert_eq!(again.kind(), io::ErrorKind::WouldBlock);
+        write.write_all(b"pages").unwrap();
+        assert_eq!(splice(from.as_fd(), to.as_fd(), 10).unwrap(), 5);
+        drop(write);
+        assert_eq!(splice(from.as_fd(), to.as_fd(), 10).unwrap(), 0);
+        drop(to);
+        assert_eq!(io::read_to_string(to_read).unwrap(), "pages");
+    }
+}

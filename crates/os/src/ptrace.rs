@@ -1,0 +1,453 @@
+//! One thread of a stopped process that runs alone.
+//!
+//! While the device memory of a CUDA process is checkpointed, none of its own threads may run: they can read what the
+//! driver has unmapped (seen with JAX on driver 580: a thread dies by SIGSEGV inside libcuda within a second). So its
+//! threads are stopped (SIGSTOP) for as long. The driver's work is done by one thread of the process, which has to run
+//! meanwhile. A tracer can let a single thread of a stopped process go on; when it detaches, the thread stops again with
+//! the others (ptrace(2), group-stop; kernel/ptrace.c, `__ptrace_unlink`).
+//!
+//! A thread that is made in a stopped process stops before its first instruction (kernel/signal.c,
+//! `task_join_group_stop`). Those that the running thread makes, above all the helpers of our interposer, are therefore
+//! traced from their birth and let run too. The helpers end by themselves; an image must not hold them, so the end of
+//! [`Alone`] waits for that.
+#![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
+
+mod lock;
+mod turns;
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use super::process;
+pub use lock::{PosixLock, take_lock};
+pub use turns::lend;
+
+/// The thread, running. Dropped, it stops with the others again.
+#[derive(Debug)]
+pub struct Alone {
+    over: Arc<AtomicBool>,
+    tracer: Option<JoinHandle<()>>,
+}
+
+impl Alone {
+    /// Lets thread `tid` of a stopped process run.
+    ///
+    /// # Errors
+    /// When it cannot be traced: another tracer has it, or a right is missing.
+    pub fn run(tid: i32) -> io::Result<Alone> {
+        Alone::with(tid, Signals::Wait)
+    }
+
+    /// Lets it run for a moment, in which signals come as ever: it may be in the middle of code that has blocked some, or be
+    /// about to enter such, and would go on with a mask of ours for ever.
+    ///
+    /// # Errors
+    /// As [`Alone::run`].
+    pub fn turn(tid: i32) -> io::Result<Alone> {
+        Alone::with(tid, Signals::Come)
+    }
+
+    fn with(tid: i32, signals: Signals) -> io::Result<Alone> {
+        let over = Arc::new(AtomicBool::new(false));
+        let (begun, result) = mpsc::sync_channel(1);
+        let until = Arc::clone(&over);
+        // Only the thread that seized may make requests, and it must look after its tracee all the time.
+        let trace = move || match Tracee::seize(tid, signals) {
+            Ok(mut tracee) => {
+                let _ = begun.send(Ok(()));
+                tracee.keep_running(&until);
+            }
+            Err(error) => drop(begun.send(Err(error))),
+        };
+        let tracer = std::thread::Builder::new().name("tracer".into()).spawn(trace)?;
+        result.recv().unwrap_or_else(|_| Err(io::Error::other("the tracing thread ended")))?;
+        Ok(Alone { over, tracer: Some(tracer) })
+    }
+}
+
+impl Drop for Alone {
+    fn drop(&mut self) {
+        self.over.store(true, Ordering::Relaxed);
+        if let Some(tracer) = self.tracer.take() {
+            let _ = tracer.join();
+        }
+    }
+}
+
+fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()> {
+    // SAFETY: addresses that are passed as data belong to live locals of the callers below, of the size the request
+    // wants; the kernel checks everything else.
+    match unsafe { libc::ptrace(request, tid, address, data) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+/// What a thread gets for what it does itself.
+const FAULTS: [i32; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP];
+
+/// What stops a process: it stands already, and stays so when the thread is let go.
+const STOPS: [i32; 4] = [libc::SIGSTOP, libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
+
+/// How often the tracer looks. A thread that makes a helper stands until it has; so it looks without a pause for a
+/// while after each.
+const PAUSE: Duration = Duration::from_micros(50);
+const ATTENTION: Duration = Duration::from_millis(1);
+
+/// How long helpers may take to end; they do within 2 ms of their last work, unless there is no CPU for them.
+const HELPERS_END: Duration = Duration::from_millis(100);
+
+/// The name that the interposer gives to its threads.
+const HELPER: &str = "rekindle-copy";
+
+/// What becomes of signals meanwhile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Signals {
+    /// They wait until it is let go.
+    Wait,
+    Come,
+}
+
+struct Tracee {
+    tid: i32,
+    signals: Signals,
+    mask: u64,
+    /// Threads that it has made, and so on; they are traced too.
+    made: Vec<i32>,
+}
+
+/// What a look at tracees found.
+#[derive(Clone, Copy)]
+enum Seen {
+    Nothing,
+    /// With the signal that is to be delivered, or 0.
+    Stopped(i32, i32),
+    Gone(i32),
+}
+
+impl Tracee {
+    fn seize(tid: i32, signals: Signals) -> io::Result<Tracee> {
+        let options = usize::try_from(libc::PTRACE_O_TRACECLONE).unwrap_or_default();
+        ptrace(libc::PTRACE_SEIZE, tid, 0, options)?;
+        let mut tracee = Tracee { tid, signals, mask: 0, made: Vec::new() };
+        // It stands with its process, unless somebody has just let that go on.
+        ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
+        wait_for_stop(tid)?;
+        if signals == Signals::Come {
+            ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
+            return Ok(tracee);
+        }
+        // A signal handler must not run in the middle of the driver's work: signals wait until the thread is let go. Not
+        // those of faults: the kernel takes the handler of one that is blocked away (`force_sig_info_to_task`).
+        ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut tracee.mask).addr())?;
+        let all = FAULTS.iter().fold(u64::MAX, |mask, signal| mask & !(1 << (signal - 1)));
+        ptrace(libc::PTRACE_SETSIGMASK, tid, size_of::<u64>(), (&raw const all).addr())?;
+        ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
+        Ok(tracee)
+    }
+
+    /// CRIU leaves a SIGSTOP in the queue of a stopped task, which no mask holds back: it and whatever else stops a
+    /// thread is passed over.
+    fn keep_running(&mut self, over: &AtomicBool) {
+        // The default slack, 50 us, would double the pause. It is this thread's own.
+        // SAFETY: a system call on numbers.
+        unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1) };
+        let mut attention = Instant::now();
+        while !over.load(Ordering::Relaxed) {
+            match self.look() {
+                Ok(Seen::Stopped(..)) => attention = Instant::now() + ATTENTION,
+                Ok(Seen::Gone(tid)) if tid == self.tid => break,
+                Err(_) => return,
+                Ok(_) if Instant::now() < attention => std::hint::spin_loop(),
+                Ok(_) => std::thread::sleep(PAUSE),
+            }
+        }
+        let deadline = Instant::now() + HELPERS_END;
+        while self.has_helper() && Instant::now() < deadline {
+            if !matches!(self.look(), Ok(Seen::Stopped(..))) {
+                std::thread::sleep(PAUSE);
+            }
+        }
+        // A thread that is gone needs nothing; one that cannot be detached is let go when this thread ends.
+        for tid in std::mem::take(&mut self.made) {
+            let _ = self.let_go(tid);
+        }
+        let _ = self.let_go(self.tid);
+    }
+
+    fn has_helper(&self) -> bool {
+        // One that has not run yet still has the name of its maker. It stands with the others when it is let go, before
+        // its first instruction, and ends when they go on.
+        self.made.iter().any(|tid| process::name(*tid).is_some_and(|name| name == HELPER))
+    }
+
+    /// Looks at all tracees of this thread and lets one go on that stands.
+    fn look(&mut self) -> io::Result<Seen> {
+        let seen = wait(-1, libc::__WNOTHREAD | libc::WNOHANG)?;
+        match seen {
+            Seen::Stopped(tid, signal) => {
+                // The stop of a new thread can be seen before that of its maker, which tells of it.
+                if tid != self.tid && !self.made.contains(&tid) {
+                    self.made.push(tid);
+                }
+                // One for a fault is held back: the instruction meets it again.
+                let comes = self.signals == Signals::Come && !FAULTS.contains(&signal) && !STOPS.contains(&signal);
+                let signal = if comes { usize::try_from(signal).unwrap_or_default() } else { 0 };
+                // It may have been killed since.
+                let _ = ptrace(libc::PTRACE_CONT, tid, 0, signal);
+            }
+            Seen::Gone(tid) => self.made.retain(|made| *made != tid),
+            Seen::Nothing => {}
+        }
+        Ok(seen)
+    }
+
+    /// With the mask that the maker had: the threads it made have inherited the one that it was given here.
+    fn let_go(&self, tid: i32) -> io::Result<()> {
+        ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
+        let signal = wait_for_stop(tid)?;
+        if self.signals == Signals::Come {
+            let comes = !FAULTS.contains(&signal) && !STOPS.contains(&signal);
+            let signal = if comes { usize::try_from(signal).unwrap_or_default() } else { 0 };
+            return ptrace(libc::PTRACE_DETACH, tid, 0, signal);
+        }
+        ptrace(libc::PTRACE_SETSIGMASK, tid, size_of::<u64>(), (&raw const self.mask).addr())?;
+        ptrace(libc::PTRACE_DETACH, tid, 0, 0)
+    }
+}
+
+fn wait(tid: i32, options: i32) -> io::Result<Seen> {
+    let mut status = 0;
+    // SAFETY: `status` is a live local.
+    match unsafe { libc::waitpid(tid, &raw mut status, libc::__WALL | options) } {
+        0 => Ok(Seen::Nothing),
+        -1 => Err(io::Error::last_os_error()),
+        tid if libc::WIFSTOPPED(status) => {
+            // Of an event, which is in the upper half, there is no signal.
+            Ok(Seen::Stopped(tid, if status >> 16 == 0 { libc::WSTOPSIG(status) } else { 0 }))
+        }
+        tid => Ok(Seen::Gone(tid)),
+    }
+}
+
+/// How long a thread may take to stop: one that waits in the kernel, for a driver or a child of vfork(2), does not.
+const STOPS_WITHIN: Duration = Duration::from_secs(10);
+
+/// The signal that it was about to get, or 0.
+fn wait_for_stop(tid: i32) -> io::Result<i32> {
+    let deadline = Instant::now() + STOPS_WITHIN;
+    loop {
+        match wait(tid, libc::WNOHANG) {
+            Ok(Seen::Stopped(_, signal)) => return Ok(signal),
+            Ok(Seen::Nothing) if Instant::now() > deadline => {
+                return Err(io::Error::from_raw_os_error(libc::ETIMEDOUT));
+            }
+            Ok(Seen::Nothing) => std::thread::sleep(Duration::from_micros(20)),
+            Ok(Seen::Gone(_)) => return Err(io::Error::from_raw_os_error(libc::ESRCH)),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+/// Stops all threads of a process and waits until they stand. Answers whether it ran before: one that somebody else
+/// stopped is to stay so.
+///
+/// # Errors
+/// When the process is gone, or a thread does not stop within `limit` (it waits in the kernel, in a driver).
+pub fn stop(pid: i32, limit: Duration) -> io::Result<bool> {
+    if is_stopped(pid) {
+        return Ok(false);
+    }
+    signal(pid, libc::SIGSTOP)?;
+    let deadline = Instant::now() + limit;
+    while !is_stopped(pid) {
+        if Instant::now() > deadline || process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
+            let _ = signal(pid, libc::SIGCONT);
+            return Err(io::Error::other(format!("the threads of process {pid} do not stop")));
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    Ok(true)
+}
+
+/// Puts a SIGSTOP into the queue of a process that a tracer holds: it stands before it executes an instruction when the
+/// tracer lets it go.
+///
+/// # Errors
+/// When it is gone.
+pub fn stop_when_let_go(pid: i32) -> io::Result<()> {
+    signal(pid, libc::SIGSTOP)
+}
+
+/// Lets a stopped process go on.
+///
+/// # Errors
+/// When it is gone.
+pub fn go_on(pid: i32) -> io::Result<()> {
+    signal(pid, libc::SIGCONT)
+}
+
+/// Whether every thread of the process is stopped by a signal.
+#[must_use]
+pub fn is_stopped(pid: i32) -> bool {
+    let threads = process::threads(pid);
+    !threads.is_empty() && threads.iter().all(|tid| process::state(*tid) == Some('T'))
+}
+
+/// Whether every thread of the process is stopped. Where some are, the others are on their way, as one is that a tracer has
+/// just let go of: they are waited for, at most for `limit`.
+#[must_use]
+pub fn stands(pid: i32, limit: Duration) -> bool {
+    let deadline = Instant::now() + limit;
+    loop {
+        let states = process::threads(pid).into_iter().filter_map(process::state);
+        let states: Vec<char> = states.filter(|state| !matches!(state, 'Z' | 'X')).collect();
+        let stopped = states.iter().filter(|state| **state == 'T').count();
+        if stopped == 0 || stopped == states.len() || Instant::now() > deadline {
+            return stopped > 0 && stopped == states.len();
+        }
+        std::thread::sleep(PAUSE);
+    }
+}
+
+fn signal(pid: i32, signal: i32) -> io::Result<()> {
+    // SAFETY: a system call on numbers.
+    match unsafe { libc::kill(pid, signal) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::process::{Child, Command, Stdio};
+
+    use super::*;
+
+    struct Reaped(Child);
+
+    impl Drop for Reaped {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn until(what: impl Fn() -> bool) {
+        let deadline = Instant::now() + Duration::from_secs(5);
+        while !what() {
+            assert!(Instant::now() < deadline, "timeout");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn one_thread_runs_while_the_process_is_stopped_and_stops_with_it_again() {
+        let child = Reaped(Command::new("sh").args(["-c", "while :; do :; done"]).spawn().unwrap());
+        let pid = child.0.id().cast_signed();
+        assert!(stop(pid, Duration::from_secs(5)).unwrap());
+        assert!(!stop(pid, Duration::from_secs(5)).unwrap(), "it was stopped before");
+        let alone = Alone::run(pid).unwrap();
+        until(|| process::state(pid) == Some('R'));
+        drop(alone);
+        until(|| is_stopped(pid));
+        go_on(pid).unwrap();
+        until(|| process::state(pid) == Some('R'));
+    }
+
+    /// A turn leaves the signals of a thread as they are, and loses none.
+    #[test]
+    fn signals_come_in_a_turn_and_the_mask_stays() {
+        let script = "trap 'echo came' USR1; echo ready; while :; do :; done";
+        let mut child = Command::new("sh");
+        let mut child = Reaped(child.args(["-c", script]).stdout(Stdio::piped()).spawn().unwrap());
+        let pid = child.0.id().cast_signed();
+        let mut out = child.0.stdout.take().unwrap();
+        let mut said = [0; 6];
+        out.read_exact(&mut said).unwrap();
+        let blocked = || {
+            let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+            status.lines().find(|line| line.starts_with("SigBlk:")).unwrap().to_owned()
+        };
+        let before = blocked();
+        assert!(stop(pid, Duration::from_secs(5)).unwrap());
+        signal(pid, libc::SIGUSR1).unwrap();
+        let turn = Alone::turn(pid).unwrap();
+        assert_eq!(blocked(), before);
+        let mut said = [0; 5];
+        out.read_exact(&mut said).unwrap();
+        assert_eq!(&said, b"came\n");
+        drop(turn);
+        until(|| is_stopped(pid));
+        assert_eq!(blocked(), before);
+    }
+
+    /// What the interposer does: a thread of a stopped process makes another one, which must run.
+    #[test]
+    fn a_thread_that_it_makes_runs_and_its_signals_are_not_blocked_afterwards() {
+        let script = "import sys, threading, time\n\
+                      sys.stdin.read(1)\n\
+                      thread = threading.Thread(target=lambda: (print('ran', flush=True), time.sleep(60)))\n\
+                      thread.start()\n\
+                      time.sleep(60)";
+        let mut child = Command::new("python3");
+        let child = child.args(["-c", script]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut child = Reaped(child);
+        let pid = child.0.id().cast_signed();
+        std::thread::sleep(Duration::from_millis(200));
+        let blocked = |tid: i32| {
+            let status = std::fs::read_to_string(format!("/proc/{tid}/status")).unwrap();
+            status.lines().find(|line| line.starts_with("SigBlk:")).unwrap().to_owned()
+        };
+        let before = blocked(pid);
+        assert!(stop(pid, Duration::from_secs(5)).unwrap());
+        let alone = Alone::run(pid).unwrap();
+        child.0.stdin.take().unwrap().write_all(b"x").unwrap();
+        let mut ran = [0; 4];
+        child.0.stdout.take().unwrap().read_exact(&mut ran).unwrap();
+        assert_eq!(&ran, b"ran\n");
+        drop(alone);
+        until(|| is_stopped(pid));
+        assert_eq!(process::tracer(pid), Some(0));
+        let threads = process::threads(pid);
+        assert_eq!(threads.len(), 2);
+        go_on(pid).unwrap();
+        for tid in threads {
+            assert_eq!(process::tracer(tid), Some(0));
+            assert_eq!(blocked(tid), before);
+        }
+    }
+
+    #[test]
+    fn a_thread_on_its_way_to_the_others_is_waited_for() {
+        let script = "import threading, time\n\
+                      threading.Thread(target=time.sleep, args=(60,)).start()\n\
+                      while True: pass";
+        let child = Reaped(Command::new("python3").args(["-c", script]).spawn().unwrap());
+        let pid = child.0.id().cast_signed();
+        until(|| process::threads(pid).len() == 2);
+        let limit = Duration::from_secs(5);
+        assert!(!stands(pid, limit), "it runs");
+        assert!(stop(pid, limit).unwrap());
+        for _ in 0..200 {
+            drop(Alone::run(pid).unwrap());
+            assert!(stands(pid, limit));
+        }
+        let alone = Alone::run(pid).unwrap();
+        assert!(!stands(pid, Duration::from_millis(20)), "one runs");
+        drop(alone);
+        go_on(pid).unwrap();
+    }
+
+    #[test]
+    fn a_thread_that_is_not_there_is_an_error() {
+        assert!(Alone::run(i32::MAX).is_err());
+        assert!(stop(i32::MAX, Duration::from_secs(1)).is_err());
+    }
+}

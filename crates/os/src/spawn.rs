@@ -1,0 +1,410 @@
+//! Starting children where an ordinary spawn cannot: in a new or an existing PID and mount namespace, with a chosen
+//! pid, with files opened inside.
+//!
+//! Invariants:
+//! - A child that asks for a parent-death signal is forked by one thread that lives as long as the process, because the
+//!   kernel sends that signal when the forking *thread* ends (prctl(2), PR_SET_PDEATHSIG).
+//! - Every child is in a register until it is reaped, so that children we did not start (CRIU leaves the dead of a
+//!   failed restore to us, as siblings of its own process) can be told apart and reaped by [`reap_strays`].
+//! - Between clone and exec only system calls are made: the process has other threads, whose locks are held for ever.
+#![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
+
+mod child;
+mod handle;
+
+use std::collections::BTreeSet;
+use std::ffi::{CString, OsStr};
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, OnceLock, PoisonError, mpsc};
+
+pub use handle::Child;
+use nix::sched::CloneFlags;
+use nix::sys::wait::{WaitPidFlag, WaitStatus};
+use nix::unistd::Pid;
+pub use rekindle_base::Ended;
+
+/// A file for the child, opened by the child itself after it entered its mount namespace: CRIU refuses descriptors that
+/// were opened in another one ("Can't lookup mount").
+#[derive(Debug, Clone)]
+pub struct Open {
+    /// The descriptor number in the child.
+    pub fd: RawFd,
+    /// The file.
+    pub path: CString,
+    /// Flags of open(2).
+    pub flags: i32,
+}
+
+/// What to start, and where.
+#[derive(Debug)]
+pub struct Spawn {
+    program: CString,
+    args: Vec<CString>,
+    env: Vec<CString>,
+    world: World,
+    chosen_pid: Option<i32>,
+    opens: Vec<Open>,
+    fds: Vec<(OwnedFd, RawFd)>,
+    directory: Option<CString>,
+    umask: Option<libc::mode_t>,
+    limits: Vec<(u32, libc::rlimit)>,
+    session: bool,
+    signals_blocked: bool,
+    /// A network namespace to be born into.
+    network: Option<OwnedFd>,
+    /// Mounts to leave out, where the child gets a device for tunnels that it may open.
+    own_tun: Option<Vec<CString>>,
+    /// User and group.
+    identity: Option<(u32, u32)>,
+    no_new_privileges: bool,
+    /// Our pid, where the child shall not outlive us.
+    dies_with: Option<i32>,
+}
+
+/// The namespaces a child is born into.
+#[derive(Debug)]
+pub enum World {
+    /// The ones of this process.
+    Host,
+    /// A PID and a mount namespace of its own, and these; the child is pid 1.
+    New(CloneFlags),
+    /// The PID and the mount namespace of the process behind this pidfd, which is pid 1 there, and these of it.
+    Join(OwnedFd, CloneFlags),
+}
+
+/// Why a child did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// An argument holds a NUL byte.
+    #[error("cannot pass an argument with a NUL byte")]
+    Nul(#[from] std::ffi::NulError),
+    /// The fork itself failed.
+    #[error("cannot fork {program}")]
+    Fork {
+        /// What was to be started.
+        program: String,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The child could not set itself up.
+    #[error("cannot start {program}: {step} failed")]
+    Child {
+        /// What was to be started.
+        program: String,
+        /// The call that failed.
+        step: &'static str,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+fn register() -> std::sync::MutexGuard<'static, BTreeSet<i32>> {
+    static CHILDREN: Mutex<BTreeSet<i32>> = Mutex::new(BTreeSet::new());
+    CHILDREN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A path or text for execve(2).
+///
+/// # Errors
+/// When it holds a NUL byte.
+pub fn c_string(text: impl AsRef<OsStr>) -> Result<CString, std::ffi::NulError> {
+    CString::new(text.as_ref().as_bytes())
+}
+
+impl Spawn {
+    /// A child that executes `program` with this process's environment, in its namespaces.
+    ///
+    /// # Errors
+    /// When a text holds a NUL byte.
+    pub fn new<A: AsRef<OsStr>>(program: &Path, args: impl IntoIterator<Item = A>) -> Result<Spawn, Error> {
+        let program = c_string(program)?;
+        let mut all = vec![program.clone()];
+        for arg in args {
+            all.push(c_string(arg)?);
+        }
+        Ok(Spawn {
+            program,
+            args: all,
+            env: Vec::new(),
+            world: World::Host,
+            chosen_pid: None,
+            opens: Vec::new(),
+            fds: Vec::new(),
+            directory: None,
+            umask: None,
+            limits: Vec::new(),
+            session: false,
+            signals_blocked: false,
+            network: None,
+            own_tun: None,
+            identity: None,
+            no_new_privileges: false,
+            dies_with: None,
+        }
+        .inherit_environment())
+    }
+
+    fn inherit_environment(mut self) -> Spawn {
+        // A variable of this process cannot hold a NUL.
+        self.env = std::env::vars_os().filter_map(|(k, v)| c_string(join(&k, &v)).ok()).collect();
+        self
+    }
+
+    /// Replaces the environment.
+    ///
+    /// # Errors
+    /// When a text holds a NUL byte.
+    pub fn environment<K: AsRef<OsStr>, V: AsRef<OsStr>>(
+        mut self,
+        variables: impl IntoIterator<Item = (K, V)>,
+    ) -> Result<Spawn, Error> {
+        self.env.clear();
+        for (key, value) in variables {
+            self.env.push(c_string(join(key.as_ref(), value.as_ref()))?);
+        }
+        Ok(self)
+    }
+
+    /// The namespaces to be born into.
+    #[must_use]
+    pub fn world(mut self, world: World) -> Spawn {
+        self.world = world;
+        self
+    }
+
+    /// The pid the child gets in its innermost namespace (clone3's `set_tid`); it must be free there.
+    #[must_use]
+    pub fn pid(mut self, pid: i32) -> Spawn {
+        self.chosen_pid = Some(pid);
+        self
+    }
+
+    /// Opens a file in the child.
+    #[must_use]
+    pub fn open(mut self, open: Open) -> Spawn {
+        self.opens.push(open);
+        self
+    }
+
+    /// Gives a descriptor to the child under the number `fd`. Descriptors that are not given are closed.
+    #[must_use]
+    pub fn fd(mut self, from: OwnedFd, fd: RawFd) -> Spawn {
+        self.fds.push((from, fd));
+        self
+    }
+
+    /// The working directory, looked up in the child's mount namespace.
+    ///
+    /// # Errors
+    /// When the path holds a NUL byte.
+    pub fn directory(mut self, directory: &Path) -> Result<Spawn, Error> {
+        self.directory = Some(c_string(directory)?);
+        Ok(self)
+    }
+
+    /// The file mode mask.
+    #[must_use]
+    pub fn umask(mut self, mask: libc::mode_t) -> Spawn {
+        self.umask = Some(mask);
+        self
+    }
+
+    /// A resource limit, soft and hard.
+    #[must_use]
+    pub fn limit(mut self, resource: u32, limit: libc::rlimit) -> Spawn {
+        self.limits.push((resource, limit));
+        self
+    }
+
+    /// Born with all signals blocked: none can end the child before it is ready for them.
+    #[must_use]
+    pub fn signals_blocked(mut self) -> Spawn {
+        self.signals_blocked = true;
+        self
+    }
+
+    /// The network namespace to be born into.
+    #[must_use]
+    pub fn network(mut self, network: OwnedFd) -> Spawn {
+        self.network = Some(network);
+        self
+    }
+
+    /// Gets a /dev/net/tun that every user may open, in a mount namespace of its own. `without` are mounts that this namespace
+    /// must not keep: unmounted elsewhere, they would stay in it as long as the child lives.
+    ///
+    /// # Errors
+    /// When a path holds a NUL byte.
+    pub fn own_tun(mut self, without: &[PathBuf]) -> Result<Spawn, Error> {
+        self.own_tun = Some(without.iter().map(c_string).collect::<Result<_, _>>()?);
+        Ok(self)
+    }
+
+    /// Becomes this user, with this group and no other one. Who was root has no capability afterwards (capabilities(7)).
+    #[must_use]
+    pub fn identity(mut self, user: u32, group: u32) -> Spawn {
+        self.identity = Some((user, group));
+        self
+    }
+
+    /// What it executes can gain no rights.
+    #[must_use]
+    pub fn no_new_privileges(mut self) -> Spawn {
+        self.no_new_privileges = true;
+        self
+    }
+
+    /// A session of its own.
+    #[must_use]
+    pub fn session(mut self) -> Spawn {
+        self.session = true;
+        self
+    }
+
+    /// The kernel kills the child when this process ends. Only for [`World::Host`]: children of other worlds are forked by
+    /// threads that end, and those worlds end with us anyway.
+    #[must_use]
+    pub fn dies_with_us(mut self) -> Spawn {
+        self.dies_with = Some(std::process::id().cast_signed());
+        self
+    }
+
+    /// Starts the child and waits until it has executed its program or failed to.
+    ///
+    /// # Errors
+    /// When the fork fails, or a step of the child before its program runs; the error names the step.
+    pub fn start(self) -> Result<Child, Error> {
+        match self.world {
+            // pid_for_children is a property of the thread and cannot be left again: a thread of its own enters.
+            World::Join(..) => std::thread::scope(|scope| {
+                let spawn = &self;
+                scope.spawn(move || spawn.start_here()).join().unwrap_or_else(|_| Err(self.lost()))
+            }),
+            World::Host | World::New(_) => {
+                let lost = self.lost();
+                let (answer, result) = mpsc::sync_channel(1);
+                let task: Task = Box::new(move || drop(answer.send(self.start_here())));
+                match forker().send(task) {
+                    Ok(()) => result.recv().unwrap_or(Err(lost)),
+                    Err(_) => Err(lost),
+                }
+            }
+        }
+    }
+
+    fn lost(&self) -> Error {
+        self.fork_error(io::Error::other("the forking thread is gone"))
+    }
+
+    fn fork_error(&self, source: io::Error) -> Error {
+        Error::Fork { program: self.program.to_string_lossy().into_owned(), source }
+    }
+
+    fn start_here(&self) -> Result<Child, Error> {
+        if let World::Join(pidfd, _) = &self.world {
+            nix::sched::setns(pidfd, CloneFlags::CLONE_NEWPID).map_err(|e| self.fork_error(e.into()))?;
+        }
+        let (report, report_end) =
+            nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|e| self.fork_error(e.into()))?;
+        let mut plan = child::Plan::new(self, report_end.as_raw_fd()).map_err(|e| self.fork_error(e))?;
+        // The register is held over the fork, so that a stray cannot be one we are just starting.
+        let mut children = register();
+        let (pid, pidfd) = self.clone_process(&mut plan).map_err(|e| self.fork_error(e))?;
+        children.insert(pid);
+        drop(children);
+        drop(report_end);
+        let child = Child { pid, pidfd };
+        let mut failure = child::Failure::default();
+        match io::Read::read_exact(&mut std::fs::File::from(report), &mut failure) {
+            // The pipe was closed by exec: the program runs.
+            Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Ok(child),
+            Err(e) => Err(self.fork_error(e)),
+            Ok(()) => {
+                let _ = child.wait();
+                let (step, source) = child::explain(failure);
+                Err(Error::Child { program: self.program.to_string_lossy().into_owned(), step, source })
+            }
+        }
+    }
+
+    fn clone_process(&self, plan: &mut child::Plan<'_>) -> io::Result<(i32, OwnedFd)> {
+        let mut pidfd: RawFd = -1;
+        let set_tid = self.chosen_pid.map(|pid| [pid]);
+        let mut flags = u64::from(libc::CLONE_PIDFD.cast_unsigned());
+        if let World::New(also) = self.world {
+            flags |= u64::from((libc::CLONE_NEWPID | libc::CLONE_NEWNS | also.bits()).cast_unsigned());
+        }
+        // SAFETY: clone_args is plain numbers, for which all zeroes is valid.
+        let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
+        args.flags = flags;
+        args.pidfd = (&raw mut pidfd).addr() as u64;
+        args.exit_signal = u64::from(libc::SIGCHLD.cast_unsigned());
+        if let Some(pids) = &set_tid {
+            args.set_tid = pids.as_ptr().addr() as u64;
+            args.set_tid_size = 1;
+        }
+        // SAFETY: the arguments live over the call. Without CLONE_VM this is a fork; the child runs only `Plan::run`,
+        // which makes system calls on memory prepared before and never returns.
+        let pid = unsafe { libc::syscall(libc::SYS_clone3, &raw mut args, size_of::<libc::clone_args>()) };
+        match pid {
+            -1 => Err(io::Error::last_os_error()),
+            0 => plan.run(),
+            pid => {
+                // SAFETY: the kernel stored a new descriptor there, which nobody else owns.
+                let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+                Ok((i32::try_from(pid).map_err(io::Error::other)?, pidfd))
+            }
+        }
+    }
+}
+
+fn join(key: &OsStr, value: &OsStr) -> std::ffi::OsString {
+    let mut text = key.to_os_string();
+    text.push("=");
+    text.push(value);
+    text
+}
+
+type Task = Box<dyn FnOnce() + Send>;
+
+/// The thread that forks children with a parent-death signal; it ends with the process.
+fn forker() -> &'static mpsc::Sender<Task> {
+    static FORKER: OnceLock<mpsc::Sender<Task>> = OnceLock::new();
+    FORKER.get_or_init(|| {
+        let (sender, tasks) = mpsc::channel::<Task>();
+        // A thread that does not start leaves a closed channel, which the caller reports.
+        let _ = std::thread::Builder::new().name("fork".into()).spawn(move || tasks.iter().for_each(|task| task()));
+        sender
+    })
+}
+
+/// Children that are there before anything was started here belong to a shell that exec'ed us: they are never taken for
+/// CRIU's, and so neither killed nor reaped. Not reaped, their pids are not given away again either.
+pub fn spare_present_children() {
+    register().extend(super::process::children(std::process::id().cast_signed()));
+}
+
+/// Whether this child was started or adopted here and not reaped yet, or was [spared](spare_present_children).
+#[must_use]
+pub fn is_known(pid: i32) -> bool {
+    register().contains(&pid)
+}
+
+/// Reaps children that ended and were not started here. Returns how many.
+pub fn reap_strays() -> usize {
+    let known = register();
+    let strays = super::process::children(std::process::id().cast_signed());
+    let reaped = strays.into_iter().filter(|pid| !known.contains(pid)).filter(|pid| {
+        let flags = Some(WaitPidFlag::WNOHANG);
+        matches!(nix::sys::wait::waitpid(Pid::from_raw(*pid), flags), Ok(status) if status != WaitStatus::StillAlive)
+    });
+    reaped.count()
+}
+
+#[cfg(test)]
+mod tests;

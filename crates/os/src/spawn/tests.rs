@@ -1,0 +1,173 @@
+use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
+use std::time::{Duration, Instant};
+
+use super::*;
+
+/// What a shell in the child prints, by a pipe as its standard output, and how it ended.
+fn output(script: &str, set_up: impl FnOnce(Spawn) -> Spawn) -> (String, Ended) {
+    let (read, write) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).unwrap();
+    let spawn = Spawn::new(Path::new("/bin/sh"), ["-c", script]).unwrap().fd(write, 1);
+    let child = set_up(spawn).start().unwrap();
+    let mut text = String::new();
+    std::fs::File::from(read).read_to_string(&mut text).unwrap();
+    (text, child.wait().unwrap())
+}
+
+fn step_of(error: Error) -> (&'static str, io::ErrorKind) {
+    match error {
+        Error::Child { step, source, .. } => (step, source.kind()),
+        other => panic!("{other}"),
+    }
+}
+
+#[test]
+fn blocked_signals_wait_for_the_child() {
+    let script = ["-c", "kill -TERM $$; exit 3"];
+    let ended = |spawn: Spawn| spawn.start().unwrap().wait().unwrap();
+    let spawn = || Spawn::new(Path::new("/bin/sh"), script).unwrap();
+    assert_eq!(ended(spawn().signals_blocked()), Ended::Exit(3));
+    assert_eq!(ended(spawn()), Ended::Signal(libc::SIGTERM));
+}
+
+#[test]
+fn a_child_has_its_standard_descriptors_and_no_other() {
+    let null = |fd| Open { fd, path: c"/dev/null".into(), flags: libc::O_RDWR };
+    // One that does not close by itself, with a number of its own.
+    let file = std::fs::File::open("/etc/passwd").unwrap();
+    let leak = nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_DUPFD(50)).unwrap();
+    let (text, ended) = output("for fd in /proc/$$/fd/*; do echo ${fd##*/}; done", |s| s.open(null(0)).open(null(2)));
+    let fds: Vec<u32> = text.lines().map(|l| l.parse().unwrap()).collect();
+    // The shell has the folder open that it lists.
+    assert_eq!((fds.as_slice(), ended), ([0, 1, 2, 3].as_slice(), Ended::Exit(0)));
+    nix::unistd::close(leak).unwrap();
+}
+
+#[test]
+fn descriptors_that_trade_places_do_not_cover_each_other() {
+    let named = |text: &str| {
+        let mut file = tempfile::tempfile().unwrap();
+        std::io::Write::write_all(&mut file, text.as_bytes()).unwrap();
+        std::io::Seek::rewind(&mut file).unwrap();
+        OwnedFd::from(file)
+    };
+    let (three, four) = (named("three"), named("four"));
+    let (text, _) = output("cat <&3; cat <&4", |s| s.fd(three, 3).fd(four, 4));
+    assert_eq!(text, "threefour");
+}
+
+/// A program of our own, and what holds it open for writing.
+fn busy_program(dir: &Path) -> (std::path::PathBuf, std::fs::File) {
+    let program = dir.join("true");
+    std::fs::copy("/bin/true", &program).unwrap();
+    let writer = std::fs::OpenOptions::new().append(true).open(&program).unwrap();
+    (program, writer)
+}
+
+#[test]
+fn a_program_that_is_still_open_for_writing_is_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let (program, writer) = busy_program(dir.path());
+    let before = register().clone();
+    let starting = std::thread::spawn(move || Spawn::new(&program, [""; 0]).unwrap().start());
+    // Other tests start children too: only ours stays before its exec, with our executable as its own.
+    let waits = |pid: &i32| super::super::process::executable(*pid) == std::env::current_exe().ok();
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !register().difference(&before).any(waits) && !starting.is_finished() {
+        assert!(Instant::now() < deadline, "no child was started");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(writer);
+    assert_eq!(starting.join().unwrap().unwrap().wait().unwrap(), Ended::Exit(0));
+}
+
+#[test]
+fn a_program_that_stays_open_for_writing_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let (program, _writer) = busy_program(dir.path());
+    let (step, kind) = step_of(Spawn::new(&program, [""; 0]).unwrap().start().unwrap_err());
+    assert_eq!((step, kind), ("execve", io::ErrorKind::ExecutableFileBusy));
+}
+
+#[test]
+fn more_descriptors_than_can_be_placed_are_refused() {
+    let null = || OwnedFd::from(std::fs::File::open("/dev/null").unwrap());
+    let spawn = || Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap();
+    assert!(matches!(spawn().fd(null(), 16).start(), Err(Error::Fork { .. })));
+    let many = (3..12).fold(spawn(), |spawn, fd| spawn.fd(null(), fd));
+    assert!(matches!(many.start(), Err(Error::Fork { .. })));
+}
+
+#[test]
+fn what_was_asked_for_is_what_the_child_finds() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().canonicalize().unwrap();
+    let limit = libc::rlimit { rlim_cur: 77, rlim_max: 77 };
+    let odd = OsStr::from_bytes(b"\xff\xfe");
+    let (text, ended) =
+        output("umask; pwd; ulimit -n; printf %s \"$ODD\" | od -An -tx1; env | wc -l; kill -TERM $$", |s| {
+            let s = s.umask(0o027).directory(&path).unwrap().limit(libc::RLIMIT_NOFILE, limit).session();
+            s.environment([(OsStr::new("ODD"), odd), (OsStr::new("PATH"), OsStr::new("/usr/bin:/bin"))]).unwrap()
+        });
+    let lines: Vec<&str> = text.lines().map(str::trim).collect();
+    // The shell adds PWD.
+    assert_eq!(lines, ["0027", path.to_str().unwrap(), "77", "ff fe", "3"]);
+    assert_eq!(ended, Ended::Signal(libc::SIGTERM));
+}
+
+#[test]
+fn a_step_that_fails_is_named() {
+    let shell = || Spawn::new(Path::new("/bin/sh"), ["-c", "true"]).unwrap();
+    let gone = io::ErrorKind::NotFound;
+    let directory = shell().directory(Path::new("/nowhere")).unwrap().start().unwrap_err();
+    assert_eq!(step_of(directory), ("changing to the working directory", gone));
+    let file = Open { fd: 0, path: c"/nowhere".into(), flags: libc::O_RDONLY };
+    assert_eq!(step_of(shell().open(file).start().unwrap_err()), ("opening standard input or output", gone));
+    let program = Spawn::new(Path::new("/nowhere"), [""; 0]).unwrap().start().unwrap_err();
+    assert_eq!(step_of(program), ("execve", gone));
+    assert!(matches!(Spawn::new(Path::new("/bin/sh"), [OsStr::from_bytes(b"a\0b")]), Err(Error::Nul(_))));
+}
+
+#[test]
+fn a_child_in_a_new_world_is_its_first_and_another_can_join() {
+    if !rekindle_testing::root() {
+        return;
+    }
+    let first =
+        Spawn::new(Path::new("/bin/sleep"), ["60"]).unwrap().world(World::New(CloneFlags::empty())).start().unwrap();
+    assert_eq!(crate::process::inner_pid(first.pid()), Some(1));
+    let pidfd = first.pidfd().unwrap();
+    let (text, _) = output("echo $$", |s| s.world(World::Join(pidfd, CloneFlags::empty())).pid(500));
+    assert_eq!(text.trim(), "500");
+    first.signal(libc::SIGKILL).unwrap();
+    assert_eq!(first.wait().unwrap(), Ended::Signal(libc::SIGKILL));
+    assert!(!is_known(first.pid()));
+}
+
+#[test]
+fn strays_are_reaped_and_our_own_children_are_left_to_their_owner() {
+    // In a process of its own: in this one, other tests' children are strays.
+    const MARK: &str = "REKINDLE_TEST_STRAYS";
+    if std::env::var_os(MARK).is_none() {
+        let name = "spawn::tests::strays_are_reaped_and_our_own_children_are_left_to_their_owner";
+        let mut alone = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = alone.args(["--exact", name]).env(MARK, "1").output().unwrap();
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
+    let ours = Spawn::new(Path::new("/bin/true"), [""; 0]).unwrap().start().unwrap();
+    ours.wait_for_end().unwrap();
+    // A fork that nobody has in the register, as a failed CRIU leaves them.
+    let stray = std::process::Command::new("/bin/true").spawn().unwrap();
+    let pid = stray.id().cast_signed();
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while Path::new(&format!("/proc/{pid}")).exists() {
+        assert!(Instant::now() < deadline, "the stray was not reaped");
+        reap_strays();
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    assert_eq!(ours.wait().unwrap(), Ended::Exit(0), "it was not taken from its owner");
+    // Reaped already: what remains is to let the handle go.
+    drop(stray);
+}

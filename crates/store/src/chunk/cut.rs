@@ -1,0 +1,128 @@
+//! Where the files of an image are cut into chunks.
+//!
+//! Two images share a chunk when the same bytes stand between the same cuts. Most files are cut at multiples of
+//! [`CHUNK`]. A pages file of CRIU holds only the pages that are there, one after the other: one more page in the middle
+//! would move all that follow. So it is cut by the addresses of its pages: where the next page lies in another piece of
+//! [`CHUNK`] bytes of the address space.
+//!
+//! Nothing depends on where the cuts are but how much is shared: a page map that cannot be read, or does not
+//! add up to the size of the file, means cuts at fixed offsets.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use super::CHUNK;
+use crate::format::size_of;
+use rekindle_criu::image::{self, PAGE, PageRun};
+
+/// The folder of CRIU's files in an image.
+const CRIU: &str = "criu/";
+
+/// Knows the page maps of an image, so that they are looked for once.
+#[derive(Debug)]
+pub struct Cutter {
+    /// By the id of the pages file.
+    maps: HashMap<u32, PathBuf>,
+}
+
+impl Cutter {
+    /// Looks at the page maps of the image in `dir`.
+    #[must_use]
+    pub fn new(dir: &Path) -> Cutter {
+        let entries = fs::read_dir(dir.join(CRIU)).into_iter().flatten().flatten();
+        let named = entries.filter(|entry| {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            name.starts_with("pagemap-") && name.ends_with(".img")
+        });
+        let maps = named.filter_map(|entry| Some((image::pages_id(&entry.path()).ok()?, entry.path())));
+        Cutter { maps: maps.collect() }
+    }
+
+    /// The cuts of a part of that size.
+    #[must_use]
+    pub fn cuts(&self, part: &str, size: u64) -> Cuts {
+        match self.runs(part, size) {
+            Some(runs) => Cuts { at: 0, how: How::Addresses { runs: runs.into_iter(), current: None } },
+            None => Cuts { at: 0, how: How::Offsets { size } },
+        }
+    }
+
+    fn runs(&self, part: &str, size: u64) -> Option<Vec<PageRun>> {
+        let id = part.strip_prefix(CRIU)?.strip_prefix("pages-")?.strip_suffix(".img")?.parse().ok()?;
+        let path = self.maps.get(&id)?;
+        let map = image::page_runs(path).ok()?;
+        (map.pages_id == id && map.bytes(path).ok()? == size).then_some(map.runs)
+    }
+}
+
+/// The pieces of a file as (offset, length), in order and without gaps; no length is 0 or above [`CHUNK`].
+#[derive(Debug)]
+pub struct Cuts {
+    at: u64,
+    how: How,
+}
+
+#[derive(Debug)]
+enum How {
+    Offsets {
+        size: u64,
+    },
+    Addresses {
+        runs: std::vec::IntoIter<PageRun>,
+        /// What is left of the run that the next piece begins in: address and bytes.
+        current: Option<(u64, u64)>,
+    },
+}
+
+impl Cuts {
+    /// The cuts of the part `part` of the image in `dir`, where it is the only one: [`Cutter`] reads the names of the
+    /// page maps once for all parts.
+    #[must_use]
+    pub fn of(dir: &Path, part: &str, size: u64) -> Cuts {
+        Cutter::new(dir).cuts(part, size)
+    }
+}
+
+impl Iterator for Cuts {
+    type Item = (u64, usize);
+
+    fn next(&mut self) -> Option<(u64, usize)> {
+        let length = match &mut self.how {
+            How::Offsets { size } => size.saturating_sub(self.at).min(size_of(CHUNK)),
+            How::Addresses { runs, current } => by_address(runs, current),
+        };
+        let at = self.at;
+        self.at += length;
+        let length = usize::try_from(length).unwrap_or(CHUNK);
+        (length > 0).then_some((at, length))
+    }
+}
+
+fn by_address(runs: &mut std::vec::IntoIter<PageRun>, current: &mut Option<(u64, u64)>) -> u64 {
+    let chunk = size_of(CHUNK);
+    let mut window = None;
+    let mut length = 0;
+    while length < chunk {
+        let Some((address, left)) = current.take().or_else(|| runs.next().map(|run| (run.address, run.pages * PAGE)))
+        else {
+            break;
+        };
+        if left == 0 {
+            continue;
+        }
+        if *window.get_or_insert(address / chunk) != address / chunk {
+            *current = Some((address, left));
+            break;
+        }
+        let taken = left.min(chunk - address % chunk).min(chunk - length);
+        length += taken;
+        if taken < left {
+            *current = Some((address.wrapping_add(taken), left - taken));
+        }
+    }
+    length
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,110 @@
+//! Walking and hashing the files of an image.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use rekindle_os::parallel;
+
+/// Large enough that the system call costs nothing, small enough for the cache of a core.
+const BUFFER: usize = 1 << 20;
+/// More threads than this read a disk no faster, and the job runs on the other cores.
+pub(super) const MAX_THREADS: usize = 8;
+
+/// What was found in a folder.
+#[derive(Debug)]
+pub(super) struct Entry {
+    /// Relative to where the walk began.
+    pub(super) relative: PathBuf,
+    pub(super) kind: Kind,
+}
+
+/// What an entry is, without following symbolic links.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    File { size: u64 },
+    Folder,
+    Other,
+}
+
+/// Lists all below `root`, at any depth; or the path that cannot be read.
+pub(super) fn walk(root: &Path) -> Result<Vec<Entry>, (PathBuf, io::Error)> {
+    let mut found = Vec::new();
+    let mut open = vec![PathBuf::new()];
+    while let Some(folder) = open.pop() {
+        let path = root.join(&folder);
+        let failed = |source| (path.clone(), source);
+        for entry in fs::read_dir(&path).map_err(failed)? {
+            let entry = entry.map_err(failed)?;
+            let relative = folder.join(entry.file_name());
+            let meta = entry.metadata().map_err(|source| (entry.path(), source))?;
+            let kind = match meta {
+                meta if meta.is_dir() => Kind::Folder,
+                meta if meta.is_file() => Kind::File { size: meta.len() },
+                _ => Kind::Other,
+            };
+            if kind == Kind::Folder {
+                open.push(relative.clone());
+            }
+            found.push(Entry { relative, kind });
+        }
+    }
+    Ok(found)
+}
+
+/// Size and BLAKE3 of what is in the file from where it stands.
+pub(super) fn hash(mut file: &File) -> io::Result<(u64, blake3::Hash)> {
+    let mut buffer = vec![0; BUFFER];
+    let mut hasher = blake3::Hasher::new();
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => return Ok((hasher.count(), hasher.finalize())),
+            Ok(n) => hasher.update(&buffer[..n]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => &mut hasher,
+            Err(error) => return Err(error),
+        };
+    }
+}
+
+/// Does `work` for each item, the largest first, on at most `threads` threads, until one fails. The answers are in no
+/// order.
+pub(super) fn in_parallel<T, R, E>(
+    mut items: Vec<(T, u64)>,
+    threads: usize,
+    work: impl Fn(T) -> Result<R, E> + Sync,
+) -> Result<Vec<R>, E>
+where
+    T: Send,
+    R: Send,
+    E: Send,
+{
+    // Taken from the end.
+    items.sort_by_key(|(_, size)| *size);
+    parallel::in_parallel(items, threads, |(item, _)| work(item))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_is_first() {
+        let begun = std::sync::Mutex::new(Vec::new());
+        let note = |n: u64| {
+            begun.lock().unwrap().push(n);
+            Ok::<_, ()>(())
+        };
+        in_parallel(vec![(1, 1), (3, 3), (2, 2)], 1, note).unwrap();
+        assert_eq!(begun.into_inner().unwrap(), [3, 2, 1]);
+    }
+
+    #[test]
+    fn a_hash_over_several_buffers() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("f");
+        let bytes: Vec<u8> = (0..=255).cycle().take(2 * BUFFER + 17).collect();
+        fs::write(&path, &bytes).unwrap();
+        let (size, found) = hash(&File::open(&path).unwrap()).unwrap();
+        assert_eq!((size, found), (2 * 1024 * 1024 + 17, blake3::hash(&bytes)));
+    }
+}

@@ -1,0 +1,254 @@
+//! The way out of content that no image needs: packs are marked, swept after a while, and written anew where they are
+//! half empty.
+//!
+//! One round ([`collect`]) is this protocol; a crash after any step leaves what the next round goes on from:
+//!
+//! 1. which chunks the images need is read from all chunk maps, which chunks the packs have from all indexes;
+//! 2. an index that is missing or damaged, of a pack whose headers are all whole, is written anew, without records that are
+//!    damaged;
+//! 3. a mark is taken back where the pack is needed after all;
+//! 4. packs whose mark is old enough are swept: index, pack, mark, in this order;
+//! 5. packs that nothing is needed of get a mark, `NAME.gone`;
+//! 6. what is needed of packs that are mostly not is copied to new packs, checked on the way; the old ones get a mark.
+//!
+//! A chunk may be kept in two packs (`store.copies`). A second copy that is there stays for as long as any image needs the
+//! chunk, and both go when none does. Where one copy is enough, the other is content that nobody needs.
+//!
+//! Invariants: while any image or pack cannot be read, nothing is marked, swept or copied: it may be needed. (One that was
+//! read and is damaged needs what its map still names.) A pack with a mark is still read from. Between mark and sweep lies at least the grace period by the clock of
+//! the wall; when that was set back, the mark is renewed.
+//!
+//! All of it needs the writer's lock, and within one process one thread at a time (`WriterLock::packs`): a persist that runs
+//! beside it could reuse a chunk that is just swept.
+
+mod mark;
+mod needed;
+mod repack;
+
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+
+use super::chunk::Key;
+use super::error::Error as StoreError;
+use super::folder::JobFolder;
+use super::id::ImageId;
+use super::lock::WriterLock;
+use super::options::Copies;
+use super::pack::set::{Index, Lost, Packs};
+use super::pack::stored::Stored;
+use super::pack::{Location, PackIndex, PackName};
+use super::{FileError, failed};
+pub(crate) use needed::Needed;
+use rekindle_os::durable;
+
+/// What one round may do.
+#[derive(Debug, Clone, Copy)]
+pub struct Bounds<'k> {
+    /// How long a pack stays after it was marked.
+    pub sweep_after: Duration,
+    /// Bytes that are copied to new packs at most; None: none are.
+    pub repack: Option<u64>,
+    /// What packs are encrypted with.
+    pub key: Option<&'k Key>,
+    /// In how many packs a chunk may stay. One that is in more packs is needed in those only that a reader prefers.
+    pub copies: Copies,
+}
+
+/// What one round did.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Collected {
+    /// Packs that got a new index.
+    pub reindexed: Vec<PackName>,
+    /// Packs that got a mark.
+    pub marked: Vec<PackName>,
+    /// Packs whose mark was taken back.
+    pub revived: Vec<PackName>,
+    /// Packs that are gone.
+    pub swept: Vec<PackName>,
+    /// Bytes that they had.
+    pub freed: u64,
+    /// Packs of which what is needed was copied.
+    pub repacked: Vec<PackName>,
+    /// Bytes that were copied.
+    pub copied: u64,
+}
+
+/// Why a round was not done, or not to its end.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The store cannot be read, or the lock is another job's.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// What an image needs cannot be told.
+    #[error(
+        "nothing is swept while it is not known what image {image} needs: {why}; `rekindle repair` helps where it is damaged"
+    )]
+    Image {
+        /// Which.
+        image: ImageId,
+        /// Why.
+        why: String,
+    },
+    /// What is in a pack cannot be told.
+    #[error("nothing is swept while pack {pack} cannot be read: {why}; `rekindle repair` helps where it is damaged")]
+    Pack {
+        /// Which.
+        pack: PackName,
+        /// Why.
+        why: String,
+    },
+    /// A file cannot be written or removed, an old or a new one.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// What is needed of a pack cannot be copied; the pack stays.
+    #[error("cannot copy what is needed of pack {pack}")]
+    Copy {
+        /// Which.
+        pack: PackName,
+        /// Why.
+        #[source]
+        source: CopyError,
+    },
+}
+
+pub use super::pack::CopyError;
+
+/// One round. `now` is the time by which the grace period is counted.
+///
+/// # Errors
+/// When something cannot be read (then nothing was changed but indexes that were written anew), written or removed.
+pub fn collect(
+    folder: &JobFolder,
+    lock: &WriterLock,
+    bounds: &Bounds<'_>,
+    now: DateTime<Utc>,
+    cancelled: &dyn Fn() -> bool,
+) -> Result<Collected, Error> {
+    folder.check_lock(lock)?;
+    let _alone = lock.packs();
+    let packs = folder.packs();
+    let mut done = Collected::default();
+    let mut index = packs.index()?;
+    reindex(&packs, &index, bounds.key, &mut done)?;
+    if !done.reindexed.is_empty() {
+        index = packs.index()?;
+    }
+    let needed = Needed::of(folder)?;
+    let uses = needed.of_packs(&packs, &index, bounds.copies)?;
+    for pack in &uses {
+        lock.still_held()?;
+        let is_gone = index.is_gone(pack.name);
+        if is_gone && pack.needed > 0 {
+            mark::take_back(&packs, pack.name)?;
+            index.set_gone(pack.name, false);
+            done.revived.push(pack.name);
+        } else if is_gone && mark::is_due(&packs, pack.name, bounds.sweep_after, now)? {
+            sweep(&packs, pack.name)?;
+            done.swept.push(pack.name);
+            done.freed += pack.bytes;
+        } else if !is_gone && pack.needed == 0 {
+            mark::set(&packs, pack.name, now)?;
+            index.set_gone(pack.name, true);
+            done.marked.push(pack.name);
+        }
+    }
+    sweep_remains(&packs, &index)?;
+    if let Some(bound) = bounds.repack {
+        repack::run(&packs, &index, &needed, &uses, bounds, bound, lock, now, cancelled, &mut done)?;
+    }
+    Ok(done)
+}
+
+/// Sweeps what no image needs at once, without a grace period: for when space is short. A reader that is in the middle of
+/// an image that was just removed finds it damaged.
+///
+/// # Errors
+/// As [`collect`].
+pub fn sweep_now(folder: &JobFolder, lock: &WriterLock, copies: Copies) -> Result<u64, Error> {
+    let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None, copies };
+    let round = || collect(folder, lock, &bounds, Utc::now(), &|| false);
+    // The first marks, the second sweeps.
+    Ok(round()?.freed + round()?.freed)
+}
+
+/// Step 2. Whatever else is wrong with a pack ends the round.
+fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected) -> Result<(), Error> {
+    for problem in index.problems() {
+        let why = match &problem.lost {
+            Lost::Nothing => None,
+            Lost::From { offset, pack_len, why } => {
+                Some(format!("{why}, so {} of its {pack_len} bytes cannot be used", pack_len.saturating_sub(*offset)))
+            }
+            Lost::All(why) => Some(rekindle_base::chain(why)),
+        };
+        if let Some(why) = why {
+            return Err(Error::Pack { pack: problem.pack, why });
+        }
+    }
+    for problem in index.problems() {
+        write_index(packs, problem.pack, key)?;
+        done.reindexed.push(problem.pack);
+    }
+    Ok(())
+}
+
+/// Writes the index of a pack anew, from its records. One that is damaged was perhaps struck out of the index that was there
+/// ([`super::heal`]), and must not take the place of a whole copy: it is left out.
+fn write_index(packs: &Packs, pack: PackName, key: Option<&Key>) -> Result<(), Error> {
+    let why = |error: &dyn std::error::Error| Error::Pack { pack, why: rekindle_base::chain(error) };
+    let scan = packs.scan(pack).map_err(|error| why(&error))?;
+    let mut entries = scan.index.entries().to_vec();
+    if let Ok(key) = scan.header.key_for(key) {
+        let mut stored = Stored::default();
+        entries.retain(|entry| {
+            let read = stored.read_from_disk(packs, &entry.id, &Location::of(pack, entry), key);
+            !matches!(read, Err(CopyError::Damaged { source, .. }) if !source.is_not_for_us())
+        });
+    }
+    let path = packs.index_path(pack);
+    let bytes = PackIndex::new(scan.index.pack_len(), entries).to_bytes();
+    Ok(durable::write_file(&path, &bytes, 0o600).map_err(failed("write", &path))?)
+}
+
+/// Step 4.
+fn sweep(packs: &Packs, pack: PackName) -> Result<(), Error> {
+    for path in [packs.index_path(pack), packs.pack_path(pack), packs.gone_path(pack)] {
+        durable::remove_file(&path).map_err(failed("remove", &path))?;
+    }
+    Ok(())
+}
+
+/// Marks of packs that a sweep has removed and was cut short.
+fn sweep_remains(packs: &Packs, index: &Index) -> Result<(), Error> {
+    for name in packs.names()? {
+        let path = packs.gone_path(name);
+        if index.pack(name).is_none() && path.exists() {
+            durable::remove_file(&path).map_err(failed("remove", &path))?;
+        }
+    }
+    Ok(())
+}
+
+/// What is needed of each image is known; of what use is each pack?
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct PackUse {
+    pub(super) name: PackName,
+    /// Its bytes.
+    pub(super) bytes: u64,
+    /// Bytes of records that an image needs, and that no other pack is to give.
+    pub(super) needed: u64,
+}
+
+/// Bytes that the packs of a job take, and bytes of them that images need.
+///
+/// # Errors
+/// As [`collect`].
+pub fn usage(folder: &JobFolder, copies: Copies) -> Result<(u64, u64), Error> {
+    let packs = folder.packs();
+    let uses = Needed::of(folder)?.of_packs(&packs, &packs.index()?, copies)?;
+    Ok(uses.iter().fold((0, 0), |(bytes, needed), pack| (bytes + pack.bytes, needed + pack.needed)))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,79 @@
+//! Which chunks the images of a job need, and so of what use each pack is.
+
+use std::collections::HashSet;
+use std::io;
+
+use super::{Error, PackUse};
+use crate::chunk::map::{self, ChunkMap};
+use crate::folder::JobFolder;
+use crate::format::ReadError;
+use crate::image::{DamageKind, Image, State};
+use crate::options::Copies;
+use crate::pack::set::{Index, Packs};
+use rekindle_base::chain;
+
+/// The names of chunks. Half of each is enough, as in the index.
+type Prefix = [u8; 16];
+
+/// All chunks that an image needs.
+#[derive(Debug, Default)]
+pub(crate) struct Needed(HashSet<Prefix>);
+
+impl Needed {
+    /// Those of all images of the job, bad ones included: a mark may be wrong.
+    pub(crate) fn of(folder: &JobFolder) -> Result<Needed, Error> {
+        let mut needed = Needed::default();
+        for image in folder.images()? {
+            needed.add(&image)?;
+        }
+        Ok(needed)
+    }
+
+    /// Those of one image more.
+    fn add(&mut self, image: &Image) -> Result<(), Error> {
+        let unknown = |why: String| Error::Image { image: image.id, why };
+        let map = match &image.state {
+            State::Damaged { why } if !matches!(why.kind, DamageKind::Broken | DamageKind::Untrusted) => {
+                return Err(unknown(why.to_string()));
+            }
+            // Of no use as it is, or perhaps not for us, but as long as it is kept, so is what its map names.
+            State::Damaged { .. } => ChunkMap::read_any(&image.dir.join(map::FILE_NAME)).map(|(map, _)| Some(map)),
+            State::Good(_) | State::Bad { .. } => image.chunk_map(),
+        };
+        match map {
+            Ok(map) => {
+                self.0.extend(map.iter().flat_map(ChunkMap::chunks).filter_map(|(id, _)| prefix(id.as_bytes())));
+                Ok(())
+            }
+            // It was read and is not what was written, or not there: whatever it named cannot be put together any more.
+            Err(ReadError::Format { source, .. }) if !source.is_not_for_us() => Ok(()),
+            Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(()),
+            Err(error) => Err(unknown(chain(&error))),
+        }
+    }
+
+    pub(crate) fn has(&self, id: &crate::chunk::ChunkId) -> bool {
+        prefix(id.as_bytes()).is_some_and(|prefix| self.0.contains(&prefix))
+    }
+
+    /// Of what use each pack is. Of a chunk that is in more packs than it is to be kept in, those count that a reader would take.
+    pub(super) fn of_packs(&self, packs: &Packs, index: &Index, copies: Copies) -> Result<Vec<PackUse>, Error> {
+        let mut uses = Vec::new();
+        for info in index.packs() {
+            let pack = packs.pack_index(info.name).map_err(|problem| Error::Pack {
+                pack: info.name,
+                why: problem.index.as_ref().map_or_else(|| "it is not there any more".into(), |error| chain(error)),
+            })?;
+            let from_here = |entry: &&crate::pack::index::Entry| {
+                self.has(&entry.id) && index.kept(&entry.id, copies.count()).any(|place| place.pack == info.name)
+            };
+            let needed = pack.entries().iter().filter(from_here).map(|entry| entry.end() - entry.offset).sum();
+            uses.push(PackUse { name: info.name, bytes: pack.pack_len(), needed });
+        }
+        Ok(uses)
+    }
+}
+
+fn prefix(id: &[u8; 32]) -> Option<Prefix> {
+    id.first_chunk().copied()
+}

@@ -1,0 +1,183 @@
+//! Packs that are mostly not needed are written anew.
+//!
+//! What is needed is read, checked as at a restore, and copied record by record; where it is damaged and another pack has it
+//! whole, that one is copied. Of two copies of a chunk each goes to a pack of its own. The old pack gets its mark only when
+//! the new packs are on the disk with their indexes: a crash before that leaves chunks in more places, which costs space
+//! until the next round and nothing else.
+
+use std::collections::HashSet;
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+
+use chrono::{DateTime, Utc};
+
+use super::{Bounds, Collected, Error, PackUse, mark};
+use crate::WriterLock;
+use crate::chunk::{ChunkId, Compression, Key};
+use crate::options::Copies;
+use crate::pack::set::{Index, Packs};
+use crate::pack::stored::Stored;
+use crate::pack::writer::{Making, PackWriter};
+use crate::pack::{Entry, Location, PACK, PackName, RecordHeader};
+use rekindle_os::durable;
+
+use super::needed::Needed;
+
+/// A pack of which less than one part in so many is needed is worth the copy.
+const WORTH: u64 = 2;
+/// Smaller ones are brought together, as soon as there are [`MANY`]: each costs a file or two, and a seek.
+const SMALL: u64 = PACK / 8;
+const MANY: usize = 32;
+
+/// Which packs are worth it, those first that give back most for what is copied. `bound` is for the bytes copied.
+fn choose(uses: &[PackUse], usable: impl Fn(PackName) -> bool, bound: u64) -> Vec<PackUse> {
+    let alive = |pack: &&PackUse| pack.needed > 0 && usable(pack.name);
+    let small = uses.iter().filter(alive).filter(|pack| pack.bytes < SMALL).count();
+    let worth = |pack: &&PackUse| pack.needed * WORTH < pack.bytes || (pack.bytes < SMALL && small >= MANY);
+    let mut chosen: Vec<PackUse> = uses.iter().filter(alive).filter(worth).copied().collect();
+    // Parts of a million: no pack has so many bytes that this would overflow.
+    chosen.sort_by_key(|pack| pack.needed * 1_000_000 / pack.bytes.max(1));
+    let mut sum = 0_u64;
+    chosen.retain(|pack| {
+        sum = sum.saturating_add(pack.needed);
+        sum <= bound
+    });
+    chosen
+}
+
+#[expect(clippy::too_many_arguments, reason = "one step of a round, which has them all")]
+pub(super) fn run(
+    packs: &Packs,
+    index: &Index,
+    needed: &Needed,
+    uses: &[PackUse],
+    bounds: &Bounds<'_>,
+    bound: u64,
+    lock: &WriterLock,
+    now: DateTime<Utc>,
+    cancelled: &dyn Fn() -> bool,
+    done: &mut Collected,
+) -> Result<(), Error> {
+    let key = bounds.key;
+    // One under another key could be copied but not checked.
+    let usable = |name| index.pack(name).is_some_and(|info| !info.gone && info.key == key.map(Key::id));
+    let chosen = choose(uses, usable, bound);
+    if chosen.is_empty() || cancelled() {
+        return Ok(());
+    }
+    let making = Making::new(Compression::None, key);
+    let (first, second, written) = (PackWriter::new(packs, making)?, None, HashSet::new());
+    let mut copying = Copying { packs, index, needed, key, copies: bounds.copies, making, first, second, written };
+    let mut copied = Vec::new();
+    for pack in chosen {
+        if cancelled() {
+            break;
+        }
+        let bytes = copying.pack(pack.name, lock)?;
+        copied.push((pack.name, bytes));
+    }
+    lock.still_held()?;
+    copying.first.finish()?;
+    copying.second.map(PackWriter::finish).transpose()?;
+    for (name, bytes) in copied {
+        lock.still_held()?;
+        mark::set(packs, name, now)?;
+        done.repacked.push(name);
+        done.copied += bytes;
+    }
+    Ok(())
+}
+
+struct Copying<'a> {
+    packs: &'a Packs,
+    index: &'a Index,
+    needed: &'a Needed,
+    key: Option<&'a Key>,
+    copies: Copies,
+    making: Making<'a>,
+    first: PackWriter<'a>,
+    /// For chunks that `first` has already.
+    second: Option<PackWriter<'a>>,
+    written: HashSet<ChunkId>,
+}
+
+impl Copying<'_> {
+    /// Copies what is needed of one pack, in its order.
+    fn pack(&mut self, pack: PackName, lock: &WriterLock) -> Result<u64, Error> {
+        let unreadable = |source: io::Error| Error::Copy { pack, source: source.into() };
+        let file: File = durable::open_for_reading(&self.packs.pack_path(pack)).map_err(unreadable)?;
+        let contents = self.packs.pack_index(pack).map_err(|_| unreadable(io::ErrorKind::NotFound.into()))?;
+        let mut entries: Vec<Entry> = contents.entries().to_vec();
+        let is_kept = |entry: &Entry| self.index.kept(&entry.id, self.copies.count()).any(|place| place.pack == pack);
+        entries.retain(|entry| self.needed.has(&entry.id) && is_kept(entry));
+        entries.sort_unstable_by_key(|entry| entry.offset);
+        let (mut record, mut bytes) = (Stored::default(), 0);
+        for entry in entries {
+            lock.still_held()?;
+            let at = Location::of(pack, &entry);
+            let header = match record.read(|bytes| file.read_exact_at(bytes, at.offset), &entry.id, &at, self.key) {
+                Ok(header) => header,
+                Err(source) => {
+                    let whole = self.elsewhere(&entry.id, &at, &mut record);
+                    whole.ok_or(Error::Copy { pack, source })?
+                }
+            };
+            bytes += self.write(&header, &record)?;
+        }
+        Ok(bytes)
+    }
+
+    /// The same chunk from another pack that is encrypted as this one.
+    fn elsewhere(&self, id: &ChunkId, not: &Location, record: &mut Stored) -> Option<RecordHeader> {
+        let same_key = |at: &Location| self.index.pack(at.pack).map(|info| info.key) == Some(self.key.map(Key::id));
+        let mut others = self.index.all(id).filter(|at| at != not && same_key(at));
+        others.find_map(|at| record.read_from_disk(self.packs, id, &at, self.key).ok())
+    }
+
+    /// To another pack than the one that has the chunk already.
+    fn write(&mut self, header: &RecordHeader, record: &Stored) -> Result<u64, Error> {
+        let body = record.body(header);
+        if self.written.insert(header.id) {
+            return Ok(self.first.append(header, body)?);
+        }
+        if self.second.is_none() {
+            self.second = Some(PackWriter::new(self.packs, self.making)?);
+        }
+        match &mut self.second {
+            Some(second) => Ok(second.append(header, body)?),
+            None => Ok(0),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pack(n: u8, bytes: u64, needed: u64) -> PackUse {
+        PackUse { name: PackName::from([n; 16]), bytes, needed }
+    }
+
+    fn chosen(uses: &[PackUse], bound: u64) -> Vec<u8> {
+        let number = |pack: &PackUse| u8::from_str_radix(&pack.name.to_string()[..2], 16).unwrap();
+        choose(uses, |_| true, bound).iter().map(number).collect()
+    }
+
+    #[test]
+    fn those_of_which_less_than_half_is_needed_the_emptiest_first() {
+        let uses = [pack(1, PACK, PACK / 2), pack(2, PACK, PACK / 3), pack(3, PACK, 1000), pack(4, PACK, 0)];
+        assert_eq!(chosen(&uses, u64::MAX), [3, 2], "half is enough to stay, and what nothing is needed of is swept");
+        assert_eq!(chosen(&uses, 2000), [3], "within the bound");
+        assert!(chosen(&uses, 10).is_empty());
+        assert!(choose(&uses, |_| false, u64::MAX).is_empty(), "another key");
+    }
+
+    #[test]
+    fn small_ones_when_there_are_many() {
+        let few: Vec<PackUse> = (0..31).map(|n| pack(n, 1 << 20, 1 << 20)).collect();
+        assert!(chosen(&few, u64::MAX).is_empty());
+        let many: Vec<PackUse> = (0..32).map(|n| pack(n, 1 << 20, 1 << 20)).collect();
+        assert_eq!(chosen(&many, u64::MAX).len(), 32);
+    }
+}

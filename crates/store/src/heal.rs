@@ -1,0 +1,387 @@
+//! Chunks that are damaged, or that the disk does not give, are made whole from where they are whole: another pack, or the
+//! replica.
+//!
+//! 1. each is read from every pack that has it, from the disk itself; what is whole there counts as such;
+//! 2. where two copies are kept, a chunk of which one is left is copied to a new pack;
+//! 3. what is whole nowhere here is fetched from the replica into new packs, each record checked as those of an image that is
+//!    fetched: by its name, and by the key where there is one;
+//! 4. the new packs are synced, named and indexed;
+//! 5. the damaged records are struck out of the indexes of their packs (pack/strike.rs), so that readers, sweeps and the next image
+//!    rely on whole ones only. A record that is damaged and whole nowhere is struck too: the next image that has the
+//!    chunk stores it again, which makes the older images whole as well. One that cannot be read stays, for it may
+//!    be there when the disk is repaired; it is noted, and the next image stores the chunk again ([`Unread`]).
+//!
+//! No content is removed, and no image is marked. When the power goes before 5, chunks are in more packs than before, and the next
+//! look does the rest; after it all is done.
+
+use std::collections::{BTreeMap, BTreeSet, HashSet};
+use std::fmt;
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+use super::FileError;
+use super::chunk::{ChunkId, Compression, Key};
+use super::error::{Error as StoreError, Failing, is_failing};
+use super::folder::JobFolder;
+use super::format::FormatError;
+use super::id::ImageId;
+use super::lock::WriterLock;
+use super::pack::stored::Stored;
+use super::pack::strike::{Place, strike};
+use super::pack::{CopyError, Index, Location, Making, PackName, PackWriter, Packs, RecordHeader, Unread};
+use super::replica::{self, Replica};
+use crate::options::Copies;
+use rekindle_base::chain;
+
+/// How a replica is opened, when it is needed.
+pub type OpenReplica<'a> = &'a (dyn Fn() -> replica::Result<Replica> + Sync);
+
+/// What chunks are healed with.
+#[derive(Clone, Copy)]
+pub struct Healing<'a> {
+    /// The job.
+    pub folder: &'a JobFolder,
+    /// Proof that nobody else writes there.
+    pub lock: &'a WriterLock,
+    /// What packs are encrypted with.
+    pub key: Option<&'a Key>,
+    /// In how many packs chunks are kept that images share.
+    pub copies: Copies,
+    /// Where places are noted that the disk does not give.
+    pub unread: &'a Unread,
+    /// Where chunks may come from that are whole nowhere here.
+    pub replica: Option<OpenReplica<'a>>,
+}
+
+impl fmt::Debug for Healing<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Healing").field("folder", &self.folder).field("copies", &self.copies).finish_non_exhaustive()
+    }
+}
+
+/// Why chunks could not be healed. What was done by then stays.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The store cannot be read or written, or the lock is not ours.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A pack cannot be written.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+}
+
+/// What was found, and done about it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Healed {
+    /// Chunks with a place that is damaged.
+    pub damaged: u64,
+    /// Chunks with a place that the disk does not give.
+    pub unreadable: u64,
+    /// Chunks that no pack had.
+    pub missing: u64,
+    /// The packs with such places.
+    pub packs: Vec<PathBuf>,
+    /// What is wrong with the first.
+    pub why: String,
+    /// Chunks that another pack had.
+    pub from_copies: u64,
+    /// Chunks that came from the replica.
+    pub from_replica: u64,
+    /// Why the replica could not be asked, or not for all.
+    pub replica_failure: Option<String>,
+    /// Chunks that are whole nowhere.
+    #[serde(skip)]
+    pub lost: BTreeSet<ChunkId>,
+}
+
+impl Healed {
+    /// Whether anything was wrong.
+    #[must_use]
+    pub fn found_any(&self) -> bool {
+        self.damaged + self.unreadable + self.missing > 0
+    }
+}
+
+/// What is wrong, and where the content came from.
+impl fmt::Display for Healed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let found = [(self.damaged, "damaged"), (self.unreadable, "unreadable"), (self.missing, "missing")];
+        let mut found = found.iter().filter(|(count, _)| *count > 0);
+        if let Some((count, what)) = found.next() {
+            write!(f, "{count} {what}")?;
+        }
+        found.try_for_each(|(count, what)| write!(f, " and {count} {what}"))?;
+        let all = self.damaged + self.unreadable + self.missing;
+        match all {
+            0 => {}
+            1 => f.write_str(" chunk")?,
+            _ => f.write_str(" chunks")?,
+        }
+        if let Some(first) = self.packs.first() {
+            write!(f, " in {}", first.display())?;
+        }
+        if self.packs.len() > 1 {
+            write!(f, " and {} more packs", self.packs.len() - 1)?;
+        }
+        if !self.why.is_empty() {
+            write!(f, " ({})", self.why)?;
+        }
+        let outcomes = [
+            (self.from_copies, "taken from another pack"),
+            (self.from_replica, "taken from the replica and stored again"),
+            (u64::try_from(self.lost.len()).unwrap_or(u64::MAX), "lost: no whole copy was found"),
+        ];
+        let said: Vec<String> =
+            outcomes.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}")).collect();
+        if !said.is_empty() {
+            write!(f, "{}{}", if all > 0 { ": " } else { "" }, said.join(", "))?;
+        }
+        match &self.replica_failure {
+            Some(why) => write!(f, "; the replica was of no help: {why}"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What was found of a chunk.
+struct Found {
+    whole: Vec<Location>,
+    bad: Vec<(Location, Harm)>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Harm {
+    Damaged,
+    Unreadable,
+}
+
+impl Healing<'_> {
+    /// Looks at these chunks, and makes them whole as far as that can be done.
+    ///
+    /// # Errors
+    /// When the store cannot be listed or written. A replica that fails is part of the answer.
+    pub fn heal(&self, ids: &BTreeSet<ChunkId>, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Healed, Error> {
+        self.folder.check_lock(self.lock)?;
+        let _alone = self.lock.packs();
+        let packs = self.folder.packs();
+        let index = packs.index()?;
+        let mut work = Work {
+            healing: self,
+            packs: &packs,
+            index: &index,
+            writers: Writers { packs: &packs, key: self.key, plain: None, keyed: None },
+            healed: Healed::default(),
+            told: BTreeSet::new(),
+            strike: Vec::new(),
+            wanted: BTreeMap::new(),
+        };
+        for id in ids {
+            if cancelled() {
+                return Err(Error::Cancelled);
+            }
+            work.look(id)?;
+        }
+        work.fetch(cancelled)?;
+        let Work { writers, mut healed, told, strike: damaged, .. } = work;
+        self.lock.still_held()?;
+        writers.finish()?;
+        strike(&packs, self.lock, &damaged)?;
+        self.unread.forget(&damaged);
+        healed.packs = told.into_iter().map(|pack| packs.pack_path(pack)).collect();
+        Ok(healed)
+    }
+}
+
+struct Work<'a> {
+    healing: &'a Healing<'a>,
+    packs: &'a Packs,
+    index: &'a Index,
+    writers: Writers<'a>,
+    healed: Healed,
+    told: BTreeSet<PackName>,
+    strike: Vec<Place>,
+    /// What is whole nowhere here, with the places that are not.
+    wanted: BTreeMap<ChunkId, Vec<(Location, Harm)>>,
+}
+
+impl<'a> Work<'a> {
+    /// Steps 1 and 2.
+    fn look(&mut self, id: &ChunkId) -> Result<(), Error> {
+        let mut stored = Stored::default();
+        let Some(Found { whole, bad }) = self.found(id, &mut stored) else { return Ok(()) };
+        let has = |harm| bad.iter().any(|(_, other)| *other == harm);
+        let is_nowhere = whole.is_empty() && bad.is_empty();
+        // It may be in a pack of which nothing can be read.
+        let unread = self.index.unreadable().filter(|_| is_nowhere);
+        self.healed.damaged += u64::from(has(Harm::Damaged));
+        self.healed.unreadable += u64::from(has(Harm::Unreadable) || unread.is_some());
+        self.healed.missing += u64::from(is_nowhere && unread.is_none());
+        if let Some((path, source)) = unread.filter(|_| self.healed.why.is_empty()) {
+            self.healed.why = format!("cannot read {}{}: {source}", path.display(), Failing(&source));
+        }
+        self.told.extend(bad.iter().map(|(at, _)| at.pack));
+        let Some(first) = whole.first() else {
+            self.wanted.insert(*id, bad);
+            return Ok(());
+        };
+        let stays = whole.iter().filter(|at| !self.index.is_gone(at.pack)).count();
+        let mut copied = false;
+        if stays < self.healing.copies.count()
+            && let Some(key) = self.key_of(first)
+            && let Ok(header) = stored.read_from_disk(self.packs, id, first, key)
+        {
+            self.writers.append(key, &header, stored.body(&header))?;
+            copied = true;
+        }
+        self.healed.from_copies += u64::from(copied || !bad.is_empty());
+        self.strike.extend(bad.iter().map(|(at, _)| (at.pack, *id)));
+        Ok(())
+    }
+
+    /// None where a place is not for us: nothing is known of it then.
+    fn found(&mut self, id: &ChunkId, stored: &mut Stored) -> Option<Found> {
+        let mut found = Found { whole: Vec::new(), bad: Vec::new() };
+        for at in self.index.all(id) {
+            let key = self.key_of(&at)?;
+            let error = match stored.read_from_disk(self.packs, id, &at, key) {
+                Ok(_) => {
+                    found.whole.push(at);
+                    continue;
+                }
+                Err(error) => error,
+            };
+            let harm = match &error {
+                CopyError::Damaged { source, .. } if source.is_not_for_us() => return None,
+                CopyError::Damaged { .. } => Harm::Damaged,
+                CopyError::Read(_) => Harm::Unreadable,
+            };
+            if self.healed.why.is_empty() {
+                self.healed.why = self.first_of(&at, &error);
+            }
+            found.bad.push((at, harm));
+        }
+        Some(found)
+    }
+
+    fn first_of(&self, at: &Location, error: &CopyError) -> String {
+        match error {
+            CopyError::Read(source) if is_failing(source) => {
+                format!("byte {}: {source}: the disk is failing, see the kernel log and replace the disk", at.offset)
+            }
+            CopyError::Read(source) => format!("byte {}: {source}", at.offset),
+            CopyError::Damaged { source, .. } => format!("byte {}: {source}", at.offset),
+        }
+    }
+
+    /// What the pack is opened with; None where it is not for us.
+    fn key_of(&self, at: &Location) -> Option<Option<&'a Key>> {
+        let key: Result<_, FormatError> = self.index.pack(at.pack)?.key_for(self.healing.key);
+        key.ok()
+    }
+
+    /// Step 3.
+    fn fetch(&mut self, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<(), Error> {
+        let wanted: HashSet<ChunkId> = self.wanted.keys().copied().collect();
+        let mut left = wanted.clone();
+        if let Some(open) = self.healing.replica.filter(|_| !wanted.is_empty()) {
+            let mut failed = None;
+            let writers = &mut self.writers;
+            let mut came = HashSet::new();
+            let fetched = open().and_then(|replica| {
+                let mut put = |key: Option<&Key>, header: &RecordHeader, stored: &[u8]| {
+                    came.insert(header.id);
+                    writers.append(key, header, stored).map_err(|error| {
+                        let at = (error.path.clone(), error.source.kind());
+                        failed = Some(error);
+                        replica::Error::Write { path: at.0, source: at.1.into() }
+                    })
+                };
+                replica.chunks(wanted, self.packs, self.healing.key, cancelled, &mut put)
+            });
+            if let Some(error) = failed {
+                return Err(error.into());
+            }
+            match fetched {
+                Ok(_) => {}
+                Err(replica::Error::Cancelled) => return Err(Error::Cancelled),
+                Err(error) => self.healed.replica_failure = Some(chain(&error)),
+            }
+            left.retain(|id| !came.contains(id));
+        }
+        for (id, bad) in std::mem::take(&mut self.wanted) {
+            if left.contains(&id) {
+                self.healed.lost.insert(id);
+                for (at, harm) in bad {
+                    match harm {
+                        Harm::Damaged => self.strike.push((at.pack, id)),
+                        Harm::Unreadable => self.healing.unread.note((at.pack, id)),
+                    }
+                }
+            } else {
+                self.healed.from_replica += 1;
+                self.strike.extend(bad.iter().map(|(at, _)| (at.pack, id)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// New packs: a store may have encrypted ones beside others.
+struct Writers<'a> {
+    packs: &'a Packs,
+    key: Option<&'a Key>,
+    plain: Option<PackWriter<'a>>,
+    keyed: Option<PackWriter<'a>>,
+}
+
+impl<'a> Writers<'a> {
+    /// Adds a record that is sealed with our key, or with none.
+    fn append(&mut self, key: Option<&Key>, header: &RecordHeader, stored: &[u8]) -> Result<(), FileError> {
+        let key = self.key.filter(|_| key.is_some());
+        let writer = if key.is_some() { &mut self.keyed } else { &mut self.plain };
+        let mut open = match writer.take() {
+            Some(open) => open,
+            None => PackWriter::new(self.packs, Making::new(Compression::None, key))?,
+        };
+        open.append(header, stored)?;
+        *writer = Some(open);
+        Ok(())
+    }
+
+    fn finish(self) -> Result<(), FileError> {
+        self.plain.map(PackWriter::finish).transpose()?;
+        self.keyed.map(PackWriter::finish).transpose()?;
+        Ok(())
+    }
+}
+
+/// The images that refer to any of these chunks, newest first. One whose map cannot be read is left out.
+///
+/// # Errors
+/// [`StoreError::Read`].
+pub fn affected(folder: &JobFolder, ids: &BTreeSet<ChunkId>) -> Result<Vec<ImageId>, StoreError> {
+    let images = folder.images()?;
+    let refers = |map: super::chunk::ChunkMap| map.chunks().any(|(id, _)| ids.contains(&id));
+    Ok(images.iter().filter(|image| image.chunk_map().ok().flatten().is_some_and(refers)).map(|it| it.id).collect())
+}
+
+/// Chunks that images refer to and that no pack has.
+///
+/// # Errors
+/// [`StoreError::Read`].
+pub fn missing(folder: &JobFolder) -> Result<BTreeSet<ChunkId>, StoreError> {
+    let index = folder.packs().index()?;
+    let mut missing = BTreeSet::new();
+    for image in folder.images()? {
+        let Ok(Some(map)) = image.chunk_map() else { continue };
+        missing.extend(map.chunks().map(|(id, _)| id).filter(|id| index.get(id).is_none()));
+    }
+    Ok(missing)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,282 @@
+//! An image as it is found: its name, its folder, and whether it can be used.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use super::chunk::map::{self, ChunkMap};
+use super::error::{Error, Result};
+use super::format::ReadError;
+use super::id::ImageId;
+use super::manifest::{Manifest, ManifestError};
+use super::mark::{self, BadMark};
+use super::trust::{Trust, Untrusted};
+use rekindle_os::durable;
+
+/// An image in the store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Image {
+    /// Its name.
+    pub id: ImageId,
+    /// Its folder. Nothing may be written there: give CRIU another work directory.
+    pub dir: PathBuf,
+    /// Whether it can be used.
+    pub state: State,
+    /// Where it is.
+    pub place: Place,
+    /// What was asked of its manifest before that was believed.
+    pub trust: Trust,
+}
+
+/// Where an image is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub enum Place {
+    /// In memory: as long as the machine runs.
+    #[serde(rename = "memory")]
+    Staged,
+    /// On the disk.
+    #[serde(rename = "store")]
+    Stored,
+}
+
+impl std::fmt::Display for Place {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Place::Staged => "memory",
+            Place::Stored => "store",
+        })
+    }
+}
+
+/// How the content of an image is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Form {
+    /// Every part is a file in the folder of the image.
+    Loose,
+    /// The parts are cut into chunks, which lie in packs; the folder has the chunk map.
+    Packed,
+}
+
+/// Whether an image can be used, as far as its manifest tells; [`Image::verify`] reads the rest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    /// It was published whole and nothing was found against it.
+    Good(Box<Manifest>),
+    /// Something was found against it.
+    Bad {
+        /// Its manifest.
+        manifest: Box<Manifest>,
+        /// What was found.
+        mark: BadMark,
+    },
+    /// Its manifest cannot be used.
+    Damaged {
+        /// Why.
+        why: Damage,
+    },
+}
+
+/// Why a manifest cannot be used, without the cause as a value: this is kept and compared.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Damage {
+    /// What that means for the image.
+    pub kind: DamageKind,
+    /// In words.
+    pub detail: String,
+}
+
+/// What is known of an image whose manifest cannot be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum DamageKind {
+    /// The manifest was read and is not what was written.
+    Broken,
+    /// A newer rekindle wrote it: fine, but not for us.
+    Newer,
+    /// The manifest could not be read: nothing is known.
+    Unreadable,
+    /// It is not known who wrote it: it has no signature, or one of another key. The fault may be the configuration's.
+    Untrusted,
+}
+
+impl DamageKind {
+    /// What it is called.
+    #[must_use]
+    pub fn word(self) -> &'static str {
+        match self {
+            DamageKind::Unreadable => "unreadable",
+            DamageKind::Broken | DamageKind::Newer | DamageKind::Untrusted => "damaged",
+        }
+    }
+}
+
+impl std::fmt::Display for Damage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(&self.detail)
+    }
+}
+
+impl From<ManifestError> for Damage {
+    fn from(error: ManifestError) -> Damage {
+        let kind = match &error {
+            ManifestError::Newer(_) => DamageKind::Newer,
+            ManifestError::Read(_) => DamageKind::Unreadable,
+            ManifestError::Untrusted(Untrusted::Unsigned { .. } | Untrusted::OtherKey { .. }) => DamageKind::Untrusted,
+            _ => DamageKind::Broken,
+        };
+        Damage { kind, detail: error.to_string() }
+    }
+}
+
+/// Why an image is not believed, where that is why it cannot be used.
+#[must_use]
+pub fn is_untrusted(state: &State) -> Option<&Damage> {
+    match state {
+        State::Damaged { why } if why.kind == DamageKind::Untrusted => Some(why),
+        _ => None,
+    }
+}
+
+impl Image {
+    /// Looks at the image in `dir`. Damage is part of the answer, never an error.
+    #[must_use]
+    pub fn load(dir: &Path, id: ImageId, trust: &Trust) -> Image {
+        let found = Manifest::read(dir, trust).and_then(|manifest| {
+            if manifest.id != id {
+                return Err(ManifestError::OtherImage(manifest.id));
+            }
+            // The parts of a packed image are hashed chunk by chunk.
+            let hashed = manifest.chunks.is_some();
+            match manifest.parts.iter().find(|part| part.blake3.is_none() && !hashed) {
+                Some(part) => Err(ManifestError::NoChecksum(part.path.to_string())),
+                None => Ok(Box::new(manifest)),
+            }
+        });
+        Image::judge(dir, id, found, Place::Stored, trust)
+    }
+
+    /// One whose parts were brought out of the packs into `dir`, with a manifest beside them. Like one in memory it has no
+    /// hashes: they were compared on the way.
+    pub fn unpacked(dir: &Path, manifest: Manifest, trust: &Trust) -> Image {
+        let (state, trust) = (State::Good(Box::new(manifest.clone())), trust.clone());
+        Image { id: manifest.id, dir: dir.to_owned(), state, place: Place::Staged, trust }
+    }
+
+    /// Looks at the slot in `dir`; None where there is no whole image.
+    pub(super) fn load_staged(dir: &Path, trust: &Trust) -> Option<Image> {
+        let found = Manifest::read(dir, trust);
+        // It is not used, but told of: it may be from before there was a key.
+        let id = match &found {
+            Ok(manifest) => manifest.id,
+            Err(ManifestError::Untrusted(_)) => Manifest::read(dir, &Trust::default()).ok()?.id,
+            Err(_) => return None,
+        };
+        Some(Image::judge(dir, id, found.map(Box::new), Place::Staged, trust))
+    }
+
+    fn judge(
+        dir: &Path,
+        id: ImageId,
+        found: Result<Box<Manifest>, ManifestError>,
+        place: Place,
+        trust: &Trust,
+    ) -> Image {
+        let state = match found {
+            Ok(manifest) => match mark::read(dir, manifest.taken) {
+                None => State::Good(manifest),
+                Some(mark) => State::Bad { manifest, mark },
+            },
+            Err(error) => State::Damaged { why: error.into() },
+        };
+        Image { id, dir: dir.to_owned(), state, place, trust: trust.clone() }
+    }
+
+    /// The same image as it is now. One in memory that was replaced meanwhile is damaged.
+    pub(super) fn look_again(&self) -> Image {
+        match self.place {
+            Place::Stored => Image::load(&self.dir, self.id, &self.trust),
+            Place::Staged => {
+                let found = Manifest::read(&self.dir, &self.trust).and_then(|manifest| match manifest.id == self.id {
+                    true => Ok(Box::new(manifest)),
+                    false => Err(ManifestError::OtherImage(manifest.id)),
+                });
+                Image::judge(&self.dir, self.id, found, Place::Staged, &self.trust)
+            }
+        }
+    }
+
+    /// Whether it is in memory.
+    #[must_use]
+    pub fn is_staged(&self) -> bool {
+        self.place == Place::Staged
+    }
+
+    /// How its content is kept, as far as its manifest tells: without one it is taken for loose.
+    #[must_use]
+    pub fn form(&self) -> Form {
+        match self.manifest().and_then(|manifest| manifest.chunks.as_ref()) {
+            Some(_) => Form::Packed,
+            None => Form::Loose,
+        }
+    }
+
+    /// Reads its chunk map, checked against the manifest; None where it is loose or its manifest cannot be used.
+    ///
+    /// # Errors
+    /// When the map cannot be read, or is not the one that the manifest tells of.
+    pub fn chunk_map(&self) -> Result<Option<ChunkMap>, ReadError> {
+        let Some((manifest, chunks)) = self.manifest().and_then(|it| Some((it, it.chunks.as_ref()?))) else {
+            return Ok(None);
+        };
+        let path = self.dir.join(map::FILE_NAME);
+        let map = ChunkMap::read(&path, &chunks.blake3)?;
+        map.check(manifest, chunks).map_err(|source| ReadError::Format { path, source })?;
+        Ok(Some(map))
+    }
+
+    /// Whether a restart may use it.
+    #[must_use]
+    pub fn is_good(&self) -> bool {
+        matches!(self.state, State::Good(_))
+    }
+
+    /// Its manifest, if that can be read.
+    #[must_use]
+    pub fn manifest(&self) -> Option<&Manifest> {
+        match &self.state {
+            State::Good(manifest) | State::Bad { manifest, .. } => Some(manifest),
+            State::Damaged { .. } => None,
+        }
+    }
+
+    /// Notes durably that restarts must pass it over. An earlier mark is replaced.
+    ///
+    /// # Errors
+    /// [`Error::Write`].
+    pub fn mark_bad(&mut self, mark: BadMark) -> Result<()> {
+        let path = self.dir.join(mark::FILE_NAME);
+        let failed = |source| Error::Write { path: path.clone(), source };
+        let bytes = serde_json::to_vec_pretty(&mark).map_err(io::Error::from).map_err(failed)?;
+        durable::write_file(&path, &bytes, 0o600).map_err(failed)?;
+        *self = self.look_again();
+        Ok(())
+    }
+
+    /// Takes the mark back, durably. Nothing happens where there is none.
+    ///
+    /// # Errors
+    /// [`Error::Remove`], [`Error::Write`].
+    pub fn clear_bad(&mut self) -> Result<()> {
+        let path = self.dir.join(mark::FILE_NAME);
+        match fs::remove_file(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(source) => return Err(Error::Remove { path, source }),
+            Ok(()) => durable::sync_dir(&self.dir).map_err(|source| Error::Write { path: self.dir.clone(), source })?,
+        }
+        *self = self.look_again();
+        Ok(())
+    }
+}

@@ -1,0 +1,23 @@
+//! The hard links beside the user's files that an image keeps ([`SavedLink`]): how they go.
+//!
+//! They lie in folders of the job's user, who can put other folders and links in their place at any time: a link is removed
+//! with the rights of that user. Best effort: one that stays costs space, and the image must go all the same.
+
+use super::manifest::{Manifest, SavedLink};
+use rekindle_os::identity;
+
+/// Removes this one.
+pub(super) fn remove(manifest: &Manifest, link: &SavedLink) {
+    let name = link.saved.file_name().and_then(|name| name.to_str());
+    if !link.saved.is_absolute() || !name.is_some_and(|name| name.starts_with(SavedLink::PREFIX)) {
+        return;
+    }
+    let work = || std::fs::remove_file(&link.saved);
+    let result = match &manifest.user {
+        Some(user) => identity::with_file_rights_of(user, work).and_then(|result| result),
+        None => work(),
+    };
+    if let Err(error) = result {
+        tracing::debug!("cannot remove {}: {error}", link.saved.display());
+    }
+}

@@ -1,0 +1,339 @@
+//! One writer a job: an flock on `JOB/lock`, and in that file who holds it.
+//!
+//! The lock is the kernel's, so it ends with its holder however that dies. The file is never removed: two processes could
+//! then hold locks on two files of that name. The lock belongs to the open file description: a child that is forked and
+//! does not exec keeps it.
+//!
+//! Some shared file systems lock within one machine only, and say nothing (NFS version 3 mounted with `nolock`, Lustre
+//! with `localflock`, several FUSE ones). There the kernel gives the lock to two machines. So what the file says counts
+//! too: a holder renews the file's time stamp every [`HEARTBEAT`], and who gets the lock while the file names another that
+//! may be alive ([`judge`]) is refused. A holder that ends empties the file. One that was taken over, because it stood still
+//! for longer than [`STALE`], finds another name in the file at its next look and has to stop ([`Error::TakenOver`]).
+//! So everything that publishes, replaces or removes asks first whether the lock is still held ([`WriterLock::confirm`]), by the
+//! name in the file and by the file itself: one that was replaced is another lock. What writes for long asks again and again
+//! ([`WriterLock::still_held`]). A process that is stopped between that look and its write does it all the same when it goes
+//! on; no file system offers more.
+//! When the power goes the name stays; the other boot, the dead pid or the age of the time stamp tell that it is nobody's.
+
+mod held;
+mod holder;
+mod judge;
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use nix::sys::stat::futimens;
+use nix::sys::time::TimeSpec;
+
+pub use held::Hold;
+pub use holder::Holder;
+use judge::{Facts, Verdict};
+
+use super::error::{Error, Result};
+use super::id::{ImageId, JobName};
+use rekindle_os::clock;
+
+pub(super) const FILE_NAME: &str = "lock";
+/// How often a holder says that it is alive.
+pub const HEARTBEAT: Duration = Duration::from_secs(30);
+/// A holder on another machine that said nothing for so long is dead. Ten heartbeats: a server of files may stand still for
+/// a while, and then all of its clients do.
+pub(super) const STALE: Duration = Duration::from_secs(300);
+/// How long a look at the file is relied upon by who asks often.
+const CERTAIN: Duration = Duration::from_secs(1);
+/// [`writer`] takes the lock for some microseconds; a writer that comes just then must not be turned away.
+const TRIES: u32 = 5;
+const PAUSE: Duration = Duration::from_millis(20);
+/// A process that was killed loses its locks some moments before it counts as dead.
+const DYING: Duration = Duration::from_secs(2);
+/// Two that take over from the same dead holder, where locks do not hold, both write their name; the last one stays.
+const SETTLE: Duration = Duration::from_secs(1);
+/// A holder is some hundred bytes.
+const MAX_BYTES: u64 = 4 << 10;
+
+/// The right to change a job's folder. Dropping it gives the right back.
+#[derive(Debug)]
+pub struct WriterLock {
+    folder: PathBuf,
+    job: JobName,
+    file: File,
+    me: Holder,
+    /// Who held it before on another machine, and how long that has been silent.
+    silent: Option<(Holder, Duration)>,
+    /// The last heartbeat of a holder before that did not empty the file.
+    last_seen: Option<SystemTime>,
+    held: held::Held,
+    /// Images that the life of now may prove, the oldest first.
+    waiting: Mutex<Vec<ImageId>>,
+    /// Held by the one thread that changes the packs.
+    packs: Mutex<()>,
+    /// When it was last known to be ours, in milliseconds since the boot.
+    confirmed: AtomicU64,
+}
+
+/// Who may change a job's folder.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Writer {
+    /// The job has no supervisor.
+    Nobody,
+    /// It has one.
+    Known(Holder),
+    /// It has one that has not written its name yet, or could not.
+    Unnamed,
+}
+
+impl WriterLock {
+    /// Keeps retention from the image for as long as that is held: it is being read.
+    #[must_use]
+    pub fn hold(&self, id: ImageId) -> Hold {
+        self.held.hold(id)
+    }
+
+    /// The images that are held.
+    pub(super) fn held(&self) -> Vec<ImageId> {
+        self.held.ids()
+    }
+
+    /// Tells retention which images the life of now may prove, the oldest first: the first that is there stays until it is.
+    pub fn wait_for_proof(&self, images: Vec<ImageId>) {
+        *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = images;
+    }
+
+    /// What was told last.
+    pub(super) fn waiting(&self) -> Vec<ImageId> {
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Waits until no other thread of this process changes the job's packs: what one finds in a pack and relies on, another
+    /// must not sweep.
+    pub(super) fn packs(&self) -> MutexGuard<'_, ()> {
+        // It guards files, which are as they are after a panic.
+        self.packs.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether it is still ours, by a look at the file: to be asked before something is published, replaced or removed.
+    ///
+    /// # Errors
+    /// [`Error::TakenOver`], [`Error::LockReplaced`]: another process may have the folder now, and nothing may be written any
+    /// more. [`Error::Read`]: it cannot be told, and nothing may be written until it can.
+    pub fn confirm(&self) -> Result<()> {
+        self.look().map(drop)
+    }
+
+    /// The same for what asks often: a look at the file is good for a second. That second goes on while the machine sleeps.
+    ///
+    /// # Errors
+    /// As [`WriterLock::confirm`].
+    pub fn still_held(&self) -> Result<()> {
+        if self.unconfirmed() < CERTAIN { Ok(()) } else { self.confirm() }
+    }
+
+    /// How long ago it was last known to be ours, sleep of the machine included.
+    #[must_use]
+    pub fn unconfirmed(&self) -> Duration {
+        clock::since_boot().saturating_sub(Duration::from_millis(self.confirmed.load(Ordering::Relaxed)))
+    }
+
+    /// Who the file names, where it is ours: this process or, where it was emptied by hand, nobody.
+    fn look(&self) -> Result<Option<Holder>> {
+        let path = self.folder.join(FILE_NAME);
+        let failed = |source| Error::Read { path: path.clone(), source };
+        let asked = clock::since_boot();
+        // By name and anew: that is when a network file system asks its server.
+        let file = open(&path, Create::No).map_err(failed)?;
+        let holder = read_holder(&file).map_err(failed)?;
+        if let Some(holder) = holder.as_ref().filter(|holder| **holder != self.me) {
+            return Err(Error::TakenOver { job: self.job.clone(), holder: holder.clone().into() });
+        }
+        let [there, ours] = [&file, &self.file].map(File::metadata);
+        let (there, ours) = (there.map_err(failed)?, ours.map_err(failed)?);
+        if (there.dev(), there.ino()) != (ours.dev(), ours.ino()) {
+            return Err(Error::LockReplaced { job: self.job.clone(), file: path });
+        }
+        self.confirmed.store(u64::try_from(asked.as_millis()).unwrap_or(0), Ordering::Relaxed);
+        Ok(holder)
+    }
+
+    /// Whether this is the lock of the job whose folder that is.
+    pub(super) fn guards(&self, folder: &Path) -> bool {
+        self.folder == folder
+    }
+
+    /// The holder on another machine that this took over from because it was silent, and for how long it has been.
+    #[must_use]
+    pub fn silent_holder(&self) -> Option<(&Holder, Duration)> {
+        self.silent.as_ref().map(|(holder, silent)| (holder, *silent))
+    }
+
+    /// When a holder before that ended without a word gave its last sign of life.
+    #[must_use]
+    pub fn last_seen(&self) -> Option<SystemTime> {
+        self.last_seen
+    }
+
+    /// The heartbeat: wanted every [`HEARTBEAT`] from who holds the lock for longer.
+    ///
+    /// # Errors
+    /// Those of [`WriterLock::confirm`]; [`Error::Write`]: it could not be done this time.
+    pub fn refresh(&self) -> Result<()> {
+        let failed = |source| Error::Write { path: self.folder.join(FILE_NAME), source };
+        if self.look()?.is_none() {
+            // Emptied by a hand that took us for dead.
+            write_holder(&self.file, &self.me).map_err(failed)?;
+        }
+        beat(&self.file).map_err(failed)
+    }
+}
+
+impl Drop for WriterLock {
+    fn drop(&mut self) {
+        if self.look().is_ok() {
+            // A name that stays is found to be that of a dead process.
+            let _ = self.file.set_len(0);
+        }
+    }
+}
+
+pub(super) fn acquire(folder: &Path, job: &JobName) -> Result<WriterLock> {
+    let path = folder.join(FILE_NAME);
+    let failed = |source| Error::Lock { path: path.clone(), source };
+    let file = open(&path, Create::Yes).map_err(failed)?;
+    for attempt in 1.. {
+        match file.try_lock() {
+            Ok(()) => break,
+            Err(TryLockError::WouldBlock) if attempt < TRIES => thread::sleep(PAUSE),
+            Err(TryLockError::WouldBlock) => {
+                let holder = read_holder(&file).ok().flatten().map(Box::new);
+                return Err(Error::Supervised { job: job.clone(), holder });
+            }
+            Err(TryLockError::Error(source)) => return Err(failed(source)),
+        }
+    }
+    let me = Holder::this_process();
+    let (silent, last_seen) = earlier_holder(&file, folder, &me, job)?;
+    let written = |source| Error::Write { path: path.clone(), source };
+    write_holder(&file, &me).map_err(written)?;
+    let lock = WriterLock {
+        folder: folder.to_owned(),
+        job: job.clone(),
+        file,
+        me,
+        silent,
+        last_seen,
+        held: held::Held::default(),
+        waiting: Mutex::default(),
+        packs: Mutex::new(()),
+        confirmed: AtomicU64::new(0),
+    };
+    lock.confirm()?;
+    if lock.silent.is_some() {
+        thread::sleep(SETTLE);
+        lock.refresh()?;
+    }
+    Ok(lock)
+}
+
+/// A holder that is taken for dead only because it was silent, and the last heartbeat of one that ended without a word.
+type Earlier = (Option<(Holder, Duration)>, Option<SystemTime>);
+
+/// Judges the name in the file.
+fn earlier_holder(file: &File, folder: &Path, me: &Holder, job: &JobName) -> Result<Earlier> {
+    let path = folder.join(FILE_NAME);
+    let begun = Instant::now();
+    loop {
+        let read = |source| Error::Read { path: path.clone(), source };
+        let Some(holder) = read_holder(file).map_err(read)? else { return Ok((None, None)) };
+        let heartbeat = file.metadata().and_then(|metadata| metadata.modified()).map_err(read)?;
+        let now = clock_of(folder).unwrap_or_else(SystemTime::now);
+        match judge::judge(&holder, &Facts::now(me, heartbeat, now)) {
+            Verdict::Dead => return Ok((None, Some(heartbeat))),
+            Verdict::Silent(silent) => return Ok((Some((holder, silent)), Some(heartbeat))),
+            Verdict::Alive { .. } if holder.boot_id == me.boot_id && begun.elapsed() < DYING => thread::sleep(PAUSE),
+            Verdict::Alive { silent } => {
+                return Err(Error::PerhapsSupervised { job: job.clone(), holder: holder.into(), silent, file: path });
+            }
+        }
+    }
+}
+
+/// The time by the clock that stamps files in this folder, which on a shared file system is the server's.
+fn clock_of(folder: &Path) -> Option<SystemTime> {
+    let mut file = tempfile::tempfile_in(folder).ok()?;
+    file.write_all(b"now").ok()?;
+    file.sync_all().ok()?;
+    file.metadata().ok()?.modified().ok()
+}
+
+/// Who holds the lock just now. Takes it shared for a moment, so it can be asked by anyone who may read the file.
+pub(super) fn writer(folder: &Path) -> Result<Writer> {
+    let path = folder.join(FILE_NAME);
+    let file = match open(&path, Create::No) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Writer::Nobody),
+        Err(source) => return Err(Error::Read { path, source }),
+    };
+    let named = read_holder(&file).ok().flatten();
+    match file.try_lock_shared() {
+        Err(TryLockError::WouldBlock) => Ok(named.map_or(Writer::Unnamed, Writer::Known)),
+        Err(TryLockError::Error(source)) => Err(Error::Lock { path, source }),
+        Ok(()) => {
+            // It may be held all the same, where locks end at the machine.
+            let (Some(holder), Ok(heartbeat)) = (named, file.metadata().and_then(|metadata| metadata.modified()))
+            else {
+                return Ok(Writer::Nobody);
+            };
+            let me = Holder::this_process();
+            match judge::judge(&holder, &Facts::now(&me, heartbeat, SystemTime::now())) {
+                // Of this machine the kernel knows best.
+                Verdict::Alive { .. } if holder.boot_id != me.boot_id => Ok(Writer::Known(holder)),
+                _ => Ok(Writer::Nobody),
+            }
+        }
+    }
+}
+
+enum Create {
+    Yes,
+    No,
+}
+
+fn open(path: &Path, create: Create) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).mode(0o600).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    match create {
+        Create::Yes => options.write(true).create(true).truncate(false),
+        Create::No => &mut options,
+    };
+    let file = options.open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::Error::other("not a regular file")) }
+}
+
+fn write_holder(mut file: &File, holder: &Holder) -> io::Result<()> {
+    file.set_len(0)?;
+    io::Seek::rewind(&mut file)?;
+    file.write_all(&serde_json::to_vec(holder)?)?;
+    // So that others see it, not for the power: a name that gets lost then was that of a dead process.
+    file.sync_data()
+}
+
+/// None where there is no name yet, or nothing that can be understood.
+fn read_holder(mut file: &File) -> io::Result<Option<Holder>> {
+    let mut bytes = Vec::new();
+    io::Seek::rewind(&mut file)?;
+    file.take(MAX_BYTES).read_to_end(&mut bytes)?;
+    Ok(serde_json::from_slice(&bytes).ok())
+}
+
+/// By the clock of the file system, where it has one of its own.
+fn beat(file: &File) -> io::Result<()> {
+    Ok(futimens(file, &TimeSpec::UTIME_OMIT, &TimeSpec::UTIME_NOW)?)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,60 @@
+//! Who holds a lock: what the lock file says.
+
+use std::fmt;
+
+use chrono::{DateTime, SecondsFormat, Utc};
+use serde::{Deserialize, Serialize};
+
+use rekindle_os::process;
+
+/// Who supervises a job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// As the supervisor's own PID namespace counts.
+    pub pid: u32,
+    /// The name of its machine.
+    pub host: String,
+    /// The boot of that machine.
+    pub boot_id: String,
+    /// When it took the lock.
+    pub since: DateTime<Utc>,
+    /// When the process began, in clock ticks since the boot: pids are used again. An earlier version wrote none, and
+    /// had no heartbeat.
+    #[serde(default)]
+    pub started: Option<u64>,
+    /// Its PID namespace.
+    #[serde(default)]
+    pub pid_namespace: Option<String>,
+}
+
+impl Holder {
+    /// This process.
+    #[must_use]
+    pub fn this_process() -> Holder {
+        let host = nix::unistd::gethostname().map(|name| name.to_string_lossy().into_owned());
+        let namespace = std::fs::read_link("/proc/self/ns/pid").ok();
+        let pid = std::process::id();
+        Holder {
+            pid,
+            host: host.unwrap_or_else(|_| "unknown".to_owned()),
+            boot_id: process::boot_id().unwrap_or_else(|_| "unknown".to_owned()),
+            // As the file has it, so that what is read compares with what was written.
+            since: DateTime::from_timestamp_millis(Utc::now().timestamp_millis()).unwrap_or_default(),
+            started: process::start_time(pid.cast_signed()),
+            pid_namespace: namespace.map(|path| path.to_string_lossy().into_owned()),
+        }
+    }
+
+    /// Whether its process lives, where that is one of this PID namespace. A zombie does not.
+    pub(super) fn lives(&self) -> bool {
+        let pid = self.pid.cast_signed();
+        process::state(pid).is_some_and(|state| !"ZX".contains(state)) && process::start_time(pid) == self.started
+    }
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let since = self.since.to_rfc3339_opts(SecondsFormat::Secs, true);
+        write!(f, "pid {} on host {} since {since}", self.pid, self.host)
+    }
+}

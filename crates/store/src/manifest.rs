@@ -1,0 +1,229 @@
+//! What an image says of itself: `manifest.json`.
+//!
+//! The file is one JSON object: `format`, `version`, `blake3` and `manifest`; the hash covers the exact bytes of the
+//! value of `manifest`, so that a flipped bit in a number is found as well. Reading checks, in this order: the size
+//! (before anything is parsed), the format, the version, the hash, the fields, and what the fields say of each other.
+//! A reader takes unknown fields for additions of a later rekindle that changed nothing else.
+
+mod contents;
+mod fields;
+mod groups;
+
+use std::collections::HashSet;
+use std::io::{self, Read};
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+use thiserror::Error;
+
+pub use contents::{Owner, Stamp, TrackedEntry, TrackedFolder, TrackedKind};
+pub(crate) use fields::hex;
+pub use fields::{
+    Chunks, Folder, GivenFile, Gpu, Host, JobRights, JobTree, KeptCopy, Landing, Manifest, MappedFile, OpenFile, Part,
+    Phase, PidNamespace, Reason, Recreate, SavedLink, TreeProcess,
+};
+
+pub use groups::ControlGroup;
+
+use super::id::{ImageId, JobName};
+use super::trust::{Signature, Trust, Untrusted};
+pub use rekindle_criu::Tcp;
+use rekindle_os::durable;
+
+/// What `format` says: the magic of the file.
+pub const FORMAT: &str = "rekindle-image";
+/// The newest version that this code reads. It writes the oldest that can say what is to be said: 3 for one with files that
+/// are put back together, 2 for a packed image, else 1.
+pub const VERSION: u32 = 3;
+/// The first version with [`Manifest::chunks`].
+const PACKED: u32 = 2;
+/// The first version whose readers put back files together: an earlier one would put back some of them.
+const TOGETHER: u32 = 3;
+/// A larger manifest is not parsed. 64 MiB are some 300,000 parts or open files.
+pub const MAX_BYTES: u64 = 64 << 20;
+/// Its name in the folder of the image.
+pub const FILE_NAME: &str = "manifest.json";
+
+/// Why a manifest cannot be used.
+#[derive(Debug, Error)]
+pub enum ManifestError {
+    /// There is none: not an image that was published whole.
+    #[error("it has no {FILE_NAME}")]
+    Missing,
+    /// It cannot be opened or read; nothing is known of the image.
+    #[error("its {FILE_NAME} cannot be read{why}: {0}", why = super::error::Failing(.0))]
+    Read(#[source] io::Error),
+    /// Larger than [`MAX_BYTES`].
+    #[error("its {FILE_NAME} is larger than {MAX_BYTES} bytes")]
+    TooLarge,
+    /// Not JSON, or fields that are missing or of the wrong type.
+    #[error("its {FILE_NAME} is damaged: {0}")]
+    Parse(#[source] serde_json::Error),
+    /// Another program's file.
+    #[error("its {FILE_NAME} has the format \"{0}\", not \"{FORMAT}\"")]
+    Format(String),
+    /// Written by a newer rekindle.
+    #[error(
+        "its manifest has version {0}, this rekindle reads versions up to {VERSION}; use the rekindle that wrote it, or a newer one"
+    )]
+    Newer(u32),
+    /// Version 0 was never written.
+    #[error("its manifest has the impossible version 0")]
+    VersionZero,
+    /// The version is outside of what the hash covers.
+    #[error("its {FILE_NAME} is damaged: version {0} does not go with what is in it")]
+    WrongVersion(u32),
+    /// The content is not what was written.
+    #[error("its {FILE_NAME} is damaged: the checksum does not match")]
+    Checksum,
+    /// The folder was renamed or copied over.
+    #[error("its manifest belongs to image {0}")]
+    OtherImage(ImageId),
+    /// A part that was never hashed: an image of the store has none.
+    #[error("its manifest has no checksum for the part \"{0}\"")]
+    NoChecksum(String),
+    /// With the key nobody but us could have written it, and it is not ours.
+    #[error("its manifest {0}")]
+    Untrusted(#[source] Untrusted),
+    /// One of another job, which was copied here.
+    #[error("its manifest belongs to job \"{0}\"")]
+    OtherJob(JobName),
+    /// Two parts with one path.
+    #[error("its manifest names the part \"{0}\" twice")]
+    PartTwice(String),
+    /// A file that a restore has to put somewhere has no part.
+    #[error("its manifest wants a file put back from \"{0}\", which is not among the parts")]
+    NoSuchPart(String),
+}
+
+/// The outer object; the inner one stays text until its hash was checked.
+#[derive(Serialize, Deserialize)]
+struct Envelope<'a> {
+    format: String,
+    version: u32,
+    #[serde(with = "fields::hex")]
+    blake3: blake3::Hash,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    signature: Option<Signature>,
+    #[serde(borrow)]
+    manifest: &'a RawValue,
+}
+
+/// The part of the outer object that every version has.
+#[derive(Deserialize)]
+struct Header {
+    format: String,
+    version: u32,
+}
+
+impl Manifest {
+    /// The bytes of `manifest.json`, signed where there is a key.
+    ///
+    /// # Errors
+    /// What [`Manifest::parse`] would refuse.
+    pub fn to_bytes(&self, trust: &Trust) -> Result<Vec<u8>, ManifestError> {
+        self.validate()?;
+        let body = serde_json::to_string_pretty(self).map_err(ManifestError::Parse)?;
+        let envelope = Envelope {
+            format: FORMAT.to_owned(),
+            version: self.version(),
+            blake3: blake3::hash(body.as_bytes()),
+            signature: trust.sign(&signed(&self.version().to_le_bytes(), &body)),
+            manifest: &RawValue::from_string(body).map_err(ManifestError::Parse)?,
+        };
+        // No line end after the last brace: a file that lost its last byte is not whole.
+        let bytes = serde_json::to_vec_pretty(&envelope).map_err(ManifestError::Parse)?;
+        if u64::try_from(bytes.len()).is_ok_and(|len| len <= MAX_BYTES) {
+            Ok(bytes)
+        } else {
+            Err(ManifestError::TooLarge)
+        }
+    }
+
+    /// Reads what [`Manifest::to_bytes`] wrote. Nothing of what is in it is looked at before the hash and the signature
+    /// were.
+    ///
+    /// # Errors
+    /// Every kind of damage has its own; a newer version is refused by name.
+    pub fn parse(bytes: &[u8], trust: &Trust) -> Result<Manifest, ManifestError> {
+        if u64::try_from(bytes.len()).is_ok_and(|len| len > MAX_BYTES) {
+            return Err(ManifestError::TooLarge);
+        }
+        let header: Header = serde_json::from_slice(bytes).map_err(ManifestError::Parse)?;
+        match header {
+            Header { format, .. } if format != FORMAT => return Err(ManifestError::Format(format)),
+            Header { version: 0, .. } => return Err(ManifestError::VersionZero),
+            Header { version, .. } if version > VERSION => return Err(ManifestError::Newer(version)),
+            Header { .. } => {}
+        }
+        let envelope: Envelope<'_> = serde_json::from_slice(bytes).map_err(ManifestError::Parse)?;
+        if blake3::hash(envelope.manifest.get().as_bytes()) != envelope.blake3 {
+            return Err(ManifestError::Checksum);
+        }
+        let (version, body) = (envelope.version.to_le_bytes(), envelope.manifest.get());
+        let trusted = trust.check(envelope.signature.as_ref(), &signed(&version, body));
+        trusted.map_err(ManifestError::Untrusted)?;
+        let manifest: Manifest = serde_json::from_str(envelope.manifest.get()).map_err(ManifestError::Parse)?;
+        if manifest.version() != envelope.version {
+            return Err(ManifestError::WrongVersion(envelope.version));
+        }
+        if trust.job().is_some_and(|job| *job != manifest.job) {
+            return Err(ManifestError::OtherJob(manifest.job));
+        }
+        manifest.validate()?;
+        Ok(manifest)
+    }
+
+    /// Reads the manifest of the image in `dir`.
+    ///
+    /// # Errors
+    /// As [`Manifest::parse`], and [`ManifestError::Missing`], [`ManifestError::Read`].
+    pub fn read(dir: &Path, trust: &Trust) -> Result<Manifest, ManifestError> {
+        let file = durable::open_for_reading(&dir.join(FILE_NAME)).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => ManifestError::Missing,
+            _ => ManifestError::Read(error),
+        })?;
+        if file.metadata().map_err(ManifestError::Read)?.len() > MAX_BYTES {
+            return Err(ManifestError::TooLarge);
+        }
+        let mut bytes = Vec::new();
+        file.take(MAX_BYTES + 1).read_to_end(&mut bytes).map_err(ManifestError::Read)?;
+        Manifest::parse(&bytes, trust)
+    }
+
+    fn version(&self) -> u32 {
+        match self {
+            _ if !self.absent_files.is_empty() || !self.tracked_folders.is_empty() => TOGETHER,
+            _ if self.chunks.is_some() => PACKED,
+            _ => 1,
+        }
+    }
+
+    fn validate(&self) -> Result<(), ManifestError> {
+        let mut seen = HashSet::new();
+        for Part { path, .. } in &self.parts {
+            if !seen.insert(path.as_str()) {
+                return Err(ManifestError::PartTwice(path.to_string()));
+            }
+        }
+        let named = self.recreate.iter().map(|file| &file.part);
+        let named = named.chain(self.landing.iter().map(|landing| &landing.part));
+        let copies = self.mapped_files.iter().filter_map(|file| file.copy.as_ref());
+        let named = named.chain(copies.map(|copy| &copy.part));
+        let named = named.chain(self.open_files.iter().filter_map(|file| file.part.as_ref()));
+        match named.into_iter().find(|part| !seen.contains(part.as_str())) {
+            Some(part) => Err(ManifestError::NoSuchPart(part.to_string())),
+            None => Ok(()),
+        }
+    }
+}
+
+/// What a signature covers: that it is a manifest, its version, and its exact text, which has the job, the id, the parts
+/// and the hash of the chunk map.
+fn signed<'a>(version: &'a [u8; 4], body: &'a str) -> [&'a [u8]; 3] {
+    [b"manifest", version, body.as_bytes()]
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,92 @@
+//! Fields of a manifest: what is known of the content of files.
+
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::paths::JobPath;
+
+/// What tells one state of a file from another without reading it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Stamp {
+    /// `st_ino`.
+    pub inode: u64,
+    /// In bytes.
+    pub size: u64,
+    /// `st_mtim`, in nanoseconds since 1970.
+    pub modified_ns: i64,
+    /// `st_ctim`, in nanoseconds since 1970.
+    pub changed_ns: i64,
+}
+
+impl Stamp {
+    /// That of a file.
+    #[must_use]
+    pub fn of(metadata: &Metadata) -> Stamp {
+        let nanoseconds = |seconds: i64, rest: i64| seconds.saturating_mul(1_000_000_000).saturating_add(rest);
+        Stamp {
+            inode: metadata.ino(),
+            size: metadata.size(),
+            modified_ns: nanoseconds(metadata.mtime(), metadata.mtime_nsec()),
+            changed_ns: nanoseconds(metadata.ctime(), metadata.ctime_nsec()),
+        }
+    }
+
+    /// Whether the content may be another one. A new name, mode or owner changes `changed_ns` too, so that says nothing by
+    /// itself; programs that set the time of modification are rare where files are written in place.
+    #[must_use]
+    pub fn differs(&self, other: &Stamp) -> bool {
+        (self.inode, self.size, self.modified_ns) != (other.inode, other.size, other.modified_ns)
+    }
+}
+
+/// Who owns a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Owner {
+    /// `st_uid`.
+    pub uid: u32,
+    /// `st_gid`.
+    pub gid: u32,
+}
+
+/// A folder all of whose files are in the image.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TrackedFolder {
+    /// As the job sees it.
+    pub path: JobPath,
+    /// What is below it, each folder before what is in it. The files among them are in `open_files` too.
+    pub entries: Vec<TrackedEntry>,
+}
+
+/// Something below a tracked folder.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TrackedEntry {
+    /// As the job sees it.
+    pub path: JobPath,
+    /// What it is.
+    #[serde(flatten)]
+    pub kind: TrackedKind,
+}
+
+/// What an entry of a tracked folder is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum TrackedKind {
+    /// A regular file.
+    File,
+    /// A folder.
+    Folder {
+        /// `st_mode`.
+        mode: u32,
+        /// Its owner.
+        owner: Owner,
+    },
+    /// A symbolic link.
+    Link {
+        /// Where it leads; bytes that are not UTF-8 are not kept, and such a link is left as it is.
+        target: String,
+    },
+    /// A FIFO, a socket or a device: it stays as it is.
+    Other,
+}

@@ -1,0 +1,289 @@
+use super::*;
+use crate::chunk::Key;
+use crate::tests::manifest;
+use crate::{Unsigned, Untrusted};
+use proptest::prelude::*;
+use rekindle_base::interval;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::time::Duration;
+
+fn part(path: &str) -> Part {
+    Part { path: path.into(), size: 3, blake3: Some(blake3::hash(b"abc")) }
+}
+
+#[test]
+fn a_manifest_survives_its_bytes() {
+    let odd = Path::new(OsStr::from_bytes(b"/data/\xff\xfe.csv")).to_owned();
+    let manifest = Manifest {
+        user: Some("alice".to_owned()),
+        driver: Some("580.1".to_owned()),
+        gpus: vec![Gpu { uuid: "GPU-1".to_owned(), name: "H200".to_owned() }],
+        open_files: vec![
+            OpenFile { append: true, position: 7, ..OpenFile::new(odd.clone().into(), u64::MAX) },
+            OpenFile {
+                mode: Some(0o100_640),
+                part: Some("files/open-0".into()),
+                ..OpenFile::new("/data/ü.csv".into(), 0)
+            },
+        ],
+        saved_links: vec![SavedLink { link: odd.into(), saved: "/data/.rekindle-link-1".into() }],
+        recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "bin/x".into() }],
+        phases: vec![Phase { phase: "dump".to_owned(), started_us: 1, took_us: 2 }],
+        parts: vec![part("bin/x"), part("criu/core-1.img"), part("files/open-0")],
+        interval: Some(interval::choose(&interval::Facts {
+            freeze: Duration::from_millis(2200),
+            mtbf: Duration::from_secs(86_400),
+            mtbf_source: interval::MtbfSource::Observed { uptime: Duration::from_secs(1), failures: 2 },
+            max_overhead: rekindle_base::Percentage::millionths(10_000),
+            persist: Some(Duration::from_secs(9)),
+        })),
+        ..manifest()
+    };
+    assert_eq!(Manifest::parse(&manifest.to_bytes(&Trust::default()).unwrap(), &Trust::default()).unwrap(), manifest);
+}
+
+#[test]
+fn the_file_is_json_that_others_can_read() {
+    let manifest = Manifest { parts: vec![part("a")], ..manifest() };
+    let json: serde_json::Value = serde_json::from_slice(&manifest.to_bytes(&Trust::default()).unwrap()).unwrap();
+    assert_eq!(json["format"], "rekindle-image");
+    assert_eq!(json["version"], 1);
+    assert_eq!(json["manifest"]["reason"], "interval");
+    assert_eq!(json["manifest"]["tree"]["pid_namespace"], "private");
+    assert_eq!(json["manifest"].get("interval"), None, "as before there was such a field");
+    assert_eq!(json["manifest"]["parts"][0]["blake3"], blake3::hash(b"abc").to_hex().as_str());
+}
+
+#[test]
+fn unknown_fields_are_additions() {
+    let body = serde_json::to_string(&manifest()).unwrap();
+    let body = format!("{{\"later\": [1], {}", &body[1..]);
+    let hash = blake3::hash(body.as_bytes());
+    let text = format!(r#"{{"format":"rekindle-image","version":1,"blake3":"{hash}","more":0,"manifest":{body}}}"#);
+    assert_eq!(Manifest::parse(text.as_bytes(), &Trust::default()).unwrap(), manifest());
+}
+
+/// The manifest, changed as text is, with the hash that it should have.
+fn changed(manifest: &Manifest, change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
+    let mut body = serde_json::to_value(manifest).unwrap();
+    change(&mut body);
+    let body = body.to_string();
+    let hash = blake3::hash(body.as_bytes());
+    let version = manifest.version();
+    format!(r#"{{"format":"rekindle-image","version":{version},"blake3":"{hash}","manifest":{body}}}"#).into_bytes()
+}
+
+/// One with a path in each place that has one.
+fn full() -> Manifest {
+    Manifest {
+        open_files: vec![OpenFile {
+            mode: Some(0o100_644),
+            part: Some("a".into()),
+            group: Some("/data".into()),
+            ..OpenFile::new("/data/a".into(), 3)
+        }],
+        absent_files: vec!["/data/a-journal".into()],
+        tracked_folders: vec![TrackedFolder {
+            path: "/data".into(),
+            entries: vec![TrackedEntry { path: "/data/a".into(), kind: TrackedKind::File }],
+        }],
+        given_files: vec![GivenFile { path: "/data/g".into(), device: 1, inode: 2, access: None }],
+        folders: vec![Folder { path: "/data".into(), mode: 0o40_755, uid: 0, gid: 0 }],
+        control_groups: vec![ControlGroup {
+            hierarchy: "pids".into(),
+            path: "job/inner".parse().unwrap(),
+            mode: 0o40_755,
+            owner: Owner { uid: 1, gid: 2 },
+            procs: Owner { uid: 1, gid: 2 },
+            settings: [("pids.max".to_owned(), "50".to_owned())].into(),
+            processes: vec![7],
+        }],
+        saved_links: vec![SavedLink { link: "/data/l".into(), saved: "/data/.rekindle-link-1".into() }],
+        recreate: vec![Recreate { path: "/x".into(), mode: 0o755, part: "a".into() }],
+        mapped_files: vec![MappedFile { path: "/lib/m".into(), size: 1, mode: None, build_id: None, copy: None }],
+        landing: vec![Landing { pid: 7, path: "/run/l/7".into(), part: "a".into(), bytes: 3 }],
+        parts: vec![part("a")],
+        ..manifest()
+    }
+}
+
+const PARTS: [&str; 4] = ["/parts/0/path", "/open_files/0/part", "/recreate/0/part", "/landing/0/part"];
+const PATHS: [&str; 9] = [
+    "/directory",
+    "/open_files/0/path",
+    "/given_files/0/path",
+    "/folders/0/path",
+    "/saved_links/0/link",
+    "/saved_links/0/saved",
+    "/recreate/0/path",
+    "/mapped_files/0/path",
+    "/landing/0/path",
+];
+
+#[test]
+fn no_path_of_a_manifest_leads_elsewhere() {
+    let parse = |place: &str, text: &str| {
+        let bytes = changed(&full(), |body| *body.pointer_mut(place).unwrap() = text.into());
+        Manifest::parse(&bytes, &Trust::default())
+    };
+    let bad =
+        ["", "/", "/a", "..", "../a", "../../etc/shadow", "/etc/shadow", "a/../b", "a/..", "./a", "a//b", "a/", "a\0b"];
+    for (place, text) in PARTS.iter().flat_map(|place| bad.map(|text| (place, text))) {
+        let error = parse(place, text).unwrap_err();
+        assert!(matches!(&error, ManifestError::Parse(_)), "{place} {text:?}: {error}");
+        assert!(error.to_string().contains("is not a path inside an image"), "{error}");
+    }
+    for text in ["manifest.json", "bad.json", "tags.json", "chunks"] {
+        assert!(parse(PARTS[0], text).unwrap_err().to_string().contains("a file of its own of that name"));
+    }
+    for (place, text) in PATHS.iter().flat_map(|place| ["", "a", "../a", "/a/../b", "/a\0b"].map(|text| (place, text)))
+    {
+        let error = parse(place, text).unwrap_err().to_string();
+        assert!(
+            error.contains("is not a path of a job") && error.contains(&format!("{text:?}")),
+            "{place} {text}: {error}"
+        );
+    }
+    for text in ["", "/", "/x", "..", "../x", "x/../../y", "x/", "./x", "x//y", "x\0"] {
+        let error = parse("/control_groups/0/path", text).unwrap_err().to_string();
+        assert!(error.contains("is not a path of a control group"), "{text:?}: {error}");
+    }
+    for path in ["a", "a/b", "...", "a..b", "criu/manifest.json", ".hidden", "ü"] {
+        Manifest { parts: vec![part(path)], ..manifest() }.to_bytes(&Trust::default()).unwrap();
+    }
+    assert_eq!(Manifest::parse(&changed(&full(), |_| {}), &Trust::default()).unwrap(), full());
+}
+
+#[test]
+fn a_reader_checks_what_the_parts_are_as_well() {
+    let parse = |change: &dyn Fn(&mut serde_json::Value)| {
+        Manifest::parse(&changed(&full(), change), &Trust::default()).unwrap_err()
+    };
+    let twice = parse(&|body| body["parts"] = serde_json::json!([body["parts"][0], body["parts"][0]]));
+    assert!(matches!(twice, ManifestError::PartTwice(_)), "{twice}");
+    for place in PARTS[1..].iter() {
+        let error = parse(&|body| *body.pointer_mut(place).unwrap() = "b".into());
+        assert!(matches!(error, ManifestError::NoSuchPart(_)), "{place}: {error}");
+    }
+}
+
+fn trust(byte: u8, unsigned: Unsigned) -> Trust {
+    Trust::new(Key::new(&[byte; 32]), Path::new("/etc/key"), unsigned).for_job(&manifest().job)
+}
+
+#[test]
+fn with_a_key_only_what_is_signed_with_it_is_taken() {
+    let ours = trust(7, Unsigned::Refused);
+    for manifest in [full(), packed()] {
+        let bytes = manifest.to_bytes(&ours).unwrap();
+        assert_eq!(Manifest::parse(&bytes, &ours).unwrap(), manifest);
+        assert_eq!(Manifest::parse(&bytes, &Trust::default()).unwrap(), manifest, "who has no key cannot tell");
+
+        let plain = manifest.to_bytes(&Trust::default()).unwrap();
+        let error = Manifest::parse(&plain, &ours).unwrap_err();
+        assert!(matches!(&error, ManifestError::Untrusted(Untrusted::Unsigned { .. })), "{error}");
+        assert!(error.to_string().contains("store.accept-unsigned"), "{error}");
+        assert_eq!(Manifest::parse(&plain, &trust(7, Unsigned::Accepted)).unwrap(), manifest);
+
+        let theirs = manifest.to_bytes(&trust(8, Unsigned::Refused)).unwrap();
+        let error = Manifest::parse(&theirs, &ours).unwrap_err();
+        assert!(matches!(&error, ManifestError::Untrusted(Untrusted::OtherKey { .. })), "{error}");
+        assert!(error.to_string().contains("/etc/key"), "{error}");
+    }
+}
+
+#[test]
+fn a_signature_goes_with_one_text_one_image_and_one_job() {
+    let ours = trust(7, Unsigned::Refused);
+    let text = String::from_utf8(full().to_bytes(&ours).unwrap()).unwrap();
+    // The hash without a key is made right, as anybody can.
+    let forged = |from: &str, to: &str| {
+        let envelope: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let at = text.find("\"manifest\": ").unwrap() + "\"manifest\": ".len();
+        let body = text[at..text.len() - 1].trim_end().replace(from, to);
+        let (hash, signature) = (blake3::hash(body.as_bytes()), &envelope["signature"]);
+        let version = &envelope["version"];
+        let whole = format!(
+            r#"{{"format":"rekindle-image","version":{version},"blake3":"{hash}","signature":{signature},"manifest":{body}}}"#
+        );
+        Manifest::parse(whole.as_bytes(), &ours)
+    };
+    assert_eq!(forged("no such text", "").unwrap(), full(), "the forger is a good one");
+    let id = full().id.to_string();
+    for (from, to) in [(id.as_str(), "000099-20261120T132105Z"), ("/data/a", "/etc/x"), ("\"size\": 3", "\"size\": 4")]
+    {
+        assert!(text.contains(from), "{from}");
+        let error = forged(from, to).unwrap_err();
+        assert!(matches!(error, ManifestError::Untrusted(Untrusted::Forged { .. })), "{from}: {error}");
+    }
+    let elsewhere =
+        Trust::new(Key::new(&[7; 32]), Path::new("/etc/key"), Unsigned::Accepted).for_job(&"other".parse().unwrap());
+    assert!(matches!(Manifest::parse(text.as_bytes(), &elsewhere), Err(ManifestError::OtherJob(_))));
+}
+
+#[test]
+fn other_formats_and_versions_are_named() {
+    let parse = |text: &str| Manifest::parse(text.as_bytes(), &Trust::default()).unwrap_err();
+    let text = String::from_utf8(manifest().to_bytes(&Trust::default()).unwrap()).unwrap();
+    assert!(matches!(parse(&text.replacen("rekindle-image", "other", 1)), ManifestError::Format(_)));
+    assert!(matches!(parse(&text.replacen("\"version\": 1", "\"version\": 0", 1)), ManifestError::VersionZero));
+    // A newer one is recognised by its header alone.
+    assert!(matches!(parse(r#"{"format":"rekindle-image","version":9}"#), ManifestError::Newer(9)));
+    assert!(matches!(parse("[]"), ManifestError::Parse(_)));
+}
+
+proptest! {
+    #[test]
+    fn no_bytes_make_the_parser_panic(bytes: Vec<u8>) {
+        prop_assert!(Manifest::parse(&bytes, &Trust::default()).is_err());
+    }
+
+    #[test]
+    fn no_change_of_a_byte_goes_unnoticed(place: prop::sample::Index, byte: u8) {
+        let whole = manifest().to_bytes(&Trust::default()).unwrap();
+        let mut bytes = whole.clone();
+        bytes[place.index(whole.len())] = byte;
+        // White space between the outer fields may become other white space; that changes nothing.
+        if let Ok(parsed) = Manifest::parse(&bytes, &Trust::default()) {
+            prop_assert_eq!(parsed, manifest());
+        }
+    }
+}
+
+fn packed() -> Manifest {
+    let part = Part { blake3: None, ..part("criu/pages-1.img") };
+    let chunks = Chunks { blake3: blake3::hash(b"map"), extents: 3, stored: 1 << 40 };
+    Manifest { parts: vec![part], chunks: Some(chunks), ..manifest() }
+}
+
+#[test]
+fn only_what_an_earlier_reader_would_get_wrong_needs_another_version() {
+    let version = |manifest: &Manifest| {
+        let json: serde_json::Value = serde_json::from_slice(&manifest.to_bytes(&Trust::default()).unwrap()).unwrap();
+        json["version"].as_u64().unwrap()
+    };
+    let together = Manifest { absent_files: vec!["/data/a-journal".into()], ..packed() };
+    assert_eq!((version(&manifest()), version(&packed()), version(&together)), (1, 2, 3));
+    assert_eq!(Manifest::parse(&packed().to_bytes(&Trust::default()).unwrap(), &Trust::default()).unwrap(), packed());
+}
+
+#[test]
+fn an_image_of_a_version_that_knew_no_control_groups_is_read() {
+    let bytes = changed(&full(), |body| drop(body.as_object_mut().unwrap().remove("control_groups")));
+    let before = Manifest { control_groups: Vec::new(), ..full() };
+    assert_eq!(Manifest::parse(&bytes, &Trust::default()).unwrap(), before);
+    let text = String::from_utf8(manifest().to_bytes(&Trust::default()).unwrap()).unwrap();
+    assert!(!text.contains("control_groups"), "as before there was such a field");
+}
+
+#[test]
+fn a_version_that_does_not_go_with_the_content_is_damage() {
+    for (manifest, from, to) in [(packed(), 2, 1), (manifest(), 1, 2)] {
+        let text = String::from_utf8(manifest.to_bytes(&Trust::default()).unwrap()).unwrap();
+        let other = text.replacen(&format!("\"version\": {from}"), &format!("\"version\": {to}"), 1);
+        assert!(
+            matches!(Manifest::parse(other.as_bytes(), &Trust::default()), Err(ManifestError::WrongVersion(it)) if it == to)
+        );
+    }
+}

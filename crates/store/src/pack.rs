@@ -1,0 +1,38 @@
+//! Packs: the files that chunks lie in.
+//!
+//! ```text
+//! JOB/packs/  0700
+//!   NAME.pack   a header and records; never changed once it has that name, but for a damaged header (see [`super::repair`])
+//!   NAME.idx    which chunk is where in it; can be made anew from the records
+//!   NAME.gone   no image needs it any more, since when; a writer takes that back or sweeps the pack
+//!   .tmp-*      what a crash left
+//! ```
+//!
+//! It owns the bytes of packs ([`record`]) and indexes ([`index`]), and the door to the folder ([`set`]). A pack gets its
+//! name when it is synced, and its index after that: when the power goes between the two, the records
+//! are read instead of the index, and nothing is lost.
+
+mod disk;
+pub mod index;
+pub mod reader;
+pub mod record;
+pub mod set;
+pub(crate) mod stored;
+pub(crate) mod strike;
+pub mod writer;
+
+pub use index::{Entry, PackIndex};
+pub use reader::{ReadChunkError, Reading, Visit, Want};
+pub use record::{PackHeader, RecordHeader};
+pub use set::{Index, Location, PackName, Packs, Problem};
+pub use stored::CopyError;
+pub use strike::Unread;
+pub use writer::{Making, PackWriter};
+
+/// A pack is closed when it is about this large: large enough that a disk reads it in one go, small enough to be
+/// rewritten when half of it is needed no more.
+pub const PACK: u64 = 256 << 20;
+/// Records of a pack at most; it is closed then, however small they are.
+pub const PACK_RECORDS: u64 = 1 << 20;
+/// A larger pack is refused: offsets are kept in 32 bits.
+pub const PACK_MAX: u64 = u32::MAX as u64;

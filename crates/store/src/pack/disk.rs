@@ -1,0 +1,169 @@
+//! The thread that brings packs to the disk, so that hashing goes on meanwhile.
+//!
+//! A pack becomes one by these steps; each begins when the one before is done:
+//!
+//! 1. it is written as `.tmp-NAME.pack`;
+//! 2. that is synced;
+//! 3. it gets the name `NAME.pack`, and `packs/` is synced;
+//! 4. `NAME.idx` is written durably.
+//!
+//! When the power goes before 3 there is a temporary file, which the next start sweeps; between 3 and 4 a pack without an
+//! index, whose records are found by reading them; after 4 all of it. A pack that no image came to name is not needed, and
+//! goes as those go.
+
+use std::fs;
+use std::io;
+use std::path::PathBuf;
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::{self, JoinHandle};
+
+use super::{Entry, PackIndex, PackName, Packs};
+use crate::{FileError, failed};
+use rekindle_os::direct::{Aligned, DirectFile, Way};
+use rekindle_os::durable::{self, TEMP_PREFIX};
+use rekindle_os::point::{Step, point};
+
+/// What the thread is told.
+pub(super) enum Job {
+    /// A pack begins.
+    Begin(PackName),
+    /// So many bytes of it lie in this memory and go to this place.
+    Write { memory: Aligned, len: usize, offset: u64 },
+    /// It is so long, and this is in it.
+    Close { len: u64, entries: Vec<Entry> },
+}
+
+/// The thread, and the memory that goes to and fro.
+pub(super) struct Disk {
+    packs: Packs,
+    jobs: Option<SyncSender<Job>>,
+    free: Receiver<Aligned>,
+    thread: Option<JoinHandle<Result<(), FileError>>>,
+}
+
+impl Disk {
+    /// Starts the thread, with so many pieces of memory of that size.
+    pub(super) fn start(packs: &Packs, pieces: usize, size: usize, way: Way) -> Result<Disk, FileError> {
+        let (jobs, inbox) = sync_channel(pieces + 2);
+        let (give_back, free) = sync_channel(pieces);
+        for _ in 0..pieces {
+            // There is room for all of them.
+            let _ = give_back.try_send(Aligned::new(size));
+        }
+        let mine = packs.clone();
+        let work = move || run(&mine, way, &inbox, &give_back);
+        let thread = thread::Builder::new().name("packs".into()).spawn(work);
+        let thread = thread.map_err(failed("start a thread that writes to", packs.dir()))?;
+        Ok(Disk { packs: packs.clone(), jobs: Some(jobs), free, thread: Some(thread) })
+    }
+
+    /// Memory that is not on its way to the disk; waits for it.
+    pub(super) fn memory(&mut self) -> Result<Aligned, FileError> {
+        match self.free.recv() {
+            Ok(memory) => Ok(memory),
+            Err(_) => Err(self.why()),
+        }
+    }
+
+    pub(super) fn send(&mut self, job: Job) -> Result<(), FileError> {
+        match self.jobs.as_ref().map(|jobs| jobs.send(job)) {
+            Some(Ok(())) => Ok(()),
+            _ => Err(self.why()),
+        }
+    }
+
+    /// Waits until all is done.
+    pub(super) fn finish(mut self) -> Result<(), FileError> {
+        self.jobs = None;
+        self.join().unwrap_or(Ok(()))
+    }
+
+    /// Why the thread has ended, while there was work for it.
+    fn why(&mut self) -> FileError {
+        self.jobs = None;
+        match self.join() {
+            Some(Err(error)) => error,
+            _ => self.failed("write to", io::Error::other("the thread that writes has ended")),
+        }
+    }
+
+    /// An error that concerns all packs.
+    pub(super) fn failed(&self, what: &'static str, source: io::Error) -> FileError {
+        failed(what, self.packs.dir())(source)
+    }
+
+    fn join(&mut self) -> Option<Result<(), FileError>> {
+        Some(self.thread.take()?.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        self.jobs = None;
+        if let Some(thread) = self.thread.take() {
+            // The pack that is not closed goes with the thread; who comes after must not meet it.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// A pack before step 3. Dropped, it is removed.
+struct Temporary {
+    name: PackName,
+    path: PathBuf,
+    file: DirectFile,
+    kept: bool,
+}
+
+impl Temporary {
+    fn create(packs: &Packs, name: PackName, way: Way) -> Result<Temporary, FileError> {
+        let path = packs.dir().join(format!("{TEMP_PREFIX}{name}.pack"));
+        let file = point(Step::Write).and_then(|()| DirectFile::create(&path, way)).map_err(failed("make", &path))?;
+        Ok(Temporary { name, path, file, kept: false })
+    }
+
+    /// Steps 2 to 4.
+    fn close(mut self, packs: &Packs, len: u64, entries: Vec<Entry>) -> Result<(), FileError> {
+        let lasting = packs.pack_path(self.name);
+        let synced = self.file.cut(len).and_then(|()| point(Step::Other)).and_then(|()| self.file.sync());
+        synced.map_err(failed("bring to the disk", &self.path))?;
+        durable::publish_file(&self.path, &lasting).map_err(failed("give its name to", &lasting))?;
+        self.kept = true;
+        let path = packs.index_path(self.name);
+        let bytes = PackIndex::new(len, entries).to_bytes();
+        durable::write_file(&path, &bytes, 0o600).map_err(failed("write", &path))
+    }
+}
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        if !self.kept {
+            // What cannot be removed, the next sweep takes.
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+fn run(packs: &Packs, way: Way, jobs: &Receiver<Job>, free: &SyncSender<Aligned>) -> Result<(), FileError> {
+    let mut open: Option<Temporary> = None;
+    for job in jobs {
+        match (job, &mut open) {
+            (Job::Begin(name), _) => open = Some(Temporary::create(packs, name, way)?),
+            (Job::Write { memory, len, offset }, Some(pack)) => {
+                let bytes = memory.get(..len).unwrap_or_default();
+                point(Step::Write)
+                    .and_then(|()| pack.file.write_at(bytes, offset))
+                    .map_err(failed("write", &pack.path))?;
+                // Nobody waits for memory any more when this fails.
+                let _ = free.send(memory);
+            }
+            (Job::Close { len, entries }, _) => {
+                if let Some(pack) = open.take() {
+                    pack.close(packs, len, entries)?;
+                }
+            }
+            (Job::Write { .. }, None) => {}
+        }
+    }
+    Ok(())
+}

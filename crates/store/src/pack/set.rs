@@ -1,0 +1,267 @@
+//! The packs of a job: the door to `packs/`, and the index of all of them in memory.
+//!
+//! Reading needs no lock. A pack whose index is missing or cannot be used is read itself, header by header; what
+//! cannot be had that way is a [`Problem`]. Nothing here writes or removes, and whoever does (sweep, repack) must not
+//! while there are problems: what cannot be read is never taken for empty.
+
+mod name;
+mod table;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+pub use name::PackName;
+pub use table::{Index, Location, PackInfo};
+
+use super::index::{self, MAX_BYTES, PackIndex, Scan, ScanError};
+use super::record::{HEADER_BYTES, PackHeader};
+use crate::error::{Error, Result};
+use crate::format::{FormatError, ReadError, What};
+use rekindle_os::durable;
+
+/// How the name of a pack ends.
+pub const PACK_SUFFIX: &str = ".pack";
+/// How the name of an index ends.
+pub const INDEX_SUFFIX: &str = ".idx";
+/// How the name of the mark of a pack that is on its way out ends.
+pub const GONE_SUFFIX: &str = ".gone";
+
+/// The folder with the packs of a job.
+#[derive(Debug, Clone)]
+pub struct Packs {
+    dir: PathBuf,
+}
+
+/// What is not as it should be with a pack.
+#[derive(Debug)]
+pub struct Problem {
+    /// Which.
+    pub pack: PackName,
+    /// Why its index was not used; None where that is not the problem.
+    pub index: Option<ReadError>,
+    /// What of the pack cannot be had.
+    pub lost: Lost,
+}
+
+/// What of a pack cannot be had.
+#[derive(Debug)]
+pub enum Lost {
+    /// Nothing: its records were read in place of the index.
+    Nothing,
+    /// Everything from that byte on.
+    From {
+        /// The first byte that is no whole record.
+        offset: u64,
+        /// How many bytes the pack has.
+        pack_len: u64,
+        /// What is wrong there.
+        why: FormatError,
+    },
+    /// All of it.
+    All(ReadError),
+}
+
+/// The files of one pack.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct Files {
+    pack: bool,
+    index: bool,
+    gone: bool,
+}
+
+impl Packs {
+    /// The packs in that folder, which need not be there.
+    #[must_use]
+    pub fn new(dir: PathBuf) -> Packs {
+        Packs { dir }
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The pack itself.
+    #[must_use]
+    pub fn pack_path(&self, name: PackName) -> PathBuf {
+        self.dir.join(format!("{name}{PACK_SUFFIX}"))
+    }
+
+    /// Its index.
+    #[must_use]
+    pub fn index_path(&self, name: PackName) -> PathBuf {
+        self.dir.join(format!("{name}{INDEX_SUFFIX}"))
+    }
+
+    /// The mark that it is on its way out.
+    #[must_use]
+    pub fn gone_path(&self, name: PackName) -> PathBuf {
+        self.dir.join(format!("{name}{GONE_SUFFIX}"))
+    }
+
+    /// The packs, by name; also those of which only the index or the mark is left.
+    ///
+    /// # Errors
+    /// [`Error::Read`]: a folder that cannot be listed is never an empty one.
+    pub fn names(&self) -> Result<Vec<PackName>> {
+        Ok(self.list()?.into_keys().collect())
+    }
+
+    /// The ids of the keys that packs here are encrypted with. A pack that cannot be read counts for nothing.
+    ///
+    /// # Errors
+    /// [`Error::Read`] where the folder cannot be listed.
+    pub fn keys(&self) -> Result<BTreeSet<[u8; 16]>> {
+        let key = |name: PackName| {
+            let file = durable::open_for_reading(&self.pack_path(name)).ok()?;
+            let header = read_header(&file, file.metadata().ok()?.len()).ok()?;
+            PackHeader::parse(&header).ok()?.key
+        };
+        Ok(self.names()?.into_iter().filter_map(key).collect())
+    }
+
+    /// Reads the indexes of all packs.
+    ///
+    /// # Errors
+    /// [`Error::Read`] where the folder cannot be listed. What is wrong with a pack is in [`Index::problems`].
+    pub fn index(&self) -> Result<Index> {
+        let mut index = Index::default();
+        for (name, files) in self.list()? {
+            // A mark without pack and index: a sweep that was cut short. There is nothing to be read, nor to be lost.
+            if !files.pack && !files.index {
+                continue;
+            }
+            match self.load(name, files) {
+                Ok(Loaded { header, pack, problem }) => {
+                    index.add(PackInfo { name, pack_len: pack.pack_len(), key: header.key, gone: files.gone }, &pack);
+                    index.problems.extend(problem);
+                }
+                Err(problem) => index.problems.push(*problem),
+            }
+        }
+        index.sort();
+        Ok(index)
+    }
+
+    /// What is in one pack, from its index or else from its records.
+    ///
+    /// # Errors
+    /// Where nothing of it can be had.
+    pub fn pack_index(&self, name: PackName) -> std::result::Result<PackIndex, Box<Problem>> {
+        self.load(name, Files { pack: true, index: true, gone: false }).map(|loaded| loaded.pack)
+    }
+
+    /// Reads the records of a pack in place of its index.
+    ///
+    /// # Errors
+    /// When it cannot be read, or is no pack of ours.
+    pub fn scan(&self, name: PackName) -> std::result::Result<Scan, ReadError> {
+        let path = self.pack_path(name);
+        let failed = |source| ReadError::Read { path: path.clone(), source };
+        let file = durable::open_for_reading(&path).map_err(failed)?;
+        let pack_len = file.metadata().map_err(failed)?.len();
+        index::scan(pack_len, |at, bytes| file.read_exact_at(bytes, at)).map_err(|error| match error {
+            ScanError::Read(source) => failed(source),
+            ScanError::Format(source) => ReadError::Format { path: path.clone(), source },
+        })
+    }
+
+    fn list(&self) -> Result<BTreeMap<PackName, Files>> {
+        let failed = |source| Error::Read { path: self.dir.clone(), source };
+        let entries = match fs::read_dir(&self.dir) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
+            entries => entries.map_err(failed)?,
+        };
+        let mut packs: BTreeMap<PackName, Files> = BTreeMap::new();
+        for entry in entries {
+            let name = entry.map_err(failed)?.file_name();
+            let Some((stem, suffix)) = name.to_str().and_then(|name| Some(name.split_at(name.find('.')?))) else {
+                continue;
+            };
+            let Ok(name) = stem.parse::<PackName>() else { continue };
+            match suffix {
+                PACK_SUFFIX => packs.entry(name).or_default().pack = true,
+                INDEX_SUFFIX => packs.entry(name).or_default().index = true,
+                GONE_SUFFIX => packs.entry(name).or_default().gone = true,
+                _ => {}
+            }
+        }
+        Ok(packs)
+    }
+
+    fn load(&self, name: PackName, files: Files) -> std::result::Result<Loaded, Box<Problem>> {
+        let read = match files.index {
+            true => self.read_index(name).and_then(|pack| self.fits(name, pack)),
+            false => {
+                let path = self.index_path(name);
+                Err(ReadError::Read { path, source: io::ErrorKind::NotFound.into() })
+            }
+        };
+        let why = match read {
+            Ok((header, pack)) => return Ok(Loaded { header, pack, problem: None }),
+            Err(why) => why,
+        };
+        match self.scan(name) {
+            Ok(Scan { header, index: pack, lost }) => {
+                let (offset, pack_len) = (pack.pack_len(), self.pack_len(name).unwrap_or(0));
+                let lost = lost.map_or(Lost::Nothing, |why| Lost::From { offset, pack_len, why });
+                Ok(Loaded { header, pack, problem: Some(Problem { pack: name, index: Some(why), lost }) })
+            }
+            Err(error) => Err(Box::new(Problem { pack: name, index: Some(why), lost: Lost::All(error) })),
+        }
+    }
+
+    /// The index of a pack as it is in its file.
+    ///
+    /// # Errors
+    /// Where it cannot be read, or is not what was written.
+    pub(crate) fn read_index(&self, name: PackName) -> std::result::Result<PackIndex, ReadError> {
+        let path = self.index_path(name);
+        let failed = |source| ReadError::Read { path: path.clone(), source };
+        let wrong = |source| ReadError::Format { path: path.clone(), source };
+        let file = durable::open_for_reading(&path).map_err(failed)?;
+        let found = file.metadata().map_err(failed)?.len();
+        if found > MAX_BYTES {
+            return Err(wrong(FormatError::OutOfBounds { what: What::Index, field: "size", found, bound: MAX_BYTES }));
+        }
+        let mut bytes = Vec::with_capacity(usize::try_from(found).unwrap_or(0));
+        file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(failed)?;
+        PackIndex::parse(&bytes).map_err(wrong)
+    }
+
+    /// An index tells of this pack when the pack is as long as it says.
+    fn fits(&self, name: PackName, pack: PackIndex) -> std::result::Result<(PackHeader, PackIndex), ReadError> {
+        let path = self.pack_path(name);
+        let failed = |source| ReadError::Read { path: path.clone(), source };
+        let wrong = |source| ReadError::Format { path: path.clone(), source };
+        let file = durable::open_for_reading(&path).map_err(failed)?;
+        let found = file.metadata().map_err(failed)?.len();
+        crate::format::check_size(What::Pack, found, pack.pack_len()).map_err(wrong)?;
+        let header = read_header(&file, found).map_err(failed)?;
+        Ok((PackHeader::parse(&header).map_err(wrong)?, pack))
+    }
+
+    fn pack_len(&self, name: PackName) -> io::Result<u64> {
+        Ok(fs::metadata(self.pack_path(name))?.len())
+    }
+}
+
+struct Loaded {
+    header: PackHeader,
+    pack: PackIndex,
+    problem: Option<Problem>,
+}
+
+/// As much of the begin of a pack as there is.
+fn read_header(file: &File, pack_len: u64) -> io::Result<Vec<u8>> {
+    let mut bytes = vec![0; usize::try_from(pack_len.min(HEADER_BYTES)).unwrap_or(0)];
+    file.read_exact_at(&mut bytes, 0)?;
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests;

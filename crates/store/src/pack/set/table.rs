@@ -1,0 +1,231 @@
+//! Where every chunk is, in memory: 32 bytes a chunk, so that a terabyte of them fits in 128 MiB.
+//!
+//! Half of the name is enough to tell chunks apart: two of 16 bytes that are the same by chance do not happen, and to
+//! make them takes 2^64 tries. (With 8 bytes somebody could make a pair within an hour, and the second chunk would then
+//! never be stored.) Whoever reads a record compares the whole name.
+//!
+//! What was read from files is one sorted list; what is added afterwards, for one image, a map beside it.
+
+use std::collections::HashMap;
+use std::io;
+use std::path::Path;
+
+use super::name::PackName;
+use super::{Lost, PackIndex, Problem};
+use crate::chunk::{ChunkId, Key};
+use crate::format::{FormatError, ReadError};
+use crate::pack::index::Entry;
+use crate::pack::record::{HEADER_BYTES, PackHeader};
+
+/// Where a record is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Location {
+    /// In which pack.
+    pub pack: PackName,
+    /// Where it begins, in bytes from the begin of the pack.
+    pub offset: u64,
+    /// Bytes of the chunk.
+    pub raw_len: u32,
+    /// Bytes of the record behind its header.
+    pub stored_len: u32,
+}
+
+impl Location {
+    /// Of an entry of the index of that pack.
+    #[must_use]
+    pub fn of(pack: PackName, entry: &Entry) -> Location {
+        Location { pack, offset: entry.offset, raw_len: entry.raw_len, stored_len: entry.stored_len }
+    }
+
+    /// The bytes of the whole record, with its header.
+    #[must_use]
+    pub fn record_len(&self) -> u64 {
+        HEADER_BYTES + u64::from(self.stored_len)
+    }
+}
+
+/// A pack in an [`Index`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PackInfo {
+    /// Its name.
+    pub name: PackName,
+    /// Its bytes, as far as they are whole records.
+    pub pack_len: u64,
+    /// The id of the key that it is encrypted with.
+    pub key: Option<[u8; 16]>,
+    /// Whether it is marked: no image needed it when that was looked at.
+    pub gone: bool,
+}
+
+impl PackInfo {
+    /// As [`PackHeader::key_for`].
+    ///
+    /// # Errors
+    /// [`FormatError::NoKey`], [`FormatError::OtherKey`], [`FormatError::Plain`].
+    pub fn key_for<'k>(&self, key: Option<&'k Key>) -> Result<Option<&'k Key>, FormatError> {
+        PackHeader { key: self.key }.key_for(key)
+    }
+}
+
+type Prefix = [u8; 16];
+
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    prefix: Prefix,
+    /// Its place among the packs.
+    pack: u32,
+    offset: u32,
+    raw_len: u32,
+    stored_len: u32,
+}
+
+/// Where every chunk is.
+#[derive(Debug, Default)]
+pub struct Index {
+    packs: Vec<PackInfo>,
+    places: HashMap<PackName, u32>,
+    /// By prefix.
+    slots: Vec<Slot>,
+    added: HashMap<Prefix, Slot>,
+    pub(super) problems: Vec<Problem>,
+}
+
+fn prefix(id: &ChunkId) -> Prefix {
+    id.as_bytes().first_chunk().copied().unwrap_or_default()
+}
+
+impl Index {
+    /// Where the chunk is; of several places one in a pack that is not marked.
+    #[must_use]
+    pub fn get(&self, id: &ChunkId) -> Option<Location> {
+        let mut all = self.all(id);
+        let first = all.next()?;
+        if !self.is_gone(first.pack) {
+            return Some(first);
+        }
+        Some(all.find(|other| !self.is_gone(other.pack)).unwrap_or(first))
+    }
+
+    /// Those of its places that are to stay where content is kept in so many packs. A pack that is marked counts only where no
+    /// other has the chunk: what was copied out of it is not to come back.
+    pub fn kept(&self, id: &ChunkId, copies: usize) -> impl Iterator<Item = Location> {
+        let stays = self.all(id).filter(|at| !self.is_gone(at.pack)).take(copies.max(1));
+        let any = self.all(id).any(|at| !self.is_gone(at.pack));
+        stays.chain(self.all(id).take(if any { 0 } else { 1 }))
+    }
+
+    /// All places of the chunk: where one is damaged, another may be whole.
+    pub fn all(&self, id: &ChunkId) -> impl Iterator<Item = Location> {
+        let prefix = prefix(id);
+        let from = self.slots.partition_point(|slot| slot.prefix < prefix);
+        let sorted = self.slots.get(from..).unwrap_or_default().iter().take_while(move |slot| slot.prefix == prefix);
+        self.added.get(&prefix).into_iter().chain(sorted).filter_map(|slot| self.location(slot))
+    }
+
+    /// Whether the pack is marked as one that no image needs.
+    #[must_use]
+    pub fn is_gone(&self, pack: PackName) -> bool {
+        self.pack(pack).is_some_and(|info| info.gone)
+    }
+
+    /// Notes that the mark of a pack was taken back, or set.
+    pub fn set_gone(&mut self, pack: PackName, gone: bool) {
+        let place = self.places.get(&pack).and_then(|place| usize::try_from(*place).ok());
+        if let Some(info) = place.and_then(|place| self.packs.get_mut(place)) {
+            info.gone = gone;
+        }
+    }
+
+    /// The packs that were read, and those that were added.
+    #[must_use]
+    pub fn packs(&self) -> &[PackInfo] {
+        &self.packs
+    }
+
+    /// What is known of a pack.
+    #[must_use]
+    pub fn pack(&self, name: PackName) -> Option<&PackInfo> {
+        self.packs.get(usize::try_from(*self.places.get(&name)?).ok()?)
+    }
+
+    /// What could not be read as it should. While there is anything, nothing may be removed from the packs.
+    #[must_use]
+    pub fn problems(&self) -> &[Problem] {
+        &self.problems
+    }
+
+    /// A pack of which nothing could be read, though it is there: it may have any chunk.
+    #[must_use]
+    pub fn unreadable(&self) -> Option<(&Path, io::Error)> {
+        self.problems.iter().find_map(|problem| match &problem.lost {
+            Lost::All(ReadError::Read { path, source }) if source.kind() != io::ErrorKind::NotFound => {
+                let again = source.raw_os_error().map_or_else(|| source.kind().into(), io::Error::from_raw_os_error);
+                Some((path.as_path(), again))
+            }
+            _ => None,
+        })
+    }
+
+    /// The number of places.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.slots.len() + self.added.len()
+    }
+
+    /// Whether there is no chunk at all.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Notes a chunk that was written since. Its pack is taken for one that is not marked, and not encrypted unless it
+    /// is known already ([`Index::add_pack`]).
+    pub fn insert(&mut self, id: &ChunkId, location: Location) {
+        let pack = match self.places.get(&location.pack) {
+            Some(place) => *place,
+            None => self.add_pack(PackInfo { name: location.pack, pack_len: 0, key: None, gone: false }),
+        };
+        if let Some(slot) = slot(prefix(id), pack, location.offset, location.raw_len, location.stored_len) {
+            self.added.insert(slot.prefix, slot);
+        }
+    }
+
+    /// Notes a pack, or what is new of it.
+    pub fn add_pack(&mut self, info: PackInfo) -> u32 {
+        let next = u32::try_from(self.packs.len()).unwrap_or(u32::MAX);
+        let place = *self.places.entry(info.name).or_insert(next);
+        match usize::try_from(place).ok().and_then(|place| self.packs.get_mut(place)) {
+            Some(known) => *known = info,
+            None => self.packs.push(info),
+        }
+        place
+    }
+
+    /// Adds what is in a pack; [`Index::sort`] has to follow.
+    pub(crate) fn add(&mut self, info: PackInfo, index: &PackIndex) {
+        let place = self.add_pack(info);
+        let slots = index.entries().iter();
+        self.slots.extend(
+            slots.filter_map(|entry| slot(prefix(&entry.id), place, entry.offset, entry.raw_len, entry.stored_len)),
+        );
+    }
+
+    pub(crate) fn sort(&mut self) {
+        self.slots.sort_unstable_by_key(|slot| (slot.prefix, slot.pack, slot.offset));
+        self.slots.shrink_to_fit();
+    }
+
+    fn location(&self, slot: &Slot) -> Option<Location> {
+        let Slot { pack, offset, raw_len, stored_len, .. } = *slot;
+        let pack = self.packs.get(usize::try_from(pack).ok()?)?.name;
+        Some(Location { pack, offset: u64::from(offset), raw_len, stored_len })
+    }
+}
+
+/// None only for what no index that was parsed has: an offset beyond the largest pack.
+fn slot(prefix: Prefix, pack: u32, offset: u64, raw_len: u32, stored_len: u32) -> Option<Slot> {
+    Some(Slot { prefix, pack, offset: u32::try_from(offset).ok()?, raw_len, stored_len })
+}
+
+#[cfg(test)]
+mod tests;

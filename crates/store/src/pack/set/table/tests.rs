@@ -1,0 +1,106 @@
+use super::*;
+use crate::chunk::Codec;
+use proptest::prelude::*;
+
+#[test]
+fn a_chunk_takes_32_bytes() {
+    assert_eq!(size_of::<Slot>(), 32);
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    /// A pack that is read from the disk.
+    Read(Vec<u8>),
+    /// A chunk that is written.
+    Insert(u8),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let step =
+        prop_oneof![prop::collection::vec(any::<u8>(), 0..30).prop_map(Step::Read), any::<u8>().prop_map(Step::Insert)];
+    prop::collection::vec(step, 0..40)
+}
+
+/// Names that differ in their first, last and middle bytes.
+fn id(n: u8) -> ChunkId {
+    let mut bytes = [0x55; 32];
+    bytes[usize::from(n % 16)] = n;
+    ChunkId::new(bytes)
+}
+
+/// An index in which packs are marked for a while.
+struct Marked<'a>(&'a mut Index, Vec<PackName>);
+
+impl<'a> Marked<'a> {
+    fn new(index: &'a mut Index, marked: &[PackName]) -> Marked<'a> {
+        marked.iter().for_each(|name| index.set_gone(*name, true));
+        Marked(index, marked.to_vec())
+    }
+
+    fn get_mut(&mut self) -> &mut Index {
+        self.0
+    }
+}
+
+impl Drop for Marked<'_> {
+    fn drop(&mut self) {
+        self.1.iter().for_each(|name| self.0.set_gone(*name, false));
+    }
+}
+
+proptest! {
+    #[test]
+    fn it_answers_as_a_map_does(steps in steps()) {
+        let mut index = Index::default();
+        let mut model: HashMap<ChunkId, Vec<Location>> = HashMap::new();
+        for (number, step) in steps.iter().enumerate() {
+            let pack = PackName::from(u128::try_from(number).unwrap().to_be_bytes());
+            match step {
+                Step::Read(chunks) => {
+                    let entry = |(n, chunk): (u64, &u8)| Entry {
+                        id: id(*chunk), offset: 64 + 100 * n, raw_len: 1 + u32::from(*chunk), stored_len: 3, codec: Codec::Raw,
+                    };
+                    let pack_index = PackIndex::new(1 << 20, (0..).zip(chunks).map(entry).collect());
+                    index.add(PackInfo { name: pack, pack_len: 1 << 20, key: None, gone: false }, &pack_index);
+                    for entry in pack_index.entries() {
+                        model.entry(entry.id).or_default().push(Location::of(pack, entry));
+                    }
+                }
+                Step::Insert(chunk) => {
+                    let location = Location { pack, offset: 64, raw_len: 5, stored_len: 6 };
+                    // As a writer does: only what is not there.
+                    index.sort();
+                    if index.get(&id(*chunk)).is_none() {
+                        index.insert(&id(*chunk), location);
+                        model.entry(id(*chunk)).or_default().push(location);
+                    }
+                }
+            }
+        }
+        index.sort();
+        prop_assert_eq!(index.len(), model.values().map(Vec::len).sum::<usize>());
+        for n in 0..=255 {
+            let key = |location: &Location| (location.pack, location.offset);
+            let mut found: Vec<_> = index.all(&id(n)).collect();
+            let mut expected = model.get(&id(n)).cloned().unwrap_or_default();
+            found.sort_by_key(key);
+            expected.sort_by_key(key);
+            prop_assert_eq!(&found, &expected);
+            prop_assert_eq!(index.get(&id(n)).is_some(), !expected.is_empty());
+            prop_assert!(index.get(&id(n)).is_none_or(|location| expected.contains(&location)));
+            for copies in 1..=3 {
+                // Packs of which every third is marked: those count only where no other has it.
+                let marked: Vec<PackName> = index.packs().iter().map(|info| info.name).step_by(3).collect();
+                let mut index = Marked::new(&mut index, &marked);
+                let kept: Vec<_> = index.get_mut().kept(&id(n), copies).collect();
+                let stays = expected.iter().filter(|at| !marked.contains(&at.pack)).count();
+                prop_assert_eq!(kept.len(), if stays > 0 { stays.min(copies) } else { expected.len().min(1) });
+                prop_assert!(kept.iter().all(|at| expected.contains(at) && (stays == 0) == marked.contains(&at.pack)));
+                let mut packs: Vec<_> = kept.iter().map(|at| at.pack).collect();
+                packs.dedup();
+                prop_assert_eq!(packs.len(), kept.len(), "each in a pack of its own");
+                prop_assert_eq!(kept.first().copied(), index.get_mut().get(&id(n)), "a reader takes the first");
+            }
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! One record as it is stored, read and checked by itself: for who copies records from pack to pack.
+
+use std::io;
+
+use super::record::{self, RecordHeader};
+use super::{Location, Packs};
+use crate::chunk::{ChunkId, Key};
+use crate::format::FormatError;
+use rekindle_os::direct::{Aligned, DirectFile, Way, span};
+
+/// Why a record cannot be copied.
+#[derive(Debug, thiserror::Error)]
+pub enum CopyError {
+    /// It cannot be read.
+    #[error("cannot read it{}", crate::error::Failing(.0))]
+    Read(#[from] io::Error),
+    /// It is not what was written.
+    #[error("the record at byte {offset} is damaged; `rekindle repair` says which images suffer")]
+    Damaged {
+        /// Where it begins.
+        offset: u64,
+        /// What is wrong.
+        #[source]
+        source: FormatError,
+    },
+}
+
+/// A record, and the memory that it is read with.
+#[derive(Debug, Default)]
+pub(crate) struct Stored {
+    bytes: Vec<u8>,
+    opened: Vec<u8>,
+    raw: Vec<u8>,
+}
+
+impl Stored {
+    /// Reads a record by `read`, which fills the memory, and checks it.
+    pub(crate) fn read(
+        &mut self,
+        read: impl FnOnce(&mut [u8]) -> io::Result<()>,
+        id: &ChunkId,
+        at: &Location,
+        key: Option<&Key>,
+    ) -> Result<RecordHeader, CopyError> {
+        self.bytes.resize(usize::try_from(at.record_len()).unwrap_or(usize::MAX), 0);
+        read(&mut self.bytes)?;
+        // Opened in place, an encrypted record is worth nothing afterwards.
+        self.opened.clear();
+        self.opened.extend_from_slice(&self.bytes);
+        let damaged = |source| CopyError::Damaged { offset: at.offset, source };
+        record::read(&mut self.opened, id, key, &mut self.raw).map_err(damaged)
+    }
+
+    /// The same from the disk itself, not from what is remembered of it.
+    pub(crate) fn read_from_disk(
+        &mut self,
+        packs: &Packs,
+        id: &ChunkId,
+        at: &Location,
+        key: Option<&Key>,
+    ) -> Result<RecordHeader, CopyError> {
+        let fill = |bytes: &mut [u8]| {
+            let mut memory = Aligned::new(span(at.offset, bytes.len()).2);
+            let file = DirectFile::open(&packs.pack_path(at.pack), Way::Direct)?;
+            let read = file.read_at(&mut memory, at.offset, bytes.len())?;
+            // What a pack that was cut does not have any more is no record.
+            bytes.fill(0);
+            bytes.iter_mut().zip(read.iter()).for_each(|(to, from)| *to = *from);
+            Ok(())
+        };
+        self.read(fill, id, at, key)
+    }
+
+    /// What follows its header.
+    pub(crate) fn body(&self, header: &RecordHeader) -> &[u8] {
+        let len = usize::try_from(header.stored_len).unwrap_or(0);
+        self.bytes.get(self.bytes.len().saturating_sub(len)..).unwrap_or_default()
+    }
+}

@@ -1,0 +1,69 @@
+//! Records that are not to be used any more: struck out of the index of their pack, or remembered as not readable.
+//!
+//! A chunk that no index has is stored again by the next image that has it, and no reader looks for it where it was. The record
+//! itself stays in its pack until that goes. Indexes are replaced whole: when the power goes, each is the old or the new one.
+//!
+//! What the disk does not give (EIO) may be there all the same, for who repairs the disk: its entry stays until the chunk
+//! is whole elsewhere. Until then this process remembers the place ([`Unread`]), so that no new image relies on it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::{Location, PackIndex, PackName, Packs};
+use crate::chunk::ChunkId;
+use crate::error::Result;
+use crate::{Error, WriterLock};
+use rekindle_os::durable;
+
+/// A record, by the pack that has it.
+pub(crate) type Place = (PackName, ChunkId);
+
+/// Records that could not be read. Shared by who finds and who writes.
+#[derive(Debug, Clone, Default)]
+pub struct Unread(Arc<Mutex<BTreeSet<Place>>>);
+
+impl Unread {
+    /// Notes a record.
+    pub(crate) fn note(&self, place: Place) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(place);
+    }
+
+    /// Whether the record is noted.
+    #[must_use]
+    pub(crate) fn has(&self, id: &ChunkId, at: &Location) -> bool {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).contains(&(at.pack, *id))
+    }
+
+    /// Takes notes back.
+    pub(crate) fn forget(&self, places: &[Place]) {
+        let mut noted = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        noted.retain(|place| !places.contains(place));
+    }
+}
+
+/// Writes the indexes of packs anew without these records. The index of a pack that is not good is left alone: it is not used,
+/// and what replaces it is told by [`super::super::repair`]. Answers how many records were struck.
+///
+/// # Errors
+/// [`Error::Write`]; those of the lock.
+pub(crate) fn strike(packs: &Packs, lock: &WriterLock, places: &[Place]) -> Result<usize> {
+    let mut by_pack: BTreeMap<PackName, BTreeSet<ChunkId>> = BTreeMap::new();
+    for (pack, id) in places {
+        by_pack.entry(*pack).or_default().insert(*id);
+    }
+    let mut struck = 0;
+    for (pack, ids) in by_pack {
+        let Ok(index) = packs.read_index(pack) else { continue };
+        let stays: Vec<_> = index.entries().iter().filter(|entry| !ids.contains(&entry.id)).copied().collect();
+        let count = index.entries().len() - stays.len();
+        if count == 0 {
+            continue;
+        }
+        lock.still_held()?;
+        let path = packs.index_path(pack);
+        let bytes = PackIndex::new(index.pack_len(), stays).to_bytes();
+        durable::write_file(&path, &bytes, 0o600).map_err(|source| Error::Write { path, source })?;
+        struck += count;
+    }
+    Ok(struck)
+}

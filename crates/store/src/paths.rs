@@ -1,0 +1,381 @@
+//! The paths that files of a store or a replica name: one place that checks them, with types that cannot hold a bad one.
+//!
+//! [`PartPath`] is the name of a file inside of an image, [`JobPath`] a path as the job sees it, [`GroupPath`] a control
+//! group. They are checked where they come in, which is where they are deserialised or made, and by nothing after that.
+//!
+//! A path in JSON is without loss, though a path is bytes and JSON is Unicode: one that is UTF-8 is a string; any other is
+//! `{ "bytes": [47, 255] }`.
+
+mod group;
+
+use std::ffi::{OsStr, OsString};
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::ops::Deref;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Component, Path, PathBuf};
+use std::str::FromStr;
+
+use nix::fcntl::{AT_FDCWD, OFlag, OpenHow, ResolveFlag, open, openat2};
+use nix::sys::stat::Mode;
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+use thiserror::Error;
+
+pub use group::GroupPath;
+
+use super::{chunk, manifest, mark, tags};
+
+/// A path that no file of ours may name.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum PathError {
+    /// Not one that a job can have.
+    #[error("{path:?} is not a path of a job: {why}")]
+    Job {
+        /// The text.
+        path: PathBuf,
+        /// The rule that it breaks.
+        why: &'static str,
+    },
+    /// Not one of a control group.
+    #[error("{path:?} is not a path of a control group: {why}")]
+    Group {
+        /// The text.
+        path: String,
+        /// The rule that it breaks.
+        why: &'static str,
+    },
+    /// Not one inside of an image.
+    #[error("{path:?} is not a path inside an image: {why}")]
+    Part {
+        /// The text.
+        path: String,
+        /// The rule that it breaks.
+        why: &'static str,
+    },
+}
+
+/// A path as the job sees it: absolute, without `.`, `..`, empty parts and zero bytes. What is there is the user's, and is
+/// opened with the user's rights.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct JobPath(PathBuf);
+
+impl JobPath {
+    /// Checks a path. One slash too many, and a `.`, are left out.
+    ///
+    /// # Errors
+    /// [`PathError::Job`] for one that is relative, or has a `..` or a zero byte.
+    pub fn new(path: impl Into<PathBuf>) -> Result<JobPath, PathError> {
+        let path = path.into();
+        let refuse = |path, why| Err(PathError::Job { path, why });
+        if path.as_os_str().as_bytes().contains(&0) {
+            return refuse(path, "it has a zero byte");
+        }
+        if !path.is_absolute() {
+            return refuse(path, "it is not absolute");
+        }
+        if path.components().any(|part| part == Component::ParentDir) {
+            return refuse(path, "it has a \"..\"");
+        }
+        Ok(JobPath(path.components().collect()))
+    }
+
+    /// The path, which may become any other from here on.
+    #[must_use]
+    pub fn into_path(self) -> PathBuf {
+        self.0
+    }
+}
+
+impl Deref for JobPath {
+    type Target = PathBuf;
+
+    fn deref(&self) -> &PathBuf {
+        &self.0
+    }
+}
+
+impl AsRef<Path> for JobPath {
+    fn as_ref(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl AsRef<OsStr> for JobPath {
+    fn as_ref(&self) -> &OsStr {
+        self.0.as_os_str()
+    }
+}
+
+impl PartialEq<Path> for JobPath {
+    fn eq(&self, other: &Path) -> bool {
+        self.0 == other
+    }
+}
+
+impl PartialEq<&Path> for JobPath {
+    fn eq(&self, other: &&Path) -> bool {
+        self.0 == *other
+    }
+}
+
+impl PartialEq<PathBuf> for JobPath {
+    fn eq(&self, other: &PathBuf) -> bool {
+        self.0 == *other
+    }
+}
+
+impl FromStr for JobPath {
+    type Err = PathError;
+
+    fn from_str(text: &str) -> Result<JobPath, PathError> {
+        JobPath::new(text)
+    }
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(untagged)]
+enum Text<'a> {
+    Utf8(std::borrow::Cow<'a, str>),
+    Other { bytes: Vec<u8> },
+}
+
+impl Serialize for JobPath {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self.0.to_str() {
+            Some(text) => Text::Utf8(text.into()),
+            None => Text::Other { bytes: self.0.as_os_str().as_bytes().to_vec() },
+        }
+        .serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for JobPath {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<JobPath, D::Error> {
+        let path = match Text::deserialize(deserializer)? {
+            Text::Utf8(text) => PathBuf::from(text.into_owned()),
+            Text::Other { bytes } => PathBuf::from(OsString::from_vec(bytes)),
+        };
+        JobPath::new(path).map_err(de::Error::custom)
+    }
+}
+
+/// Checks a path as [`JobPath`] does where it is kept as another type.
+pub(super) mod of_job {
+    use super::*;
+
+    pub(crate) fn serialize<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+        JobPath(path.to_path_buf()).serialize(serializer)
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PathBuf, D::Error> {
+        JobPath::deserialize(deserializer).map(|path| path.0)
+    }
+}
+
+/// A file inside of an image: a relative path of normal parts in its one way to write it, and none of the files that the
+/// store itself has there.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PartPath(String);
+
+impl PartPath {
+    /// The text.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// The part that holds the device memory of a process.
+    pub(super) fn of_process(pid: i32) -> PartPath {
+        PartPath(format!("gpu/{pid}"))
+    }
+
+    /// Opens the part of the image in `dir`, to read it. A link on the way there is an error: nothing of ours is one, and it
+    /// could lead anywhere.
+    ///
+    /// # Errors
+    /// The kernel's answer; `ELOOP` for a link.
+    pub fn open(&self, dir: &Path) -> io::Result<File> {
+        let folder = open(dir, OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC, Mode::empty())?;
+        let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
+        let within = ResolveFlag::RESOLVE_BENEATH | ResolveFlag::RESOLVE_NO_SYMLINKS;
+        let file = match openat2(&folder, self.as_str(), OpenHow::new().flags(flags).resolve(within)) {
+            // Some sandboxes know no openat2(2).
+            Err(nix::Error::ENOSYS | nix::Error::EPERM) => self.open_step_by_step(dir, flags)?,
+            opened => opened?,
+        };
+        let file = File::from(file);
+        match file.metadata()?.is_file() {
+            true => Ok(file),
+            false => Err(io::Error::new(io::ErrorKind::InvalidInput, "not a regular file")),
+        }
+    }
+
+    fn open_step_by_step(&self, dir: &Path, flags: OFlag) -> nix::Result<std::os::fd::OwnedFd> {
+        let step = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
+        let mut folder = nix::fcntl::openat(AT_FDCWD, dir, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?;
+        let (folders, name) = self.0.rsplit_once('/').unwrap_or(("", &self.0));
+        for part in folders.split('/').filter(|part| !part.is_empty()) {
+            folder = nix::fcntl::openat(&folder, part, step, Mode::empty())?;
+        }
+        nix::fcntl::openat(&folder, name, flags, Mode::empty())
+    }
+
+    /// All of the part of the image in `dir`.
+    ///
+    /// # Errors
+    /// As [`PartPath::open`].
+    pub fn read(&self, dir: &Path) -> io::Result<Vec<u8>> {
+        let mut bytes = Vec::new();
+        self.open(dir)?.read_to_end(&mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+impl FromStr for PartPath {
+    type Err = PathError;
+
+    fn from_str(text: &str) -> Result<PartPath, PathError> {
+        let refuse = |why| Err(PathError::Part { path: text.to_owned(), why });
+        if text.contains('\0') {
+            return refuse("it has a zero byte");
+        }
+        if text.split('/').any(|part| part.is_empty() || part == "." || part == "..") {
+            return refuse("it leads out of it, or is not written in the one way that there is");
+        }
+        if [manifest::FILE_NAME, chunk::map::FILE_NAME, mark::FILE_NAME, tags::FILE_NAME].contains(&text) {
+            return refuse("the store has a file of its own of that name");
+        }
+        Ok(PartPath(text.to_owned()))
+    }
+}
+
+impl Deref for PartPath {
+    type Target = str;
+
+    fn deref(&self) -> &str {
+        &self.0
+    }
+}
+
+impl AsRef<Path> for PartPath {
+    fn as_ref(&self) -> &Path {
+        self.0.as_ref()
+    }
+}
+
+impl PartialEq<str> for PartPath {
+    fn eq(&self, other: &str) -> bool {
+        self.0 == other
+    }
+}
+
+impl PartialEq<&str> for PartPath {
+    fn eq(&self, other: &&str) -> bool {
+        self.0 == *other
+    }
+}
+
+impl fmt::Display for PartPath {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(&self.0)
+    }
+}
+
+impl Serialize for PartPath {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.0)
+    }
+}
+
+impl<'de> Deserialize<'de> for PartPath {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<PartPath, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
+/// In tests a bad path is the test's own fault.
+#[cfg(test)]
+mod in_tests {
+    use super::*;
+
+    impl<P: AsRef<Path> + ?Sized> From<&P> for JobPath {
+        fn from(path: &P) -> JobPath {
+            JobPath::new(path.as_ref()).unwrap()
+        }
+    }
+
+    impl From<PathBuf> for JobPath {
+        fn from(path: PathBuf) -> JobPath {
+            JobPath::new(path).unwrap()
+        }
+    }
+
+    impl<T: AsRef<str> + ?Sized> From<&T> for PartPath {
+        fn from(text: &T) -> PartPath {
+            text.as_ref().parse().unwrap()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_path_of_a_job_is_absolute_and_leads_where_it_says() {
+        for bad in ["", "a", "./a", "..", "/..", "/a/../b", "/a/..", "/a\0b"] {
+            assert!(JobPath::new(bad).is_err(), "{bad:?}");
+            let json = serde_json::to_string(bad).unwrap();
+            assert!(serde_json::from_str::<JobPath>(&json).is_err(), "{bad:?}");
+        }
+        assert!(serde_json::from_str::<JobPath>(r#"{ "bytes": [46, 46, 47, 255] }"#).is_err());
+        assert!(serde_json::from_str::<JobPath>(r#"{ "bytes": [47, 46, 46, 47, 255] }"#).is_err());
+        for (text, path) in
+            [("/", "/"), ("/a/", "/a"), ("//a/./b", "/a/b"), ("/...", "/..."), ("/a (deleted)", "/a (deleted)")]
+        {
+            assert_eq!(JobPath::new(text).unwrap().as_os_str(), path);
+        }
+        let odd = JobPath::new(OsStr::from_bytes(b"/data/\xff")).unwrap();
+        assert_eq!(serde_json::from_str::<JobPath>(&serde_json::to_string(&odd).unwrap()).unwrap(), odd);
+    }
+
+    #[test]
+    fn a_part_is_not_opened_through_a_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let (image, secret) = (dir.path().join("image"), dir.path().join("secret"));
+        std::fs::create_dir_all(image.join("files")).unwrap();
+        std::fs::create_dir_all(dir.path().join("other")).unwrap();
+        std::fs::write(&secret, "root's").unwrap();
+        std::fs::write(dir.path().join("other/x"), "root's").unwrap();
+        std::fs::write(image.join("files/good"), "job's").unwrap();
+        std::os::unix::fs::symlink(&secret, image.join("files/link")).unwrap();
+        std::os::unix::fs::symlink(dir.path().join("other"), image.join("linked")).unwrap();
+        let path = |text: &str| text.parse::<PartPath>().unwrap();
+        assert_eq!(path("files/good").read(&image).unwrap(), b"job's");
+        let flags = OFlag::O_RDONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
+        assert!(path("files/good").open_step_by_step(&image, flags).is_ok());
+        for bad in ["files/link", "linked/x"] {
+            assert!(path(bad).read(&image).is_err(), "{bad}");
+            assert!(path(bad).open_step_by_step(&image, flags).is_err(), "{bad}");
+        }
+        nix::unistd::mkfifo(&image.join("files/fifo"), Mode::S_IRWXU).unwrap();
+        assert!(path("files/fifo").read(&image).is_err(), "and does not wait for a writer");
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_taken_stays_inside(text in "[./a\\PC]{0,12}") {
+            if let Ok(path) = text.parse::<PartPath>() {
+                prop_assert!(Path::new("/image").join(&path).starts_with("/image"));
+                prop_assert!(Path::new(path.as_str()).components().all(|part| matches!(part, Component::Normal(_))));
+                prop_assert_eq!(path.as_str(), text.as_str());
+            }
+            if let Ok(path) = JobPath::new(text.as_str()) {
+                prop_assert!(path.components().skip(1).all(|part| matches!(part, Component::Normal(_))));
+                prop_assert_eq!(JobPath::new(path.as_path()).unwrap(), path);
+            }
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! The parts of an image in stretches of some tens of MiB, each for one thread: what one thread packs lies together, and is
+//! read in one go by a restore.
+
+use std::path::Path;
+
+use crate::chunk::Cutter;
+use crate::chunk::cut::Cuts;
+use crate::manifest::Part;
+
+/// Bytes of a stretch, about.
+pub(super) const STRETCH: u64 = 32 << 20;
+
+/// What one thread packs in one go: a run of pieces of one part.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) struct Stretch {
+    /// Its place among all.
+    pub(super) number: usize,
+    /// The number of the part.
+    pub(super) part: usize,
+    /// Offset and length of each piece.
+    pub(super) pieces: Vec<(u64, usize)>,
+}
+
+/// Hands out one after the other. What it holds does not grow with the image.
+pub(super) struct Stretches {
+    cutter: Cutter,
+    /// The parts that are not begun, the last first.
+    parts: Vec<(usize, Part)>,
+    open: Option<(usize, std::iter::Peekable<Cuts>)>,
+    number: usize,
+}
+
+impl Stretches {
+    pub(super) fn new(dir: &Path, parts: &[Part]) -> Stretches {
+        let parts = parts.iter().cloned().enumerate().rev().collect();
+        Stretches { cutter: Cutter::new(dir), parts, open: None, number: 0 }
+    }
+}
+
+impl Iterator for Stretches {
+    type Item = Stretch;
+
+    fn next(&mut self) -> Option<Stretch> {
+        loop {
+            let (part, cuts) = match &mut self.open {
+                Some(open) => open,
+                None => {
+                    let (number, part) = self.parts.pop()?;
+                    self.open.insert((number, self.cutter.cuts(&part.path, part.size).peekable()))
+                }
+            };
+            let part = *part;
+            let mut pieces = Vec::new();
+            let mut bytes = 0;
+            while bytes < STRETCH {
+                let Some(piece) = cuts.next() else { break };
+                bytes += u64::try_from(piece.1).unwrap_or(u64::MAX);
+                pieces.push(piece);
+            }
+            if cuts.peek().is_none() {
+                self.open = None;
+            }
+            if !pieces.is_empty() {
+                self.number += 1;
+                return Some(Stretch { number: self.number, part, pieces });
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_byte_of_every_part_is_in_one_stretch() {
+        let dir = tempfile::tempdir().unwrap();
+        let sizes = [0, 1, STRETCH, 3 * STRETCH + 1, 0, 5];
+        let part = |(n, size): (usize, &u64)| Part { path: (&format!("p{n}")).into(), size: *size, blake3: None };
+        let parts: Vec<Part> = sizes.iter().enumerate().map(part).collect();
+        let stretches: Vec<Stretch> = Stretches::new(dir.path(), &parts).collect();
+        let mut ends = [0; 6];
+        for (n, stretch) in stretches.iter().enumerate() {
+            assert_eq!(stretch.number, n + 1);
+            for (offset, len) in &stretch.pieces {
+                assert_eq!(*offset, ends[stretch.part]);
+                ends[stretch.part] += *len as u64;
+            }
+        }
+        assert_eq!(ends, sizes);
+        assert_eq!(stretches.len(), 1 + 1 + 4 + 1);
+    }
+}

@@ -1,0 +1,165 @@
+//! One of the threads that persist: takes a stretch, finds zeros and what is there already, packs the rest.
+
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+use std::sync::{Mutex, PoisonError};
+
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+
+use super::Error;
+use super::known::{Claim, Known};
+use super::pace::Pace;
+use super::stretches::{Stretch, Stretches};
+use crate::WriterLock;
+use crate::chunk::chunk_id;
+use crate::chunk::map::{self, Extent};
+use crate::image::Image;
+use crate::manifest::Manifest;
+use crate::pack::{Making, PackWriter, Packs};
+use rekindle_os::{durable, sparse};
+
+/// What all workers share.
+pub(super) struct Work<'a> {
+    pub(super) image: &'a Image,
+    pub(super) manifest: &'a Manifest,
+    pub(super) packs: &'a Packs,
+    pub(super) making: Making<'a>,
+    pub(super) known: Known<'a>,
+    pub(super) stretches: Mutex<Option<Stretches>>,
+    pub(super) pace: Pace<'a>,
+    pub(super) lock: &'a WriterLock,
+}
+
+/// What became of a stretch.
+pub(super) struct Packed {
+    pub(super) number: usize,
+    pub(super) part: usize,
+    pub(super) extents: Vec<Extent>,
+}
+
+impl Work<'_> {
+    /// Packs stretches until there are no more, or somebody failed.
+    pub(super) fn run(&self) -> Result<Vec<Packed>, Error> {
+        let done = self.pack_all();
+        if done.is_err() {
+            *self.queue() = None;
+        }
+        done
+    }
+
+    fn queue(&self) -> std::sync::MutexGuard<'_, Option<Stretches>> {
+        self.stretches.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn next(&self) -> Option<Stretch> {
+        self.queue().as_mut().and_then(Iterator::next)
+    }
+
+    fn pack_all(&self) -> Result<Vec<Packed>, Error> {
+        let mut writer = PackWriter::new(self.packs, self.making)?;
+        let mut second = None;
+        let mut done = Vec::new();
+        while let Some(stretch) = self.next() {
+            let extents = self.pack(&stretch, &mut writer, &mut second)?;
+            done.push(Packed { number: stretch.number, part: stretch.part, extents });
+        }
+        // What one of them wrote counts only with what all wrote, but it is whole, and the next try finds it.
+        self.lock.still_held()?;
+        writer.finish()?;
+        second.map(PackWriter::finish).transpose()?;
+        Ok(done)
+    }
+
+    /// Second copies go to packs of their own, which the replica does without.
+    fn pack<'w>(
+        &'w self,
+        stretch: &Stretch,
+        writer: &mut PackWriter<'w>,
+        second: &mut Option<PackWriter<'w>>,
+    ) -> Result<Vec<Extent>, Error> {
+        let path = self.part_path(stretch.part);
+        let failed = |source| self.failed(&path, source);
+        let file = durable::open_for_reading(&path).map_err(failed)?;
+        let size = file.metadata().map_err(failed)?.len();
+        let mut extents = Vec::with_capacity(stretch.pieces.len());
+        for (offset, len) in &stretch.pieces {
+            self.pace.check().map_err(failed)?;
+            self.lock.still_held()?;
+            let zero = Extent::Zero { len: u64::try_from(*len).unwrap_or(0) };
+            // A file can be longer than all that it holds. One that became shorter is an error below.
+            let end = offset.saturating_add(u64::try_from(*len).unwrap_or(u64::MAX));
+            if end <= size && sparse::next_data(&file, *offset, end).map_err(failed)?.is_none() {
+                map::push(&mut extents, zero);
+                self.pace.progress.add(*len);
+                continue;
+            }
+            let room = writer.room(*len);
+            file.read_exact_at(room, *offset).map_err(failed)?;
+            if is_zero(room) {
+                map::push(&mut extents, zero);
+            } else {
+                let id = chunk_id(self.making.key, room);
+                let written = match self.known.claim(&id)? {
+                    Claim::None => 0,
+                    Claim::First => writer.keep(id, *len)?,
+                    Claim::Second => {
+                        if second.is_none() {
+                            *second = Some(PackWriter::new(self.packs, self.making)?);
+                        }
+                        let Some(copy) = second else { continue };
+                        copy.room(*len).copy_from_slice(room);
+                        copy.keep(id, *len)?
+                    }
+                };
+                if written > 0 {
+                    self.pace.wrote(written).map_err(failed)?;
+                }
+                extents.push(Extent::Chunk { id, len: u32::try_from(*len).unwrap_or(0) });
+            }
+            self.pace.progress.add(*len);
+        }
+        if !self.image.is_staged() {
+            // It was read once, and nobody reads it again.
+            let _ = posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
+        }
+        Ok(extents)
+    }
+
+    fn part_path(&self, part: usize) -> PathBuf {
+        let name = self.manifest.parts.get(part).map_or("", |part| part.path.as_str());
+        self.image.dir.join(name)
+    }
+
+    fn failed(&self, path: &std::path::Path, source: io::Error) -> Error {
+        match (self.pace.cancelled)() {
+            true => Error::Cancelled,
+            false => Error::Copy { path: path.to_owned(), source },
+        }
+    }
+}
+
+/// Whether there is nothing but zeros. What is not zero is mostly so in its first byte; the rest is memcmp(3).
+fn is_zero(bytes: &[u8]) -> bool {
+    let Some((first, rest)) = bytes.split_first() else { return true };
+    *first == 0 && bytes.get(..rest.len()) == Some(rest)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::is_zero;
+
+    #[test]
+    fn one_byte_that_is_not_zero_is_found_anywhere() {
+        for len in [0, 1, 2, 63, 4096, 4097] {
+            let mut bytes = vec![0; len];
+            assert!(is_zero(&bytes));
+            for place in 0..len {
+                bytes[place] = 1;
+                assert!(!is_zero(&bytes), "{place} of {len}");
+                bytes[place] = 0;
+            }
+        }
+        assert!(!is_zero(&[7; 4096]));
+    }
+}

@@ -1,0 +1,78 @@
+//! `proven.json`: the images after which the job has lived for `restart.min-uptime`. It lies in the job's folder.
+//!
+//! - An image is proven by a life that went on for so long after it was taken, or after it was restored. What the job
+//!   did then shows that the state in the image can go on, which no look at its bytes does.
+//! - Retention keeps the newest proven image until a newer one is proven ([`super::retention`]), so that a row of images
+//!   that cannot go on never pushes out the last one that can.
+//! - It is no part of the manifest: that is signed and final when the image is published.
+//! - An image that is not named there is not proven, those of an older rekindle among them. A file that cannot be
+//!   understood proves nothing, and the next proof writes it anew. One that cannot be read is an error: then nothing is removed.
+//! - When the power goes there is the old file or the new one.
+
+use std::collections::BTreeSet;
+use std::io::{self, Read};
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::error::{Error, Result};
+use super::folder::JobFolder;
+use super::id::ImageId;
+use super::lock::WriterLock;
+use rekindle_os::durable;
+
+const FILE_NAME: &str = "proven.json";
+const VERSION: u32 = 1;
+/// An entry takes some 30 bytes, and the file names images that are there.
+const MAX_BYTES: u64 = 16 << 20;
+
+#[derive(Serialize, Deserialize)]
+struct OnDisk {
+    version: u32,
+    images: BTreeSet<ImageId>,
+}
+
+impl JobFolder {
+    /// The images that are proven. Some of them may be gone.
+    ///
+    /// # Errors
+    /// [`Error::Read`].
+    pub fn proven(&self) -> Result<BTreeSet<ImageId>> {
+        let path = self.proven_file();
+        let failed = |source| Error::Read { path: path.clone(), source };
+        let file = match durable::open_for_reading(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(BTreeSet::new()),
+            file => file.map_err(failed)?,
+        };
+        let mut bytes = Vec::new();
+        file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(failed)?;
+        Ok(match serde_json::from_slice(&bytes) {
+            Ok(OnDisk { version: VERSION, images }) => images,
+            Ok(_) | Err(_) => BTreeSet::new(),
+        })
+    }
+
+    /// Notes, durably, that these are proven. What is gone by now is forgotten.
+    ///
+    /// # Errors
+    /// [`Error::WrongLock`], [`Error::Read`], [`Error::Write`].
+    pub fn note_proven(&self, lock: &WriterLock, ids: impl IntoIterator<Item = ImageId>) -> Result<()> {
+        self.check_lock(lock)?;
+        let before = self.proven()?;
+        let mut images: BTreeSet<ImageId> = before.iter().copied().chain(ids).collect();
+        if images == before {
+            return Ok(());
+        }
+        let there: BTreeSet<ImageId> = self.copies()?.into_iter().map(|image| image.id).collect();
+        images.retain(|id| there.contains(id));
+        let path = self.proven_file();
+        let failed = |source| Error::Write { path: path.clone(), source };
+        let bytes =
+            serde_json::to_vec(&OnDisk { version: VERSION, images }).map_err(io::Error::from).map_err(failed)?;
+        durable::write_file(&path, &bytes, 0o600).map_err(failed)
+    }
+
+    fn proven_file(&self) -> PathBuf {
+        self.path().join(FILE_NAME)
+    }
+}

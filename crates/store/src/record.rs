@@ -1,0 +1,230 @@
+//! `job.json`: what a later `run` of the same name has to know of the last one.
+
+use std::io::{self, Read};
+use std::path::Path;
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use serde::{Deserialize, Serialize};
+use serde_json::value::RawValue;
+
+use super::error::{Error, Result};
+use super::id::{ImageId, JobName};
+use super::paths::JobPath;
+use super::trust::{Signature, Trust};
+use rekindle_base::interval::Failures;
+use rekindle_base::micros;
+use rekindle_os::durable;
+
+pub(super) const FILE_NAME: &str = "job.json";
+/// The newest version that this code reads. It writes the oldest that can say what is to be said: 2 where it is signed.
+const VERSION: u32 = 2;
+/// execve(2) takes at most 6 MiB of arguments (three quarters of `_STK_LIM`, fs/exec.c); JSON makes at most six bytes
+/// of one.
+pub(super) const MAX_BYTES: u64 = 64 << 20;
+
+/// The last run of a job.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct JobRecord {
+    /// The command line; bytes that are not UTF-8 are replaced.
+    pub command: Vec<String>,
+    /// The working directory.
+    pub directory: JobPath,
+    /// See [`super::Manifest::lineage`].
+    pub lineage: String,
+    /// The image of another lineage that this one began from (`rekindle restore`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<ImageId>,
+    /// When the run began.
+    pub created: DateTime<Utc>,
+    /// How it ended, if it did.
+    pub outcome: Outcome,
+    /// What the job exited with, if it did.
+    pub exit_code: Option<i32>,
+    /// How long the job has run in all, under every supervisor, up to the last change of this record: written at the begin
+    /// and the end of a run, at a death and at each snapshot.
+    #[serde(rename = "uptime_us", default, with = "micros")]
+    pub uptime: Duration,
+    /// How often it failed in that time; see [`rekindle_base::interval::Failures`].
+    #[serde(default)]
+    pub failures: u32,
+    /// How often this run was brought back from an image.
+    #[serde(default)]
+    pub restores: u32,
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// It did not, or the supervisor was killed before it could say so.
+    Running,
+    /// The job exited with 0.
+    Completed,
+    /// Given up.
+    Failed {
+        /// In words.
+        why: String,
+    },
+    /// Stopped by a signal or a command, to be continued.
+    Stopped,
+}
+
+/// Version 1: without a signature.
+#[derive(Serialize, Deserialize)]
+struct OnDisk<R> {
+    version: u32,
+    #[serde(flatten)]
+    record: R,
+}
+
+/// Version 2. The record stays text until its signature was checked.
+#[derive(Serialize, Deserialize)]
+struct Signed<'a> {
+    version: u32,
+    signature: Signature,
+    #[serde(borrow)]
+    record: &'a RawValue,
+}
+
+#[derive(Deserialize)]
+struct Header {
+    version: u32,
+}
+
+/// What the signature covers: that it is a record, whose, and its exact text.
+fn signed<'a>(job: &'a JobName, body: &'a RawValue) -> [&'a [u8]; 3] {
+    [b"job.json", job.as_str().as_bytes(), body.get().as_bytes()]
+}
+
+pub(super) fn read(path: &Path, job: &JobName, trust: &Trust) -> Result<Option<JobRecord>> {
+    let file = match durable::open_for_reading(path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => return Err(Error::Read { path: path.to_owned(), source }),
+    };
+    let mut bytes = Vec::new();
+    file.take(MAX_BYTES).read_to_end(&mut bytes).map_err(|source| Error::Read { path: path.to_owned(), source })?;
+    parse(&bytes, path, job, trust).map(Some)
+}
+
+/// Whether there is one with a signature.
+pub(super) fn is_signed(path: &Path) -> bool {
+    let mut bytes = Vec::new();
+    let read = durable::open_for_reading(path).and_then(|file| file.take(MAX_BYTES).read_to_end(&mut bytes));
+    read.is_ok() && serde_json::from_slice(&bytes).is_ok_and(|Header { version }| version == VERSION)
+}
+
+/// Reads what [`to_bytes`] wrote; the path is for messages.
+pub(super) fn parse(bytes: &[u8], path: &Path, job: &JobName, trust: &Trust) -> Result<JobRecord> {
+    let parse = |source| Error::ParseRecord { path: path.to_owned(), source };
+    let untrusted = |source| Error::UntrustedRecord { path: path.to_owned(), source };
+    match serde_json::from_slice(bytes).map_err(parse)? {
+        Header { version } if version > VERSION => Err(Error::NewerRecord { path: path.to_owned(), version }),
+        Header { version } if version < VERSION => {
+            trust.check(None, &[]).map_err(untrusted)?;
+            serde_json::from_slice::<OnDisk<JobRecord>>(bytes).map(|it| it.record).map_err(parse)
+        }
+        Header { .. } => {
+            let read: Signed<'_> = serde_json::from_slice(bytes).map_err(parse)?;
+            trust.check(Some(&read.signature), &signed(job, read.record)).map_err(untrusted)?;
+            serde_json::from_str(read.record.get()).map_err(parse)
+        }
+    }
+}
+
+pub(super) fn to_bytes(record: &JobRecord, job: &JobName, trust: &Trust) -> io::Result<Vec<u8>> {
+    let body = RawValue::from_string(serde_json::to_string_pretty(record)?)?;
+    match trust.sign(&signed(job, &body)) {
+        Some(signature) => serde_json::to_vec_pretty(&Signed { version: VERSION, signature, record: &body }),
+        None => serde_json::to_vec_pretty(&OnDisk { version: VERSION - 1, record }),
+    }
+    .map_err(io::Error::from)
+}
+
+pub(super) fn write(path: &Path, record: &JobRecord, job: &JobName, trust: &Trust) -> Result<()> {
+    let failed = |source| Error::Write { path: path.to_owned(), source };
+    durable::write_file(path, &to_bytes(record, job, trust).map_err(failed)?, 0o600).map_err(failed)
+}
+
+impl JobRecord {
+    /// How often the job failed by the end of this run. One whose end is not recorded was ended by force, with the job.
+    #[must_use]
+    pub fn seen_so_far(&self) -> Failures {
+        let by_force = u32::from(self.outcome == Outcome::Running);
+        Failures { uptime: self.uptime, failures: self.failures.saturating_add(by_force) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chunk::Key;
+    use crate::{Unsigned, Untrusted};
+
+    fn record() -> JobRecord {
+        JobRecord {
+            command: vec!["train".into()],
+            directory: "/home/alice".parse().unwrap(),
+            lineage: "first".into(),
+            base: None,
+            created: DateTime::UNIX_EPOCH,
+            outcome: Outcome::Running,
+            exit_code: None,
+            uptime: Duration::ZERO,
+            failures: 0,
+            restores: 0,
+        }
+    }
+
+    fn trust(byte: u8, unsigned: Unsigned) -> Trust {
+        Trust::new(Key::new(&[byte; 32]), Path::new("/etc/key"), unsigned)
+    }
+
+    fn untrusted(result: Result<JobRecord>) -> Untrusted {
+        match result {
+            Err(Error::UntrustedRecord { source, .. }) => source,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_record_is_its_jobs_and_nobody_changes_it_without_the_key() {
+        let (job, other): (JobName, JobName) = ("train".parse().unwrap(), "other".parse().unwrap());
+        let read = |bytes: &[u8], job: &JobName, trust: &Trust| parse(bytes, Path::new("job.json"), job, trust);
+        let ours = trust(7, Unsigned::Refused);
+        let bytes = to_bytes(&record(), &job, &ours).unwrap();
+        assert_eq!(read(&bytes, &job, &ours).unwrap(), record());
+        assert_eq!(read(&bytes, &job, &Trust::default()).unwrap(), record(), "it is no secret");
+        let done = String::from_utf8(bytes.clone()).unwrap().replace("\"running\"", "\"completed\"").into_bytes();
+        assert!(matches!(untrusted(read(&done, &job, &ours)), Untrusted::Forged { .. }));
+        assert!(matches!(untrusted(read(&bytes, &other, &ours)), Untrusted::Forged { .. }));
+        let theirs = to_bytes(&record(), &job, &trust(8, Unsigned::Refused)).unwrap();
+        assert!(matches!(untrusted(read(&theirs, &job, &ours)), Untrusted::OtherKey { .. }));
+
+        let old = to_bytes(&record(), &job, &Trust::default()).unwrap();
+        assert!(String::from_utf8(old.clone()).unwrap().contains("\"version\": 1"));
+        assert_eq!(read(&old, &job, &Trust::default()).unwrap(), record());
+        assert!(matches!(untrusted(read(&old, &job, &ours)), Untrusted::Unsigned { .. }));
+        assert_eq!(read(&old, &job, &trust(7, Unsigned::Accepted)).unwrap(), record());
+    }
+
+    #[test]
+    fn a_run_that_was_ended_by_force_has_failed() {
+        let record = |outcome| JobRecord {
+            command: Vec::new(),
+            directory: "/".into(),
+            lineage: String::new(),
+            base: None,
+            created: chrono::DateTime::UNIX_EPOCH,
+            outcome,
+            exit_code: None,
+            uptime: Duration::from_secs(3600),
+            failures: 2,
+            restores: 0,
+        };
+        for (outcome, failures) in [(Outcome::Running, 3), (Outcome::Stopped, 2), (Outcome::Completed, 2)] {
+            assert_eq!(record(outcome).seen_so_far(), Failures { uptime: Duration::from_secs(3600), failures });
+        }
+    }
+}

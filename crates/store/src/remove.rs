@@ -1,0 +1,154 @@
+//! How images go, in an order that a crash can interrupt:
+//!
+//! 1. `ID` becomes `.del-ID`, `images/` is fsynced: from here on it is no image, and nobody can pin it any more;
+//!    where it is pinned, which may have been done a moment ago, it becomes `ID` again, and that was all;
+//! 2. the hard links that it kept beside the user's files are removed, unless another image needs the same one;
+//! 3. its manifest, which names those links, and all else is removed.
+//!
+//! The next sweep begins again there, with the look for a pin. Nothing is removed while `images/` or a manifest that may need a link cannot be
+//! read.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use super::error::{Error, Result};
+use super::files::{self, Kind};
+use super::folder::{JobFolder, list};
+use super::id::ImageId;
+use super::image::{DamageKind, Image, State};
+use super::links;
+use super::manifest::Manifest;
+use super::trust::Trust;
+use super::{DELETED_PREFIX, tags};
+use rekindle_os::durable::{self, TEMP_PREFIX};
+use rekindle_os::point::{Step, point};
+
+pub(super) fn image(folder: &JobFolder, id: ImageId) -> Result<()> {
+    let images = folder.images()?;
+    if !images.iter().any(|image| image.id == id) {
+        let known = images.iter().map(|image| image.id).collect();
+        return Err(Error::UnknownImage { job: folder.name().clone(), wanted: id.to_string(), known });
+    }
+    let path = folder.images_dir().join(id.to_string());
+    if tags::read(&path).is_pinned() {
+        return Err(Error::Pinned(id));
+    }
+    let doomed = folder.images_dir().join(format!("{DELETED_PREFIX}{id}"));
+    durable::publish_dir(&path, &doomed).map_err(|source| Error::Remove { path: path.clone(), source })?;
+    if tags::read(&doomed).is_pinned() {
+        durable::publish_dir(&doomed, &path).map_err(|source| Error::Write { path, source })?;
+        return Err(Error::Pinned(id));
+    }
+    let others: Vec<Image> = images.into_iter().filter(|image| image.id != id).collect();
+    finish(&doomed, &others, folder.trust())
+}
+
+pub(super) fn sweep(folder: &JobFolder) -> Result<Vec<PathBuf>> {
+    // First, so that it counts among those that need a link.
+    bring_pinned_back(folder)?;
+    // All that must be read is read before the first thing goes.
+    let images = folder.images()?;
+    let leftover = |name: &String, prefix| name.strip_prefix(prefix).is_some_and(|id| id.parse::<ImageId>().is_ok());
+    let in_images = |name: String| folder.images_dir().join(name);
+    let names = list(&folder.images_dir())?;
+    let (doomed, rest): (Vec<_>, Vec<_>) = names.into_iter().partition(|name| leftover(name, DELETED_PREFIX));
+    let drafts: Vec<_> = rest.into_iter().filter(|name| leftover(name, TEMP_PREFIX)).map(in_images).collect();
+    let mut files = temporary_files(folder.path())?;
+    files.extend(temporary_files(&folder.bin_dir())?);
+    if folder.packs().dir().is_dir() {
+        files.extend(temporary_files(folder.packs().dir())?);
+    }
+    // An image whose folder cannot be listed says so itself; it must not keep a job from starting.
+    files.extend(images.iter().filter_map(|image| temporary_files(&image.dir).ok()).flatten());
+    let mut removed = Vec::new();
+    for path in doomed.into_iter().map(in_images) {
+        finish(&path, &images, folder.trust())?;
+        removed.push(path);
+    }
+    for path in drafts {
+        remove_all(&path)?;
+        removed.push(path);
+    }
+    for path in files {
+        fs::remove_file(&path).map_err(|source| Error::Remove { path: path.clone(), source })?;
+        removed.push(path);
+    }
+    Ok(removed)
+}
+
+/// Nothing of an image that is pinned was removed: step 1 was interrupted. A pin that cannot be read is none here: then
+/// step 1 had read that there is none, and what is left is half an image.
+fn bring_pinned_back(folder: &JobFolder) -> Result<()> {
+    for name in list(&folder.images_dir())? {
+        let Some(id) = name.strip_prefix(DELETED_PREFIX).filter(|id| id.parse::<ImageId>().is_ok()) else { continue };
+        let (doomed, lasting) = (folder.images_dir().join(&name), folder.images_dir().join(id));
+        let tags = tags::read(&doomed);
+        let free = fs::symlink_metadata(&lasting).is_err_and(|error| error.kind() == io::ErrorKind::NotFound);
+        if tags.is_pinned() && tags.unreadable().is_none() && free {
+            durable::publish_dir(&doomed, &lasting).map_err(|source| Error::Write { path: lasting, source })?;
+        }
+    }
+    Ok(())
+}
+
+/// Steps 2 and 3.
+fn finish(doomed: &Path, others: &[Image], trust: &Trust) -> Result<()> {
+    if let Ok(manifest) = Manifest::read(doomed, trust) {
+        remove_links(&manifest, others);
+    }
+    remove_all(doomed)
+}
+
+/// Best effort: a link that stays costs space beside the user's files, and the image must go all the same.
+fn remove_links(manifest: &Manifest, others: &[Image]) {
+    let unknown = |image: &Image| matches!(&image.state, State::Damaged { why } if why.kind != DamageKind::Broken);
+    if manifest.saved_links.is_empty() || others.iter().any(unknown) {
+        return;
+    }
+    let links = others.iter().filter_map(Image::manifest).flat_map(|manifest| &manifest.saved_links);
+    let needed: HashSet<&Path> = links.map(|link| link.saved.as_path()).collect();
+    let unneeded = manifest.saved_links.iter().filter(|link| !needed.contains(link.saved.as_path()));
+    unneeded.for_each(|link| links::remove(manifest, link));
+}
+
+fn temporary_files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let paths = list(dir)?.into_iter().filter(|name| name.starts_with(TEMP_PREFIX)).map(|name| dir.join(name));
+    Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|meta| meta.is_file())).collect())
+}
+
+/// A file is made shorter by so much at a time. One that is removed in one go stops every writer of the file system for
+/// seconds where it is large (seen with 18 GB on ext4: a job that logged stood still for 5 s).
+const STEP: u64 = 128 << 20;
+/// Others write in between.
+const PAUSE: Duration = Duration::from_millis(5);
+
+/// Frees what large files take, bit by bit. What cannot be shortened is removed whole.
+fn shorten(folder: &Path) {
+    for entry in files::walk(folder).unwrap_or_default() {
+        let Kind::File { size } = entry.kind else { continue };
+        if size <= STEP {
+            continue;
+        }
+        let Ok(file) = fs::File::options().write(true).open(folder.join(entry.relative)) else { continue };
+        let mut left = size;
+        while left > STEP && file.set_len(left - STEP).is_ok() {
+            left -= STEP;
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+pub(super) fn remove_all(path: &Path) -> Result<()> {
+    let removed = match fs::symlink_metadata(path) {
+        Ok(meta) if meta.is_dir() => {
+            shorten(path);
+            point(Step::Other).and_then(|()| fs::remove_dir_all(path))
+        }
+        Ok(_) => fs::remove_file(path),
+        Err(error) => Err(error),
+    };
+    removed.map_err(|source| Error::Remove { path: path.to_owned(), source })
+}

@@ -1,0 +1,253 @@
+//! What damage has left of a job's packs: every record is read, indexes are written anew from those that are whole, and
+//! the images that have lost something are named.
+//!
+//! What is damaged and whole in another pack or the replica is taken from there ([`super::heal`]), before an image is judged.
+//!
+//! No content is removed. A record that is not what was written is left out of the index, so that the next image that has
+//! the same content stores it again; it stays in its pack until that goes as any other. The begin of a pack is written anew
+//! in its place where it is damaged, since all of it follows from the records. What cannot be read for another reason
+//! than its content (EIO: the disk is failing), or is not for us (a newer format, a key that we have not), stays as it is, and nothing is
+//! concluded from it. An image that has lost something is marked as bad, so that a restart passes it over; one that was
+//! marked and is whole after all keeps its mark, because what else speaks against it is not known here.
+//!
+//! Each pack is looked at and mended by itself, the index last. When the power goes, some are mended; the next repair
+//! begins again, and finds nothing to do about those.
+
+mod images;
+mod mend;
+mod salvage;
+
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::FileError;
+use super::chunk::Key;
+use super::error::Error as StoreError;
+use super::folder::JobFolder;
+use super::heal::{self, Healed, Healing, OpenReplica};
+use super::id::ImageId;
+use super::lock::WriterLock;
+use super::pack::set::PackInfo;
+use super::pack::{PackName, Unread};
+use super::persist::Progress;
+use crate::options::Copies;
+use images::Known;
+use rekindle_os::parallel;
+
+/// What was found, and done about it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
+pub struct Repaired {
+    /// Packs that there is something to say of, by name.
+    pub packs: Vec<PackRepair>,
+    /// What was taken from other packs or the replica, if anything.
+    pub healed: Option<Healed>,
+    /// Images that miss content, or may; newest first.
+    pub images: Vec<Suffering>,
+}
+
+impl Repaired {
+    /// Whether every image is whole, as far as it can be told, and everything could be.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        let known = |pack: &PackRepair| matches!(pack.outcome, Outcome::Mended | Outcome::Lost | Outcome::Unreadable);
+        self.images.is_empty() && self.packs.iter().all(known)
+    }
+}
+
+/// What became of a pack, or would.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PackRepair {
+    /// Which.
+    #[serde(serialize_with = "as_text")]
+    pub pack: PackName,
+    /// In a word.
+    pub outcome: Outcome,
+    /// Records that are whole, as far as they could be checked.
+    pub whole: usize,
+    /// In words.
+    pub what: String,
+}
+
+/// What became of a pack, or would.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Outcome {
+    /// All that was written is there again.
+    Mended,
+    /// What is left can be used again; the rest is lost. Whether an image needs that is told with the images.
+    Lost,
+    /// The disk does not give some of it, which stays in its index: it may be whole. Whether an image needs that, and cannot
+    /// have it from elsewhere, is told with the images.
+    Unreadable,
+    /// Its records cannot be read without another key, only that they are there.
+    NotChecked,
+    /// Nothing could be told, and nothing was changed.
+    LeftAlone,
+}
+
+impl std::fmt::Display for Outcome {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Outcome::Mended => "mended",
+            Outcome::Lost => "lost some",
+            Outcome::Unreadable => "unreadable",
+            Outcome::NotChecked => "not checked",
+            Outcome::LeftAlone => "left alone",
+        })
+    }
+}
+
+/// An image that cannot be put together any more, or perhaps not.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Suffering {
+    /// Which.
+    pub image: ImageId,
+    /// Whether that is certain.
+    pub loss: Loss,
+    /// What it has lost, in words.
+    pub what: String,
+}
+
+/// Whether an image has lost something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Loss {
+    /// It has: it is marked as bad.
+    Certain,
+    /// That cannot be told, because something cannot be read or is not for us. It is not marked.
+    NotKnown,
+}
+
+fn as_text<S: serde::Serializer>(name: &PackName, to: S) -> Result<S::Ok, S::Error> {
+    to.collect_str(name)
+}
+
+/// Whether anything is changed.
+#[derive(Debug, Clone, Copy)]
+pub enum Mode<'l> {
+    /// It is only said what would be done. Nobody has to be kept away for that.
+    DryRun,
+    /// It is done.
+    Repair(&'l WriterLock),
+}
+
+/// Why a repair ended before its time. What was mended by then stays so.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The store cannot be listed, an image not be marked, or the lock is not ours (any more).
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A file cannot be written or removed.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// What is damaged cannot be taken from elsewhere.
+    #[error(transparent)]
+    Heal(#[from] heal::Error),
+}
+
+/// Where content may come from that is damaged.
+#[derive(Clone, Copy, Default)]
+pub struct Sources<'a> {
+    /// In how many packs chunks are kept that images share.
+    pub copies: Copies,
+    /// The replica, if there is one.
+    pub replica: Option<OpenReplica<'a>>,
+}
+
+impl std::fmt::Debug for Sources<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Sources").field("copies", &self.copies).finish_non_exhaustive()
+    }
+}
+
+/// Reads everything on so many threads, and repairs what can be. `progress` counts the bytes of the packs.
+///
+/// # Errors
+/// When the store cannot be listed, something not be written, or the lock was taken over.
+pub fn repair(
+    folder: &JobFolder,
+    mode: Mode<'_>,
+    key: Option<&Key>,
+    sources: &Sources<'_>,
+    threads: usize,
+    progress: &Progress,
+) -> Result<Repaired, Error> {
+    if let Mode::Repair(lock) = mode {
+        folder.check_lock(lock)?;
+    }
+    let packs = folder.packs();
+    let names = packs.names()?;
+    let size = |name: &PackName| std::fs::metadata(packs.pack_path(*name)).map_or(0, |meta| meta.len());
+    progress.begin(names.iter().map(size).sum());
+    let hold = Hold::new(mode);
+    let known = Mutex::new(Known::default());
+    let mending = mend::Mending { packs: &packs, key, hold: &hold, known: &known, progress };
+    let mended = parallel::in_parallel(names.clone(), threads, |name| mending.pack(name))?;
+    let mut done = Repaired { packs: mended.into_iter().flatten().collect(), ..Repaired::default() };
+    done.packs.sort_by_key(|report| report.pack);
+    let mut known = known.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if let Mode::Repair(lock) = mode {
+        let unread = Unread::default();
+        let Sources { copies, replica } = *sources;
+        let healing = Healing { folder, lock, key, copies, unread: &unread, replica };
+        let mut wanted = std::mem::take(&mut known.harmed);
+        wanted.extend(heal::missing(folder)?);
+        if !wanted.is_empty() {
+            let healed = healing.heal(&wanted, &|| hold.keep().is_err())?;
+            done.healed = Some(healed).filter(|healed| healed.from_copies + healed.from_replica > 0);
+        }
+        for name in packs.names()?.into_iter().filter(|name| !names.contains(name)) {
+            if let Ok(pack) = packs.pack_index(name) {
+                let info = PackInfo { name, pack_len: pack.pack_len(), key: None, gone: false };
+                known.index.add(info, &pack);
+            }
+        }
+    }
+    let known = known.sorted();
+    done.images = images::look(folder, &known, &hold)?;
+    Ok(done)
+}
+
+/// How often the lock is looked at while nothing is written: a repair takes hours, and others may take us for dead.
+const LOOK: Duration = Duration::from_secs(10);
+
+/// What may be changed, as long as the lock is ours.
+struct Hold<'l> {
+    lock: Option<&'l WriterLock>,
+    last: Mutex<Instant>,
+}
+
+impl<'l> Hold<'l> {
+    fn new(mode: Mode<'l>) -> Hold<'l> {
+        let lock = match mode {
+            Mode::DryRun => None,
+            Mode::Repair(lock) => Some(lock),
+        };
+        Hold { lock, last: Mutex::new(Instant::now()) }
+    }
+
+    /// To be called now and then.
+    fn keep(&self) -> Result<(), Error> {
+        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.elapsed() < LOOK {
+            return Ok(());
+        }
+        *last = Instant::now();
+        drop(last);
+        match self.lock.map(WriterLock::refresh) {
+            Some(Err(error @ (StoreError::TakenOver { .. } | StoreError::LockReplaced { .. }))) => Err(error.into()),
+            // A heartbeat that fails is tried again long before others take us for dead.
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether something may be written now; no in a dry run.
+    fn may_write(&self) -> Result<bool, Error> {
+        self.lock.map_or(Ok(false), |lock| Ok(lock.refresh().map(|()| true)?))
+    }
+}
+
+#[cfg(test)]
+mod tests;

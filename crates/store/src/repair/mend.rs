@@ -1,0 +1,227 @@
+//! One pack: what is left of it, what is to be done about that, and doing it.
+
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::sync::{Mutex, PoisonError};
+
+use super::images::Known;
+use super::salvage::{Begin, Salvage, Stop, salvage};
+use super::{Error, Hold, Outcome, PackRepair};
+use crate::chunk::Key;
+use crate::error::{Failing, is_failing};
+use crate::failed;
+use crate::format::ReadError;
+use crate::pack::set::PackInfo;
+use crate::pack::{Entry, PackHeader, PackIndex, PackName, Packs};
+use crate::persist::Progress;
+use rekindle_os::durable;
+
+/// What packs are mended with.
+pub(super) struct Mending<'a> {
+    pub(super) packs: &'a Packs,
+    pub(super) key: Option<&'a Key>,
+    pub(super) hold: &'a Hold<'a>,
+    pub(super) known: &'a Mutex<Known>,
+    pub(super) progress: &'a Progress,
+}
+
+/// What is to be written or removed.
+#[derive(Debug, Default)]
+struct Plan {
+    begin: Option<PackHeader>,
+    index: bool,
+    remove_index: bool,
+}
+
+impl Mending<'_> {
+    /// Mends a pack. None where there is nothing to say.
+    pub(super) fn pack(&self, name: PackName) -> Result<Option<PackRepair>, Error> {
+        let left_alone = |why: String| {
+            self.known(|known| known.not_known(name, self.packs.read_index(name).ok()));
+            let outcome = Outcome::LeftAlone;
+            Ok(Some(PackRepair { pack: name, outcome, whole: 0, what: format!("{why}; it stays as it is") }))
+        };
+        let on = |bytes: u64| {
+            self.progress.add(usize::try_from(bytes).unwrap_or(usize::MAX));
+            self.hold.keep()
+        };
+        let file = match durable::open_for_reading(&self.packs.pack_path(name)) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return self.without_pack(name),
+            Err(error) => return left_alone(unreadable(&error)),
+        };
+        let found = match salvage(&file, self.key, &on) {
+            Ok(found) => found,
+            Err(Stop::Read(error)) => return left_alone(unreadable(&error)),
+            Err(Stop::NotForUs(error)) => return left_alone(error.to_string()),
+            Err(Stop::Lock(error)) => return Err(error),
+        };
+        if found.begin == Begin::Lost {
+            return left_alone(
+                "its begin is damaged, and none of its records is whole, or all are encrypted with a key that is not the \
+                 one of store.encryption-key; where it is not for want of the key, move it away from here"
+                    .to_owned(),
+            );
+        }
+        self.with(name, &file, found)
+    }
+
+    /// Only an index or a mark. A sweep removes the index first, so one without a pack is of a pack that was lost.
+    fn without_pack(&self, name: PackName) -> Result<Option<PackRepair>, Error> {
+        let lost = match self.packs.read_index(name) {
+            Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(None),
+            // One that came and went while nobody was kept away.
+            _ if self.packs.pack_path(name).exists() => return Ok(None),
+            index => index.map_or_else(|_| "all of it".to_owned(), |index| of_records(index.entries().len())),
+        };
+        self.carry_out(name, &Plan { remove_index: true, ..Plan::default() }, None)?;
+        let what = format!("it is not there any more, and with it {lost}; its index is removed");
+        Ok(Some(PackRepair { pack: name, outcome: Outcome::Lost, whole: 0, what }))
+    }
+
+    fn with(&self, name: PackName, file: &File, found: Salvage) -> Result<Option<PackRepair>, Error> {
+        let Salvage { entries, mut unread, damaged, pack_len, begin, unchecked } = found;
+        let contents = PackIndex::new(pack_len, entries);
+        let before = Before::of(self.packs.read_index(name), &contents);
+        if let Before::Index(index) = &before {
+            let gone = index.entries().iter().filter(|entry| !has(&contents, entry));
+            unread.extend(gone.filter(|entry| is_unreadable(file, entry)));
+            let lost = index.entries().iter().filter(|entry| !has(&contents, entry)).map(|entry| entry.id);
+            self.known(|known| known.harmed.extend(lost));
+        }
+        // What the disk does not give stays in the index: it may be whole.
+        let unread = PackIndex::new(pack_len, unread);
+        let whole = contents.clone();
+        let contents = PackIndex::new(pack_len, contents.entries().iter().chain(unread.entries()).copied().collect());
+        // What cannot be checked counts as before: an index that leaves something out had a reason.
+        let contents = match &before {
+            Before::Index(index) if unchecked.is_some() => {
+                let known = |entry: &&Entry| has(index, entry);
+                PackIndex::new(pack_len, contents.entries().iter().filter(known).copied().collect())
+            }
+            _ => contents,
+        };
+        let (header, mend) = match begin {
+            Begin::Mend(header) => (header, Some(header)),
+            Begin::Whole(header) => (header, None),
+            Begin::Lost => return Ok(None),
+        };
+        let same = matches!(&before, Before::Index(index) if *index == contents);
+        let plan = Plan { begin: mend, index: !same, remove_index: false };
+        self.carry_out(name, &plan, Some(&contents))?;
+        let info = PackInfo { name, pack_len, key: header.key, gone: false };
+        let whole = PackIndex::new(pack_len, whole.entries().iter().filter(|it| has(&contents, it)).copied().collect());
+        self.known(|known| known.index.add(info, &whole));
+        if !unread.entries().is_empty() {
+            self.known(|known| {
+                known.harmed.extend(unread.entries().iter().map(|entry| entry.id));
+                known.not_known(name, Some(unread.clone()));
+            });
+        }
+
+        let lost = before.lost(&contents);
+        let mut said = Vec::new();
+        if mend.is_some() {
+            said.push("its begin was damaged and is written anew".to_owned());
+        }
+        match &before {
+            Before::None => said.push("its index was missing and is written anew".to_owned()),
+            Before::Broken => said.push("its index was damaged and is written anew".to_owned()),
+            Before::Other => said.push("its index was of another pack and is written anew".to_owned()),
+            Before::Index(_) if lost > 0 => said.push(format!("{} of its index lost", of_records(lost))),
+            Before::Index(_) if !same => said.push("its index did not fit and is written anew".to_owned()),
+            Before::Index(_) => {}
+        }
+        let is_lost = lost > 0 || (!same && damaged > 0);
+        if is_lost && lost == 0 {
+            said.push(format!("there is damage at {damaged} places"));
+        }
+        let mut outcome = if is_lost { Outcome::Lost } else { Outcome::Mended };
+        if let Some(why) = &unchecked {
+            said.push(format!("that its records are there was checked, and not what is in them: {why}"));
+            outcome = if is_lost { Outcome::Lost } else { Outcome::NotChecked };
+        }
+        if !unread.entries().is_empty() {
+            let count = of_records(unread.entries().len());
+            said.push(format!("{count} cannot be read, because the disk is failing (Input/output error): see the kernel log, and replace the disk"));
+            outcome = if is_lost { Outcome::Lost } else { Outcome::Unreadable };
+        }
+        let report = PackRepair { pack: name, outcome, whole: whole.entries().len(), what: said.join("; ") };
+        Ok((!said.is_empty()).then_some(report))
+    }
+
+    /// The begin before the index: only a pack that has both is used.
+    fn carry_out(&self, name: PackName, plan: &Plan, contents: Option<&PackIndex>) -> Result<(), Error> {
+        let is_empty = plan.begin.is_none() && !plan.index && !plan.remove_index;
+        if is_empty || !self.hold.may_write()? {
+            return Ok(());
+        }
+        let (pack, index) = (self.packs.pack_path(name), self.packs.index_path(name));
+        if let Some(header) = plan.begin {
+            durable::overwrite(&pack, 0, &header.to_bytes()).map_err(failed("write the begin of", &pack))?;
+        }
+        if let (true, Some(contents)) = (plan.index, contents) {
+            durable::write_file(&index, &contents.to_bytes(), 0o600).map_err(failed("write", &index))?;
+        } else if plan.remove_index {
+            durable::remove_file(&index).map_err(failed("remove", &index))?;
+        }
+        Ok(())
+    }
+
+    fn known(&self, with: impl FnOnce(&mut Known)) {
+        with(&mut self.known.lock().unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// The index as it was found.
+enum Before {
+    None,
+    Broken,
+    /// Of another pack.
+    Other,
+    Index(PackIndex),
+}
+
+impl Before {
+    fn of(read: Result<PackIndex, ReadError>, contents: &PackIndex) -> Before {
+        match read {
+            Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => Before::None,
+            Err(_) => Before::Broken,
+            Ok(index) => {
+                let shared = index.entries().iter().any(|entry| has(contents, entry));
+                let is_empty = index.entries().is_empty() || contents.entries().is_empty();
+                if shared || is_empty { Before::Index(index) } else { Before::Other }
+            }
+        }
+    }
+
+    /// Records that it named and that are not whole.
+    fn lost(&self, contents: &PackIndex) -> usize {
+        match self {
+            Before::Index(index) => index.entries().iter().filter(|entry| !has(contents, entry)).count(),
+            _ => 0,
+        }
+    }
+}
+
+fn has(index: &PackIndex, entry: &Entry) -> bool {
+    index.entries().binary_search_by_key(&entry.id, |known| known.id).is_ok()
+}
+
+fn unreadable(error: &io::Error) -> String {
+    format!("it cannot be read{}: {error}", Failing(error))
+}
+
+/// Whether the disk does not give the record.
+fn is_unreadable(file: &File, entry: &Entry) -> bool {
+    let mut bytes = vec![0; usize::try_from(entry.end().saturating_sub(entry.offset)).unwrap_or(0)];
+    file.read_exact_at(&mut bytes, entry.offset).is_err_and(|error| is_failing(&error))
+}
+
+fn of_records(count: usize) -> String {
+    match count {
+        1 => "1 record".to_owned(),
+        count => format!("{count} records"),
+    }
+}

@@ -1,0 +1,120 @@
+//! Single chunks that are damaged here, from whatever pack there has them.
+//!
+//! Each is checked as those of an image that is fetched: by its name, and by the key where there is one. Where what came is
+//! not right it is asked for once more, and then looked for in other packs.
+
+use std::collections::HashSet;
+
+use super::Replica;
+use super::client::Cancelled;
+use super::error::{Error, Result};
+use super::fetch::checked;
+use super::layout::{self, Found, PackFile, RemotePack};
+use super::spans::spans;
+use crate::chunk::{ChunkId, Key};
+use crate::pack::record::HEADER_BYTES;
+use crate::pack::{Entry, PackHeader, PackName, Packs, RecordHeader};
+
+/// Whose word is taken for what is in a pack.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Indexes {
+    /// The index of here, where the pack is here too and as long: it need not be fetched.
+    Here,
+    /// The index of there: here records may have been struck out of it.
+    There,
+}
+
+/// What is done with a record: its header and what is stored, by the key of its pack.
+type Put<'p> = &'p mut dyn FnMut(Option<&Key>, &RecordHeader, &[u8]) -> Result<()>;
+
+impl Replica {
+    /// Fetches these chunks, as far as they are there, whole, and for our key. Answers those that are not.
+    ///
+    /// # Errors
+    /// [`Error::Remote`], [`Error::Cancelled`]; what `put` makes an error.
+    pub(crate) fn chunks(
+        &self,
+        mut wanted: HashSet<ChunkId>,
+        here: &Packs,
+        key: Option<&Key>,
+        cancelled: Cancelled<'_>,
+        put: Put<'_>,
+    ) -> Result<HashSet<ChunkId>> {
+        let there = self.inventory(cancelled)?;
+        let mut packs: Vec<(PackName, Found)> = Vec::new();
+        for (name, pack) in &there.packs {
+            if let RemotePack { pack: Some(pack), index: Some(_) } = pack {
+                packs.push((*name, *pack));
+            }
+        }
+        packs.sort_by_key(|(name, found)| (std::cmp::Reverse(found.modified), *name));
+        for indexes in [Indexes::Here, Indexes::There] {
+            for (name, found) in &packs {
+                if wanted.is_empty() {
+                    return Ok(wanted);
+                }
+                let index = match self.index_by(indexes, *name, *found, here, cancelled) {
+                    Ok(index) => index,
+                    Err(Error::Damaged { .. }) => continue,
+                    Err(error) => return Err(error),
+                };
+                let entries = index.entries().iter().filter(|entry| wanted.contains(&entry.id));
+                let entries: Vec<Entry> = entries.copied().collect();
+                if entries.is_empty() {
+                    continue;
+                }
+                let Some(key) = self.key_of(*name, key, cancelled)? else { continue };
+                self.records(*name, &entries, key, cancelled, &mut |header, stored| {
+                    put(key, header, stored)?;
+                    wanted.remove(&header.id);
+                    Ok(())
+                })?;
+            }
+        }
+        Ok(wanted)
+    }
+
+    /// What the pack is opened with; None where that is not for us.
+    fn key_of<'k>(
+        &self,
+        pack: PackName,
+        key: Option<&'k Key>,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Option<Option<&'k Key>>> {
+        let bytes = match self.client.get_range(&layout::of_pack(pack, PackFile::Pack), 0..HEADER_BYTES, cancelled) {
+            Err(Error::Damaged { .. }) => return Ok(None),
+            bytes => bytes?,
+        };
+        Ok(PackHeader::parse(&bytes).and_then(|header| header.key_for(key)).ok())
+    }
+
+    /// Those of these records of a pack that are what they should be.
+    fn records(
+        &self,
+        pack: PackName,
+        entries: &[Entry],
+        key: Option<&Key>,
+        cancelled: Cancelled<'_>,
+        put: &mut dyn FnMut(&RecordHeader, &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        let object = layout::of_pack(pack, PackFile::Pack);
+        let get = |range| match self.client.get_range(&object, range, cancelled) {
+            Err(Error::Damaged { .. }) => Ok(Vec::new()),
+            bytes => bytes,
+        };
+        for span in spans(entries) {
+            let bytes = get(span.range())?;
+            for entry in &span.entries {
+                let of = span.record(entry).and_then(|range| bytes.get(range)).unwrap_or_default();
+                let record = match checked(of, entry, key) {
+                    Ok(record) => Some(record),
+                    Err(_) => checked(&get(entry.offset..entry.end())?, entry, key).ok(),
+                };
+                if let Some((header, stored)) = record {
+                    put(&header, &stored)?;
+                }
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,201 @@
+//! Calls on the other side, one after the other, for who knows nothing of futures.
+//!
+//! The one runtime of the program lives here; it has no threads of its own but for blocking calls on a folder. A call
+//! returns within a moment of being cancelled, wherever it waits.
+//!
+//! An object is there whole or not at all: object stores promise that of each upload, and the client for folders
+//! writes under a temporary name (`NAME#1`), syncs, and renames. When the power goes there is nothing of it, or a
+//! temporary file, or parts that were not put together, which the provider's own rule for such removes (for S3:
+//! `AbortIncompleteMultipartUpload`).
+
+use std::future::Future;
+use std::os::unix::fs::DirBuilderExt;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use chrono::{DateTime, Utc};
+use futures_util::TryStreamExt;
+use object_store::path::Path;
+use object_store::{ObjectStore, ObjectStoreExt};
+use tokio::runtime::{Builder, Runtime};
+
+use super::connect::{self, Environment, Patience};
+use super::error::{Error, Failure, Result, Secrets, translate};
+use super::url::{ReplicaUrl, Scheme};
+use crate::JobName;
+
+/// How long a cancelled call may go on.
+const NAP: Duration = Duration::from_millis(50);
+
+/// An object below the job's path.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Object {
+    pub(super) name: String,
+    pub(super) size: u64,
+    /// By the clock of the other side.
+    pub(super) modified: DateTime<Utc>,
+}
+
+/// Whether it is still wanted.
+pub type Cancelled<'a> = &'a (dyn Fn() -> bool + Sync);
+
+/// The other side, as far as one job goes.
+#[derive(Debug)]
+pub(super) struct Client {
+    url: ReplicaUrl,
+    store: Arc<dyn ObjectStore>,
+    /// All of the job is below.
+    root: Path,
+    runtime: Runtime,
+    secrets: Secrets,
+}
+
+impl Client {
+    pub(super) fn new(
+        url: &ReplicaUrl,
+        job: &JobName,
+        environment: &Environment,
+        patience: Patience,
+    ) -> Result<Client> {
+        let secrets = Secrets::of(environment);
+        let unusable = |why: String| Error::Open { url: url.to_string(), why };
+        let connected = connect::connect(url, environment, patience);
+        let (store, path) = connected.map_err(|error| {
+            unusable(format!("{}; {}", translate(&error, url.scheme(), &secrets), connect::help(url)))
+        })?;
+        let runtime = Builder::new_current_thread().enable_all().build();
+        let runtime = runtime.map_err(|error| unusable(format!("cannot set up its runtime: {error}")))?;
+        Ok(Client { url: url.clone(), store, root: path.join(job.as_str()), runtime, secrets })
+    }
+
+    /// The address, which holds no credentials.
+    pub(super) fn shown(&self) -> String {
+        self.url.to_string()
+    }
+
+    /// Before something is written for the first time: a folder for the job that others cannot enter, as in the store.
+    pub(super) fn prepare(&self) -> Result<()> {
+        if self.url.scheme() != Scheme::File {
+            return Ok(());
+        }
+        let path = std::path::Path::new(self.url.path()).join(self.root.as_ref());
+        match std::fs::DirBuilder::new().mode(0o700).create(&path) {
+            Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
+                Err(self.failed("make a folder in", Failure::Other(format!("{}: {error}", path.display()))))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Everything of the job that is there.
+    pub(super) fn list(&self, cancelled: Cancelled<'_>) -> Result<Vec<Object>> {
+        let listed = self.store.list(Some(&self.root)).try_collect::<Vec<_>>();
+        let objects = self.run("list", cancelled, listed)?;
+        let ours = objects.into_iter().filter_map(|object| {
+            let parts: Vec<_> =
+                object.location.prefix_match(&self.root)?.map(|part| part.as_ref().to_owned()).collect();
+            Some(Object { name: parts.join("/"), size: object.size, modified: object.last_modified })
+        });
+        Ok(ours.collect())
+    }
+
+    /// A whole small object; None where it is not there.
+    pub(super) fn get(&self, name: &str, max: u64, cancelled: Cancelled<'_>) -> Result<Option<Vec<u8>>> {
+        let path = self.path(name);
+        let action = || format!("read {name} from");
+        let got = async {
+            let answer = self.store.get(&path).await?;
+            let size = answer.meta.size;
+            if size > max { Ok(Err(size)) } else { answer.bytes().await.map(Ok) }
+        };
+        match self.run(&action(), cancelled, got) {
+            Ok(Ok(bytes)) => Ok(Some(bytes.to_vec())),
+            Ok(Err(size)) => {
+                let why = format!("it has {size} bytes, and {max} are the most");
+                Err(Error::Damaged { url: self.shown(), what: name.to_owned(), why })
+            }
+            Err(error) if error.is_missing() => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A piece of an object.
+    pub(super) fn get_range(
+        &self,
+        name: &str,
+        range: std::ops::Range<u64>,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Vec<u8>> {
+        let path = self.path(name);
+        let wanted = range.end.saturating_sub(range.start);
+        let bytes = self.run(&format!("read {name} from"), cancelled, self.store.get_range(&path, range))?;
+        if u64::try_from(bytes.len()).is_ok_and(|len| len == wanted) {
+            return Ok(bytes.to_vec());
+        }
+        let why = format!("of {wanted} bytes in the middle {} came", bytes.len());
+        Err(Error::Damaged { url: self.shown(), what: name.to_owned(), why })
+    }
+
+    /// Puts a small object there, in place of one that is there.
+    pub(super) fn put(&self, name: &str, bytes: Vec<u8>, cancelled: Cancelled<'_>) -> Result<()> {
+        let path = self.path(name);
+        self.run(&format!("write {name} to"), cancelled, self.store.put(&path, bytes.into())).map(drop)
+    }
+
+    /// Removes an object; one that is not there is no error.
+    pub(super) fn delete(&self, name: &str, cancelled: Cancelled<'_>) -> Result<()> {
+        let path = self.path(name);
+        match self.run(&format!("remove {name} from"), cancelled, self.store.delete(&path)) {
+            Err(error) if error.is_missing() => Ok(()),
+            result => result,
+        }
+    }
+
+    pub(super) fn path(&self, name: &str) -> Path {
+        name.split('/').fold(self.root.clone(), |path, part| path.join(part))
+    }
+
+    pub(super) fn store(&self) -> &Arc<dyn ObjectStore> {
+        &self.store
+    }
+
+    /// Waits for the answer, or for nobody wanting it.
+    pub(super) fn run<T>(
+        &self,
+        action: &str,
+        cancelled: Cancelled<'_>,
+        work: impl Future<Output = object_store::Result<T>>,
+    ) -> Result<T> {
+        match self.runtime.block_on(unless(cancelled, work)) {
+            Some(result) => result.map_err(|error| self.translated(action, &error)),
+            None => Err(Error::Cancelled),
+        }
+    }
+
+    /// The same for work with errors of its own.
+    pub(super) fn block_on<T>(&self, work: impl Future<Output = T>) -> T {
+        self.runtime.block_on(work)
+    }
+
+    pub(super) fn translated(&self, action: &str, error: &object_store::Error) -> Error {
+        self.failed(action, translate(error, self.url.scheme(), &self.secrets))
+    }
+
+    fn failed(&self, action: &str, failure: Failure) -> Error {
+        Error::Remote { url: self.shown(), action: action.to_owned(), failure }
+    }
+}
+
+/// What the future gives, or None once it is not wanted any more.
+pub(super) async fn unless<T>(cancelled: Cancelled<'_>, work: impl Future<Output = T>) -> Option<T> {
+    let mut work = pin!(work);
+    loop {
+        if cancelled() {
+            return None;
+        }
+        if let Ok(done) = tokio::time::timeout(NAP, work.as_mut()).await {
+            return Some(done);
+        }
+    }
+}

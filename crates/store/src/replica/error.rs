@@ -1,0 +1,353 @@
+//! What can go wrong with a replica, in words that hold no credentials.
+//!
+//! The clients' own errors quote requests and answers: an address with a signature in it, a header that a server sent back.
+//! None of that leaves this module: what is shown is our own sentence, the number of the answer and the short code in
+//! it, and where the text of an error is taken over all the same, values from the environment that are credentials are
+//! struck out first.
+
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+
+use bytesize::ByteSize;
+
+use super::connect::Environment;
+use super::url::Scheme;
+use crate::ImageId;
+use crate::format::ReadError;
+
+/// The result of calls on a replica.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a call on a replica failed. What was replicated before is as it was.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The address or what the environment says cannot be used.
+    #[error("the replica {url} cannot be used: {why}")]
+    Open {
+        /// The address.
+        url: String,
+        /// In words.
+        why: String,
+    },
+    /// The other side did not do what was asked.
+    #[error("cannot {action} the replica {url}: {failure}")]
+    Remote {
+        /// The address.
+        url: String,
+        /// What was tried; ends in a preposition.
+        action: String,
+        /// What came back.
+        failure: Failure,
+    },
+    /// What came is not what was sent there.
+    #[error("{what} in the replica {url} is damaged: {why}")]
+    Damaged {
+        /// The address.
+        url: String,
+        /// The object.
+        what: String,
+        /// In words.
+        why: String,
+    },
+    /// With the key nobody but us could have written it, and it is not ours.
+    #[error("{what} in the replica {url} is refused, and stays as it is: {why}")]
+    Untrusted {
+        /// The address.
+        url: String,
+        /// The object.
+        what: String,
+        /// In words.
+        why: String,
+    },
+    /// It is not there, or not whole.
+    #[error("image {image} is not whole in the replica {url}: {why}")]
+    NotWhole {
+        /// The address.
+        url: String,
+        /// Which.
+        image: ImageId,
+        /// What is missing.
+        why: String,
+    },
+    /// Only an image whose content is in packs can be sent.
+    #[error(
+        "image {0} is not in packs, and only such images are replicated; it will be when it was brought to the store anew"
+    )]
+    NotPacked(ImageId),
+    /// A file of ours.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// Which.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// A file of ours is not what it should be.
+    #[error(transparent)]
+    Local(#[from] ReadError),
+    /// The image cannot be sent, because it is not whole here.
+    #[error(
+        "image {0} cannot be replicated: of its content is missing here what no pack has; `rekindle verify` says more"
+    )]
+    NotWholeHere(ImageId),
+    /// It is encrypted, and the key is not the one.
+    #[error("image {image} in the replica {url} cannot be used: {why}; set store.encryption-key as where it was made")]
+    Key {
+        /// The address.
+        url: String,
+        /// Which.
+        image: ImageId,
+        /// In words.
+        why: String,
+    },
+    /// The disk is too full for it.
+    #[error("image {image} of the replica takes {need} more here, and {path} has {free} free, of which {keep} are to stay free (store.min-free): make room there (`rekindle prune` removes images that no rule keeps), lower store.min-free, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
+    NoRoom {
+        /// Which.
+        image: ImageId,
+        /// Bytes that are to be fetched.
+        need: u64,
+        /// Bytes free.
+        free: u64,
+        /// Bytes that must stay free.
+        keep: u64,
+        /// The job's folder.
+        path: PathBuf,
+    },
+    /// A file of ours cannot be written.
+    #[error("cannot write {}", path.display())]
+    Write {
+        /// Which.
+        path: PathBuf,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+    /// The store here.
+    #[error(transparent)]
+    Store(#[from] crate::Error),
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+}
+
+/// What came back from the other side.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Failure {
+    /// Nobody answers at the address.
+    Unreachable(String),
+    /// No answer in time.
+    TimedOut,
+    /// There are no credentials.
+    NoCredentials(&'static str),
+    /// The credentials are not enough.
+    Refused {
+        /// The short code of the answer, such as `AccessDenied`.
+        code: Option<String>,
+        /// What helps.
+        help: &'static str,
+    },
+    /// Neither the object nor, perhaps, the bucket is there.
+    NotThere {
+        /// The short code of the answer, such as `NoSuchBucket`.
+        code: Option<String>,
+    },
+    /// An answer that says that it did not work.
+    Status {
+        /// The number of the answer.
+        status: u16,
+        /// The short code of the answer.
+        code: Option<String>,
+    },
+    /// All else.
+    Other(String),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let code = |code: &Option<String>| code.as_ref().map(|code| format!(" ({code})")).unwrap_or_default();
+        match self {
+            Failure::Unreachable(why) => {
+                write!(f, "it cannot be reached ({why}); check the network, the address and the proxy settings")
+            }
+            Failure::TimedOut => {
+                f.write_str("no answer in time; check the network, or send less at once (replica.rate)")
+            }
+            Failure::NoCredentials(help) => write!(f, "there are no credentials; {help}"),
+            Failure::Refused { code: of, help } => {
+                write!(f, "it was refused{}: the credentials are wrong, or may not do this; {help}", code(of))
+            }
+            Failure::NotThere { code: of } => {
+                write!(f, "it is not there{}; does the bucket or folder exist, in this region?", code(of))
+            }
+            Failure::Status { status, code: of } => write!(f, "the answer was {status}{}", code(of)),
+            Failure::Other(why) => f.write_str(why),
+        }
+    }
+}
+
+impl Error {
+    /// Whether nothing is known of the replica: it could not be reached, or did not let us in.
+    #[must_use]
+    pub fn is_unreachable(&self) -> bool {
+        matches!(self, Error::Open { .. } | Error::Remote { .. })
+    }
+
+    /// Whether the object is not there.
+    pub(super) fn is_missing(&self) -> bool {
+        matches!(self, Error::Remote { failure: Failure::NotThere { .. }, .. })
+    }
+}
+
+/// What the clients read from the environment, for people.
+pub(super) fn credentials_help(scheme: Scheme) -> &'static str {
+    match scheme {
+        Scheme::S3 => {
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN where there is one), AWS_REGION, and AWS_ENDPOINT_URL for another provider than Amazon; files of profiles are not read"
+        }
+        Scheme::Gs => "set GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT to the file with the credentials",
+        Scheme::Az => {
+            "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or the AZURE_CLIENT_ID, AZURE_CLIENT_SECRET and AZURE_TENANT_ID of an application"
+        }
+        Scheme::File => "the folder must be there, and this user must be able to write there",
+    }
+}
+
+/// Where a client asks for credentials when the environment has none: the machine's own, and nobody answers there on
+/// a machine that has none.
+const METADATA: [&str; 4] = ["169.254.169.254", "169.254.170.2", "metadata.google.internal", "metadata/identity"];
+
+/// Makes our own words of an error of the clients.
+pub(super) fn translate(error: &object_store::Error, scheme: Scheme, secrets: &Secrets) -> Failure {
+    use object_store::Error as E;
+    let help = credentials_help(scheme);
+    let text = texts(error);
+    let (status, code) = (status_in(&text), code_in(&text));
+    match (error, status) {
+        (E::NotFound { .. }, _) | (_, Some(404)) => Failure::NotThere { code },
+        (E::PermissionDenied { .. } | E::Unauthenticated { .. }, _) | (_, Some(401 | 403)) => {
+            Failure::Refused { code, help }
+        }
+        _ if METADATA.iter().any(|place| text.contains(place)) => Failure::NoCredentials(help),
+        (_, Some(status)) => Failure::Status { status, code },
+        (_, None) => match transport(error) {
+            Some(object_store::client::HttpErrorKind::Timeout) => Failure::TimedOut,
+            Some(_) => Failure::Unreachable(without_addresses(&secrets.strike_out(&innermost(error)))),
+            None => Failure::Other(without_addresses(&secrets.strike_out(&innermost(error)))),
+        },
+    }
+}
+
+fn causes<'a>(
+    error: &'a (dyn std::error::Error + 'static),
+) -> impl Iterator<Item = &'a (dyn std::error::Error + 'static)> {
+    std::iter::successors(Some(error), |error| error.source())
+}
+
+/// For looking at only.
+fn texts(error: &object_store::Error) -> String {
+    causes(error).map(ToString::to_string).collect::<Vec<_>>().join("\n")
+}
+
+/// What the kernel or the parser said: it stands last and knows of no request.
+fn innermost(error: &object_store::Error) -> String {
+    causes(error).last().map(ToString::to_string).unwrap_or_default()
+}
+
+fn transport(error: &object_store::Error) -> Option<object_store::client::HttpErrorKind> {
+    causes(error).find_map(|cause| Some(cause.downcast_ref::<object_store::client::HttpError>()?.kind()))
+}
+
+/// The number of the answer: the clients have it in their text only.
+fn status_in(text: &str) -> Option<u16> {
+    let (_, rest) = text.split_once("status code: ")?;
+    rest.get(..3)?.parse().ok()
+}
+
+/// The short code in an answer, and only if it is one: a letter first, then letters and digits.
+fn code_in(text: &str) -> Option<String> {
+    let (_, rest) = text.split_once("<Code>")?;
+    let (code, _) = rest.split_once("</Code>")?;
+    let plain = (1..=64).contains(&code.len()) && code.chars().all(|c| c.is_ascii_alphanumeric());
+    plain.then(|| code.to_owned())
+}
+
+/// An address may hold a signature; the one that matters stands in the message anyway.
+fn without_addresses(text: &str) -> String {
+    let is_address = |word: &&str| word.contains("://") || word.contains('?');
+    let words: Vec<&str> = text.split_whitespace().map(|word| if is_address(&word) { "..." } else { word }).collect();
+    words.join(" ").chars().take(300).collect()
+}
+
+/// Values that must not be shown.
+pub(super) struct Secrets(Vec<String>);
+
+/// Shorter ones are no secrets, and would be found everywhere.
+const SHORTEST: usize = 6;
+
+impl Secrets {
+    /// Values of variables that the clients may take credentials from, and of proxies, which may hold passwords.
+    pub(super) fn of(environment: &Environment) -> Secrets {
+        let secret =
+            |name: &str| ["KEY", "SECRET", "TOKEN", "SAS", "PASSWORD", "CREDENTIAL"].iter().any(|it| name.contains(it));
+        let ours =
+            |name: &str| ["AWS_", "GOOGLE_", "AZURE_", "IDENTITY_", "MSI_"].iter().any(|it| name.starts_with(it));
+        let proxy = |name: &str| name.to_ascii_uppercase().ends_with("_PROXY");
+        let values = environment.all().filter(|(name, _)| (ours(name) && secret(name)) || proxy(name));
+        Secrets::new(values.map(|(_, value)| value.to_owned()))
+    }
+
+    fn new(values: impl Iterator<Item = String>) -> Secrets {
+        let mut values: Vec<String> = values.filter(|value| value.len() >= SHORTEST).collect();
+        // One that is the begin of another would leave the rest of that.
+        values.sort_by_key(|value| std::cmp::Reverse(value.len()));
+        Secrets(values)
+    }
+
+    fn strike_out(&self, text: &str) -> String {
+        self.0.iter().fold(text.to_owned(), |text, secret| text.replace(secret.as_str(), "..."))
+    }
+}
+
+impl fmt::Debug for Secrets {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} secrets", self.0.len())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn generic(text: &str) -> object_store::Error {
+        object_store::Error::Generic { store: "S3", source: text.to_owned().into() }
+    }
+
+    #[test]
+    fn an_answer_is_reduced_to_its_number_and_code() {
+        let secrets = Secrets::new(std::iter::empty());
+        let answer = "Server returned non-2xx status code: 503 Service Unavailable: <Error><Code>SlowDown</Code><X>Authorization: hunter22</X>";
+        let failure = translate(&generic(answer), Scheme::S3, &secrets);
+        assert_eq!(failure, Failure::Status { status: 503, code: Some("SlowDown".into()) });
+        let hostile = "status code: 400 x: <Error><Code>AWS4 hunter22</Code>";
+        assert_eq!(translate(&generic(hostile), Scheme::S3, &secrets), Failure::Status { status: 400, code: None });
+    }
+
+    #[test]
+    fn addresses_and_secrets_are_struck_out_of_what_is_taken_over() {
+        let secrets = Secrets::new(["hunter22".to_owned(), "hunter2222".to_owned(), "ab".to_owned()].into_iter());
+        let text = "about hunter2222 and hunter22 at https://x.example/y?sig=abc";
+        let failure = translate(&generic(text), Scheme::S3, &secrets);
+        assert_eq!(failure, Failure::Other("about ... and ... at ...".into()));
+    }
+
+    #[test]
+    fn who_asks_the_machine_for_credentials_has_none() {
+        let text = "error sending request for url (http://169.254.169.254/latest/api/token)";
+        let failure = translate(&generic(text), Scheme::S3, &Secrets::new(std::iter::empty()));
+        let Failure::NoCredentials(help) = &failure else { panic!("{failure}") };
+        assert!(help.contains("AWS_SECRET_ACCESS_KEY"));
+    }
+}

@@ -1,0 +1,296 @@
+//! An image on its way back, and only what is not here yet.
+//!
+//! 1. the chunk map tells what it needs, the indexes here what there is of that; marks on packs that are needed go;
+//! 2. of the packs there the records that are missing are read, in stretches; each is checked (header, name, length,
+//!    decompressed or decrypted content) and put into a new pack here. A pack is closed about every 64 MiB, with its index:
+//!    what was fetched by then stays when the network or the power goes, and the next call does not fetch it again;
+//! 3. map and mark are written into a draft `images/.tmp-ID`, then the manifest, durably;
+//! 4. the draft gets its name.
+//!
+//! A record that is not what its index says is read once more, then looked for in other packs; where that does not help
+//! either the image is not fetched.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use super::chunks::Indexes;
+use super::client::Cancelled;
+use super::error::{Error, Result};
+use super::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
+use super::spans::{Span, spans};
+use super::{RemoteImage, Replica};
+use crate::FileError;
+use crate::chunk::codec::Compression;
+use crate::chunk::{ChunkId, ChunkMap, Key, map};
+use crate::pack::record::{self, HEADER_BYTES};
+use crate::pack::{Entry, Index, PackHeader, PackName, Packs, RecordHeader};
+use crate::pack::{Making, PackWriter};
+use crate::persist::Progress;
+use crate::retention::survey;
+use crate::{Image, ImageId, JobFolder, State, WriterLock, manifest, mark};
+use rekindle_os::direct::Way;
+use rekindle_os::durable;
+
+/// A new pack is closed when it has so many bytes.
+const CLOSE: u64 = 64 << 20;
+/// Bytes of an extent in the map, and of its chunk in an index.
+const ENTRIES: u64 = 40 + 56;
+/// What the manifest and the folders take, at most.
+const SMALL: u64 = 1 << 20;
+/// Bytes of the header of a record or a pack.
+const HEADER: usize = 64;
+
+impl Replica {
+    /// Brings an image from there into the store. With the key where the image is encrypted: nothing can be checked, or
+    /// restored, without.
+    ///
+    /// # Errors
+    /// [`Error::NotWhole`] and [`Error::Damaged`] where it cannot be used, [`Error::Key`], [`Error::NoRoom`], [`Error::Remote`], [`Error::Write`],
+    /// [`Error::Store`], [`Error::Cancelled`]. What was fetched by then stays, and the next call goes on behind it.
+    pub fn fetch(
+        &self,
+        id: ImageId,
+        folder: &JobFolder,
+        lock: &WriterLock,
+        key: Option<&Key>,
+        progress: &Progress,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Image> {
+        folder.check_lock(lock)?;
+        let _alone = lock.packs();
+        let there = self.inventory(cancelled)?;
+        let files = there.images.get(&id).ok_or_else(|| self.not_whole(id, "it is not there"))?;
+        let image = self.look(id, files, cancelled)?;
+        let map = self.map_of(&image, folder, cancelled)?;
+        let packs = folder.packs();
+        let index = packs.index()?;
+        let missing = missing(&map, &index, &packs)?;
+        let places = self.places(&image, &there, &packs, missing, cancelled)?;
+        let stored = |all: &BTreeMap<PackName, Vec<Entry>>| {
+            all.values().flatten().map(|it| u64::from(it.stored_len) + HEADER_BYTES).sum()
+        };
+        self.check_room(id, stored(&places.first), &map, folder)?;
+        progress.expect(stored(&places.first));
+        let key = self.key_for(&image, places.first.keys().copied(), key, cancelled)?;
+        let making = Making { compression: Compression::None, key, pack: CLOSE, way: Way::Direct };
+        let failed = |error: FileError| Error::Write { path: error.path, source: error.source };
+        let mut writer = PackWriter::new(&packs, making).map_err(failed)?;
+        for (pack, entries) in &places.first {
+            for span in spans(entries) {
+                for (header, stored) in self.read_span(*pack, &span, &places.other, key, cancelled)? {
+                    writer.append(&header, &stored).map_err(failed)?;
+                    progress.add(HEADER + stored.len());
+                }
+            }
+        }
+        writer.finish().map_err(failed)?;
+        self.publish(&image, &map, folder, lock, cancelled)
+    }
+
+    /// Where each missing chunk is there.
+    fn places(
+        &self,
+        image: &RemoteImage,
+        there: &Inventory,
+        here: &Packs,
+        mut missing: HashSet<ChunkId>,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Places> {
+        let all = missing.clone();
+        let mut places = Places::default();
+        // The youngest first: it is likely to have most, and the indexes of old ones are perhaps not needed at all.
+        let mut packs: Vec<(PackName, Found)> = Vec::new();
+        for (name, pack) in &there.packs {
+            if let RemotePack { pack: Some(pack), index: Some(_) } = pack {
+                packs.push((*name, *pack));
+            }
+        }
+        packs.sort_by_key(|(name, found)| (std::cmp::Reverse(found.modified), *name));
+        // The indexes of here first, which need not be fetched. Records that are damaged here are not in them.
+        for (indexes, (name, found)) in
+            [Indexes::Here, Indexes::There].into_iter().flat_map(|it| packs.iter().map(move |pack| (it, *pack)))
+        {
+            if missing.is_empty() {
+                break;
+            }
+            let index = match self.index_by(indexes, name, found, here, cancelled) {
+                Ok(index) => index,
+                // Another may have the same chunks.
+                Err(Error::Damaged { .. }) => continue,
+                Err(error) => return Err(error),
+            };
+            for entry in index.entries().iter().filter(|entry| all.contains(&entry.id)) {
+                match missing.remove(&entry.id) {
+                    true => places.first.entry(name).or_default().push(*entry),
+                    false => places.other.entry(entry.id).or_default().push((name, *entry)),
+                }
+            }
+        }
+        match missing.len() {
+            0 => Ok(places),
+            n => Err(self.not_whole(image.id, format!("{n} of its chunks are in no pack there"))),
+        }
+    }
+
+    /// Whether the disk has room for so many bytes of records, their indexes and the image's own files.
+    fn check_room(&self, image: ImageId, records: u64, map: &ChunkMap, folder: &JobFolder) -> Result<()> {
+        let need = records.saturating_add(map.extents().saturating_mul(ENTRIES)).saturating_add(SMALL);
+        let (free, keep) = (survey::free_space(folder.path())?, self.min_free);
+        match need.saturating_add(keep) <= free {
+            true => Ok(()),
+            false => Err(Error::NoRoom { image, need, free, keep, path: folder.path().to_owned() }),
+        }
+    }
+
+    /// What the records are opened with, asked before they are fetched: nothing where the image is from before there was a
+    /// key. Its chunks are all of one kind, as the key is a part of their names.
+    fn key_for<'k>(
+        &self,
+        image: &RemoteImage,
+        packs: impl Iterator<Item = PackName>,
+        key: Option<&'k Key>,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Option<&'k Key>> {
+        let mut found = None;
+        for name in packs {
+            let object = layout::of_pack(name, PackFile::Pack);
+            let bytes = self.client.get_range(&object, 0..HEADER_BYTES, cancelled)?;
+            let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: object.clone(), why };
+            let header = PackHeader::parse(&bytes).map_err(|error| damaged(error.to_string()))?;
+            let wrong = |why: String| Error::Key { url: self.client.shown(), image: image.id, why };
+            found = header.key_for(key).map_err(|error| wrong(error.to_string()))?;
+        }
+        Ok(found)
+    }
+
+    /// The records of a stretch, each checked.
+    fn read_span(
+        &self,
+        pack: PackName,
+        span: &Span,
+        other: &HashMap<ChunkId, Vec<(PackName, Entry)>>,
+        key: Option<&Key>,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Vec<(RecordHeader, Vec<u8>)>> {
+        let bytes = self.client.get_range(&layout::of_pack(pack, PackFile::Pack), span.range(), cancelled)?;
+        let mut records = Vec::with_capacity(span.entries.len());
+        for entry in &span.entries {
+            let of = span.record(entry).and_then(|range| bytes.get(range)).unwrap_or_default();
+            records.push(match checked(of, entry, key) {
+                Ok(record) => record,
+                Err(_) => self.read_again(pack, entry, other.get(&entry.id), key, cancelled)?,
+            });
+        }
+        Ok(records)
+    }
+
+    /// One record that was not right.
+    fn read_again(
+        &self,
+        pack: PackName,
+        entry: &Entry,
+        other: Option<&Vec<(PackName, Entry)>>,
+        key: Option<&Key>,
+        cancelled: Cancelled<'_>,
+    ) -> Result<(RecordHeader, Vec<u8>)> {
+        let mut why = String::new();
+        for (pack, entry) in std::iter::once(&(pack, *entry)).chain(other.into_iter().flatten()) {
+            let object = layout::of_pack(*pack, PackFile::Pack);
+            let bytes = self.client.get_range(&object, entry.offset..entry.end(), cancelled)?;
+            match checked(&bytes, entry, key) {
+                Ok(record) => return Ok(record),
+                Err(error) => why = error,
+            }
+        }
+        let what = format!("chunk {:?} in {}", entry.id, layout::of_pack(pack, PackFile::Pack));
+        Err(Error::Damaged { url: self.client.shown(), what, why })
+    }
+
+    /// Steps 3 and 4.
+    fn publish(
+        &self,
+        image: &RemoteImage,
+        map: &ChunkMap,
+        folder: &JobFolder,
+        lock: &WriterLock,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Image> {
+        let lasting = folder.images_dir().join(image.id.to_string());
+        // The text as it is: a newer rekindle may have written more into it than is known here.
+        let name = layout::of_image(image.id, Of::Manifest);
+        let text = self.client.get(&name, manifest::MAX_BYTES, cancelled)?;
+        let text = text.ok_or_else(|| self.not_whole(image.id, "it was removed meanwhile"))?;
+        if manifest::Manifest::parse(&text, &self.trust).ok().as_ref() != image.manifest() {
+            return Err(self.not_whole(image.id, "its manifest changed meanwhile"));
+        }
+        let draft = folder.begin_image_as(lock, image.id)?;
+        let write = |name: &str, bytes: &[u8]| {
+            let path = draft.dir().join(name);
+            durable::write_file(&path, bytes, 0o600).map_err(|source| Error::Write { path, source })
+        };
+        write(map::FILE_NAME, &map.to_bytes())?;
+        if let State::Bad { mark: bad, .. } = &image.state {
+            let path = draft.dir().join(mark::FILE_NAME);
+            let bytes = serde_json::to_vec_pretty(bad).map_err(io::Error::from);
+            write(mark::FILE_NAME, &bytes.map_err(|source| Error::Write { path, source })?)?;
+        }
+        write(manifest::FILE_NAME, &text)?;
+        folder.check_lock(lock)?;
+        durable::publish_dir(draft.dir(), &lasting).map_err(|source| Error::Write { path: lasting.clone(), source })?;
+        Ok(Image::load(&lasting, image.id, folder.trust()))
+    }
+}
+
+/// Where the missing chunks are.
+#[derive(Default)]
+struct Places {
+    /// Each once.
+    first: BTreeMap<PackName, Vec<Entry>>,
+    /// Where they are besides.
+    other: HashMap<ChunkId, Vec<(PackName, Entry)>>,
+}
+
+/// The chunks that are not here. Packs that have the others are needed from now on: marks on them go first, durably.
+fn missing(map: &ChunkMap, index: &Index, packs: &Packs) -> Result<HashSet<ChunkId>> {
+    let (mut missing, mut marked) = (HashSet::new(), HashSet::new());
+    for (id, _) in map.chunks() {
+        match index.get(&id) {
+            None => drop(missing.insert(id)),
+            Some(place) if index.is_gone(place.pack) => drop(marked.insert(place.pack)),
+            Some(_) => {}
+        }
+    }
+    for name in &marked {
+        take_mark_back(&packs.gone_path(*name))?;
+    }
+    if !marked.is_empty() {
+        let path = packs.dir();
+        durable::sync_dir(path).map_err(|source| Error::Write { path: path.to_owned(), source })?;
+    }
+    Ok(missing)
+}
+
+fn take_mark_back(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(Error::Write { path: path.to_owned(), source }),
+        _ => Ok(()),
+    }
+}
+
+/// The record as it is stored, if it is what the index says.
+pub(super) fn checked(
+    bytes: &[u8],
+    entry: &Entry,
+    key: Option<&Key>,
+) -> std::result::Result<(RecordHeader, Vec<u8>), String> {
+    let stored = bytes.get(HEADER..).unwrap_or_default().to_vec();
+    // Opened in place: what is kept is the copy above.
+    let (mut opened, mut raw) = (bytes.to_vec(), Vec::new());
+    let header = record::read(&mut opened, &entry.id, key, &mut raw).map_err(|error| error.to_string())?;
+    match (header.raw_len, header.stored_len) == (entry.raw_len, entry.stored_len) {
+        true => Ok((header, stored)),
+        false => Err("it has another length than its index says".into()),
+    }
+}

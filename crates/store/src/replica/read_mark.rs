@@ -1,0 +1,16 @@
+//! What a mark there says. One that cannot be understood is still a mark: somebody had a reason.
+
+use chrono::{DateTime, Utc};
+
+use crate::{BadMark, BadWhy};
+
+/// A mark is some hundred bytes.
+pub(super) const MAX_BYTES: u64 = 64 << 10;
+
+pub(super) fn parse(bytes: &[u8], fallback_when: DateTime<Utc>) -> BadMark {
+    serde_json::from_slice(bytes).unwrap_or_else(|error| BadMark {
+        why: BadWhy::Damaged,
+        detail: format!("its mark cannot be read: {error}"),
+        when: fallback_when,
+    })
+}

@@ -1,0 +1,298 @@
+//! How many images stay there.
+//!
+//! By count only: what the rules of the store keep longer is kept there. Behind the images, packs that no remaining image needs go. What cannot
+//! be read there is never removed, and while there is anything like that no pack is: it may be what holds an image. Maps and
+//! indexes are read here where they are here too, so that not all of them come over the network each time.
+
+use std::collections::{BTreeSet, HashSet};
+use std::time::Duration;
+
+use chrono::{DateTime, TimeDelta, Utc};
+
+use super::chunks::Indexes;
+use super::client::Cancelled;
+use super::cover::cover;
+use super::error::{Error, Result};
+use super::layout::{self, Found, Inventory, Of, PackFile, RemotePack};
+use super::{RemoteImage, Replica};
+use crate::chunk::{ChunkId, ChunkMap, map};
+use crate::pack::index::MAX_BYTES as INDEX_MAX;
+use crate::pack::{PackIndex, PackName, Packs};
+use crate::{DamageKind, ImageId, JobFolder, State};
+
+/// What no image names may belong to one that is on its way. By the clock of the other side.
+const GRACE: Duration = Duration::from_secs(3600);
+
+/// What went.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Removed {
+    /// Images, oldest first.
+    pub images: Vec<ImageId>,
+    /// Packs.
+    pub packs: usize,
+    /// Bytes of the packs.
+    pub bytes: u64,
+    /// Why no packs were looked for, where that is worth a word.
+    pub blocked: Option<String>,
+}
+
+impl Replica {
+    /// Removes images until so many good ones are there, and what only they needed. `folder` is looked at only.
+    ///
+    /// # Errors
+    /// [`Error::Remote`], [`Error::Cancelled`].
+    pub fn retain(&self, keep_last: u32, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<Removed> {
+        let images = self.images(cancelled)?;
+        let mut removed = Removed::default();
+        for id in expendable(&images, keep_last, &folder.proven()?) {
+            for file in [Of::Manifest, Of::Chunks, Of::Mark] {
+                self.client.delete(&layout::of_image(id, file), cancelled)?;
+            }
+            removed.images.push(id);
+        }
+        // From here on what is there now counts: another writer may have been at work.
+        let there = self.inventory(cancelled)?;
+        let old = Old::of(&there);
+        for (id, files) in there.images.iter().filter(|(_, files)| files.manifest.is_none()) {
+            for (file, found) in [(Of::Chunks, files.chunks), (Of::Mark, files.mark)] {
+                if found.is_some_and(|found| old.is_old(found.modified)) {
+                    self.client.delete(&layout::of_image(*id, file), cancelled)?;
+                }
+            }
+        }
+        let candidates: Vec<(PackName, RemotePack)> = there.packs.iter().map(|(name, pack)| (*name, *pack)).collect();
+        let is_old = |(_, pack): &&(PackName, RemotePack)| pack.modified().is_some_and(|at| old.is_old(at));
+        if removed.images.is_empty() && !candidates.iter().any(|pack| is_old(&pack) && !pack.1.is_whole()) {
+            // Packs are needed by no image after one went, or after an upload that was given up; those wait for that.
+            return Ok(removed);
+        }
+        let needed = match self.needed(&there, folder, cancelled)? {
+            Ok(needed) => needed,
+            Err(why) => return Ok(Removed { blocked: Some(why), ..removed }),
+        };
+        let mut keep = cover(needed.clone(), &self.whole(Indexes::Here, &there, folder, cancelled)?);
+        if keep.is_err() {
+            // It is damaged here, and not there.
+            keep = cover(needed, &self.whole(Indexes::There, &there, folder, cancelled)?);
+        }
+        let keep = match keep {
+            Ok(keep) => keep,
+            Err(chunk) => {
+                let why = format!("chunk {chunk:?} of an image there is in none of its packs");
+                return Ok(Removed { blocked: Some(why), ..removed });
+            }
+        };
+        for (name, pack) in candidates.iter().filter(is_old).filter(|(name, _)| !keep.contains(name)) {
+            // The index first: a pack without one counts as none.
+            self.client.delete(&layout::of_pack(*name, PackFile::Index), cancelled)?;
+            self.client.delete(&layout::of_pack(*name, PackFile::Pack), cancelled)?;
+            removed.packs += 1;
+            removed.bytes += pack.pack.map_or(0, |found| found.size);
+        }
+        Ok(removed)
+    }
+
+    /// The chunks that the images need, or why that cannot be told.
+    fn needed(
+        &self,
+        there: &Inventory,
+        folder: &JobFolder,
+        cancelled: Cancelled<'_>,
+    ) -> Result<std::result::Result<HashSet<ChunkId>, String>> {
+        let mut needed = HashSet::new();
+        for (id, files) in there.published() {
+            let image = self.look(id, files, cancelled)?;
+            match self.map_of(&image, folder, cancelled) {
+                Ok(map) => needed.extend(map.chunks().map(|(id, _)| id)),
+                Err(Error::NotWhole { why, .. } | Error::Damaged { why, .. }) => {
+                    return Ok(Err(format!("it cannot be told what image {id} there needs: {why}")));
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(Ok(needed))
+    }
+
+    /// The packs that are whole.
+    fn whole(
+        &self,
+        indexes: Indexes,
+        there: &Inventory,
+        folder: &JobFolder,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Vec<(PackName, PackIndex)>> {
+        let mut whole = Vec::new();
+        for (name, pack) in &there.packs {
+            let RemotePack { pack: Some(pack), index: Some(_) } = pack else { continue };
+            match self.index_by(indexes, *name, *pack, &folder.packs(), cancelled) {
+                Ok(index) => whole.push((*name, index)),
+                // It is as good as not there; what it may hold is then found missing.
+                Err(Error::Damaged { .. } | Error::NotWhole { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(whole)
+    }
+
+    /// The chunk map of an image there, from here where it is here too.
+    pub(super) fn map_of(&self, image: &RemoteImage, folder: &JobFolder, cancelled: Cancelled<'_>) -> Result<ChunkMap> {
+        let Some((manifest, chunks)) =
+            image.manifest().and_then(|manifest| Some((manifest, manifest.chunks.as_ref()?)))
+        else {
+            let why = match &image.state {
+                State::Damaged { why } => why.to_string(),
+                _ => "its content is not in packs".into(),
+            };
+            return Err(self.not_whole(image.id, why));
+        };
+        let here = folder.images_dir().join(image.id.to_string()).join(map::FILE_NAME);
+        if let Ok(map) = ChunkMap::read(&here, &chunks.blake3)
+            && map.check(manifest, chunks).is_ok()
+        {
+            return Ok(map);
+        }
+        let name = layout::of_image(image.id, Of::Chunks);
+        let bytes = self.client.get(&name, map::MAX_BYTES, cancelled)?;
+        let bytes = bytes.ok_or_else(|| self.not_whole(image.id, "its chunk map is not there"))?;
+        let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: name.clone(), why };
+        if blake3::hash(&bytes) != chunks.blake3 {
+            return Err(damaged("it is not the one that the manifest tells of".into()));
+        }
+        let map = ChunkMap::parse(&bytes).map_err(|error| damaged(error.to_string()))?;
+        map.check(manifest, chunks).map_err(|error| damaged(error.to_string()))?;
+        Ok(map)
+    }
+
+    /// The index of a pack there, where it may be from here and is here too from here.
+    pub(super) fn index_by(
+        &self,
+        indexes: Indexes,
+        name: PackName,
+        pack: Found,
+        here: &Packs,
+        cancelled: Cancelled<'_>,
+    ) -> Result<PackIndex> {
+        if indexes == Indexes::Here
+            && here.index_path(name).exists()
+            && let Ok(index) = here.pack_index(name)
+            && index.pack_len() == pack.size
+        {
+            return Ok(index);
+        }
+        let object = layout::of_pack(name, PackFile::Index);
+        let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: object.clone(), why };
+        let bytes = self.client.get(&object, INDEX_MAX, cancelled)?;
+        let index = PackIndex::parse(&bytes.ok_or_else(|| damaged("it is not there any more".into()))?);
+        let index = index.map_err(|error| damaged(error.to_string()))?;
+        if index.pack_len() == pack.size {
+            return Ok(index);
+        }
+        Err(damaged(format!("it is of a pack with {} bytes, and the pack has {}", index.pack_len(), pack.size)))
+    }
+
+    pub(super) fn not_whole(&self, image: ImageId, why: impl Into<String>) -> Error {
+        Error::NotWhole { url: self.client.shown(), image, why: why.into() }
+    }
+}
+
+/// Tells what is old by the youngest object there: the clocks of the two sides need not agree.
+struct Old(Option<DateTime<Utc>>);
+
+impl Old {
+    fn of(there: &Inventory) -> Old {
+        let grace = TimeDelta::from_std(GRACE).unwrap_or(TimeDelta::MAX);
+        Old(there.newest.and_then(|newest| newest.min(Utc::now()).checked_sub_signed(grace)))
+    }
+
+    fn is_old(&self, modified: DateTime<Utc>) -> bool {
+        self.0.is_some_and(|before| modified < before)
+    }
+}
+
+/// The images that go, oldest first: behind so many good ones, and bad ones behind as many bad ones, for a mark may be wrong.
+/// While there is no good one all stay, and the newest proven one stays until a newer one is proven; one of which nothing is known is neither counted nor removed.
+fn expendable(images: &[RemoteImage], keep_last: u32, proven: &BTreeSet<ImageId>) -> Vec<ImageId> {
+    let keep = usize::try_from(keep_last.max(1)).unwrap_or(usize::MAX);
+    let is_bad = |image: &&RemoteImage| match &image.state {
+        State::Good(_) => false,
+        State::Bad { .. } => true,
+        State::Damaged { why } => why.kind == DamageKind::Broken,
+    };
+    let good = images.iter().filter(|image| image.is_good());
+    if good.clone().next().is_none() {
+        return Vec::new();
+    }
+    let newest_proven = good.clone().map(|image| image.id).filter(|id| proven.contains(id)).max();
+    let mut gone: Vec<ImageId> = good
+        .skip(keep)
+        .filter(|image| Some(image.id) != newest_proven)
+        .chain(images.iter().filter(is_bad).skip(keep))
+        .map(|it| it.id)
+        .collect();
+    gone.sort();
+    gone
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::image::Damage;
+    use crate::{BadMark, BadWhy, sample_manifest};
+
+    #[derive(Clone, Copy)]
+    enum Kind {
+        Good,
+        Bad,
+        Broken,
+        Newer,
+    }
+    use Kind::{Bad, Broken, Good, Newer};
+
+    /// Newest first, numbered down to 1.
+    fn gone(kinds: &[Kind], keep_last: u32) -> Vec<u32> {
+        gone_but_proven(kinds, keep_last, &[])
+    }
+
+    fn gone_but_proven(kinds: &[Kind], keep_last: u32, proven: &[u32]) -> Vec<u32> {
+        let proven = proven.iter().map(|n| ImageId::new(*n, DateTime::UNIX_EPOCH)).collect();
+        let damaged = |kind| State::Damaged { why: Damage { kind, detail: String::new() } };
+        let state = |kind| {
+            let manifest = Box::new(sample_manifest());
+            match kind {
+                Good => State::Good(manifest),
+                Bad => {
+                    let mark = BadMark { why: BadWhy::DiesAgain, detail: String::new(), when: DateTime::UNIX_EPOCH };
+                    State::Bad { manifest, mark }
+                }
+                Broken => damaged(DamageKind::Broken),
+                Newer => damaged(DamageKind::Newer),
+            }
+        };
+        let numbers = (1..=u32::try_from(kinds.len()).unwrap()).rev();
+        let images = numbers
+            .zip(kinds)
+            .map(|(n, kind)| RemoteImage { id: ImageId::new(n, DateTime::UNIX_EPOCH), state: state(*kind) });
+        expendable(&images.collect::<Vec<_>>(), keep_last, &proven).iter().map(ImageId::sequence).collect()
+    }
+
+    #[test]
+    fn the_newest_proven_image_stays() {
+        assert_eq!(gone_but_proven(&[Good; 5], 2, &[1, 2]), [1, 3]);
+        assert_eq!(gone_but_proven(&[Good; 5], 2, &[2, 4]), [1, 2, 3]);
+        assert_eq!(gone_but_proven(&[Good, Good, Good, Bad, Good], 2, &[2]), [1, 3], "a bad one is of no use");
+    }
+
+    #[test]
+    fn good_ones_and_bad_ones_are_counted_each_by_themselves() {
+        assert_eq!(gone(&[Good, Bad, Good, Broken, Good, Bad], 2), [1, 2]);
+        assert_eq!(gone(&[Good, Good, Good], 1), [1, 2]);
+        assert_eq!(gone(&[Good, Good, Good], 3), [0; 0]);
+        assert_eq!(gone(&[Good, Good], 0), [1], "0 is as good as 1: the newest good one stays");
+    }
+
+    #[test]
+    fn what_is_not_known_stays_and_without_a_good_one_all_do() {
+        assert_eq!(gone(&[Newer, Good, Newer, Good, Newer], 1), [2]);
+        assert_eq!(gone(&[Bad, Broken, Bad, Newer], 1), [0; 0]);
+    }
+}

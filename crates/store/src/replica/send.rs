@@ -1,0 +1,127 @@
+//! A pack on its way: in parts, a few at a time, so that memory is bounded and a lost part costs a part.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use object_store::{ObjectStoreExt, PutPayload};
+use tokio::task::JoinSet;
+
+use super::client::{Cancelled, Client, unless};
+use super::error::{Error, Result};
+use crate::persist::Progress;
+use rekindle_os::durable;
+
+/// Bytes of a part. S3 wants at least 5 MiB and at most 10,000 parts.
+const PART: u64 = 8 << 20;
+/// Parts on their way at once: 24 MiB of memory.
+const IN_FLIGHT: usize = 3;
+/// What a call that failed may spend on having its parts thrown away.
+const ABORT: Duration = Duration::from_secs(5);
+
+/// Bounds, and who watches, for all that one call sends.
+pub(super) struct Flow<'a> {
+    pub(super) progress: &'a Progress,
+    pub(super) cancelled: Cancelled<'a>,
+    /// Bytes a second at most.
+    pub(super) rate: Option<u64>,
+    pub(super) began: Instant,
+    pub(super) sent: u64,
+}
+
+impl<'a> Flow<'a> {
+    pub(super) fn new(progress: &'a Progress, rate: Option<u64>, cancelled: Cancelled<'a>) -> Flow<'a> {
+        Flow { progress, cancelled, rate, began: Instant::now(), sent: 0 }
+    }
+
+    /// How long to wait before more is sent.
+    fn due(&self) -> Duration {
+        let Some(rate) = self.rate else { return Duration::ZERO };
+        let micros = u128::from(self.sent) * 1_000_000 / u128::from(rate.max(1));
+        let at = Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX));
+        at.saturating_sub(self.began.elapsed())
+    }
+}
+
+impl Client {
+    /// Sends the file, which has this size. It is there when this returns, and before that nothing of it.
+    pub(super) fn send(&self, name: &str, path: &Path, size: u64, flow: &mut Flow<'_>) -> Result<()> {
+        let unreadable = |source| Error::Read { path: path.to_owned(), source };
+        let file = durable::open_for_reading(path).map_err(unreadable)?;
+        self.block_on(self.send_parts(name, &file, size, flow)).map_err(|error| match error {
+            Trouble::Remote(error) => self.translated(&format!("write {name} to"), &error),
+            Trouble::Local(source) => unreadable(source),
+            Trouble::Cancelled => Error::Cancelled,
+        })
+    }
+
+    async fn send_parts(&self, name: &str, file: &File, size: u64, flow: &mut Flow<'_>) -> Result<(), Trouble> {
+        let cancelled = flow.cancelled;
+        let begun = unless(cancelled, self.store().put_multipart(&self.path(name))).await.ok_or(Trouble::Cancelled)?;
+        let mut upload = begun?;
+        let sent = send_all(upload.as_mut(), file, size, flow).await;
+        let result = match sent {
+            Ok(()) => {
+                unless(cancelled, upload.complete()).await.ok_or(Trouble::Cancelled).and_then(|it| Ok(it.map(drop)?))
+            }
+            Err(trouble) => Err(trouble),
+        };
+        if result.is_err() {
+            // So that the parts cost nothing there; where it fails, the provider's own rule removes them.
+            let _ = tokio::time::timeout(ABORT, upload.abort()).await;
+        }
+        result
+    }
+}
+
+async fn send_all(
+    upload: &mut dyn object_store::MultipartUpload,
+    file: &File,
+    total: u64,
+    flow: &mut Flow<'_>,
+) -> Result<(), Trouble> {
+    let cancelled = flow.cancelled;
+    // Dropped on the way out, it calls off what is on its way.
+    let mut parts: JoinSet<object_store::Result<usize>> = JoinSet::new();
+    let mut offset = 0;
+    loop {
+        while parts.len() >= IN_FLIGHT || (offset >= total && !parts.is_empty()) {
+            // A part that panics is one that was not sent.
+            let done = unless(cancelled, parts.join_next()).await.ok_or(Trouble::Cancelled)?;
+            let done = done.unwrap_or(Ok(Ok(0))).map_err(std::io::Error::other)??;
+            flow.progress.add(done);
+        }
+        if offset >= total {
+            return Ok(());
+        }
+        unless(cancelled, tokio::time::sleep(flow.due())).await.ok_or(Trouble::Cancelled)?;
+        let len = PART.min(total - offset);
+        // Read right here: nothing else waits for this thread but the parts, which the kernel keeps on sending.
+        let size = usize::try_from(len).map_err(std::io::Error::other)?;
+        let mut bytes = vec![0; size];
+        file.read_exact_at(&mut bytes, offset)?;
+        let part = upload.put_part(PutPayload::from(bytes));
+        parts.spawn(async move { part.await.map(|()| size) });
+        offset += len;
+        flow.sent += len;
+    }
+}
+
+enum Trouble {
+    Remote(object_store::Error),
+    Local(std::io::Error),
+    Cancelled,
+}
+
+impl From<object_store::Error> for Trouble {
+    fn from(error: object_store::Error) -> Trouble {
+        Trouble::Remote(error)
+    }
+}
+
+impl From<std::io::Error> for Trouble {
+    fn from(error: std::io::Error) -> Trouble {
+        Trouble::Local(error)
+    }
+}

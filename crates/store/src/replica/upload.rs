@@ -1,0 +1,199 @@
+//! One image on its way there; the protocol is in the module above.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{self, Read};
+use std::path::Path;
+
+use super::client::Cancelled;
+use super::error::{Error, Result};
+use super::layout::{self, Inventory, Of, PackFile, RemotePack};
+use super::send::Flow;
+use super::{Replica, read_mark};
+use crate::chunk::{ChunkId, ChunkMap};
+use crate::image::State;
+use crate::manifest::{self, Manifest};
+use crate::pack::{Index, PackName, Packs};
+use crate::persist::Progress;
+use crate::{Image, JobFolder};
+use rekindle_os::durable;
+
+/// How often what is missing is looked for: the second time for what was swept or repacked here, or removed there, since.
+const ROUNDS: u32 = 5;
+
+/// What it took.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Uploaded {
+    /// Packs that were sent.
+    pub packs: usize,
+    /// Bytes of them.
+    pub bytes: u64,
+    /// Packs that were there.
+    pub present: usize,
+}
+
+impl Replica {
+    /// Sends what is missing there of a packed image, so that it can be restored from there.
+    ///
+    /// # Errors
+    /// [`Error::NotPacked`] for a loose one, [`Error::NotWholeHere`], [`Error::Remote`], [`Error::Read`],
+    /// [`Error::Cancelled`]. What was sent by then stays, and the next call goes on behind it.
+    pub fn upload(
+        &self,
+        image: &Image,
+        folder: &JobFolder,
+        progress: &Progress,
+        cancelled: Cancelled<'_>,
+    ) -> Result<Uploaded> {
+        let map = image.chunk_map()?.ok_or(Error::NotPacked(image.id))?;
+        // What was checked is what is sent: the map by its hash, the manifest by its own.
+        let text = read(&image.dir.join(manifest::FILE_NAME), manifest::MAX_BYTES)?;
+        if Manifest::parse(&text, folder.trust()).ok().as_ref() != image.manifest() {
+            return Err(Error::NotWholeHere(image.id));
+        }
+        self.client.prepare()?;
+        let mut flow = Flow::new(progress, self.rate, cancelled);
+        let (there, uploaded) = self.send_packs(image, &map, &folder.packs(), &mut flow)?;
+        let there = there.images.get(&image.id).copied().unwrap_or_default();
+        let put = |file, bytes| self.client.put(&layout::of_image(image.id, file), bytes, cancelled);
+        let is_there = |found: Option<layout::Found>, bytes: &[u8]| {
+            found.is_some_and(|it| u64::try_from(bytes.len()) == Ok(it.size))
+        };
+        let chunks = map.to_bytes();
+        if !is_there(there.chunks, &chunks) {
+            put(Of::Chunks, chunks)?;
+        }
+        self.send_mark(image, there.mark.is_some(), cancelled)?;
+        if !is_there(there.manifest, &text) {
+            put(Of::Manifest, text)?;
+        }
+        Ok(uploaded)
+    }
+
+    /// Says there what is said here of these images: bad, or not. Those that are not there are passed over.
+    ///
+    /// # Errors
+    /// [`Error::Remote`], [`Error::Cancelled`].
+    pub fn upload_marks(&self, images: &[Image], cancelled: Cancelled<'_>) -> Result<()> {
+        if images.is_empty() {
+            return Ok(());
+        }
+        let there = self.inventory(cancelled)?;
+        for image in images {
+            match there.images.get(&image.id) {
+                Some(files) if files.manifest.is_some() => self.send_mark(image, files.mark.is_some(), cancelled)?,
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn send_mark(&self, image: &Image, is_there: bool, cancelled: Cancelled<'_>) -> Result<()> {
+        let name = layout::of_image(image.id, Of::Mark);
+        match &image.state {
+            State::Bad { mark, .. } => {
+                let bytes = serde_json::to_vec_pretty(mark).map_err(io::Error::from);
+                let bytes = bytes.map_err(|source| Error::Read { path: image.dir.clone(), source })?;
+                let same =
+                    is_there && self.client.get(&name, read_mark::MAX_BYTES, cancelled)?.as_ref() == Some(&bytes);
+                if same { Ok(()) } else { self.client.put(&name, bytes, cancelled) }
+            }
+            _ if is_there => self.client.delete(&name, cancelled),
+            _ => Ok(()),
+        }
+    }
+
+    /// Steps 1, 2 and 4. Answers what is there then.
+    fn send_packs(
+        &self,
+        image: &Image,
+        map: &ChunkMap,
+        packs: &Packs,
+        flow: &mut Flow<'_>,
+    ) -> Result<(Inventory, Uploaded)> {
+        let mut uploaded = Uploaded::default();
+        let mut index = packs.index()?;
+        for round in 1.. {
+            let there = self.inventory(flow.cancelled)?;
+            let needed = needed(map, &index, &there).ok_or(Error::NotWholeHere(image.id));
+            let needed = match needed {
+                Err(error) if round >= ROUNDS => return Err(error),
+                Err(_) => {
+                    // Packs were made anew since the indexes were read.
+                    index = packs.index()?;
+                    continue;
+                }
+                Ok(needed) => needed,
+            };
+            let mut missing: Vec<PackName> =
+                needed.iter().copied().filter(|name| !is_whole(&index, &there, *name)).collect();
+            uploaded.present = needed.len().saturating_sub(uploaded.packs + missing.len());
+            if missing.is_empty() {
+                return Ok((there, uploaded));
+            }
+            let size = |name: &PackName| index.pack(*name).map_or(0, |info| info.pack_len);
+            // The small ones first: more of them are there when it breaks off.
+            missing.sort_by_key(size);
+            flow.progress.expect(missing.iter().map(size).sum());
+            for name in missing {
+                match self.send_pack(name, packs, flow) {
+                    Ok(bytes) => {
+                        uploaded.packs += 1;
+                        uploaded.bytes += bytes;
+                    }
+                    // Swept since the indexes were read: what is needed of it is in another pack now.
+                    Err(Error::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound && round < ROUNDS => {
+                        index = packs.index()?;
+                        break;
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        Err(Error::NotWholeHere(image.id))
+    }
+
+    fn send_pack(&self, name: PackName, packs: &Packs, flow: &mut Flow<'_>) -> Result<u64> {
+        let path = packs.pack_path(name);
+        let size = fs::metadata(&path).map_err(|source| Error::Read { path: path.clone(), source })?.len();
+        let index = packs.pack_index(name).map_err(|problem| {
+            let source = io::Error::new(io::ErrorKind::NotFound, format!("its records cannot be read: {problem:?}"));
+            Error::Read { path: path.clone(), source }
+        })?;
+        self.client.send(&layout::of_pack(name, PackFile::Pack), &path, size, flow)?;
+        self.client.put(&layout::of_pack(name, PackFile::Index), index.to_bytes(), flow.cancelled)?;
+        Ok(size)
+    }
+}
+
+/// The packs with all chunks of the map: of several places of a chunk one that is there already, or that is needed for
+/// another chunk. None where a chunk is in no pack.
+fn needed(map: &ChunkMap, index: &Index, there: &Inventory) -> Option<BTreeSet<PackName>> {
+    let mut needed = BTreeSet::new();
+    let has_choice = |id: &ChunkId| index.all(id).nth(1).is_some();
+    // What can be had from one pack only comes first.
+    let ids = || map.chunks().map(|(id, _)| id);
+    for id in ids().filter(|id| !has_choice(id)).chain(ids().filter(has_choice)) {
+        let is_there = |name: PackName| needed.contains(&name) || is_whole(index, there, name);
+        let place = index.all(&id).find(|place| is_there(place.pack)).or_else(|| index.get(&id))?;
+        needed.insert(place.pack);
+    }
+    Some(needed)
+}
+
+/// Whether the pack is there as it is here.
+fn is_whole(index: &Index, there: &Inventory, name: PackName) -> bool {
+    let here = index.pack(name).map(|info| info.pack_len);
+    match there.packs.get(&name) {
+        Some(RemotePack { pack: Some(pack), index: Some(_) }) => here == Some(pack.size),
+        _ => false,
+    }
+}
+
+fn read(path: &Path, max: u64) -> Result<Vec<u8>> {
+    let failed = |source| Error::Read { path: path.to_owned(), source };
+    let mut bytes = Vec::new();
+    let file = durable::open_for_reading(path).map_err(failed)?;
+    file.take(max + 1).read_to_end(&mut bytes).map_err(failed)?;
+    Ok(bytes)
+}

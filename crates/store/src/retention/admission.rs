@@ -1,0 +1,158 @@
+//! Is there room in the store for the next image, and what must go first? Decides, does nothing.
+//!
+//! What no rule keeps goes first, then bad images, then the others, the oldest first, and no more than it takes. The newest
+//! good image, the newest proven one, pinned ones and those of which nothing is known never go; where that is not enough nothing goes at all.
+
+use std::path::{Path, PathBuf};
+
+use bytesize::ByteSize;
+use chrono::{DateTime, Utc};
+
+use super::{Facts, Policy, Room, Sizes, by_rules, expendable, first_that};
+use crate::id::ImageId;
+
+/// What an image needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Need {
+    /// Bytes that it adds to what all take together, for as long as it is kept.
+    pub lasting: u64,
+    /// Bytes that have to be free to write it. More, where its files are written as they are and packed afterwards.
+    pub at_first: u64,
+}
+
+impl From<u64> for Need {
+    fn from(bytes: u64) -> Need {
+        Need { lasting: bytes, at_first: bytes }
+    }
+}
+
+/// The answer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Admission {
+    /// There is room.
+    Admit,
+    /// There is, when these have gone, which are in the order to remove them in, and what nobody needs any more.
+    AfterRemoving(Vec<Removal>),
+    /// There is none.
+    Refuse(Refusal),
+}
+
+/// An image that goes for the next one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Removal {
+    /// Which.
+    pub id: ImageId,
+    /// Why.
+    pub why: Why,
+}
+
+/// Why an image goes for the next one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Why {
+    /// All together would take more than they may.
+    MaxTotal,
+    /// The file system is too full.
+    MinFree,
+}
+
+impl std::fmt::Display for Why {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.pad(match self {
+            Why::MaxTotal => "to make room for the next image (store.max-total-size)",
+            Why::MinFree => "to make room for the next image (store.min-free)",
+        })
+    }
+}
+
+/// Why there is no room.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// Not on the file system.
+    #[error("the image needs about {need}, and {path} has {free} free, of which {keep} are to stay free (store.min-free){freed}: make room there, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display(), freed = would_free(*freed))]
+    Disk {
+        /// Bytes the image is likely to need.
+        need: u64,
+        /// Bytes free.
+        free: u64,
+        /// Bytes that must stay free.
+        keep: u64,
+        /// Bytes that would come free if all images went that may.
+        freed: u64,
+        /// The store.
+        path: PathBuf,
+    },
+    /// Older images went for it, and the file system has not got their space back.
+    #[error("the image needs about {need}, and {path} has {free} free, of which {keep} are to stay free (store.min-free); the space of images that were removed is not free yet, or others took it: it is tried again with the next image", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
+    NotYetFree {
+        /// Bytes the image is likely to need.
+        need: u64,
+        /// Bytes free.
+        free: u64,
+        /// Bytes that must stay free.
+        keep: u64,
+        /// The store.
+        path: PathBuf,
+    },
+    /// Not below the bound of all images.
+    #[error("the image needs about {need}, and beside the images that must stay ({stay}: the newest good and the newest proven one, pinned ones, and what cannot be read) store.max-total-size ({max}) has no room for it: raise it to {enough} or more, or take pins back with `rekindle unpin`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
+    MaxTotal {
+        /// Bytes the image is likely to need.
+        need: u64,
+        /// Bytes of the images that must stay.
+        stay: u64,
+        /// Bytes that all may take.
+        max: u64,
+    },
+}
+
+fn would_free(bytes: u64) -> String {
+    match bytes {
+        0 => ", and no image may go for it".to_owned(),
+        bytes => format!(", and removing all images that may go would free only {}", ByteSize::b(bytes)),
+    }
+}
+
+/// What the next image is likely to add to the store: `whole` where images share nothing; else what the last one added, and
+/// a quarter more because no two are alike.
+#[must_use]
+pub fn predict(whole: u64, last_added: Option<u64>) -> u64 {
+    last_added.map_or(whole, |last| last.saturating_add(last / 4).min(whole))
+}
+
+/// Asks for room for one image more. `path` is the store, for the words of a refusal.
+#[must_use]
+pub fn admit(
+    need: impl Into<Need>,
+    facts: &[Facts],
+    policy: &Policy,
+    now: DateTime<Utc>,
+    sizes: &Sizes,
+    room: &Room,
+    path: &Path,
+) -> Admission {
+    let Need { lasting, at_first } = need.into();
+    let plan = by_rules(facts, policy, now);
+    let order: Vec<ImageId> = plan.removals().chain(expendable(facts, &plan)).collect();
+    let within = |gone: &[ImageId]| policy.max_total.is_none_or(|max| sizes.left(gone).saturating_add(lasting) <= max);
+    let short = room.short_of(at_first);
+    let Some(for_total) = first_that(&[], &order, within) else {
+        let max = policy.max_total.unwrap_or(u64::MAX);
+        return Admission::Refuse(Refusal::MaxTotal { need: lasting, stay: sizes.left(&order), max });
+    };
+    let Some(for_disk) = first_that(&[], &order, |gone| sizes.freed(gone) >= short) else {
+        let Room { free, min_free: keep, .. } = *room;
+        let freed = sizes.freed(&order);
+        return Admission::Refuse(Refusal::Disk { need: at_first, free, keep, freed, path: path.to_owned() });
+    };
+    // Both are begins of one order.
+    let removal = |(at, id): (usize, &ImageId)| Removal {
+        id: *id,
+        why: if at < for_total.len() { Why::MaxTotal } else { Why::MinFree },
+    };
+    let count = for_total.len().max(for_disk.len());
+    let removals: Vec<Removal> = order.iter().enumerate().take(count).map(removal).collect();
+    let fits_now = at_first.saturating_add(room.min_free) <= room.free;
+    if removals.is_empty() && fits_now { Admission::Admit } else { Admission::AfterRemoving(removals) }
+}
+#[cfg(test)]
+mod tests;

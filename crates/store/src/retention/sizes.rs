@@ -1,0 +1,193 @@
+//! What the images of a job take, together, where they may share content: what one gives back depends on which others stay.
+//!
+//! Content is counted by who has it: all that the images 3, 4 and 5 have and no other is one sum. There are few such sets,
+//! however many pieces there are, so a question costs no look at the pieces.
+
+use std::collections::{BTreeSet, HashMap};
+use std::hash::Hash;
+
+use crate::id::ImageId;
+
+/// What the images of a job take.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Sizes {
+    groups: Vec<Group>,
+    last_added: Option<u64>,
+}
+
+/// Content that exactly these images have.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Group {
+    owners: BTreeSet<ImageId>,
+    bytes: u64,
+}
+
+impl Sizes {
+    /// Bytes that they take, all together.
+    #[must_use]
+    pub fn total(&self) -> u64 {
+        sum(&self.groups, |_| true)
+    }
+
+    /// Bytes that come free when all of these go. That is not the sum of what each would free alone, but never less.
+    #[must_use]
+    pub fn freed(&self, gone: &[ImageId]) -> u64 {
+        let gone: BTreeSet<ImageId> = gone.iter().copied().collect();
+        sum(&self.groups, |group| group.owners.is_subset(&gone))
+    }
+
+    /// Bytes that are left when all of these have gone.
+    #[must_use]
+    pub fn left(&self, gone: &[ImageId]) -> u64 {
+        self.total().saturating_sub(self.freed(gone))
+    }
+
+    /// Bytes that the newest image added, where images share content: about what the next one will. None where each is
+    /// stored whole.
+    #[must_use]
+    pub fn last_added(&self) -> Option<u64> {
+        self.last_added
+    }
+}
+
+fn sum(groups: &[Group], which: impl Fn(&Group) -> bool) -> u64 {
+    groups.iter().filter(|group| which(group)).fold(0, |sum, group| sum.saturating_add(group.bytes))
+}
+
+/// Collects [`Sizes`]. `K` names a piece of content.
+#[derive(Debug)]
+pub struct Gathering<K> {
+    /// The group that a piece is in by now.
+    pieces: HashMap<K, usize>,
+    /// The group with one owner more.
+    with: HashMap<(usize, ImageId), usize>,
+    alone: HashMap<ImageId, usize>,
+    sizes: Sizes,
+}
+
+impl<K: Eq + Hash> Default for Gathering<K> {
+    fn default() -> Gathering<K> {
+        Gathering { pieces: HashMap::new(), with: HashMap::new(), alone: HashMap::new(), sizes: Sizes::default() }
+    }
+}
+
+impl<K: Eq + Hash> Gathering<K> {
+    /// The image has so many bytes that no other can have.
+    pub fn own(&mut self, id: ImageId, bytes: u64) {
+        let group = self.group_of(id);
+        self.add(group, bytes);
+    }
+
+    /// The image has this piece, which others may have and which takes so much. Once more is no more.
+    pub fn share(&mut self, id: ImageId, piece: K, bytes: u64) {
+        let alone = self.group_of(id);
+        let Some(before) = self.pieces.get(&piece).copied() else {
+            self.pieces.insert(piece, alone);
+            return self.add(alone, bytes);
+        };
+        let after = self.widened(before, id);
+        if after != before {
+            self.pieces.insert(piece, after);
+            self.add(after, bytes);
+            if let Some(group) = self.sizes.groups.get_mut(before) {
+                group.bytes = group.bytes.saturating_sub(bytes);
+            }
+        }
+    }
+
+    /// What was gathered. `last_added` is [`Sizes::last_added`].
+    #[must_use]
+    pub fn finish(self, last_added: Option<u64>) -> Sizes {
+        Sizes { last_added, ..self.sizes }
+    }
+
+    fn add(&mut self, group: usize, bytes: u64) {
+        if let Some(group) = self.sizes.groups.get_mut(group) {
+            group.bytes = group.bytes.saturating_add(bytes);
+        }
+    }
+
+    fn group_of(&mut self, id: ImageId) -> usize {
+        match self.alone.get(&id) {
+            Some(group) => *group,
+            None => {
+                let group = self.group(BTreeSet::from([id]));
+                self.alone.insert(id, group);
+                group
+            }
+        }
+    }
+
+    /// The group of the same owners and this one.
+    fn widened(&mut self, group: usize, id: ImageId) -> usize {
+        if let Some(known) = self.with.get(&(group, id)) {
+            return *known;
+        }
+        let mut owners = self.sizes.groups.get(group).map(|group| group.owners.clone()).unwrap_or_default();
+        let wider = if owners.insert(id) { self.group(owners) } else { group };
+        self.with.insert((group, id), wider);
+        wider
+    }
+
+    fn group(&mut self, owners: BTreeSet<ImageId>) -> usize {
+        let groups = &mut self.sizes.groups;
+        groups.iter().position(|group| group.owners == owners).unwrap_or_else(|| {
+            groups.push(Group { owners, bytes: 0 });
+            groups.len() - 1
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tests::at;
+    use proptest::prelude::*;
+
+    fn id(n: u32) -> ImageId {
+        ImageId::new(n, at(0))
+    }
+
+    #[test]
+    fn a_piece_comes_free_with_the_last_image_that_has_it() {
+        let mut gathering = Gathering::default();
+        gathering.own(id(1), 1000);
+        for (image, piece, bytes) in [(1, 'a', 5), (2, 'a', 5), (2, 'b', 7), (2, 'b', 7), (1, 'a', 5), (3, 'a', 5)] {
+            gathering.share(id(image), piece, bytes);
+        }
+        let sizes = gathering.finish(Some(7));
+        assert_eq!((sizes.total(), sizes.last_added()), (1012, Some(7)));
+        let freed = |gone: &[u32]| sizes.freed(&gone.iter().map(|n| id(*n)).collect::<Vec<_>>());
+        assert_eq!((freed(&[]), freed(&[1]), freed(&[2]), freed(&[3])), (0, 1000, 7, 0));
+        assert_eq!((freed(&[1, 2]), freed(&[1, 2, 3]), freed(&[3, 3, 9])), (1007, 1012, 0));
+        assert_eq!(sizes.left(&[id(1)]), 12);
+    }
+
+    proptest! {
+        #[test]
+        fn it_is_what_counting_every_piece_says(
+            images in prop::collection::vec(prop::collection::vec(0_u8..40, 0..30), 0..8),
+            gone in prop::collection::vec(0_u32..9, 0..9),
+        ) {
+            let bytes = |piece: u8| 1 + u64::from(piece) * 3;
+            let mut gathering = Gathering::default();
+            // In turn, as nobody promised an order.
+            for at in 0..30 {
+                for (n, pieces) in (0..).zip(&images) {
+                    if let Some(piece) = pieces.get(at) {
+                        gathering.share(id(n), *piece, bytes(*piece));
+                    }
+                }
+            }
+            let sizes = gathering.finish(None);
+            let count = |which: &dyn Fn(u32) -> bool| -> u64 {
+                let chosen = (0..).zip(&images).filter(|(n, _)| which(*n));
+                let all: BTreeSet<u8> = chosen.flat_map(|(_, pieces)| pieces.iter().copied()).collect();
+                all.into_iter().map(bytes).sum()
+            };
+            let ids: Vec<ImageId> = gone.iter().map(|n| id(*n)).collect();
+            prop_assert_eq!(sizes.total(), count(&|_| true));
+            prop_assert_eq!(sizes.left(&ids), count(&|n| !gone.contains(&n)));
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! What retention goes by, read from a job's folder, and the removal of what it says: the only place that does either.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::{fs, io};
+
+use chrono::{DateTime, Utc};
+
+use super::admission::{self, Admission, Need, Refusal, Removal};
+use super::{Facts, Gathering, Line, Plan, Policy, Proof, Room, Sizes, Use, await_proof, plan};
+use crate::error::{Error, Result};
+use crate::folder::JobFolder;
+use crate::gc;
+use crate::id::ImageId;
+use crate::image::Image;
+use crate::lock::WriterLock;
+use crate::options::Copies;
+
+/// The images of a job in the store, what they take, and the room there is.
+#[derive(Debug)]
+pub struct Survey {
+    facts: Vec<Facts>,
+    sizes: Sizes,
+    room: Room,
+}
+
+/// Why there is no room for an image.
+#[derive(Debug, thiserror::Error)]
+pub enum NoRoom {
+    /// Nothing that may go gives enough; nothing was removed.
+    #[error(transparent)]
+    Refused(#[from] Refusal),
+    /// It could not be found out, or an image not be removed.
+    #[error(transparent)]
+    Store(#[from] Error),
+    /// What no image needs could not be swept.
+    #[error(transparent)]
+    Sweep(#[from] Box<gc::Error>),
+}
+
+/// How an image gets to the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// Into packs, where only what is new takes space.
+    Packed,
+    /// As plain files, to be packed afterwards.
+    Loose,
+}
+
+impl Survey {
+    /// Looks at a job's images.
+    ///
+    /// # Errors
+    /// [`Error::Read`].
+    pub fn of(folder: &JobFolder, min_free: u64) -> Result<Survey> {
+        let images = folder.images()?;
+        let proven = folder.proven()?;
+        let proof = |id| if proven.contains(&id) { Proof::Proven } else { Proof::None };
+        let ours = folder.line();
+        let line = |image: &Image| if ours(image) { Line::Ours } else { Line::Other };
+        let facts = images.iter();
+        let facts =
+            facts.map(|image| Facts { proof: proof(image.id), line: line(image), ..Facts::from(image) }).collect();
+        let index = folder.packs().index()?;
+        let mut sizes = Gathering::<[u8; 16]>::default();
+        for image in &images {
+            sizes.own(image.id, allocated(&image.dir));
+            // What a map that cannot be read names is counted for the other images only: too little is promised then.
+            let Ok(Some(map)) = image.chunk_map() else { continue };
+            for (id, _) in map.chunks() {
+                let Some(prefix) = id.as_bytes().first_chunk() else { continue };
+                // With its second copy, where it has one: they go together.
+                let places = index.kept(&id, Copies::Two.count()).map(|place| place.record_len()).sum();
+                sizes.share(image.id, *prefix, places);
+            }
+        }
+        let newest = images.iter().filter_map(Image::manifest).find_map(|manifest| manifest.chunks.as_ref());
+        let pending = index.packs().iter().filter(|pack| pack.gone).map(|pack| pack.pack_len).sum();
+        let free = free_space(folder.path())?;
+        Ok(Survey {
+            facts,
+            sizes: sizes.finish(newest.map(|chunks| chunks.stored)),
+            room: Room { free, pending, min_free },
+        })
+    }
+
+    /// With what its writer is just reading, and what the job goes on from.
+    fn with_held(mut self, lock: &WriterLock) -> Survey {
+        let held = lock.held();
+        self.facts.iter_mut().filter(|it| held.contains(&it.id)).for_each(|it| it.in_use = Use::Replicating);
+        await_proof(&mut self.facts, &lock.waiting());
+        self
+    }
+
+    /// What the images take.
+    #[must_use]
+    pub fn sizes(&self) -> &Sizes {
+        &self.sizes
+    }
+
+    /// What is to happen to them.
+    #[must_use]
+    pub fn plan(&self, policy: &Policy, now: DateTime<Utc>) -> Plan {
+        plan(&self.facts, policy, now, &self.sizes, &self.room)
+    }
+
+    /// What an image will need that is so large by itself.
+    #[must_use]
+    pub fn need(&self, whole: u64, written: Written) -> Need {
+        let lasting = admission::predict(whole, self.sizes.last_added());
+        Need { lasting, at_first: if written == Written::Packed { lasting } else { whole } }
+    }
+
+    /// Whether there is room for it.
+    #[must_use]
+    pub fn admit(&self, need: Need, policy: &Policy, now: DateTime<Utc>, path: &Path) -> Admission {
+        admission::admit(need, &self.facts, policy, now, &self.sizes, &self.room, path)
+    }
+}
+
+/// Removes what the policy does not keep, and answers the plan and what went of it. An image that was pinned since the
+/// facts were collected stays.
+///
+/// # Errors
+/// [`Error::Read`], [`Error::Remove`], [`Error::WrongLock`].
+pub fn rotate(folder: &JobFolder, lock: &WriterLock, policy: &Policy, min_free: u64) -> Result<(Plan, Vec<ImageId>)> {
+    let plan = Survey::of(folder, min_free)?.with_held(lock).plan(policy, Utc::now());
+    let removals: Vec<ImageId> = plan.removals().collect();
+    for decision in plan.decisions.iter().filter(|it| it.verdict.is_removal()) {
+        tracing::debug!("removing image {}: {}", decision.id, decision.verdict);
+    }
+    let gone = remove_all(folder, lock, removals)?;
+    Ok((plan, gone))
+}
+
+/// What decides whether there is room for an image, and what goes where there is none.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// Which images stay.
+    pub policy: Policy,
+    /// Bytes of the file system that must stay free.
+    pub min_free: u64,
+    /// In how many packs shared content is kept.
+    pub copies: Copies,
+}
+
+/// Makes room for an image that is so large by itself, if there is none: older ones go. Answers those that went.
+///
+/// # Errors
+/// [`NoRoom`].
+pub fn make_room(
+    folder: &JobFolder,
+    lock: &WriterLock,
+    limits: &Limits,
+    whole: u64,
+    written: Written,
+) -> Result<Vec<Removal>, NoRoom> {
+    let policy = &limits.policy;
+    let look = || -> Result<(Survey, Admission)> {
+        let survey = Survey::of(folder, limits.min_free)?.with_held(lock);
+        let admission = survey.admit(survey.need(whole, written), policy, Utc::now(), folder.path());
+        Ok((survey, admission))
+    };
+    let removals = match look()? {
+        (_, Admission::Admit) => return Ok(Vec::new()),
+        (_, Admission::Refuse(refusal)) => return Err(refusal.into()),
+        (_, Admission::AfterRemoving(removals)) => removals,
+    };
+    for Removal { id, why } in &removals {
+        tracing::info!("removing image {id}: {why}");
+    }
+    let gone = remove_all(folder, lock, removals.iter().map(|removal| removal.id))?;
+    // Space is short: what no image needs does not wait for the grace period.
+    gc::sweep_now(folder, lock, limits.copies).map_err(Box::new)?;
+    // Once only: a file system may give space back late (btrfs does), and more images would go for nothing.
+    match look()? {
+        (_, Admission::Admit) => Ok(removals.into_iter().filter(|removal| gone.contains(&removal.id)).collect()),
+        (_, Admission::Refuse(refusal)) => Err(refusal.into()),
+        (survey, Admission::AfterRemoving(_)) => {
+            let need = survey.need(whole, written).at_first;
+            let Room { free, min_free: keep, .. } = survey.room;
+            Err(Refusal::NotYetFree { need, free, keep, path: folder.path().to_owned() }.into())
+        }
+    }
+}
+
+fn remove_all(folder: &JobFolder, lock: &WriterLock, ids: impl IntoIterator<Item = ImageId>) -> Result<Vec<ImageId>> {
+    let mut gone = Vec::new();
+    for id in ids {
+        // Large images take a while to go.
+        lock.refresh()?;
+        match folder.remove(lock, &id) {
+            Ok(()) => gone.push(id),
+            Err(Error::Pinned(_)) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(gone)
+}
+
+/// Bytes that a user without special rights can still write to the file system of `path`.
+///
+/// # Errors
+/// [`Error::Read`] when the file system cannot be asked.
+pub fn free_space(path: &Path) -> Result<u64> {
+    let stat = nix::sys::statvfs::statvfs(path);
+    let stat = stat.map_err(|source| Error::Read { path: path.to_owned(), source: source.into() })?;
+    Ok(stat.blocks_available().saturating_mul(stat.fragment_size()))
+}
+
+/// Bytes that a folder takes on the disk. What cannot be looked at takes none: too little is promised to come free then,
+/// never too much.
+fn allocated(dir: &Path) -> u64 {
+    let entries = |path: &Path| -> io::Result<Vec<fs::DirEntry>> { fs::read_dir(path)?.collect() };
+    let mut open = vec![dir.to_owned()];
+    let mut sum = 0_u64;
+    while let Some(folder) = open.pop() {
+        for entry in entries(&folder).unwrap_or_default() {
+            let Ok(meta) = entry.metadata() else { continue };
+            // In units of 512 bytes, whatever the file system's are (stat(2)).
+            sum = sum.saturating_add(meta.blocks().saturating_mul(512));
+            if meta.is_dir() {
+                open.push(entry.path());
+            }
+        }
+    }
+    sum
+}

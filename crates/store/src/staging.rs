@@ -1,0 +1,255 @@
+//! Images in RAM: a tmpfs of the job's own, where a snapshot lands before it is in the store.
+//!
+//! ```text
+//! /run/rekindle/JOB-HASH/   the tmpfs; 0711, because the job may run as another user
+//!   landing/                PID: a hard link to a slot's gpu/PID, while that process is checkpointed or restored
+//!   slots/                  0700
+//!     0/  1/                manifest.json: a whole image is here; criu/ files/ dump.log as in the store
+//!       gpu/PID             device memory of a process, as the driver wrote it
+//!       spool/N             page files of CRIU; criu/pages-N.img is another name of the same
+//! STORE/JOB/staging         a symbolic link to it
+//! ```
+//!
+//! Invariants:
+//! - A slot with a manifest holds a whole image. The manifest is written last and goes first.
+//! - The slot with the newest good image is not written to, unless memory has room for one slot only and that image is
+//!   in the store ([`admission`]).
+//! - Files of pages (`gpu/`, `spool/`) outlive their image: pages that exist are three times as fast to write.
+//!
+//! When the power goes all of this is gone, and the newest image of the store counts. When only the supervisor goes, the
+//! next one finds the tmpfs and goes on from what is in it.
+
+pub mod admission;
+pub mod leftovers;
+mod slot;
+mod take;
+
+use std::fs::{self, DirBuilder};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::statfs::{TMPFS_MAGIC, statfs};
+
+pub use slot::{Filling, Slot};
+pub use take::{Need, TakeError};
+
+use super::folder::JobFolder;
+use super::image::Image;
+use super::lock::WriterLock;
+use super::rights;
+use super::trust::Trust;
+use super::{FileError, failed};
+use rekindle_os::durable;
+
+/// The name of the link in the job's folder.
+const LINK: &str = "staging";
+
+/// Why there is no staging area.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A folder or a file could not be made, read or removed.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// Somebody else could write there.
+    #[error(transparent)]
+    Rights(#[from] super::Error),
+    /// Another file system is mounted there.
+    #[error("{} is a mount point of another file system: unmount it, or set snapshot.staging-directory", .0.display())]
+    Foreign(PathBuf),
+    /// Something that is neither file nor folder.
+    #[error("{} does not belong into an image: only files and folders do", .0.display())]
+    Stray(PathBuf),
+}
+
+/// Whether a tmpfs takes the mount option for huge pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum HugePages {
+    /// It does.
+    Taken,
+    /// The kernel has none for it.
+    Absent,
+}
+
+/// Whether [`Area::open`] would find what it needs in `base`: mounts a small tmpfs in a temporary folder there, or in the
+/// nearest folder above that is there, and unmounts it.
+///
+/// # Errors
+/// When it cannot be mounted, or others could write there.
+pub fn try_mount(base: &Path) -> Result<HugePages, Error> {
+    let there = base.ancestors().find(|path| path.exists()).unwrap_or(base);
+    if there == base {
+        rights::check(base)?;
+    }
+    let folder = tempfile::Builder::new().prefix(".rekindle-doctor-").tempdir_in(there);
+    let folder = folder.map_err(failed("make a folder in", there))?;
+    let huge = mount_tmpfs(folder.path(), 1 << 20).map_err(failed("mount a tmpfs at", folder.path()))?;
+    umount2(folder.path(), MntFlags::MNT_DETACH).map_err(|e| failed("unmount", folder.path())(e.into()))?;
+    Ok(huge)
+}
+
+/// The tmpfs of one job.
+#[derive(Debug)]
+pub struct Area {
+    path: PathBuf,
+    device: u64,
+    link: PathBuf,
+    trust: Trust,
+}
+
+impl Area {
+    /// Mounts the job's tmpfs below `base`, or takes over the one that an earlier run left, there or elsewhere: images may
+    /// be in it. `size` bounds a new one, in bytes; what is really used is decided for each snapshot.
+    ///
+    /// # Errors
+    /// When it cannot be mounted, or others could write there.
+    pub fn open(base: &Path, folder: &JobFolder, lock: &WriterLock, size: u64) -> Result<Area, Error> {
+        folder.check_lock(lock)?;
+        let path = match left(folder.path()) {
+            Some(path) => path,
+            None => {
+                let missing: Vec<&Path> = base.ancestors().take_while(|folder| !folder.exists()).collect();
+                missing.into_iter().rev().try_for_each(|folder| make(folder, 0o755))?;
+                rights::check(base)?;
+                base.join(folder.place_name())
+            }
+        };
+        make(&path, 0o711)?;
+        if !is_mounted(&path).map_err(failed("look at", &path))? {
+            mount_tmpfs(&path, size).map_err(failed("mount a tmpfs at", &path)).map(drop)?;
+        } else if statfs(&path).map_err(|e| failed("look at", &path)(e.into()))?.filesystem_type() != TMPFS_MAGIC {
+            return Err(Error::Foreign(path));
+        }
+        rights::check(&path)?;
+        make(&path.join("landing"), 0o711)?;
+        make(&path.join("slots"), 0o700)?;
+        for slot in slots(&path, folder.trust()) {
+            make(slot.dir(), 0o700)?;
+        }
+        let device = fs::metadata(&path).map_err(failed("look at", &path))?.dev();
+        let link = folder.path().join(LINK);
+        durable::replace_link(&path, &link).map_err(failed("make the link", &link))?;
+        let area = Area { path, device, link, trust: folder.trust().clone() };
+        area.clear_landing();
+        Ok(area)
+    }
+
+    /// The one that an earlier run left, for a run that makes none.
+    #[must_use]
+    pub fn left_behind(folder: &JobFolder) -> Option<Area> {
+        let path = left(folder.path())?;
+        let device = fs::metadata(&path).ok()?.dev();
+        Some(Area { path, device, link: folder.path().join(LINK), trust: folder.trust().clone() })
+    }
+
+    /// Where it is.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Where landing files get the name under which a process looks for its own.
+    #[must_use]
+    pub fn landing_dir(&self) -> PathBuf {
+        self.path.join("landing")
+    }
+
+    /// Whether it is still mounted where it was, with the folders that were made in it.
+    #[must_use]
+    pub fn is_there(&self) -> bool {
+        let folders = [self.path.join("slots"), self.landing_dir()];
+        folders.iter().all(|folder| fs::metadata(folder).is_ok_and(|meta| meta.dev() == self.device))
+    }
+
+    /// The two slots.
+    #[must_use]
+    pub fn slots(&self) -> [Slot; 2] {
+        slots(&self.path, &self.trust)
+    }
+
+    /// Whole images in it, newest first.
+    #[must_use]
+    pub fn images(&self) -> Vec<Image> {
+        images(&self.path, &self.trust)
+    }
+
+    /// Nothing is armed after this: a process that maps memory now gets what it asks for.
+    pub fn clear_landing(&self) {
+        for entry in fs::read_dir(self.landing_dir()).into_iter().flatten().flatten() {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+
+    /// Unmounts it; images that are only here are lost.
+    ///
+    /// # Errors
+    /// When it cannot be unmounted.
+    pub fn close(&self) -> Result<(), Error> {
+        let _ = fs::remove_file(&self.link);
+        if !is_mounted(&self.path).unwrap_or(false) {
+            // Somebody else has unmounted it. A restart that came after that may have put device memory below.
+            let _ = fs::remove_dir(self.landing_dir());
+            let _ = fs::remove_dir(&self.path);
+            return Ok(());
+        }
+        // A process that has a file of it open must not keep the memory for ever: it goes with the last of them.
+        let unmounted = umount2(&self.path, MntFlags::empty()).or_else(|_| umount2(&self.path, MntFlags::MNT_DETACH));
+        unmounted.map_err(|e| failed("unmount", &self.path)(e.into()))?;
+        Ok(fs::remove_dir(&self.path).map_err(failed("remove", &self.path))?)
+    }
+}
+
+/// Whole images in the staging area that the job's folder names, newest first. None where there is no area, or where it
+/// is not as safe as it was made.
+pub(super) fn staged(folder: &Path, trust: &Trust) -> Vec<Image> {
+    left(folder).map(|path| images(&path, trust)).unwrap_or_default()
+}
+
+/// The staging area that the job's folder names, where it is mounted and as safe as it was made.
+fn left(folder: &Path) -> Option<PathBuf> {
+    let path = fs::read_link(folder.join(LINK)).ok()?;
+    (rights::check(&path).is_ok() && is_mounted(&path).unwrap_or(false)).then_some(path)
+}
+
+fn images(path: &Path, trust: &Trust) -> Vec<Image> {
+    let mut images: Vec<Image> = slots(path, trust).iter().filter_map(Slot::image).collect();
+    images.sort_by_key(|image| std::cmp::Reverse(image.id));
+    images
+}
+
+fn slots(path: &Path, trust: &Trust) -> [Slot; 2] {
+    ["slots/0", "slots/1"].map(|name| Slot::new(path.join(name), trust.clone()))
+}
+
+fn is_mounted(path: &Path) -> io::Result<bool> {
+    let above = path.parent().unwrap_or(path);
+    Ok(fs::metadata(path)?.dev() != fs::metadata(above)?.dev())
+}
+
+/// With huge pages for files that are large enough, where the kernel has them.
+/// What a mount table names as mounted there.
+pub const SOURCE: &str = "rekindle";
+
+fn mount_tmpfs(path: &Path, size: u64) -> io::Result<HugePages> {
+    let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+    let plain = format!("mode=0711,size={size}");
+    let huge = format!("{plain},huge=within_size");
+    let with = |options: &str| mount(Some(SOURCE), path, Some("tmpfs"), flags, Some(options));
+    match with(&huge) {
+        Ok(()) => Ok(HugePages::Taken),
+        Err(_) => Ok(with(&plain).map(|()| HugePages::Absent)?),
+    }
+}
+
+/// The umask does not count: a job of another user must be able to pass through all but the slots.
+fn make(path: &Path, mode: u32) -> Result<(), FileError> {
+    match DirBuilder::new().mode(mode).create(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed("make", path)(error)),
+        _ => {}
+    }
+    fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(failed("set the mode of", path))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,225 @@
+//! One of the two places for an image in RAM.
+
+use std::collections::HashSet;
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use super::{Error, make};
+use crate::files::{self, Kind};
+use crate::id::ImageId;
+use crate::image::Image;
+use crate::manifest::{self, Manifest, Part};
+use crate::paths::PartPath;
+use crate::trust::Trust;
+use crate::{FileError, failed};
+use rekindle_os::{durable, pages};
+
+/// Files of pages, which are kept from one image to the next.
+const LASTING: [&str; 2] = ["gpu", "spool"];
+
+/// A place for an image.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slot {
+    dir: PathBuf,
+    trust: Trust,
+}
+
+impl Slot {
+    pub(super) fn new(dir: PathBuf, trust: Trust) -> Slot {
+        Slot { dir, trust }
+    }
+
+    /// Its folder.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// The image that is in it, if there is a whole one.
+    #[must_use]
+    pub fn image(&self) -> Option<Image> {
+        Image::load_staged(&self.dir, &self.trust)
+    }
+
+    /// Bytes of memory that it takes.
+    #[must_use]
+    pub fn allocated(&self) -> u64 {
+        let mut seen = HashSet::new();
+        let files = files::walk(&self.dir).unwrap_or_default().into_iter();
+        let metadata = files.filter_map(|entry| fs::symlink_metadata(self.dir.join(entry.relative)).ok());
+        // In units of 512 bytes (stat(2)).
+        metadata.filter(|meta| seen.insert(meta.ino())).map(|meta| meta.blocks() * 512).sum()
+    }
+
+    /// Gives all its memory back.
+    ///
+    /// # Errors
+    /// When something cannot be removed.
+    pub fn empty(&self) -> Result<(), Error> {
+        self.forget_image()?;
+        Ok(LASTING.iter().try_for_each(|name| remove_dir(&self.dir.join(name)))?)
+    }
+
+    /// Takes the image out, the manifest first, and begins another one.
+    ///
+    /// # Errors
+    /// When the old one cannot be removed, or the folders cannot be made.
+    pub fn begin(&self, id: ImageId) -> Result<Filling, Error> {
+        self.forget_image()?;
+        make(&self.dir, 0o700)?;
+        for name in LASTING.iter().chain(&["criu"]) {
+            make(&self.dir.join(name), 0o700)?;
+        }
+        Ok(Filling { slot: self.clone(), id, whole: false })
+    }
+
+    /// Removes all but the files of pages: what is left of a snapshot that failed would be a part of the next image.
+    fn forget_image(&self) -> Result<(), FileError> {
+        remove_file(&self.dir.join(manifest::FILE_NAME))?;
+        let entries = match fs::read_dir(&self.dir) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            entries => entries.map_err(failed("list", &self.dir))?,
+        };
+        for entry in entries {
+            let entry = entry.map_err(failed("list", &self.dir))?;
+            if LASTING.iter().any(|name| entry.file_name() == *name) {
+                continue;
+            }
+            // Not followed: a link is removed itself.
+            match entry.file_type() {
+                Ok(kind) if kind.is_dir() => remove_dir(&entry.path())?,
+                _ => remove_file(&entry.path())?,
+            }
+        }
+        Ok(())
+    }
+}
+
+fn remove_file(path: &Path) -> Result<(), FileError> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+fn remove_dir(path: &Path) -> Result<(), FileError> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed("remove", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// A slot while an image is put into it. Dropped before it is whole, it holds none.
+#[derive(Debug)]
+pub struct Filling {
+    slot: Slot,
+    id: ImageId,
+    whole: bool,
+}
+
+impl Filling {
+    /// The name that the image will have.
+    #[must_use]
+    pub fn id(&self) -> ImageId {
+        self.id
+    }
+
+    /// The folder to fill.
+    #[must_use]
+    pub fn dir(&self) -> &Path {
+        &self.slot.dir
+    }
+
+    /// Where the page files are that CRIU's are received into.
+    #[must_use]
+    pub fn spool(&self) -> PathBuf {
+        self.slot.dir.join("spool")
+    }
+
+    /// Removes what earlier images left for the pages of this one: files that are made anew.
+    ///
+    /// # Errors
+    /// When something cannot be removed.
+    pub fn clear_pages(&self) -> Result<(), Error> {
+        for name in LASTING {
+            let path = self.slot.dir.join(name);
+            remove_dir(&path)?;
+            make(&path, 0o700)?;
+        }
+        Ok(())
+    }
+
+    /// The part that holds the device memory of a process.
+    #[must_use]
+    pub fn landing_part(pid: i32) -> PartPath {
+        PartPath::of_process(pid)
+    }
+
+    /// The landing file of a process, with at least `len` bytes of memory behind it.
+    ///
+    /// # Errors
+    /// When it cannot be made, or memory is short.
+    pub fn landing_file(&self, pid: i32, len: u64) -> Result<PathBuf, Error> {
+        let path = self.slot.dir.join(Filling::landing_part(pid));
+        let open = || File::options().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
+        let ready = open().and_then(|file| pages::make_present(&file, len));
+        ready.map_err(failed("make room for GPU memory in", &path))?;
+        Ok(path)
+    }
+
+    /// Makes it an image: sets `id`, `bytes` and `parts` of the manifest and writes that. Parts are not hashed: they are in memory,
+    /// as what they came from was.
+    ///
+    /// # Errors
+    /// When the manifest cannot be written.
+    pub fn seal(mut self, mut manifest: Manifest) -> Result<Image, Error> {
+        let dir = self.slot.dir.clone();
+        let spare = |path: &Path| -> bool {
+            let lands = manifest.landing.iter().any(|landing| landing.part.as_str() == path);
+            // A page file of CRIU is a spool file under another name.
+            let linked = fs::metadata(dir.join(path)).is_ok_and(|meta| meta.nlink() > 1);
+            path.starts_with("gpu") && !lands || path.starts_with("spool") && !linked
+        };
+        let mut parts = Vec::new();
+        for entry in files::walk(&dir).map_err(|(path, source)| failed("list", &path)(source))? {
+            let size = match entry.kind {
+                Kind::File { size } => size,
+                Kind::Folder => continue,
+                // The store would not take it either.
+                Kind::Other => return Err(Error::Stray(dir.join(&entry.relative))),
+            };
+            if spare(&entry.relative) {
+                // Of a process that is there no more.
+                let _ = fs::remove_file(dir.join(&entry.relative));
+            } else if !entry.relative.starts_with("spool") {
+                let path =
+                    entry.relative.to_str().and_then(|path| path.parse().ok()).ok_or_else(|| {
+                        failed("name", &dir.join(&entry.relative))(io::ErrorKind::InvalidFilename.into())
+                    })?;
+                parts.push(Part { path, size, blake3: None });
+            }
+        }
+        manifest.id = self.id;
+        manifest.bytes = parts.iter().map(|part| part.size).sum();
+        manifest.parts = parts;
+        let path = dir.join(manifest::FILE_NAME);
+        let content = manifest
+            .to_bytes(&self.slot.trust)
+            .map_err(io::Error::other)
+            .map_err(failed("describe the image in", &path))?;
+        durable::replace_file(&path, &content, 0o600).map_err(failed("write", &path))?;
+        self.whole = true;
+        Ok(self.slot.image().ok_or_else(|| failed("read back", &path)(io::ErrorKind::InvalidData.into()))?)
+    }
+}
+
+impl Drop for Filling {
+    fn drop(&mut self) {
+        if !self.whole {
+            // What stays has no manifest, and the next image takes it away.
+            let _ = self.slot.forget_image();
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The store as a whole, on real files.
+
+mod damage;
+mod full;
+mod killed;
+mod leftovers;
+mod packed;
+mod proven;
+mod publish;
+mod tags;
+mod unreadable;
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use chrono::{DateTime, TimeZone, Utc};
+use tempfile::TempDir;
+
+use super::manifest::Part;
+use super::*;
+use rekindle_testing::require;
+
+/// A store with one job.
+pub(super) struct Home {
+    dir: TempDir,
+    store: Store,
+    folder: JobFolder,
+    lock: WriterLock,
+}
+
+impl Home {
+    fn new() -> Home {
+        Home::below(tempfile::tempdir().unwrap())
+    }
+
+    fn below(dir: TempDir) -> Home {
+        let store = Store::open(&dir.path().join("a/store"), Access::Write).unwrap();
+        let folder = store.create_job(&name("train")).unwrap();
+        let lock = folder.lock().unwrap();
+        Home { dir, store, folder, lock }
+    }
+
+    /// Publishes an image with files at two depths, taken at that many seconds.
+    fn publish(&self, seconds: i64) -> Image {
+        let draft = self.folder.begin_image(&self.lock, at(seconds)).unwrap();
+        fill(draft.dir());
+        draft.publish(manifest(), 8).unwrap()
+    }
+
+    fn image_path(&self, name: &str) -> PathBuf {
+        self.folder.images_dir().join(name)
+    }
+
+    /// The images as text, newest first.
+    fn ids(&self) -> Vec<String> {
+        self.folder.images().unwrap().iter().map(|image| image.id.to_string()).collect()
+    }
+}
+
+fn name(text: &str) -> JobName {
+    text.parse().unwrap()
+}
+
+pub(super) fn at(seconds: i64) -> DateTime<Utc> {
+    Utc.timestamp_opt(1_800_000_000 + seconds, 0).unwrap()
+}
+
+fn fill(dir: &Path) {
+    fs::create_dir_all(dir.join("criu/deep")).unwrap();
+    fs::write(dir.join("criu/pages-1.img"), vec![7; (2 << 20) + 5]).unwrap();
+    fs::write(dir.join("criu/deep/core-1.img"), b"registers").unwrap();
+    fs::write(dir.join("empty"), b"").unwrap();
+}
+
+/// A manifest as the snapshot hands it over: without parts.
+pub(crate) fn manifest() -> Manifest {
+    serde_json::from_str(rekindle_testing::MANIFEST).unwrap()
+}
+
+/// All below a folder, with content, to compare before and after. A symbolic link is its target.
+fn snapshot(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let content = |path: &Path| match fs::symlink_metadata(path).unwrap() {
+        meta if meta.is_file() => fs::read(path).unwrap(),
+        meta if meta.is_symlink() => fs::read_link(path).unwrap().into_os_string().into_encoded_bytes(),
+        _ => Vec::new(),
+    };
+    let all = files::walk(dir).unwrap().into_iter().map(|entry| entry.relative);
+    all.map(|relative| (relative.clone(), content(&dir.join(relative)))).collect()
+}
+
+/// Asks again until there is an answer, for half a minute.
+fn eventually<T>(mut ask: impl FnMut() -> Option<T>) -> T {
+    for _ in 0..3000 {
+        if let Some(answer) = ask() {
+            return answer;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(10));
+    }
+    panic!("not within half a minute")
+}

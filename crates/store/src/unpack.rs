@@ -1,0 +1,401 @@
+//! From the packs to plain files: what a restart, or who looks into an image, needs.
+//!
+//! Every chunk is checked against its name, and the chunk map against the manifest, so that what was written is what was
+//! published. Zeros are left out: they are holes. Nothing is synced: the files are for now.
+//!
+//! A chunk that is damaged, or that the disk does not give, is taken from another pack that has it. What is whole nowhere
+//! here is brought from the replica ([`super::heal`]), where the caller allows that, and then read as any other.
+
+use std::collections::BTreeSet;
+use std::fs::{DirBuilder, File};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+
+use super::chunk::{ChunkId, ChunkMap, Extent, Key};
+use super::error::is_failing;
+use super::folder::JobFolder;
+use super::format::{FormatError, ReadError, What, size_of};
+use super::heal::{self, Healed, Healing};
+use super::id::ImageId;
+use super::image::Image;
+use super::manifest::Manifest;
+use super::pack::Index;
+use super::pack::reader::{ReadChunkError, Reading, Visit, Want};
+use super::persist::Progress;
+use rekindle_base::chain;
+use rekindle_os::direct::Way;
+use rekindle_os::pages::Writer;
+
+/// Threads for a restart, when the job needs no processor: more than there are, because each waits for the disk as well.
+#[must_use]
+pub fn threads() -> usize {
+    std::thread::available_parallelism().map_or(4, |cores| (2 * cores.get()).clamp(4, 16))
+}
+
+/// Why an image cannot be unpacked.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// Its parts are plain files, or its manifest cannot be used.
+    #[error("image {0} is not packed")]
+    NotPacked(ImageId),
+    /// The chunk map cannot be used.
+    #[error("image {id} cannot be unpacked: its chunk map cannot be used")]
+    Map {
+        /// Which.
+        id: ImageId,
+        /// Why.
+        source: ReadError,
+    },
+    /// The packs cannot be listed.
+    #[error(transparent)]
+    Store(#[from] super::Error),
+    /// A chunk cannot be had.
+    #[error("image {id} cannot be unpacked: byte {offset} of \"{part}\" cannot be had")]
+    Chunk {
+        /// Which image.
+        id: ImageId,
+        /// Which part.
+        part: String,
+        /// Where in the part.
+        offset: u64,
+        /// The pack, the place and what differs.
+        source: Box<ReadChunkError>,
+    },
+    /// A chunk is whole nowhere here, and may be in the replica, or could not be stored again.
+    #[error("image {id} cannot be unpacked now: content of it is damaged here, and was not replaced: {why}")]
+    NotHealed {
+        /// Which image.
+        id: ImageId,
+        /// Why it was not replaced.
+        why: String,
+        /// What is wrong with the first chunk.
+        source: Box<Error>,
+    },
+    /// A file cannot be written.
+    #[error("cannot write {}{}", path.display(), super::error::Failing(source))]
+    Write {
+        /// Which.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: io::Error,
+    },
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+}
+
+impl Error {
+    /// Whether it is the image that is damaged, for good: not a wrong key, a full disk or a call-off.
+    #[must_use]
+    pub fn is_damage(&self) -> bool {
+        match self {
+            Error::Map { source: ReadError::Format { source, .. }, .. } => !source.is_not_for_us(),
+            Error::Map { source: ReadError::Read { source, .. }, .. } => source.kind() == io::ErrorKind::NotFound,
+            Error::Chunk { source, .. } => source.is_damage(),
+            _ => false,
+        }
+    }
+
+    /// Whether the disk is what failed: the image may be whole all the same, and is not to be marked for it.
+    #[must_use]
+    pub fn is_failing_disk(&self) -> bool {
+        match self {
+            Error::Map { source: ReadError::Read { source, .. }, .. } => is_failing(source),
+            Error::Chunk { source, .. } => source.is_failing_disk(),
+            _ => false,
+        }
+    }
+
+    /// Whether the content may be had another time: the disk or the replica does not give it now.
+    #[must_use]
+    pub fn may_pass(&self) -> bool {
+        matches!(self, Error::NotHealed { .. }) || self.is_failing_disk()
+    }
+
+    /// Whether nothing is wrong with the image, and we cannot read it: it is encrypted with another key, or newer than us.
+    #[must_use]
+    pub fn is_not_for_us(&self) -> bool {
+        match self {
+            Error::Map { source: ReadError::Format { source, .. }, .. } => source.is_not_for_us(),
+            Error::Chunk { source, .. } => {
+                matches!(&**source, ReadChunkError::Format { source, .. } if source.is_not_for_us())
+            }
+            _ => false,
+        }
+    }
+}
+
+impl From<ReadChunkError> for Error {
+    fn from(error: ReadChunkError) -> Error {
+        match error {
+            ReadChunkError::Store(error) => Error::Store(error),
+            // Those of a chunk come with their part.
+            _ => Error::Cancelled,
+        }
+    }
+}
+
+/// Where a chunk belongs.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    pub(super) part: u32,
+    pub(super) offset: u64,
+    pub(super) len: u32,
+}
+
+/// How an image is unpacked.
+#[derive(Clone, Copy)]
+pub struct Unpacking<'a> {
+    /// What packs are encrypted with.
+    pub key: Option<&'a Key>,
+    /// Threads that read.
+    pub threads: usize,
+    /// How far it is.
+    pub progress: &'a Progress,
+    /// Whether it is not wanted any more.
+    pub cancelled: &'a (dyn Fn() -> bool + Sync),
+    /// What damaged chunks are healed with; without it they are an error.
+    pub healing: Option<&'a Healing<'a>>,
+}
+
+impl std::fmt::Debug for Unpacking<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Unpacking").field("threads", &self.threads).finish_non_exhaustive()
+    }
+}
+
+/// Writes every part of a packed image as a plain file below `into`, which exists and has none of them. Nothing is healed.
+///
+/// # Errors
+/// Damage names the part and the pack. What was written by then stays, for the caller to remove.
+pub fn unpack(
+    image: &Image,
+    folder: &JobFolder,
+    into: &Path,
+    key: Option<&Key>,
+    threads: usize,
+    progress: &Progress,
+    cancelled: &(dyn Fn() -> bool + Sync),
+) -> Result<(), Error> {
+    Unpacking { key, threads, progress, cancelled, healing: None }.unpack(image, folder, into).map(drop)
+}
+
+impl Unpacking<'_> {
+    /// As [`unpack`]. Answers what was healed, where something had to be.
+    ///
+    /// # Errors
+    /// As [`unpack`]; where healing was tried in vain, what was wrong with the first chunk.
+    pub fn unpack(&self, image: &Image, folder: &JobFolder, into: &Path) -> Result<Option<Healed>, Error> {
+        let wrong = |source| Error::Map { id: image.id, source };
+        let map = image.chunk_map().map_err(wrong)?.ok_or(Error::NotPacked(image.id))?;
+        let manifest = image.manifest().ok_or(Error::NotPacked(image.id))?;
+        let packs = folder.packs();
+        let index = packs.index()?;
+        self.progress.begin(manifest.bytes);
+        make_files(manifest, into)?;
+        let mut wants = Vec::with_capacity(map.parts.iter().map(Vec::len).sum());
+        let writing = Writing { id: image.id, manifest, into, progress: self.progress, harmed: self.harmed() };
+        plan(&map, &index, |want| match want {
+            Planned::Want(want) => {
+                wants.push(want);
+                Ok(())
+            }
+            Planned::Zeros(len) => {
+                self.progress.add(len);
+                Ok(())
+            }
+            Planned::Missing(id, place) => writing.not_had(&[(id, place)], ReadChunkError::missing(id, &index)),
+        })?;
+        drop(map);
+        let Unpacking { key, threads, cancelled, .. } = *self;
+        let reading = Reading { packs: &packs, key, threads, way: Way::Direct, cancelled };
+        reading.read(&index, wants, &writing)?;
+        drop(index);
+        let (Some(harmed), Some(healing)) = (writing.harmed, self.healing) else { return Ok(None) };
+        let Harmed { mut ids, places, first } = harmed.into_inner().unwrap_or_else(PoisonError::into_inner);
+        ids.extend(places.iter().map(|(id, _)| *id));
+        if ids.is_empty() {
+            return Ok(None);
+        }
+        let healed = match healing.heal(&ids, cancelled) {
+            Ok(healed) => healed,
+            Err(heal::Error::Cancelled) => return Err(Error::Cancelled),
+            Err(error) => {
+                let why = chain(&error);
+                let Some(first) = first else {
+                    // All that was wanted is there already.
+                    tracing::warn!("damaged content of the store was not replaced: {why}");
+                    return Ok(None);
+                };
+                return Err(Error::NotHealed { id: image.id, why, source: first.into() });
+            }
+        };
+        if places.iter().any(|(id, _)| healed.lost.contains(id)) {
+            let Some(first) = first else { return Ok(Some(healed)) };
+            return Err(match healed.replica_failure {
+                Some(why) => Error::NotHealed { id: image.id, why, source: first.into() },
+                None => first,
+            });
+        }
+        // What was brought here lies in new packs.
+        let index = packs.index()?;
+        let writing = Writing { harmed: None, id: image.id, manifest, into, progress: self.progress };
+        let mut wants = Vec::with_capacity(places.len());
+        for (id, target) in places {
+            match index.get(&id) {
+                Some(location) => wants.push(Want { id, location, target }),
+                None => writing.not_had(&[(id, target)], ReadChunkError::missing(id, &index))?,
+            }
+        }
+        reading.read(&index, wants, &writing)?;
+        Ok(Some(healed))
+    }
+
+    fn harmed(&self) -> Option<Mutex<Harmed>> {
+        self.healing.map(|_| Mutex::default())
+    }
+}
+
+/// What could not be had from where it was looked for first.
+#[derive(Default)]
+struct Harmed {
+    /// Chunks that another pack had.
+    ids: BTreeSet<ChunkId>,
+    /// Where chunks belong that no pack had.
+    places: Vec<(ChunkId, Place)>,
+    /// What is wrong with the first of those.
+    first: Option<Error>,
+}
+
+/// What an extent of a map means.
+pub(super) enum Planned {
+    Want(Want<Place>),
+    /// So many bytes.
+    Zeros(usize),
+    Missing(ChunkId, Place),
+}
+
+/// Looks up all chunks of a map.
+pub(super) fn plan<E>(map: &ChunkMap, index: &Index, mut each: impl FnMut(Planned) -> Result<(), E>) -> Result<(), E> {
+    for (part, extents) in map.parts.iter().enumerate() {
+        let mut offset = 0;
+        for extent in extents {
+            each(match *extent {
+                Extent::Zero { len } => Planned::Zeros(usize::try_from(len).unwrap_or(usize::MAX)),
+                Extent::Chunk { id, len } => {
+                    let target = Place { part: u32::try_from(part).unwrap_or(u32::MAX), offset, len };
+                    match index.get(&id) {
+                        Some(location) => Planned::Want(Want { id, location, target }),
+                        None => Planned::Missing(id, target),
+                    }
+                }
+            })?;
+            offset += extent.len();
+        }
+    }
+    Ok(())
+}
+
+fn part_of(manifest: &Manifest, place: Place) -> &str {
+    let part = usize::try_from(place.part).ok().and_then(|part| manifest.parts.get(part));
+    part.map_or("", |part| part.path.as_str())
+}
+
+fn chunk_error(id: ImageId, manifest: &Manifest, place: Place, source: ReadChunkError) -> Error {
+    match source {
+        ReadChunkError::Cancelled => Error::Cancelled,
+        source => {
+            Error::Chunk { id, part: part_of(manifest, place).to_owned(), offset: place.offset, source: source.into() }
+        }
+    }
+}
+
+/// The files in their sizes, and the folders that they lie in.
+fn make_files(manifest: &Manifest, into: &Path) -> Result<(), Error> {
+    for part in &manifest.parts {
+        let path = into.join(&part.path);
+        let make = || {
+            if let Some(folder) = path.parent() {
+                DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+            }
+            File::options().write(true).create_new(true).mode(0o600).open(&path)?.set_len(part.size)
+        };
+        make().map_err(|source| Error::Write { path: path.clone(), source })?;
+    }
+    Ok(())
+}
+
+struct Writing<'a> {
+    id: ImageId,
+    manifest: &'a Manifest,
+    into: &'a Path,
+    progress: &'a Progress,
+    /// What is to be healed; None where what cannot be had ends it.
+    harmed: Option<Mutex<Harmed>>,
+}
+
+impl Writing<'_> {
+    /// A chunk is whole nowhere: an error, or something to be healed.
+    fn not_had(&self, places: &[(ChunkId, Place)], source: ReadChunkError) -> Result<(), Error> {
+        let Some((_, place)) = places.first() else { return Ok(()) };
+        let may_be_healed = source.may_be_healed();
+        let error = chunk_error(self.id, self.manifest, *place, source);
+        match self.harmed.as_ref().filter(|_| may_be_healed) {
+            None => Err(error),
+            Some(harmed) => {
+                let mut harmed = harmed.lock().unwrap_or_else(PoisonError::into_inner);
+                harmed.places.extend_from_slice(places);
+                harmed.first.get_or_insert(error);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Visit<Place> for Writing<'_> {
+    /// The file that was written last: what lies together in a pack mostly belongs to one part.
+    type Own = Option<(u32, Writer)>;
+    type Error = Error;
+
+    fn chunk(
+        &self,
+        own: &mut Option<(u32, Writer)>,
+        wants: &[Want<Place>],
+        raw: Result<&[u8], ReadChunkError>,
+    ) -> Result<(), Error> {
+        let raw = match raw {
+            Ok(raw) => raw,
+            Err(source) => {
+                let places: Vec<(ChunkId, Place)> = wants.iter().map(|want| (want.id, want.target)).collect();
+                return self.not_had(&places, source);
+            }
+        };
+        for Want { id, target, .. } in wants {
+            let path = || self.into.join(part_of(self.manifest, *target));
+            if u64::from(target.len) != size_of(raw.len()) {
+                let source = FormatError::Field { what: What::Map, field: "length of an extent" };
+                let source = ReadError::Format { path: PathBuf::from(format!("chunk {id}")), source };
+                return Err(Error::Map { id: self.id, source });
+            }
+            let file = match own.take().filter(|(part, _)| *part == target.part) {
+                Some((_, file)) => Ok(file),
+                None => Writer::open(&path()),
+            };
+            let written = file.and_then(|file| {
+                let (_, file) = own.insert((target.part, file));
+                file.write_at(raw, target.offset)
+            });
+            written.map_err(|source| Error::Write { path: path(), source })?;
+            self.progress.add(raw.len());
+        }
+        Ok(())
+    }
+
+    fn elsewhere(&self, want: &Want<Place>, _: ReadChunkError) {
+        if let Some(harmed) = &self.harmed {
+            harmed.lock().unwrap_or_else(PoisonError::into_inner).ids.insert(want.id);
+        }
+    }
+}

@@ -1,0 +1,215 @@
+//! Is an image still what was published? Reads every byte of one whose parts are files; of a packed one its chunk map and
+//! the indexes of the packs, and their content when that is asked for ([`Image::verify_content`], [`check_packs`]).
+
+mod content;
+mod packed;
+
+use std::collections::HashMap;
+use std::convert::Infallible;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+
+use super::chunk::map;
+use super::error::{Failing, is_failing};
+use super::files::{self, Kind};
+use super::id::ImageId;
+use super::image::{Damage, DamageKind, Form, Image, Place, State};
+use super::manifest::{self, Manifest, Part};
+use super::{mark, tags};
+use rekindle_os::durable;
+
+pub use content::{PackReport, PacksReport, Share, check_packs};
+
+/// What [`Image::verify`] found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// Which image.
+    pub image: ImageId,
+    /// Which copy of it. One in memory has no hashes yet: only the sizes of its parts can be checked.
+    pub place: Place,
+    /// What is wrong with the manifest; the parts are unknown then.
+    pub manifest: Option<Damage>,
+    /// Every part, and every file that is none, by path.
+    pub parts: Vec<PartReport>,
+}
+
+impl Report {
+    /// Whether the image is exactly what was published.
+    #[must_use]
+    pub fn is_sound(&self) -> bool {
+        self.manifest.is_none() && self.problems().next().is_none()
+    }
+
+    /// Whether something is not what was published, and not only unreadable: what the disk does not give may be whole.
+    #[must_use]
+    pub fn is_damage(&self) -> bool {
+        let manifest = self.manifest.as_ref().is_some_and(|damage| damage.kind != DamageKind::Unreadable);
+        manifest || self.problems().any(|part| !matches!(part.finding, Finding::Unreadable { .. }))
+    }
+
+    /// The parts that are not as they should be.
+    pub fn problems(&self) -> impl Iterator<Item = &PartReport> {
+        self.parts.iter().filter(|part| part.finding != Finding::Ok)
+    }
+}
+
+/// What was found of one file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PartReport {
+    /// Relative to the folder of the image.
+    pub path: PathBuf,
+    /// What was found.
+    pub finding: Finding,
+}
+
+/// What was found of one file.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Finding {
+    /// Size and hash are those of the manifest.
+    Ok,
+    /// It is not there.
+    Missing,
+    /// It was cut or has grown.
+    WrongSize {
+        /// In the manifest, in bytes.
+        expected: u64,
+        /// On the disk, in bytes.
+        found: u64,
+    },
+    /// Its content is not what was written.
+    WrongHash,
+    /// It cannot be read; nothing is known of its content.
+    Unreadable {
+        /// In words.
+        why: String,
+    },
+    /// It is not in the manifest.
+    Extra,
+    /// Some of it is in no pack, or is not what was written.
+    Chunks {
+        /// How many chunks of it.
+        count: u64,
+        /// Where in it the first of them is, in bytes.
+        offset: u64,
+        /// What is wrong with that one.
+        why: String,
+    },
+    /// It was read, and cannot be used.
+    Broken {
+        /// In words.
+        why: String,
+    },
+}
+
+impl std::fmt::Display for PartReport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}: {}", self.path.display(), self.finding)
+    }
+}
+
+impl std::fmt::Display for Finding {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Finding::Ok => f.pad("ok"),
+            Finding::Missing => f.pad("missing"),
+            Finding::WrongSize { expected, found } => write!(f, "wrong size: {found} bytes instead of {expected}"),
+            Finding::WrongHash => f.pad("wrong hash"),
+            Finding::Unreadable { why } => write!(f, "unreadable: {why}"),
+            Finding::Extra => f.pad("not in the manifest"),
+            Finding::Chunks { count, offset, why } => {
+                write!(f, "{count} chunks cannot be had, the first at byte {offset}: {why}")
+            }
+            Finding::Broken { why } => write!(f, "broken: {why}"),
+        }
+    }
+}
+
+impl Image {
+    /// Reads the manifest anew and every file, on several threads; of an image in memory, whose parts have no hash yet, the
+    /// sizes; of a packed one whether the packs have all of it. Damage is part of the answer, never an error.
+    #[must_use]
+    pub fn verify(&self) -> Report {
+        let before = self.look_again();
+        let report = before.verify_once();
+        // Its plain files went because it was packed meanwhile: that is no damage.
+        let packed = || before.form() == Form::Loose && before.look_again().form() == Form::Packed;
+        if report.is_sound() || !packed() { report } else { self.look_again().verify_once() }
+    }
+
+    fn verify_once(&self) -> Report {
+        let now = self;
+        let manifest = match &now.state {
+            State::Good(manifest) | State::Bad { manifest, .. } => manifest,
+            State::Damaged { why } => {
+                return Report { image: self.id, place: self.place, manifest: Some(why.clone()), parts: Vec::new() };
+            }
+        };
+        let (mut there, mut parts) = match files::walk(&self.dir) {
+            Ok(entries) => (entries.into_iter().map(|e| (e.relative, e.kind)).collect::<HashMap<_, _>>(), Vec::new()),
+            Err((path, source)) => {
+                // The parts are still looked at, one by one; what is below that folder is unreadable or missing.
+                let path = path.strip_prefix(&self.dir).unwrap_or(&path).to_owned();
+                (HashMap::new(), vec![PartReport { path, finding: Finding::Unreadable { why: source.to_string() } }])
+            }
+        };
+        if manifest.chunks.is_none() {
+            for part in &manifest.parts {
+                there.remove(Path::new(part.path.as_str()));
+            }
+        }
+        let extra = there.into_iter().filter(|(path, kind)| {
+            *kind != Kind::Folder && !is_ours(path) && !(self.is_staged() && path.starts_with("spool"))
+        });
+        parts.extend(extra.map(|(path, _)| PartReport { path, finding: Finding::Extra }));
+        parts.extend(match manifest.chunks {
+            Some(_) => packed::check(now, manifest),
+            None => check_all(&self.dir, manifest),
+        });
+        parts.sort_by(|a, b| a.path.cmp(&b.path));
+        Report { image: self.id, place: self.place, manifest: None, parts }
+    }
+}
+
+fn check_all(dir: &Path, manifest: &Manifest) -> Vec<PartReport> {
+    let sized = manifest.parts.iter().map(|part| (part, part.size)).collect();
+    let look = |part: &Part| {
+        Ok::<_, Infallible>(PartReport { path: PathBuf::from(part.path.as_str()), finding: check(dir, part) })
+    };
+    let Ok(checked) = files::in_parallel(sized, files::MAX_THREADS, look);
+    checked
+}
+
+/// The manifest, the chunk map, a mark, tags, and what a crash left of writing one of the last two.
+fn is_ours(path: &Path) -> bool {
+    let Some(text) = path.to_str() else { return false };
+    let in_work = |name: &str| text.starts_with(&format!("{}{name}-", durable::TEMP_PREFIX));
+    [manifest::FILE_NAME, map::FILE_NAME].contains(&text)
+        || [mark::FILE_NAME, tags::FILE_NAME].iter().any(|name| text == *name || in_work(name))
+}
+
+fn check(dir: &Path, part: &Part) -> Finding {
+    let unreadable = |error: std::io::Error| {
+        let why = if is_failing(&error) { format!("{error}{}", Failing(&error)) } else { error.to_string() };
+        Finding::Unreadable { why }
+    };
+    let file = match part.path.open(dir) {
+        Ok(file) => file,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Finding::Missing,
+        Err(error) => return unreadable(error),
+    };
+    match file.metadata() {
+        Err(error) => return unreadable(error),
+        Ok(meta) if meta.len() != part.size => {
+            return Finding::WrongSize { expected: part.size, found: meta.len() };
+        }
+        Ok(_) => {}
+    }
+    let Some(expected) = part.blake3 else { return Finding::Ok };
+    match files::hash(&file) {
+        Err(error) => unreadable(error),
+        Ok((_, hash)) if hash != expected => Finding::WrongHash,
+        Ok(_) => Finding::Ok,
+    }
+}

@@ -1,0 +1,227 @@
+//! The keeper: a thread that lets go of what this process has of others, and takes it again, when the supervisor asks.
+//!
+//! It is there from the first memory that the process shares, and sleeps (futex) all the time but for a snapshot or a
+//! restart; then all other threads of the program stand still. It is a thread of the libc's, as the driver uses
+//! thread-local storage, with all signals blocked. Between snapshots it has no descriptor open.
+
+use core::ffi::c_void;
+use core::ptr::null_mut;
+use core::sync::atomic::{AtomicI32, Ordering};
+
+use crate::sharing::{self, SUCCESS, driver};
+use crate::{api_lock, libc, sys};
+use rekindle_abi::sharing::{self as table, Import, Mapping, Reply, Request, Table, Tag};
+
+/// The process that has one.
+static STARTED: AtomicI32 = AtomicI32::new(0);
+
+/// How long the supervisor may be silent: at first, when nothing has been let go, and later.
+const FIRST_SECONDS: usize = 5;
+const PATIENCE_SECONDS: usize = 120;
+
+/// How many entries a probe touches.
+const PROBED: usize = 16;
+
+/// Starts it where it is not there. A process that cannot have one has shared memory all the same, and no snapshots.
+pub(crate) fn start(table: &'static Table) {
+    let pid = sys::pid();
+    if STARTED.swap(pid, Ordering::Relaxed) == pid {
+        return;
+    }
+    api_lock::watch();
+    let mask = sys::set_signal_mask(!0);
+    if !libc::start_thread(main, core::ptr::from_ref(table).cast_mut().cast()) {
+        STARTED.store(0, Ordering::Relaxed);
+    }
+    sys::set_signal_mask(mask);
+}
+
+unsafe extern "C" fn main(table: *mut c_void) -> *mut c_void {
+    sys::name_thread(c"rekindle-keeper");
+    // SAFETY: what `start` gave: mapped for good.
+    let table = unsafe { &*table.cast::<Table>() };
+    table.keeper.store(sys::thread(), Ordering::Release);
+    loop {
+        let calls = table.calls.load(Ordering::Acquire);
+        if calls == table.answered.load(Ordering::Relaxed) {
+            sys::futex_wait(&table.calls, calls);
+            continue;
+        }
+        match sys::socket_pair() {
+            Ok([ours, theirs]) => {
+                let _ = ours.set_receive_timeout(FIRST_SECONDS);
+                table.socket.store(theirs.number(), Ordering::Relaxed);
+                table.answered.store(calls, Ordering::Release);
+                serve(table, ours, theirs);
+                table.socket.store(-1, Ordering::Release);
+            }
+            Err(_) => {
+                table.socket.store(-1, Ordering::Relaxed);
+                table.answered.store(calls, Ordering::Release);
+            }
+        }
+    }
+    #[expect(unreachable_code, reason = "the type that the libc wants")]
+    null_mut()
+}
+
+/// Answers until the supervisor has closed its end, or is silent for too long.
+fn serve(table: &'static Table, ours: sys::File, theirs: sys::File) {
+    let mut theirs = Some(theirs);
+    while let Ok(Some((Request { what, index }, descriptor))) = ours.receive::<Request>() {
+        // The supervisor has its end: when it closes that, this one must not keep the socket open.
+        if let Some(theirs) = theirs.take() {
+            drop(theirs);
+            let _ = ours.set_receive_timeout(PATIENCE_SECONDS);
+        }
+        let mut exported = None;
+        let (code, count) = match what {
+            table::BEGIN => (SUCCESS, 0),
+            table::PROBE => probe(table),
+            table::RELEASE => release(table),
+            table::EXPORT => export(table, index, &mut exported),
+            table::IMPORT => import(table, index, descriptor.as_ref()),
+            table::MAP => map(table),
+            _ => (-1, 0),
+        };
+        let reply = Reply { code, count };
+        if ours.send(&reply, exported.as_ref()).is_err() {
+            return;
+        }
+    }
+}
+
+fn is_gone(flag: &core::sync::atomic::AtomicU32) -> bool {
+    flag.load(Ordering::Relaxed) != 0
+}
+
+fn live_imports(table: &Table) -> impl Iterator<Item = &Import> {
+    sharing::imports(table).filter(|import| import.is_live.load(Ordering::Relaxed) != 0)
+}
+
+fn accesses(mapping: &Mapping) -> impl Iterator<Item = [i32; 3]> {
+    let used = mapping.accesses.load(Ordering::Relaxed) as usize;
+    mapping.access.iter().take(used).map(|access| {
+        let kind = access.location_kind.load(Ordering::Relaxed) as i32;
+        [kind, access.location.load(Ordering::Relaxed), access.flags.load(Ordering::Relaxed) as i32]
+    })
+}
+
+fn set_access(mapping: &Mapping, access: &[i32; 3]) -> i32 {
+    let (address, size) = (mapping.address.load(Ordering::Relaxed), mapping.size.load(Ordering::Relaxed));
+    driver::set_access(address, size, access)
+}
+
+/// Counts what went well up to the first error.
+fn until_error(codes: impl Iterator<Item = i32>) -> (i32, u32) {
+    let mut count = 0;
+    for code in codes {
+        if code != SUCCESS {
+            return (code, count);
+        }
+        count += 1;
+    }
+    (SUCCESS, count)
+}
+
+fn probe(table: &'static Table) -> (i32, u32) {
+    // What is set is what is there already.
+    let mapped = sharing::mappings(table).filter(|mapping| !is_gone(&mapping.is_gone)).take(PROBED);
+    let set = mapped.flat_map(|mapping| accesses(mapping).map(move |access| set_access(mapping, &access)));
+    let (code, count) = until_error(set);
+    let first = table.exports.iter().position(|export| export.handle.load(Ordering::Relaxed) != 0);
+    match first {
+        Some(at) if code == SUCCESS => export(table, at as u32, &mut None),
+        _ => (code, count),
+    }
+}
+
+fn release(table: &'static Table) -> (i32, u32) {
+    table.state.store(table::LET_GO, Ordering::Relaxed);
+    let unmapped = sharing::mappings(table).filter(|mapping| !is_gone(&mapping.is_gone)).map(|mapping| {
+        let code = driver::unmap(mapping.address.load(Ordering::Relaxed), mapping.size.load(Ordering::Relaxed));
+        mapping.is_gone.store((code == SUCCESS).into(), Ordering::Relaxed);
+        code
+    });
+    let (code, _) = until_error(unmapped);
+    if code != SUCCESS {
+        return (code, 0);
+    }
+    until_error(live_imports(table).filter(|import| !is_gone(&import.is_gone)).map(|import| {
+        // From now on it is gone: a reference that is left is worse than one too few.
+        import.is_gone.store(1, Ordering::Relaxed);
+        let handle = import.handle.load(Ordering::Relaxed);
+        let references = import.references.load(Ordering::Relaxed);
+        until_error((0..references).map(|_| driver::release(handle))).0
+    }))
+}
+
+fn export(table: &'static Table, index: u32, exported: &mut Option<sys::File>) -> (i32, u32) {
+    let found = table.exports.get(index as usize).map(|export| (export, export.handle.load(Ordering::Relaxed)));
+    let Some((export, handle @ 1..)) = found else { return (-1, 0) };
+    let tag = Tag {
+        pid: table.pid.load(Ordering::Relaxed) as u32,
+        id: export.id.load(Ordering::Relaxed),
+        nonce: table.nonce.load(Ordering::Relaxed),
+    };
+    let mut descriptor = -1;
+    let code = driver::export(&mut descriptor, handle, export.kind.load(Ordering::Relaxed), tag);
+    if code == SUCCESS {
+        *exported = Some(sys::File::from_number(descriptor));
+    }
+    (code, 1)
+}
+
+fn import(table: &'static Table, index: u32, descriptor: Option<&sys::File>) -> (i32, u32) {
+    let entry = table.imports.get(index as usize).filter(|import| is_gone(&import.is_gone));
+    let (Some(import), Some(descriptor)) = (entry, descriptor) else { return (-1, 0) };
+    let mut handle = 0;
+    let code = driver::import(&mut handle, descriptor.number(), import.kind.load(Ordering::Relaxed));
+    if code == SUCCESS {
+        import.handle.store(handle, Ordering::Relaxed);
+        import.is_gone.store(0, Ordering::Relaxed);
+        sharing::RENAMED.store(true, Ordering::Relaxed);
+    }
+    (code, 1)
+}
+
+fn map(table: &'static Table) -> (i32, u32) {
+    let load = |value: &core::sync::atomic::AtomicU64| value.load(Ordering::Relaxed);
+    let mapped = sharing::mappings(table).filter(|mapping| is_gone(&mapping.is_gone)).map(|mapping| {
+        let Some(import) = sharing::import_of(table, mapping).filter(|import| !is_gone(&import.is_gone)) else {
+            return -1;
+        };
+        let (address, size) = (load(&mapping.address), load(&mapping.size));
+        let code = driver::map(address, size, load(&mapping.offset), load(&import.handle), load(&mapping.flags));
+        if code != SUCCESS {
+            return code;
+        }
+        mapping.is_gone.store(2, Ordering::Relaxed);
+        until_error(accesses(mapping).map(|access| set_access(mapping, &access))).0
+    });
+    let (code, count) = until_error(mapped);
+    if code != SUCCESS {
+        return (code, count);
+    }
+    // With the references that the program had. An import has one; where it had given that up, the mapping keeps it.
+    let again = sharing::mappings(table).filter(|mapping| mapping.is_gone.load(Ordering::Relaxed) == 2);
+    let (code, _) = until_error(again.map(|mapping| {
+        mapping.is_gone.store(0, Ordering::Relaxed);
+        let Some(import) = sharing::import_of(table, mapping) else { return -1 };
+        // Once for each import: by its first mapping.
+        let address = load(&mapping.address);
+        let at = mapping.import.load(Ordering::Relaxed);
+        let is_first = |other: &Mapping| other.import.load(Ordering::Relaxed) == at;
+        if sharing::mappings(table).find(|other| is_first(other)).is_none_or(|other| load(&other.address) != address) {
+            return SUCCESS;
+        }
+        match import.references.load(Ordering::Relaxed) {
+            0 => driver::release(load(&import.handle)),
+            references => until_error((1..references).map(|_| driver::retain(&mut 0, address))).0,
+        }
+    }));
+    if code == SUCCESS {
+        table.state.store(table::HELD, Ordering::Relaxed);
+    }
+    (code, count)
+}

@@ -1,0 +1,292 @@
+//! What was typed, turned into calls of the library; tables, JSON and exit codes.
+
+pub mod config;
+mod control;
+mod cuda;
+mod doctor;
+mod environment;
+pub mod exit;
+mod job_args;
+mod list;
+mod logs;
+mod man;
+pub mod output;
+mod progress;
+mod prune;
+mod rehearse;
+mod repair;
+mod replica;
+mod report;
+mod run;
+mod show;
+mod status;
+mod stop;
+mod tag;
+mod top;
+mod trust;
+mod unmark;
+mod verify;
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser};
+
+use crate::config::{self as settings, Overrides};
+use crate::telemetry;
+pub use exit::Exit;
+use output::Format;
+use rekindle_base::chain;
+use rekindle_store::{Access, Store};
+
+/// Keeps long GPU jobs alive: snapshots on an interval, automatic restart from the newest good one
+#[derive(Debug, Parser)]
+#[command(version, max_term_width = 100)]
+struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// What every command takes.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Global {
+    /// Read this configuration file instead of /etc/rekindle/rekindle.toml
+    #[arg(long, global = true, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Where the images of all jobs are (store.directory)
+    #[arg(long, global = true, value_name = "DIR")]
+    store: Option<PathBuf>,
+    /// Print JSON instead of text
+    #[arg(long, global = true)]
+    json: bool,
+}
+
+impl Global {
+    fn format(&self) -> Format {
+        if self.json { Format::Json } else { Format::Text }
+    }
+
+    fn overrides(&self) -> Overrides {
+        Overrides { store: self.store.clone(), ..Overrides::default() }
+    }
+
+    /// The configuration, with `more` over it.
+    fn settings(&self, more: Overrides) -> Result<settings::Config, settings::Error> {
+        settings::load(self.config.as_deref(), settings::environment(), &more)
+    }
+
+    /// The store, to look at its images.
+    fn open_store(&self) -> anyhow::Result<Store> {
+        let config = self.settings(self.overrides())?.store;
+        Ok(Store::open(&config.directory, Access::Read)?.with_trust(config.trust()?))
+    }
+
+    /// The store, to find a supervisor and what it says: that needs no key, and must work where the key cannot be used.
+    fn find_supervisor(&self) -> anyhow::Result<Store> {
+        Ok(Store::open(&self.settings(self.overrides())?.store.directory, Access::Read)?)
+    }
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Command {
+    /// Launch a job, or go on with one that was interrupted, and keep it alive
+    Run(run::RunArgs),
+    /// Bring a job back from an image and keep it alive from there
+    Restore(run::RestoreArgs),
+    /// Show what jobs do: state, restarts, last snapshot, the next, and why one failed
+    #[command(visible_alias = "ps")]
+    Status(status::StatusArgs),
+    /// Have a snapshot of a running job taken now
+    Snapshot(control::SnapshotArgs),
+    /// Take a snapshot, then end the job and free its memory and GPUs, until `resume`
+    Suspend(control::JobArg),
+    /// Go on with a suspended job
+    Resume(control::JobArg),
+    /// Take a running job back to one of its images; newer images stay
+    Rewind(control::RewindArgs),
+    /// Take a last snapshot, then stop the job and its supervisor; the same `run` goes on from it
+    Stop(stop::StopArgs),
+    /// Print the output of a job, through rotations and restarts
+    Logs(logs::LogsArgs),
+    /// List jobs, or the images of a job
+    #[command(visible_alias = "ls")]
+    List(list::ListArgs),
+    /// Show all that is known of an image
+    Show {
+        /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
+        image: String,
+    },
+    /// Watch all jobs of the store in the terminal: q quits, arrows select, Enter shows a job's recent events
+    Top,
+    /// Write a page of what became of a job's time: goodput, freezes, failures, the store
+    Report(report::ReportArgs),
+    /// Check that nothing of the images is missing; with --read-data, every byte
+    Verify(verify::VerifyArgs),
+    /// Repair a job's damaged packs, with content from other packs and the replica, and mark the images that have lost something
+    Repair(repair::RepairArgs),
+    /// Remove images from the store that no rule keeps (store.keep-last and others) or that take too much; those in memory
+    /// go by themselves
+    Prune(prune::PruneArgs),
+    /// Keep an image whatever the rules say
+    Pin(tag::PinArgs),
+    /// Take that back
+    Unpin(tag::PinArgs),
+    /// Give an image names, to find it by as JOB/TAG; only `pin` keeps it
+    Tag(tag::TagArgs),
+    /// Take names back
+    Untag(tag::TagArgs),
+    /// Take back the marks of images that were marked as bad: restarts use them again
+    Unmark(unmark::UnmarkArgs),
+    /// Check what `run` needs of this machine, and say what helps; exit code 69 where `run` cannot work
+    Doctor,
+    /// Show or check the configuration
+    #[command(subcommand)]
+    Config(ConfigCommand),
+    /// Lock, checkpoint, restore and unlock a CUDA process by hand (driver 570 or newer)
+    #[command(subcommand)]
+    Cuda(cuda::CudaCommand),
+    /// Print a completion script for a shell
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Try a restore beside a running job; for the supervisor
+    #[command(hide = true)]
+    Rehearse,
+    /// Write the manual pages into a folder, for a package
+    #[command(hide = true)]
+    Man {
+        /// The folder
+        folder: PathBuf,
+    },
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum ConfigCommand {
+    /// Print every key with its value and where that comes from
+    Show,
+    /// Check a configuration file
+    Check {
+        /// The file; the one that `run` would read without it
+        file: Option<PathBuf>,
+    },
+}
+
+/// Runs the command line of this process.
+#[must_use]
+pub fn main() -> ExitCode {
+    rekindle_os::spawn::spare_present_children();
+    if let Err(error) = rekindle_os::inherited::put_right() {
+        output::complain(&format!("cannot put signals right: {error}"));
+        return Exit::Internal.into();
+    }
+    main_with(std::env::args_os())
+}
+
+fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version are errors for clap, with their own stream and code.
+            let _ = error.print();
+            return if error.use_stderr() { Exit::Usage.into() } else { Exit::Success.into() };
+        }
+    };
+    match dispatch(&cli) {
+        Ok(exit) => exit.into(),
+        Err(error) => {
+            let text = chain(error.as_ref());
+            // The last line is one of the log, where that is for programs.
+            if telemetry::log::is_json() {
+                tracing::error!("{text}")
+            } else {
+                output::complain(&text)
+            }
+            exit::of_error(&error).into()
+        }
+    }
+}
+
+fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
+    let global = &cli.global;
+    match &cli.command {
+        Command::Run(args) => run::run(global, args),
+        Command::Restore(args) => run::restore(global, args),
+        Command::Status(args) => status::status(global, args),
+        Command::Snapshot(args) => control::snapshot(global, args),
+        Command::Suspend(args) => control::suspend(global, args),
+        Command::Resume(args) => control::resume(global, args),
+        Command::Rewind(args) => control::rewind(global, args),
+        Command::Stop(args) => stop::stop(global, args),
+        Command::Logs(args) => logs::logs(global, args),
+        Command::List(args) => list::list(global, args),
+        Command::Show { image } => show::show(global, image),
+        Command::Top => top::top(global),
+        Command::Report(args) => report::report(global, args),
+        Command::Verify(args) => verify::verify(global, args),
+        Command::Repair(args) => repair::repair(global, args),
+        Command::Prune(args) => prune::prune(global, args),
+        Command::Pin(args) => tag::pin(global, args),
+        Command::Unpin(args) => tag::unpin(global, args),
+        Command::Tag(args) => tag::tag(global, args),
+        Command::Untag(args) => tag::untag(global, args),
+        Command::Unmark(args) => unmark::unmark(global, args),
+        Command::Doctor => doctor::doctor(global),
+        Command::Config(ConfigCommand::Show) => {
+            config::show(global.config.as_deref(), &global.overrides(), global.format())?;
+            Ok(Exit::Success)
+        }
+        Command::Config(ConfigCommand::Check { file }) => {
+            config::check(file.as_deref().or(global.config.as_deref()))?;
+            Ok(Exit::Success)
+        }
+        Command::Cuda(command) => cuda::run(command, global.format()),
+        Command::Rehearse => rehearse::rehearse(),
+        Command::Man { folder } => {
+            man::write(Cli::command(), folder)?;
+            Ok(Exit::Success)
+        }
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(*shell, &mut Cli::command(), "rekindle", &mut script);
+            output::print_text(String::from_utf8_lossy(&script).trim_end())?;
+            Ok(Exit::Success)
+        }
+    }
+}
+
+/// A request that makes no sense, in words that say what would.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct Misuse(String);
+
+/// The CRIU that the user names, in the configuration or with REKINDLE_CRIU.
+fn named_criu(config: &settings::Config) -> Option<PathBuf> {
+    config.criu.path.clone().or_else(|| std::env::var_os("REKINDLE_CRIU").map(PathBuf::from))
+}
+
+/// Starts logging as configured; commands that only print do not log.
+fn start_log(config: &settings::Config) {
+    telemetry::log::start(config.log.level, config.log.format);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn everything_after_the_dashes_is_the_jobs() {
+        let cli = Cli::try_parse_from(["rekindle", "run", "--name", "n", "--", "prog", "--json", "-x"]).unwrap();
+        let Command::Run(args) = cli.command else { panic!("not run") };
+        assert_eq!(args.command, ["prog", "--json", "-x"]);
+        assert!(!cli.global.json);
+    }
+}

@@ -1,0 +1,110 @@
+//! What became of a job's time: one page for people, one document for programs.
+//!
+//! Made from the journal of its events and the manifests of its images, and from nothing else; it can be made while the
+//! job runs and after it, with or without a supervisor. `docs/report.md` defines each figure.
+//!
+//! - [`history`]: events in, stretches of time out; what a live view needs too.
+//! - [`model`]: figures from those.
+//! - [`html`]: the page. Everything that is foreign on it (command lines, messages) is escaped.
+
+pub mod history;
+pub mod html;
+pub mod model;
+pub mod words;
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::{fs, io};
+
+use chrono::{DateTime, Utc};
+
+use crate::published::Published;
+use crate::telemetry::events;
+use model::{Facts, ImageSize, Report};
+use rekindle_store::{self as store, JobFolder, Known, Outcome, Place};
+
+/// Why there is no report.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The store.
+    #[error(transparent)]
+    Store(#[from] store::Error),
+    /// The journal.
+    #[error("cannot read the events of {job}")]
+    Journal {
+        /// Of which job.
+        job: store::JobName,
+        /// The kernel's answer.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// What can be said of a job now.
+///
+/// # Errors
+/// When the store or the journal cannot be read.
+pub fn of(folder: &JobFolder, since: Option<DateTime<Utc>>) -> Result<Report, Error> {
+    let failed = |source| Error::Journal { job: folder.name().clone(), source };
+    let events = events::read(&folder.log_dir()).map_err(failed)?;
+    let live = Published::live(folder)?;
+    let facts = Facts {
+        job: folder.name().to_string(),
+        state: state(folder, live.as_ref())?,
+        supervised: live.is_some(),
+        disk: allocated(folder.path()),
+        images: folder.known()?.iter().map(image_size).collect(),
+        since,
+    };
+    Ok(Report::new(&events, facts, Utc::now()))
+}
+
+/// What the job's supervisor does, or how its last run ended, in a word.
+///
+/// # Errors
+/// When the record cannot be read.
+pub fn state(folder: &JobFolder, live: Option<&Published>) -> Result<String, store::Error> {
+    if let Some(live) = live {
+        return Ok(live.state.clone());
+    }
+    let word = match folder.record()?.map(|record| record.outcome) {
+        Some(Outcome::Running) => "interrupted",
+        Some(Outcome::Completed) => "completed",
+        Some(Outcome::Failed { .. }) => "failed",
+        Some(Outcome::Stopped) => "stopped",
+        None => "new",
+    };
+    Ok(word.into())
+}
+
+fn image_size(known: &Known) -> ImageSize {
+    let manifest = known.best().manifest();
+    // A plain image lies in the store as it is.
+    let stored = known.copy(Place::Stored).and_then(|copy| copy.manifest());
+    ImageSize {
+        id: known.id(),
+        good: known.best().is_good(),
+        places: known.places().iter().map(ToString::to_string).collect::<Vec<_>>().join(", "),
+        bytes: manifest.map_or(0, |manifest| manifest.bytes),
+        stored: stored.map(|manifest| manifest.chunks.as_ref().map_or(manifest.bytes, |chunks| chunks.stored)),
+    }
+}
+
+/// Bytes that a folder takes on the disk. What cannot be looked at takes none.
+#[must_use]
+pub fn allocated(dir: &Path) -> u64 {
+    let Ok(entries) = fs::read_dir(dir) else { return 0 };
+    let of = |entry: fs::DirEntry| {
+        let Ok(meta) = entry.metadata() else { return 0 };
+        let below = if meta.is_dir() { allocated(&entry.path()) } else { 0 };
+        // In units of 512 bytes, whatever the file system's are (stat(2)).
+        meta.blocks().saturating_mul(512).saturating_add(below)
+    };
+    entries.flatten().map(of).sum()
+}
+
+/// A moment, for tests.
+#[cfg(test)]
+pub(crate) fn at(seconds: i64) -> DateTime<Utc> {
+    DateTime::UNIX_EPOCH + chrono::TimeDelta::seconds(1_800_000_000 + seconds)
+}
