@@ -1,4 +1,4 @@
-"""A word with rekindle, from the job that it supervises (docs/word.md). Python 3.8, no dependencies: copy this file."""
+"""A client for rekindle's job API (docs/job-api.md). Python 3.8 or newer, no dependencies: copy this file."""
 import contextlib, json, os, socket, sys, time
 
 _path, _life, _asked, _callbacks = os.environ.get("REKINDLE_SOCKET"), None, 0.0, []

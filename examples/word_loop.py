@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""A training loop that has a word with rekindle.
+"""A training loop that uses rekindle's job API.
 
     rekindle run -- python3 examples/word_loop.py
 
-It has a snapshot taken before each "epoch", none within the "checkpoint" that it writes itself, and opens anew what belongs to
-the machine once it was brought back. Without rekindle it runs as well.
+It asks for a snapshot before each "epoch", blocks snapshots while it writes its own "checkpoint", and reconnects after a
+restore. It also runs without rekindle.
 """
 import os
 import sys
