@@ -42,17 +42,17 @@
 //! - [`report`]: what a job's time went to, from that journal: a page, a document.
 
 pub mod cli;
-pub mod config;
+mod config;
 pub mod control;
-pub mod doctor;
-pub mod hooks;
+mod doctor;
+mod hooks;
 #[cfg(test)]
 mod layers;
-pub mod policy;
+mod policy;
 pub mod published;
 pub mod report;
-pub mod scheduler;
+mod scheduler;
 pub mod supervisor;
 pub mod telemetry;
-pub mod watch;
+mod watch;
 pub mod word;

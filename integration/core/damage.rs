@@ -4,7 +4,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use rekindle::config::Copies;
+use rekindle_store::options::Copies;
 use rekindle_store::chunk::{ChunkMap, Compression};
 use rekindle_store::pack::Unread;
 use rekindle_store::persist::{Bounds, Packing, Progress, persist};

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use chrono::{DateTime, TimeDelta, Utc};
-use rekindle::config::ReplicaUrl;
+use rekindle_store::replica::ReplicaUrl;
 use rekindle_os::direct::Way;
 use rekindle_store::chunk::codec::Compression;
 use rekindle_store::chunk::{ChunkMap, Extent, Key, chunk_id};

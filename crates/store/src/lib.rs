@@ -28,7 +28,7 @@ mod draft;
 mod error;
 mod files;
 mod folder;
-pub mod format;
+mod format;
 pub mod gc;
 pub mod heal;
 mod id;
