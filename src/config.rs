@@ -28,7 +28,7 @@ mod tell;
 #[cfg(test)]
 mod tests;
 mod value;
-mod watch;
+pub(crate) mod watch;
 mod word;
 
 use std::collections::BTreeMap;
@@ -37,36 +37,22 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-pub use auto::MeanTime;
-pub use control::Control;
-pub use error::{Error, Fault, Problem};
-pub use files::Files;
-pub use gpu::Gpu;
-pub use model::{
-    ColdStart, Config, Criu, EnvironmentMode, Interposer, Job, LIMITS, Level, Log, OnSuccess, PidNamespace, Replica,
-    Restart, Snapshot, Staging, Store, VERSION,
+pub(crate) use auto::MeanTime;
+pub(crate) use error::{Error, Fault, Problem};
+pub(crate) use model::{
+    ColdStart, Config, EnvironmentMode, Interposer, Level, OnSuccess, PidNamespace, Restart, Snapshot, Staging, Store,
 };
-pub use network::{Network, NetworkMode, UplinkMode};
-pub use rekindle_base::Percentage;
-pub use rekindle_engine::launch::nccl::Nccl;
-pub use rekindle_engine::restore::ChangedFiles;
-pub use rekindle_engine::snapshot::TcpChoice;
-pub use rekindle_store::chunk::Compression;
-pub use rekindle_store::options::Copies;
-pub use rekindle_store::replica::{ReplicaUrl, Scheme};
-pub use scheduler::{Deadline, Profile, Requeue, Scheduler};
-pub use storage::{Repack, SizeLimit, Threads, VerifyRate};
-pub use tell::{Hooks, LogFormat, Metrics, OnError, WebhookUrl};
-pub use value::{ByteSize, Environment, HIDDEN, Interval, Limit, Malformed, Rate, Stdin, Umask};
-pub use watch::{
-    Above, AnyOf, CauseName, GpuFaults, HangAction, Match, Patience, Pattern, Rule, RuleAction, SignalName, Watch,
-};
-pub use word::Word;
+pub(crate) use network::{NetworkMode, UplinkMode};
+pub(crate) use scheduler::{Deadline, Profile, Requeue};
+pub(crate) use storage::{SizeLimit, Threads, VerifyRate};
+pub(crate) use tell::{Hooks, LogFormat, OnError, WebhookUrl};
+pub(crate) use value::{Interval, Limit, Rate, Stdin};
+pub(crate) use watch::{CauseName, GpuFaults, HangAction, Match, Pattern, Rule, RuleAction, Watch};
 
 use layers::{Layers, Setting};
 
 /// The file that is read when none is named and this one exists.
-pub const DEFAULT_FILE: &str = "/etc/rekindle/rekindle.toml";
+pub(crate) const DEFAULT_FILE: &str = "/etc/rekindle/rekindle.toml";
 
 /// What was typed on the command line, the strongest layer.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -121,7 +107,7 @@ impl fmt::Display for Origin {
 
 /// A valid configuration and where each value of it comes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Effective {
+pub(crate) struct Effective {
     /// The configuration.
     pub config: Config,
     /// The file that was read.
@@ -132,7 +118,7 @@ pub struct Effective {
 
 /// One line of `config show`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct Entry {
+pub(crate) struct Entry {
     /// The key with its section, and the name within it for a map.
     pub key: String,
     /// The value; none where the key is not set. Values of `job.environment` are [`HIDDEN`].
@@ -144,7 +130,7 @@ pub struct Entry {
 impl Effective {
     /// Every key with its value and origin, in the order of the file.
     #[must_use]
-    pub fn entries(&self) -> Vec<Entry> {
+    pub(crate) fn entries(&self) -> Vec<Entry> {
         let table = table(&self.config);
         let mut entries = Vec::new();
         for key in keys::KEYS {
@@ -185,7 +171,7 @@ fn value_at<'a>(table: &'a toml::Table, path: &str) -> Option<&'a toml::Value> {
 
 /// The variables of this process that may be configuration, for [`load`]. Unlike `std::env::vars` it does not panic
 /// where a variable is not UTF-8.
-pub fn environment() -> impl Iterator<Item = (String, String)> {
+pub(crate) fn environment() -> impl Iterator<Item = (String, String)> {
     let text = |text: std::ffi::OsString| text.to_string_lossy().into_owned();
     std::env::vars_os()
         .map(move |(name, value)| (text(name), text(value)))
@@ -194,7 +180,7 @@ pub fn environment() -> impl Iterator<Item = (String, String)> {
 
 /// Whether a variable is a part of the configuration that may hold a secret of ours, such as an address or a token for hooks.
 #[must_use]
-pub fn may_hold_secret(variable: &str) -> bool {
+pub(crate) fn may_hold_secret(variable: &str) -> bool {
     let named = |key: &keys::Key| key.variable().is_some_and(|name| name == variable);
     keys::KEYS.iter().any(|key| key.may_hold_ours() && named(key))
 }
@@ -207,7 +193,7 @@ pub fn may_hold_secret(variable: &str) -> bool {
 /// # Errors
 ///
 /// The file cannot be read or may not be obeyed, or [`Error::Invalid`] with everything that is wrong.
-pub fn load(
+pub(crate) fn load(
     file: Option<&Path>,
     env: impl Iterator<Item = (String, String)>,
     overrides: &Overrides,
@@ -220,7 +206,7 @@ pub fn load(
 /// # Errors
 ///
 /// Those of [`load`].
-pub fn effective(
+pub(crate) fn effective(
     file: Option<&Path>,
     env: impl Iterator<Item = (String, String)>,
     overrides: &Overrides,

@@ -32,7 +32,7 @@ use crate::config::Config;
 /// What was found out about one thing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum State {
+pub(crate) enum State {
     /// As it should be.
     Ok,
     /// It does not apply to this machine, or nothing needs it here.
@@ -46,7 +46,7 @@ pub enum State {
 impl State {
     /// As it is printed.
     #[must_use]
-    pub fn as_str(self) -> &'static str {
+    pub(crate) fn as_str(self) -> &'static str {
         match self {
             State::Ok => "ok",
             State::NotHere => "not-here",
@@ -59,7 +59,7 @@ impl State {
 /// One thing that was looked at.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Check {
+pub(crate) struct Check {
     /// Group and name, for example `criu.version`; stable, for scripts.
     pub check: &'static str,
     /// How it stands.
@@ -99,7 +99,7 @@ impl Check {
 /// All that was looked at.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Report {
+pub(crate) struct Report {
     /// Whether `run` can work here.
     pub run_works: bool,
     /// What was looked at, group by group.
@@ -109,7 +109,7 @@ pub struct Report {
 impl Report {
     /// How many checks are in this state.
     #[must_use]
-    pub fn count(&self, state: State) -> usize {
+    pub(crate) fn count(&self, state: State) -> usize {
         self.checks.iter().filter(|check| check.state == state).count()
     }
 }
@@ -133,7 +133,7 @@ struct Facts {
 /// Looks at everything and judges it. `criu` is the CRIU that the user named, if any. Takes about a second: most of it
 /// is the dump and restore of a small job, and NVML.
 #[must_use]
-pub fn examine(config: &Config, criu: Option<PathBuf>) -> Report {
+pub(crate) fn examine(config: &Config, criu: Option<PathBuf>) -> Report {
     judge(&gather(config, criu), config)
 }
 

@@ -18,17 +18,17 @@ mod webhook;
 
 use serde::{Deserialize, Serialize};
 
-pub use document::{Context, Document};
-pub use failure::{Failure, Failures};
-pub use runner::{Gate, Passed, Runner};
-pub use webhook::Webhook;
+pub(crate) use document::{Context, Document};
+pub(crate) use failure::{Failure, Failures};
+pub(crate) use runner::{Gate, Passed, Runner};
+pub(crate) use webhook::Webhook;
 
 use crate::config::Hooks;
 
 /// When a hook runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Point {
+pub(crate) enum Point {
     /// Before the job is frozen.
     BeforeSnapshot,
     /// After it was, or was not.
@@ -46,7 +46,7 @@ pub enum Point {
 impl Point {
     /// As in the configuration.
     #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Point::BeforeSnapshot => "before-snapshot",
             Point::AfterSnapshot => "after-snapshot",
@@ -59,7 +59,7 @@ impl Point {
 
     /// The command for it; empty where there is none.
     #[must_use]
-    pub fn command(self, hooks: &Hooks) -> &[String] {
+    pub(crate) fn command(self, hooks: &Hooks) -> &[String] {
         match self {
             Point::BeforeSnapshot => &hooks.before_snapshot,
             Point::AfterSnapshot => &hooks.after_snapshot,
@@ -73,7 +73,7 @@ impl Point {
 
 /// A hook, or the webhook, that did not do what it should.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Report {
+pub(crate) struct Report {
     /// Which: the name of a [`Point`], or "webhook".
     pub hook: &'static str,
     /// Why, in words.
@@ -81,12 +81,12 @@ pub struct Report {
 }
 
 /// Where reports go.
-pub type Reporter = std::sync::Arc<dyn Fn(Report) + Send + Sync>;
+pub(crate) type Reporter = std::sync::Arc<dyn Fn(Report) + Send + Sync>;
 
 /// A hook did not let something happen (`hooks.on-error = "refuse"`).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("the hook {hook} did not let it pass (hooks.on-error): {why}")]
-pub struct Refused {
+pub(crate) struct Refused {
     /// Which.
     pub hook: &'static str,
     /// Why, in words.

@@ -21,7 +21,7 @@ const CRATES: [&str; 8] = [
 ];
 
 /// The modules of the engine.
-const ENGINE: [&str; 4] = ["launch", "guard", "snapshot", "restore"];
+const ENGINE: [&str; 4] = ["launch", "parts", "snapshot", "restore"];
 
 /// The modules of the product.
 const PRODUCT: [&str; 13] = [
@@ -150,6 +150,7 @@ fn each_crate_uses_only_those_below_it() {
 
 #[test]
 fn imports_are_found_in_each_form() {
-    let code = "use crate::store::{self, Image};\nuse crate::{config::{A, B}, sys};\nfn f() { crate::base::chain(); }\n";
+    let code =
+        "use crate::store::{self, Image};\nuse crate::{config::{A, B}, sys};\nfn f() { crate::base::chain(); }\n";
     assert_eq!(named(code).into_iter().collect::<Vec<_>>(), ["base", "config", "store", "sys"]);
 }

@@ -12,7 +12,7 @@
 //! Lives that end soon and alike, one after the other, and each of which takes an image before it ends, are of a state that
 //! has gone wrong earlier: then the newest proven image has its turn.
 
-pub mod rules;
+pub(crate) mod rules;
 mod suspects;
 
 use std::collections::{BTreeSet, VecDeque};
@@ -43,7 +43,7 @@ impl std::fmt::Display for From {
 
 /// Why a life of the job is over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Death {
+pub(crate) enum Death {
     /// It ended by itself.
     Ended(Ended),
     /// The same, and what is known of the reason is no fault of an image: want of memory, a GPU that failed.
@@ -103,7 +103,7 @@ impl Images {
 
 /// What the supervisor remembers of earlier lives.
 #[derive(Debug, Clone, Default)]
-pub struct History {
+pub(crate) struct History {
     /// Restarts that count against the limit.
     restarts: VecDeque<Instant>,
     /// In a row, without healthy uptime between: the exponent of the back-off.
@@ -129,7 +129,7 @@ pub struct Mark {
 
 /// What comes next.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Decision {
+pub(crate) enum Decision {
     /// The job is complete.
     Complete,
     /// Try again.
@@ -158,7 +158,7 @@ pub enum Decision {
 impl Decision {
     /// The image to be marked first.
     #[must_use]
-    pub fn mark(&self) -> Option<&Mark> {
+    pub(crate) fn mark(&self) -> Option<&Mark> {
         match self {
             Decision::Complete => None,
             Decision::Again { mark, .. } | Decision::GiveUp { mark, .. } | Decision::NoUsableImage { mark } => {
@@ -176,7 +176,7 @@ const MACHINE_FAILURES: u32 = 5;
 impl History {
     /// A life ended.
     #[must_use]
-    pub fn after_death(
+    pub(crate) fn after_death(
         &mut self,
         death: Death,
         from: From,
@@ -226,7 +226,7 @@ impl History {
 
     /// An image was not restored. `images` are those that are left.
     #[must_use]
-    pub fn after_image_failure(
+    pub(crate) fn after_image_failure(
         &mut self,
         id: ImageId,
         failure: &Failure,
@@ -247,7 +247,7 @@ impl History {
 
     /// A start failed for a reason that another image would not change.
     #[must_use]
-    pub fn after_machine_failure(&mut self, from: From, why: &str, policy: &Restart) -> Decision {
+    pub(crate) fn after_machine_failure(&mut self, from: From, why: &str, policy: &Restart) -> Decision {
         self.machine += 1;
         if self.machine > MACHINE_FAILURES {
             let why = format!("{MACHINE_FAILURES} attempts failed, none by a fault of the image; the last: {why}");

@@ -9,11 +9,11 @@
 //!
 //! Nothing here changes the job or decides anything; the supervisor does.
 
-pub mod beats;
-pub mod clock;
-pub mod gpu;
-pub mod kmsg;
-pub mod lines;
-pub mod stacks;
-pub mod vigil;
-pub mod witness;
+pub(crate) mod beats;
+pub(crate) mod clock;
+pub(crate) mod gpu;
+pub(crate) mod kmsg;
+pub(crate) mod lines;
+pub(crate) mod stacks;
+pub(crate) mod vigil;
+pub(crate) mod witness;

@@ -26,9 +26,9 @@ use std::path::Path;
 use std::time::Instant;
 
 use anyhow::{Context, ensure};
-use rekindle::config::{self, Copies};
 use rekindle_os::parallel;
 use rekindle_store::chunk::{ChunkId, Codec, Compression};
+use rekindle_store::options::Copies;
 use rekindle_store::pack::{Entry, PackIndex, PackName, Unread};
 use rekindle_store::persist::{self, Bounds, Packing, Progress};
 use rekindle_store::scrub::{AGAIN, Scrub, Step};
@@ -62,7 +62,7 @@ fn main() -> anyhow::Result<()> {
 }
 
 fn count(threads: &str) -> anyhow::Result<usize> {
-    Ok(if threads == "auto" { config::Threads::Auto.among(parallel::cores()) } else { threads.parse()? })
+    Ok(if threads == "auto" { persist::threads_beside(parallel::cores()) } else { threads.parse()? })
 }
 
 fn noise(seed: u64) -> blake3::OutputReader {

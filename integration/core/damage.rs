@@ -4,8 +4,8 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-use rekindle_store::options::Copies;
 use rekindle_store::chunk::{ChunkMap, Compression};
+use rekindle_store::options::Copies;
 use rekindle_store::pack::Unread;
 use rekindle_store::persist::{Bounds, Packing, Progress, persist};
 use rekindle_store::unpack::unpack;

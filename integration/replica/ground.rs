@@ -5,7 +5,6 @@ use std::fs;
 use std::path::Path;
 
 use chrono::{DateTime, TimeDelta, Utc};
-use rekindle_store::replica::ReplicaUrl;
 use rekindle_os::direct::Way;
 use rekindle_store::chunk::codec::Compression;
 use rekindle_store::chunk::{ChunkMap, Extent, Key, chunk_id};
@@ -13,6 +12,7 @@ use rekindle_store::manifest::{Chunks, Manifest, Part, Tcp};
 use rekindle_store::pack::record::HEADER_BYTES;
 use rekindle_store::pack::{Making, PackWriter, record};
 use rekindle_store::persist::Progress;
+use rekindle_store::replica::ReplicaUrl;
 use rekindle_store::replica::{Patience, Replica, Uploaded};
 use rekindle_store::{Access, Image, ImageId, JobFolder, Store, WriterLock};
 

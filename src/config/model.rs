@@ -26,7 +26,7 @@ use rekindle_store::options::Copies;
 use rekindle_store::replica::ReplicaUrl;
 
 /// The only configuration format there is so far.
-pub const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 1;
 
 /// Everything that can be configured. Deserialized on its own it is typed, not validated: use [`super::load`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -129,7 +129,7 @@ impl Job {
 }
 
 /// Names accepted in `job.limits`: those of setrlimit(2) in lower case, without `RLIMIT_`.
-pub const LIMITS: &[&str] = &[
+pub(crate) const LIMITS: &[&str] = &[
     "as",
     "core",
     "cpu",

@@ -4,6 +4,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use rekindle_store::persist;
+
 use super::value::{ByteSize, Malformed, NumberOrText};
 
 /// How many threads bring an image to the store.
@@ -21,12 +23,11 @@ impl Threads {
     /// More do not make any disk faster.
     pub const MOST: u8 = 64;
 
-    /// How many they are among so many processors. The job needs most of those: it is one in four, from two, of which one
-    /// hashes while the other waits for the disk, to eight, as one hashes some 2.5 GB/s and no disk takes more.
+    /// How many they are among so many processors.
     #[must_use]
     pub fn among(self, processors: usize) -> usize {
         match self {
-            Threads::Auto => (processors / 4).clamp(2, 8).min(processors),
+            Threads::Auto => persist::threads_beside(processors),
             Threads::Count(n) => n.into(),
         }
     }

@@ -4,7 +4,16 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use super::model::LIMITS;
+use super::storage::Repack;
+use super::value::{HIDDEN, Umask};
 use super::*;
+use rekindle_base::Percentage;
+use rekindle_base::units::{ByteSize, Malformed};
+use rekindle_engine::restore::ChangedFiles;
+use rekindle_store::chunk::Compression;
+use rekindle_store::options::Copies;
+use rekindle_store::replica::ReplicaUrl;
 
 mod layering;
 mod refusals;

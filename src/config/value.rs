@@ -9,10 +9,10 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize, Serializer};
 
 pub(super) use rekindle_base::units::NumberOrText;
-pub use rekindle_base::units::{ByteSize, Malformed};
+pub(crate) use rekindle_base::units::{ByteSize, Malformed};
 
 /// What stands in place of a value that must not be shown.
-pub const HIDDEN: &str = "<hidden>";
+pub(crate) const HIDDEN: &str = "<hidden>";
 
 /// Durations as text with units ("1h 30m"), for `#[serde(with = "duration")]`.
 pub(super) mod duration {

@@ -15,7 +15,7 @@ use rekindle_base::chain;
 use rekindle_criu::{self as criu, Criu, DumpOptions, Hooks, Place, Plugin, RestoreOptions, Tcp};
 use rekindle_engine::launch::world::{FIRST_PID, Network, World, last_pid_for};
 use rekindle_engine::launch::{self, IoUring, Job, JobSpec, Privileges, output, plugin, reaper};
-use rekindle_engine::snapshot::devices::Devices;
+use rekindle_engine::parts::devices::Devices;
 use rekindle_os::process;
 
 /// On one CRIU request. A good one takes less than a tenth of a second, on a busy machine less than one.

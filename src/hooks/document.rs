@@ -9,7 +9,7 @@ use crate::telemetry::events::Event;
 
 /// What is the same in all documents of a supervisor.
 #[derive(Debug, Clone)]
-pub struct Context {
+pub(crate) struct Context {
     /// The job's name.
     pub job: String,
     /// The job's folder in the store.
@@ -18,7 +18,7 @@ pub struct Context {
 
 /// An event, and whom it is told.
 #[derive(Debug, Serialize)]
-pub struct Document<'a> {
+pub(crate) struct Document<'a> {
     hook: &'a str,
     job: &'a str,
     folder: &'a Path,
@@ -33,20 +33,20 @@ pub struct Document<'a> {
 impl<'a> Document<'a> {
     /// Of an event.
     #[must_use]
-    pub fn new(hook: &'a str, context: &'a Context, event: &'a Event) -> Document<'a> {
+    pub(crate) fn new(hook: &'a str, context: &'a Context, event: &'a Event) -> Document<'a> {
         Document { hook, job: &context.job, folder: &context.folder, failure: None, text: None, event }
     }
 
     /// Of one that is a failure.
     #[must_use]
-    pub fn of_failure(self, failure: Failure) -> Document<'a> {
+    pub(crate) fn of_failure(self, failure: Failure) -> Document<'a> {
         let text = format!("job {}: {}", self.job, failure.in_words(&self.event.what));
         Document { failure: Some(failure), text: Some(text), ..self }
     }
 
     /// Its bytes, with a line end.
     #[must_use]
-    pub fn bytes(&self) -> Vec<u8> {
+    pub(crate) fn bytes(&self) -> Vec<u8> {
         // Plain data with text for keys: there is nothing that JSON does not have.
         let mut bytes = serde_json::to_vec(self).unwrap_or_default();
         bytes.push(b'\n');

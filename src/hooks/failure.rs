@@ -10,7 +10,7 @@ use rekindle_base::cause::Cause;
 /// What failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Failure {
+pub(crate) enum Failure {
     /// The job ended with an error. What becomes of it is told by later events.
     JobEnded,
     /// The job cannot go on after a snapshot.
@@ -34,7 +34,7 @@ pub enum Failure {
 impl Failure {
     /// A sentence about the event.
     #[must_use]
-    pub fn in_words(self, what: &What) -> String {
+    pub(crate) fn in_words(self, what: &What) -> String {
         match (self, what) {
             (Failure::JobLost, What::SnapshotFailed { why, .. }) => {
                 format!("it cannot go on after a snapshot that failed: {why}")
@@ -59,7 +59,7 @@ impl Failure {
 
 /// Listens to the events of a job.
 #[derive(Debug)]
-pub struct Failures {
+pub(crate) struct Failures {
     limit: u32,
     in_a_row: u32,
 }
@@ -67,12 +67,12 @@ pub struct Failures {
 impl Failures {
     /// So many snapshots that fail in a row are a failure; with 0 none are.
     #[must_use]
-    pub fn new(limit: u32) -> Failures {
+    pub(crate) fn new(limit: u32) -> Failures {
         Failures { limit, in_a_row: 0 }
     }
 
     /// The failure that an event is, if it is one.
-    pub fn hear(&mut self, what: &What) -> Option<Failure> {
+    pub(crate) fn hear(&mut self, what: &What) -> Option<Failure> {
         match what {
             What::SnapshotTaken { .. } => self.in_a_row = 0,
             What::SnapshotFailed { job_lost: true, .. } => return Some(Failure::JobLost),

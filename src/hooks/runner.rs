@@ -19,7 +19,7 @@ const LOOK: Duration = Duration::from_millis(20);
 
 /// Runs hooks.
 #[derive(Debug, Clone)]
-pub struct Runner(Arc<Shared>);
+pub(crate) struct Runner(Arc<Shared>);
 
 struct Shared {
     hooks: Hooks,
@@ -68,19 +68,19 @@ struct GateOf {
 impl Runner {
     /// Nothing runs yet.
     #[must_use]
-    pub fn new(hooks: &Hooks, context: Context, reporter: Reporter) -> Runner {
+    pub(crate) fn new(hooks: &Hooks, context: Context, reporter: Reporter) -> Runner {
         let (queue, changed) = (Mutex::default(), Condvar::new());
         Runner(Arc::new(Shared { hooks: hooks.clone(), context, reporter, queue, changed }))
     }
 
     /// Whether there is a hook for it.
     #[must_use]
-    pub fn has(&self, point: Point) -> bool {
+    pub(crate) fn has(&self, point: Point) -> bool {
         !point.command(&self.0.hooks).is_empty()
     }
 
     /// Has a hook run when its turn comes.
-    pub fn tell(&self, point: Point, document: Vec<u8>) {
+    pub(crate) fn tell(&self, point: Point, document: Vec<u8>) {
         let mut queue = self.0.queue();
         if queue.waiting.len() >= MOST {
             if !std::mem::replace(&mut queue.left_out, true) {
@@ -95,12 +95,12 @@ impl Runner {
 
     /// A hook that something is to wait for. None where there is no such hook.
     #[must_use]
-    pub fn gate(&self, point: Point, document: Vec<u8>, limit: Duration) -> Option<Gate> {
+    pub(crate) fn gate(&self, point: Point, document: Vec<u8>, limit: Duration) -> Option<Gate> {
         self.has(point).then(|| Gate { shared: Arc::clone(&self.0), point, document, limit })
     }
 
     /// Waits for what is left, at most `hooks.timeout`; then nothing runs any more.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         let began = Instant::now();
         let last = began + self.0.hooks.timeout;
         let mut queue = self.0.queue();
@@ -196,7 +196,7 @@ impl Shared {
 
 /// A hook that something waits for.
 #[derive(Debug)]
-pub struct Gate {
+pub(crate) struct Gate {
     shared: Arc<Shared>,
     point: Point,
     document: Vec<u8>,
@@ -205,7 +205,7 @@ pub struct Gate {
 
 /// What is to become of what waited.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Passed {
+pub(crate) enum Passed {
     /// It goes on.
     Yes,
     /// The hook does not want it.
@@ -217,7 +217,7 @@ pub enum Passed {
 impl Gate {
     /// Runs the hook, after those that were to run before it, and waits for its end. Takes at most its limit.
     #[must_use]
-    pub fn pass(self, cancelled: &dyn Fn() -> bool) -> Passed {
+    pub(crate) fn pass(self, cancelled: &dyn Fn() -> bool) -> Passed {
         let Gate { shared, point, document, limit } = self;
         let called_off = Arc::new(AtomicBool::new(false));
         let (answer, result) = mpsc::channel();

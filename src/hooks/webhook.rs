@@ -30,7 +30,7 @@ const MOST: usize = 16;
 
 /// Sends failures.
 #[derive(Debug, Clone)]
-pub struct Webhook(Arc<Shared>);
+pub(crate) struct Webhook(Arc<Shared>);
 
 struct Shared {
     url: WebhookUrl,
@@ -57,12 +57,12 @@ struct Queue {
 impl Webhook {
     /// Nothing is sent yet.
     #[must_use]
-    pub fn new(url: WebhookUrl, reporter: Reporter) -> Webhook {
+    pub(crate) fn new(url: WebhookUrl, reporter: Reporter) -> Webhook {
         Webhook(Arc::new(Shared { url, reporter, queue: Mutex::default(), changed: Condvar::new() }))
     }
 
     /// Sends a document when its turn comes.
-    pub fn send(&self, document: Vec<u8>) {
+    pub(crate) fn send(&self, document: Vec<u8>) {
         let mut queue = self.0.queue();
         if queue.waiting.len() >= MOST {
             // The newest say more.
@@ -85,7 +85,7 @@ impl Webhook {
     }
 
     /// Waits for what is not sent yet, at most so long.
-    pub fn close(&self, until: Instant) {
+    pub(crate) fn close(&self, until: Instant) {
         let mut queue = self.0.queue();
         queue.closing = Some(until);
         self.0.changed.notify_all();

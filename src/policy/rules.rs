@@ -6,7 +6,7 @@ use rekindle_os::spawn::Ended;
 
 /// What a rule is held against.
 #[derive(Debug, Clone, Copy)]
-pub struct Case<'a> {
+pub(crate) struct Case<'a> {
     /// Why it ended, or will be ended.
     pub cause: &'a Cause,
     /// How it ended; None while it runs.
@@ -17,7 +17,7 @@ pub struct Case<'a> {
 
 /// The first rule that fits, counted from 0.
 #[must_use]
-pub fn first<'a>(rules: &'a [Rule], case: &Case<'_>) -> Option<(usize, &'a Rule)> {
+pub(crate) fn first<'a>(rules: &'a [Rule], case: &Case<'_>) -> Option<(usize, &'a Rule)> {
     rules.iter().enumerate().find(|(_, rule)| fits(&rule.matches, case))
 }
 

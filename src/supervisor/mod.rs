@@ -53,7 +53,7 @@ use crate::watch::beats::Beats;
 use rekindle_base::chain;
 use rekindle_criu::Criu;
 use rekindle_engine::launch::{Job, JobSpec, output, uplink};
-use rekindle_engine::restore::gpus::Wishes;
+use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::snapshot::{self, Launch, Taken};
 use rekindle_os::clock;
 use rekindle_os::inherited;

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 /// Counts the time since there was progress, and not the time in which it is held.
 #[derive(Debug, Clone)]
-pub struct Clock {
+pub(crate) struct Clock {
     limit: Duration,
     /// Counted before it was held last.
     idle: Duration,
@@ -17,34 +17,34 @@ pub struct Clock {
 impl Clock {
     /// A clock that is held, with nothing counted.
     #[must_use]
-    pub fn new(limit: Duration) -> Clock {
+    pub(crate) fn new(limit: Duration) -> Clock {
         Clock { limit, idle: Duration::ZERO, since: None, said: false }
     }
 
     /// After this long it is due.
     #[must_use]
-    pub fn limit(&self) -> Duration {
+    pub(crate) fn limit(&self) -> Duration {
         self.limit
     }
 
     /// Begins anew, as it was made.
-    pub fn reset(&mut self) {
+    pub(crate) fn reset(&mut self) {
         *self = Clock::new(self.limit);
     }
 
     /// Counts from now on.
-    pub fn go(&mut self, now: Instant) {
+    pub(crate) fn go(&mut self, now: Instant) {
         self.since.get_or_insert(now);
     }
 
     /// Counts no more.
-    pub fn hold(&mut self, now: Instant) {
+    pub(crate) fn hold(&mut self, now: Instant) {
         self.idle = self.idle(now);
         self.since = None;
     }
 
     /// There was progress. Answers whether it had been due before.
-    pub fn progress(&mut self, now: Instant) -> bool {
+    pub(crate) fn progress(&mut self, now: Instant) -> bool {
         self.idle = Duration::ZERO;
         self.since = self.since.map(|_| now);
         std::mem::take(&mut self.said)
@@ -52,12 +52,12 @@ impl Clock {
 
     /// How long there was none.
     #[must_use]
-    pub fn idle(&self, now: Instant) -> Duration {
+    pub(crate) fn idle(&self, now: Instant) -> Duration {
         self.idle + self.since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
     /// How long there was none, once when the limit is over; again only after there was progress.
-    pub fn due(&mut self, now: Instant) -> Option<Duration> {
+    pub(crate) fn due(&mut self, now: Instant) -> Option<Duration> {
         let idle = self.idle(now);
         let due = self.since.is_some() && !self.said && idle >= self.limit;
         self.said |= due;

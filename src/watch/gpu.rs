@@ -17,7 +17,7 @@ use rekindle_os::process;
 
 /// A fault of a GPU that the job uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Fault {
+pub(crate) struct Fault {
     /// Its UUID, or its PCI address where it is from the kernel's log.
     pub gpu: String,
     /// The driver's number.
@@ -61,7 +61,7 @@ fn runs(device: &Device<'_>, pids: &[i32]) -> Option<bool> {
 
 /// Whether GPUs work for a job.
 #[derive(Default)]
-pub struct GpuWork {
+pub(crate) struct GpuWork {
     nvml: Option<Nvml>,
     /// The driver's time of the newest sample that was looked at, microseconds.
     until: u64,
@@ -75,13 +75,13 @@ impl fmt::Debug for GpuWork {
 
 impl GpuWork {
     /// Another life.
-    pub fn forget(&mut self) {
+    pub(crate) fn forget(&mut self) {
         // The driver's samples go back for some seconds: those of the life before are not this one's.
         self.until = 0;
     }
 
     /// Whether a GPU has worked for the tree with this root since the last call.
-    pub fn is_working(&mut self, root: i32) -> bool {
+    pub(crate) fn is_working(&mut self, root: i32) -> bool {
         let pids = process::tree(root);
         if !uses_gpu(&pids) {
             return false;
@@ -115,7 +115,7 @@ impl GpuWork {
 
 /// Reports faults of the GPUs that the job uses, for as long as `report` answers that somebody listens. `root` is the pid of
 /// the job's root, 0 while there is none.
-pub fn watch_faults(root: &AtomicI32, report: impl Fn(Fault) -> bool) {
+pub(crate) fn watch_faults(root: &AtomicI32, report: impl Fn(Fault) -> bool) {
     let pids = || match root.load(Ordering::Relaxed) {
         0 => Vec::new(),
         root => process::tree(root),

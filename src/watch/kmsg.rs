@@ -10,7 +10,7 @@ use std::time::Duration;
 
 /// What a line says that concerns a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Notice {
+pub(crate) enum Notice {
     /// The kernel killed this process for want of memory; the pid is that of the first PID namespace.
     OutOfMemory {
         /// Which.
@@ -31,7 +31,7 @@ pub enum Notice {
 
 /// The log from some point on.
 #[derive(Debug)]
-pub struct KernelLog {
+pub(crate) struct KernelLog {
     file: File,
 }
 
@@ -40,14 +40,14 @@ impl KernelLog {
     ///
     /// # Errors
     /// When there is none for us.
-    pub fn from_now() -> io::Result<KernelLog> {
+    pub(crate) fn from_now() -> io::Result<KernelLog> {
         let mut file = OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open("/dev/kmsg")?;
         file.seek(SeekFrom::End(0))?;
         Ok(KernelLog { file })
     }
 
     /// What it has said since, or since the last call, with the time since the machine's start.
-    pub fn read(&mut self) -> Vec<(Duration, Notice)> {
+    pub(crate) fn read(&mut self) -> Vec<(Duration, Notice)> {
         /// One record (`CONSOLE_EXT_LOG_MAX`, kernel/printk).
         const RECORD: usize = 8192;
         let (mut found, mut buffer) = (Vec::new(), [0; RECORD]);
@@ -73,7 +73,7 @@ impl KernelLog {
 
 /// What this line says, if it concerns us.
 #[must_use]
-pub fn parse(line: &str) -> Option<Notice> {
+pub(crate) fn parse(line: &str) -> Option<Notice> {
     killed(line).or_else(|| xid(line))
 }
 

@@ -27,17 +27,17 @@ const AT_ONCE: u64 = 256 << 10;
 /// Of a line.
 const LINE: usize = 16 << 10;
 /// Lines that an end is held against.
-pub const LAST: usize = 200;
+pub(crate) const LAST: usize = 200;
 /// Of each file, for those.
 const LAST_BYTES: u64 = 256 << 10;
 
 /// Which life writes, and from where in the files on.
 #[derive(Debug, Clone, Default)]
-pub struct Turn(Arc<Mutex<(u32, [u64; 2])>>);
+pub(crate) struct Turn(Arc<Mutex<(u32, [u64; 2])>>);
 
 impl Turn {
     /// A life begins, at these lengths of the files; 0 is none.
-    pub fn set(&self, life: u32, from: [u64; 2]) {
+    pub(crate) fn set(&self, life: u32, from: [u64; 2]) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (life, from);
     }
 
@@ -48,7 +48,7 @@ impl Turn {
 
 /// A line that fits a rule.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Hit {
+pub(crate) struct Hit {
     /// The life that wrote it.
     pub life: u32,
     /// The rule, counted from 0.
@@ -62,7 +62,7 @@ pub struct Hit {
 ///
 /// # Errors
 /// When the files cannot be watched.
-pub fn watch(files: [PathBuf; 2], rules: &[Rule], turn: &Turn, report: impl Fn(Hit) -> bool) -> io::Result<()> {
+pub(crate) fn watch(files: [PathBuf; 2], rules: &[Rule], turn: &Turn, report: impl Fn(Hit) -> bool) -> io::Result<()> {
     let rules: Vec<(usize, Match)> = rules
         .iter()
         .enumerate()
@@ -104,14 +104,14 @@ pub fn watch(files: [PathBuf; 2], rules: &[Rule], turn: &Turn, report: impl Fn(H
 
 /// For people.
 #[must_use]
-pub fn shown(line: &[u8]) -> String {
+pub(crate) fn shown(line: &[u8]) -> String {
     const SHOWN: usize = 300;
     String::from_utf8_lossy(line).chars().map(|c| if c.is_control() { ' ' } else { c }).take(SHOWN).collect()
 }
 
 /// The last lines that a life wrote, of both files; it began at these lengths.
 #[must_use]
-pub fn last(files: [&Path; 2], from: [u64; 2]) -> Vec<Vec<u8>> {
+pub(crate) fn last(files: [&Path; 2], from: [u64; 2]) -> Vec<Vec<u8>> {
     let mut all = Vec::new();
     for (file, from) in files.into_iter().zip(from) {
         let Ok(mut tail) = Tail::open(file) else { continue };

@@ -36,7 +36,7 @@ const TOOLS_TIME: Duration = Duration::from_secs(20);
 const TASKS: usize = 512;
 
 /// Writes down what the processes of the tree are at. Answers where; nothing where it cannot be written.
-pub fn keep(root: i32, logs: &Path, what: Missing, idle: Duration) -> Option<PathBuf> {
+pub(crate) fn keep(root: i32, logs: &Path, what: Missing, idle: Duration) -> Option<PathBuf> {
     let path = logs.join(format!("stacks-{}.txt", newest(logs).map_or(1, |n| n.saturating_add(1))));
     let mut text = capture(root, what, idle);
     let end = (0..=LARGEST.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);

@@ -20,7 +20,7 @@ use rekindle_os::process;
 
 /// What it is told.
 #[derive(Debug, Clone, Copy)]
-pub enum Order {
+pub(crate) enum Order {
     /// Another life, with this number and this pid of its root. Its clocks stand still until they are let go.
     Life(u32, i32),
     /// The clocks count.
@@ -31,7 +31,7 @@ pub enum Order {
 
 /// What it reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Finding {
+pub(crate) enum Finding {
     /// No output for so long; it is worth a line in the log.
     Silent(Duration),
     /// Something has been missing for longer than allowed.
@@ -49,7 +49,7 @@ pub enum Finding {
 
 /// What is looked at.
 #[derive(Debug)]
-pub struct Vigil {
+pub(crate) struct Vigil {
     clocks: Vec<(Missing, Clock)>,
     silence: Option<Clock>,
     files: [PathBuf; 2],
@@ -76,7 +76,7 @@ struct Seen {
 impl Vigil {
     /// What the configuration asks for; none where that is nothing.
     #[must_use]
-    pub fn new(watch: &Watch, files: &output::Files, logs: PathBuf, beats: Arc<AtomicU64>) -> Option<Vigil> {
+    pub(crate) fn new(watch: &Watch, files: &output::Files, logs: PathBuf, beats: Arc<AtomicU64>) -> Option<Vigil> {
         let wanted = [
             (Missing::Output, watch.no_output_for),
             (Missing::Work, watch.no_cpu_for),
@@ -95,7 +95,7 @@ impl Vigil {
     }
 
     /// Watches until nobody gives orders any more.
-    pub fn keep(mut self, orders: &Receiver<Order>, report: impl Fn(u32, Finding)) {
+    pub(crate) fn keep(mut self, orders: &Receiver<Order>, report: impl Fn(u32, Finding)) {
         let mut going = false;
         loop {
             // Nothing to look at: no time limit, an idle job costs nothing.
@@ -227,7 +227,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let files = output::Files::create(dir.path(), output::Bounds::default()).unwrap();
         let vigil = |watch: &Watch| Vigil::new(watch, &files, dir.path().into(), Arc::default());
-        let off = Watch { log_silence_after: crate::config::Patience::Off, ..Watch::default() };
+        let off = Watch { log_silence_after: crate::config::watch::Patience::Off, ..Watch::default() };
         assert!(vigil(&off).is_none());
         assert_eq!(vigil(&Watch::default()).unwrap().pause, Duration::from_secs(60));
     }

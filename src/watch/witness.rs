@@ -10,7 +10,7 @@ use rekindle_os::{cgroup, process};
 
 /// What is compared at the end of a life with what was at its begin.
 #[derive(Debug)]
-pub struct Witness {
+pub(crate) struct Witness {
     counters: Vec<PathBuf>,
     kills: u64,
     log: Option<KernelLog>,
@@ -30,7 +30,7 @@ fn uptime() -> Option<Duration> {
 
 /// What was seen.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Testimony {
+pub(crate) struct Testimony {
     /// Of want of memory.
     pub memory: MemoryFacts,
     /// Faults of GPUs that the log tells, with the GPU's PCI address; not those of processes that are known as others.
@@ -40,14 +40,14 @@ pub struct Testimony {
 impl Witness {
     /// From now on, for the job with this root.
     #[must_use]
-    pub fn begin(root: i32) -> Witness {
+    pub(crate) fn begin(root: i32) -> Witness {
         let counters = cgroup::kill_counters(root);
         let kills = cgroup::kills(&counters);
         Witness { counters, kills, log: KernelLog::from_now().ok(), pids: process::tree(root), root }
     }
 
     /// Remembers what processes the job has now. Cheap enough for each snapshot, too dear for each second.
-    pub fn look(&mut self) {
+    pub(crate) fn look(&mut self) {
         let now = process::tree(self.root);
         if now.len() > 1 {
             self.pids = now;
@@ -56,7 +56,7 @@ impl Witness {
 
     /// What happened until now. Reads the kernel's log, which takes some milliseconds where it is full.
     #[must_use]
-    pub fn testify(&mut self) -> Testimony {
+    pub(crate) fn testify(&mut self) -> Testimony {
         let counted = cgroup::kills(&self.counters) > self.kills;
         let now = uptime().unwrap_or_default();
         let fresh = |(at, notice): (Duration, Notice)| (at + RECENT >= now).then_some(notice);

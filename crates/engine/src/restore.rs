@@ -6,30 +6,23 @@
 //! image, and finds files that were put back already as they should be.
 
 pub mod compat;
-mod contents;
-mod cuda;
 mod error;
-pub mod gpus;
-mod groups;
-mod landing;
-mod locks;
-mod moved;
 mod own;
 mod plain;
-mod ports;
 pub mod rehearsal;
-mod rollback;
 mod user;
 
 use std::time::{Duration, Instant};
 
-use crate::guard;
 use crate::launch::identity::Identity;
 use crate::launch::world::{self, Network, World};
 use crate::launch::{Job, Privileges, embedded, output, plugin};
+use crate::parts::files::moved::{self, Logs};
+use crate::parts::files::put_back as rollback;
+use crate::parts::gpu::placement::{Plan, Relocation, Wishes};
+use crate::parts::gpu::{placement, put_back as gpu};
+use crate::parts::{access, groups, landing, locks, tcp};
 use compat::{Difference, Here};
-use gpus::{Plan, Relocation, Wishes};
-use moved::Logs;
 use rekindle_base::Moved;
 use rekindle_criu::image::LostLocks;
 use rekindle_criu::{self as criu, Criu, Hooks, Notify, Place, Plugin, RestoreOptions};
@@ -42,11 +35,11 @@ use rekindle_store::persist::Progress;
 use rekindle_store::staging::Area;
 use rekindle_store::{Image, JobFolder, Manifest};
 
+pub use crate::parts::files::put_back::{ChangedFiles, PutBack, RollbackError, RolledBack};
+pub use crate::parts::landing::put_back::Error as LandingError;
+pub use crate::parts::locks::Error as LockError;
 pub use error::{Blame, Error};
-pub use landing::Error as LandingError;
-pub use locks::Error as LockError;
 pub use plain::Unpacked;
-pub use rollback::{ChangedFiles, PutBack, RollbackError, RolledBack};
 pub use user::{OtherUser, check_user};
 
 /// What a restore needs.
@@ -146,7 +139,7 @@ pub fn restore(
     let (image, request) = (&image, &Request { image: &image, ..*request });
     let put_back = timed.run("files", || put_files_back(request, manifest))?;
     // Until the driver has read it back, which is before this function ends.
-    let _landing = timed.run("landing", || landing::put(image, manifest, request.identity))?;
+    let _landing = timed.run("landing", || landing::put_back::put(image, manifest, request.identity))?;
     if cancelled() {
         return Err(Error::Cancelled);
     }
@@ -159,7 +152,7 @@ pub fn restore(
     })?;
     // In a network namespace of its own every port is free.
     if request.network == Network::Host {
-        match timed.run("ports", || ports::free(&request.image.dir.join("criu"))) {
+        match timed.run("ports", || tcp::put_back::free(&request.image.dir.join("criu"))) {
             Ok(0) => {}
             Ok(ended) => tracing::debug!("ended {ended} connections of dead processes of the job"),
             // CRIU says which port it is, if one is in the way.
@@ -197,14 +190,16 @@ pub fn restore(
     // early deaths for. One kill at this moment must not cost a good image.
     let pairs = relocation.as_ref().map_or(&[][..], |relocation| &relocation.pairs);
     match timed
-        .run("cuda", || cuda::watched(&job, request.timeout, cancelled, || cuda::bring_back(&job, manifest, pairs)))
+        .run("cuda", || gpu::watched(&job, request.timeout, cancelled, || gpu::bring_back(&job, manifest, pairs)))
     {
-        Err(Error::NoProcess(_) | Error::Cuda { .. } | Error::Sharing(_)) if job.root.has_ended().unwrap_or(false) => {
+        Err(gpu::Error::NoProcess(_) | gpu::Error::Cuda { .. } | gpu::Error::Sharing(_))
+            if job.root.has_ended().unwrap_or(false) =>
+        {
             Ok(Restored { job, put_back, moved: Vec::new(), visible: None, timings })
         }
         Ok(()) => {
             let moved = relocation.map(|relocation| relocation.moved).unwrap_or_default();
-            let visible = if moved.is_empty() { None } else { cuda::visible_devices(&job, manifest) };
+            let visible = if moved.is_empty() { None } else { gpu::visible_devices(&job, manifest) };
             Ok(Restored { job, put_back, moved, visible, timings })
         }
         Err(error) => {
@@ -212,11 +207,11 @@ pub fn restore(
             // A CUDA restore that failed has no second try on the same process.
             job.end();
             Err(match (error, &relocation) {
-                (Error::Cuda { source, .. }, Some(relocation)) if relocation.unproven && source.names_no_gpu() => {
+                (gpu::Error::Cuda { source, .. }, Some(relocation)) if relocation.unproven && source.names_no_gpu() => {
                     let here = Here::look(manifest, Some(request.criu.version), request.wishes);
                     Error::Misfit { id: request.image.id, differences: vec![compat::too_few_gpus(manifest, &here)] }
                 }
-                (error, _) => error,
+                (error, _) => error.into(),
             })
         }
     }
@@ -240,7 +235,7 @@ fn put_files_back(request: &Request<'_>, manifest: &Manifest) -> Result<Vec<PutB
     if made > 0 {
         tracing::info!("{made} folders that the job had removed since were made again");
     }
-    Ok(rollback::put_back(request.image, manifest, request)?)
+    Ok(rollback::put_back(request.image, manifest, request.folder, request.identity, request.output)?)
 }
 
 /// A process that was alive in the image (it has memory there) and is dead, below the root that CRIU makes as our child.
@@ -300,7 +295,7 @@ fn fits(
             return Err(Error::Cancelled);
         }
         let settles = Instant::now() < deadline;
-        match gpus::plan(manifest, &here.devices, request.wishes) {
+        match placement::plan(manifest, &here.devices, request.wishes) {
             Plan::Stay { .. } => return Ok(None),
             Plan::Move(relocation) if !(settles && relocation.for_room) => return Ok(Some(relocation)),
             Plan::Wait(why) if !settles => return Err(Error::Busy { id, why }),
@@ -351,7 +346,7 @@ fn run_criu(
     let abandon = || world.kill(None);
     let died = || died_while_restored(&images);
     let log_dir = request.folder.log_dir();
-    let wanted = guard::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
+    let wanted = access::Wanted { user: request.identity, privileges: request.privileges, manifest, log_dir: &log_dir };
     let (mut refused, mut rehearsed) = (None, false);
     let mut before_it_runs = |moment| {
         // Every process is made, and still has our rights: its user cannot reach it, nor what it sees (CRIU gives the
@@ -364,13 +359,13 @@ fn run_criu(
             return Ok(());
         }
         let root = criu::find_restored(manifest.tree.root).ok_or("the restored tree cannot be found")?;
-        if let Err(error) = guard::check(root, &wanted) {
+        if let Err(error) = access::check(root, &wanted) {
             let why = error.to_string();
             refused = Some(error);
             return Err(why);
         }
         locks::hold(root, lost_locks);
-        groups::put_back(root, manifest, request.identity);
+        groups::put_back::put_back(root, manifest, request.identity);
         // CRIU would send it only after it has let go: until then a thread could look for memory that is not back yet,
         // or take a lock of the driver with it into its sleep.
         if !manifest.tree.cuda.is_empty() {

@@ -24,43 +24,36 @@
 //! - Nothing is in memory or in the store under an image's name before it is whole ([`rekindle_store`]). When the power
 //!   goes, at most a draft is left, which the next start sweeps.
 
-mod contents;
 pub mod dead;
-pub mod devices;
-mod files;
-mod gpu;
-mod groups;
-mod in_flight;
-mod landing;
 mod mapped;
+mod moment;
 pub mod pages;
 mod phases;
 mod preflight;
 mod prepare;
+mod seen;
 mod target;
-mod tcp;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use chrono::Utc;
-
 use crate::launch::{self, Job, Privileges};
+use crate::parts::fds;
+use crate::parts::files::record;
+use crate::parts::gpu::capture as gpu;
 use rekindle_base::interval::Choice;
 use rekindle_criu::image::Dangling;
 use rekindle_criu::{self as criu, Criu};
-use rekindle_cuda as cuda;
-use rekindle_cuda::sharing;
 use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::{self, Manifest, PidNamespace, Reason};
 use rekindle_store::retention::survey::{Limits, NoRoom};
 use rekindle_store::staging::{self, Area, admission};
 use rekindle_store::{Image, JobFolder, JobPath, PublishError, WriterLock};
 
+pub use crate::parts::fds::InFlight;
+pub use crate::parts::tcp::capture::TcpChoice;
 pub use dead::{Deaths, Unnoticed};
-pub use in_flight::InFlight;
 pub use preflight::Refusal;
-pub use tcp::TcpChoice;
 
 /// Everything a snapshot needs; nothing in it changes while the job runs.
 #[derive(Debug)]
@@ -156,26 +149,9 @@ pub enum Error {
     /// A hook did not let it be tried.
     #[error("not tried: {0}")]
     Hook(Box<dyn std::error::Error + Send + Sync>),
-    /// A call of the CUDA driver failed.
-    #[error("{phase}: {source}")]
-    Cuda {
-        /// The phase.
-        phase: &'static str,
-        /// The driver's answer.
-        #[source]
-        source: cuda::Error,
-    },
-    /// The set of CUDA processes changed at every attempt to lock it.
-    #[error(
-        "lock: the job starts and ends CUDA processes too fast: after {attempts} attempts there was a new one each time"
-    )]
-    Restless {
-        /// How often it was tried.
-        attempts: u32,
-    },
-    /// CUDA processes have memory of each other that they cannot let go of.
-    #[error("shared GPU memory: {0}")]
-    Sharing(#[from] sharing::Error),
+    /// The GPUs could not be frozen.
+    #[error(transparent)]
+    Gpu(gpu::Error),
     /// What CRIU needs of ours is not in its place.
     #[error(transparent)]
     Plugin(#[from] crate::launch::plugin::Error),
@@ -194,14 +170,6 @@ pub enum Error {
     /// The image CRIU wrote is not whole.
     #[error("dump: the image is not whole: {0}")]
     Image(#[from] criu::image::Error),
-    /// A CUDA process is not running after everything succeeded.
-    #[error("check: process {pid} is {state} after the snapshot")]
-    NotRunning {
-        /// The process.
-        pid: i32,
-        /// Its state.
-        state: cuda::State,
-    },
     /// The store could not take it.
     #[error("store: {0}")]
     Store(#[from] rekindle_store::Error),
@@ -258,6 +226,16 @@ fn in_words(sockets: &[Dangling]) -> String {
     )
 }
 
+impl From<gpu::Error> for Error {
+    fn from(error: gpu::Error) -> Error {
+        match error {
+            gpu::Error::Cancelled => Error::Cancelled,
+            gpu::Error::Lost { cause, undo } => Error::Lost { cause: Box::new(Error::Gpu(*cause)), undo },
+            other => Error::Gpu(other),
+        }
+    }
+}
+
 impl From<staging::TakeError> for Error {
     fn from(error: staging::TakeError) -> Error {
         match error {
@@ -278,7 +256,9 @@ impl Error {
     #[must_use]
     pub fn may_pass(&self) -> bool {
         match self {
-            Error::InFlight(_) | Error::Restless { .. } | Error::Unnoticed(_) | Error::Dangling(_) => true,
+            Error::InFlight(_) | Error::Gpu(gpu::Error::Restless { .. }) | Error::Unnoticed(_) | Error::Dangling(_) => {
+                true
+            }
             Error::Dump(criu::RunError::TaskDied { .. }) => true,
             // Neither CRIU nor a helper of it ends this way by itself.
             Error::Dump(criu::RunError::Gone { ended, .. }) => *ended == Ended::Signal(libc::SIGKILL),
@@ -303,28 +283,28 @@ impl Error {
 /// # Errors
 /// When a phase fails. Unless [`Error::job_is_lost`], the job runs on as if nothing had been.
 pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Taken, Error> {
-    let mut work = frozen(subject, cancelled)?;
-    let freeze = work.frozen();
-    // The driver has read its memory back.
-    work.armed = landing::Armed::default();
+    let mut frozen = frozen(subject, cancelled)?;
+    let (freeze, id) = (frozen.time(), frozen.ready.target.id());
     let begun = Instant::now();
-    let published = work.time("publish", |work| {
-        work.complete()?;
-        let manifest = describe(work, reason)?;
-        let target = work.target.take().ok_or(Error::Cancelled)?;
-        subject.lock.confirm()?;
-        target.finish(manifest, subject.options.threads)
-    });
-    match published {
-        Ok(image) => {
-            let notes = std::mem::take(&mut work.notes);
-            Ok(Taken { image, freeze, persist: begun.elapsed(), notes })
-        }
+    let manifest = manifest(&mut frozen, reason);
+    match manifest.and_then(|manifest| frozen.ready.target.finish(manifest, subject.options.threads)) {
+        Ok(image) => Ok(Taken { image, freeze, persist: begun.elapsed(), notes: frozen.dumped.moment.notes }),
         Err(error) => {
-            work.undo_publish();
+            // The draft is gone, or has its lasting name and could not be synced: then it is an image and needs its links.
+            if !subject.folder.is_stored(id) {
+                record::drop_links(&frozen.saved_links, frozen.env.root(), frozen.env.user());
+            }
             Err(error)
         }
     }
+}
+
+/// Completes the image while the job runs, and answers all that is to be known of it.
+fn manifest(frozen: &mut phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Error> {
+    frozen.complete()?;
+    let manifest = describe(frozen, reason)?;
+    frozen.env.subject.lock.confirm()?;
+    Ok(manifest)
 }
 
 /// Whether an image may have a process that was killed and not waited for.
@@ -334,15 +314,23 @@ enum Dead {
     Taken,
 }
 
+/// What all phases need to know.
+#[derive(Clone, Copy)]
+struct Env<'a> {
+    subject: &'a Subject<'a>,
+    cancelled: &'a (dyn Fn() -> bool + Sync),
+    dead: Dead,
+}
+
 /// All that is done while the job stands still; more than once where descriptors were on their way just then.
-fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)) -> Result<phases::Work<'a>, Error> {
+fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)) -> Result<phases::Frozen<'a>, Error> {
     let root = subject.job.root.pid();
     let mut attempt = 1;
     let mut until = None;
     loop {
         let late = until.is_some_and(|until| until <= Instant::now());
-        let mut work = phases::Work::new(subject, cancelled, if late { Dead::Taken } else { Dead::Refused });
-        match work.freeze() {
+        let dead = if late { Dead::Taken } else { Dead::Refused };
+        match phases::freeze(Env { subject, cancelled, dead }) {
             Err(Error::Unnoticed(found)) => {
                 tracing::info!("the snapshot is tried again: {found}");
                 let over = || cancelled() || subject.job.root.has_ended().unwrap_or(true);
@@ -351,63 +339,63 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
                     return Err(Error::Unnoticed(found));
                 }
             }
-            Err(Error::InFlight(found)) if attempt < in_flight::ATTEMPTS && found.moves(root, attempt, cancelled) => {
+            Err(Error::InFlight(found)) if attempt < fds::ATTEMPTS && found.moves(root, attempt, cancelled) => {
                 tracing::info!("the snapshot is tried again: {found}");
                 attempt += 1;
             }
             Err(error) => return Err(error),
-            Ok(()) => return Ok(work),
+            Ok(frozen) => return Ok(frozen),
         }
     }
 }
 
 /// Everything about the image but its parts, which publishing adds.
-fn describe(work: &phases::Work<'_>, reason: Reason) -> Result<Manifest, Error> {
-    let subject = work.subject;
-    let target = work.target.as_ref().ok_or(Error::Cancelled)?;
+fn describe(frozen: &phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Error> {
+    let (subject, gpus, moment) = (frozen.env.subject, &frozen.gpus, &frozen.dumped.moment);
+    let target = &frozen.ready.target;
     let ids = criu::image::ids(&target.dir().join(phases::CRIU_DIR))?;
-    let cuda = work.gpu.inner_pids();
+    let cuda = gpus.group.inner_pids();
     Ok(Manifest {
         id: target.id(),
         job: subject.folder.name().clone(),
         lineage: subject.launch.lineage.clone(),
-        taken: work.taken.unwrap_or_else(Utc::now),
+        taken: moment.taken,
         reason,
         command: subject.launch.command.clone(),
         directory: subject.launch.directory.clone(),
         user: subject.launch.user.clone(),
-        rights: work.rights.clone(),
+        rights: Some(moment.rights.clone()),
         host: crate::launch::host::describe(),
         rekindle: env!("CARGO_PKG_VERSION").into(),
         criu: subject.criu.version.to_string(),
-        driver: if cuda.is_empty() { None } else { work.gpus.driver.clone() },
-        gpus: work.gpus.gpus.iter().map(manifest::Gpu::from).collect(),
+        driver: if cuda.is_empty() { None } else { gpus.inventory.driver.clone() },
+        gpus: gpus.inventory.gpus.iter().map(manifest::Gpu::from).collect(),
         tree: manifest::JobTree {
             pid_namespace: match subject.job.world {
                 launch::world::World::Private { .. } => PidNamespace::Private,
                 launch::world::World::Host => PidNamespace::Host,
             },
             root: ids.processes.first().copied().unwrap_or_default(),
-            job: work.job_pid,
-            processes: work.processes(&ids.processes),
+            job: frozen.seen.job_pid,
+            processes: frozen.processes(&ids.processes),
             ids: ids.all,
             cuda,
-            cuda_threads: work.gpu.inner_threads(),
-            cuda_memory: work.cuda_memory(),
+            cuda_threads: gpus.group.inner_threads(),
+            cuda_memory: gpus.used(),
         },
-        open_files: work.open_files.clone(),
-        absent_files: work.captured.absent.clone(),
-        tracked_folders: work.captured.tracked.clone(),
-        given_files: work.given_files.clone(),
-        folders: work.folders.clone(),
-        control_groups: work.control_groups.clone(),
-        saved_links: work.saved_links.clone(),
-        recreate: work.recreate.clone(),
-        mapped_files: mapped::files(&target.dir().join(phases::CRIU_DIR), work)?,
-        landing: work.landing.clone(),
-        tcp: work.tcp,
-        phases: work.timings.clone(),
-        freeze_us: u64::try_from(work.frozen().as_micros()).unwrap_or(u64::MAX),
+        open_files: moment.open_files.clone(),
+        absent_files: moment.captured.absent.clone(),
+        tracked_folders: moment.captured.tracked.clone(),
+        given_files: moment.given_files.clone(),
+        folders: moment.folders.clone(),
+        control_groups: moment.control_groups.clone(),
+        saved_links: frozen.saved_links.clone(),
+        recreate: frozen.dumped.recreate.clone(),
+        mapped_files: frozen.mapped_files()?,
+        landing: frozen.landing.clone(),
+        tcp: frozen.seen.tcp,
+        phases: frozen.timings.phases.clone(),
+        freeze_us: u64::try_from(frozen.time().as_micros()).unwrap_or(u64::MAX),
         interval: subject.interval.cloned(),
         bytes: 0,
         parts: Vec::new(),

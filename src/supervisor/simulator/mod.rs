@@ -78,7 +78,7 @@ static CONFIGS: LazyLock<Vec<Config>> = LazyLock::new(|| {
         with(&|it| {
             it.snapshot.interval = every(20);
             it.store.keep_last = 1;
-            it.store.max_total_size = SizeLimit::AtMost(crate::config::ByteSize::new(IMAGE * 3));
+            it.store.max_total_size = SizeLimit::AtMost(rekindle_base::units::ByteSize::new(IMAGE * 3));
         }),
         with(&|it| {
             it.snapshot.interval = every(15);

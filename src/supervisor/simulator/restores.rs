@@ -11,6 +11,7 @@ use crate::supervisor::failed::{Failed, Lives, without_damaged};
 use crate::supervisor::line::Target;
 use crate::supervisor::state::{Event, Obstacle, State, Wish};
 use rekindle_criu::{Log, RunError};
+use rekindle_engine::parts::gpu::put_back as gpu;
 use rekindle_engine::restore::{self, RollbackError};
 use rekindle_os::spawn::Ended;
 use rekindle_store::{BadWhy, ImageId};
@@ -133,12 +134,12 @@ impl World {
         let error = if let Some(trouble) = start.trouble {
             restore::Error::Criu(trouble.error())
         } else if self.ground.driver_silent {
-            restore::Error::CudaTimeout { limit: Duration::from_secs(600) }
+            restore::Error::Gpu(gpu::Error::Timeout { limit: Duration::from_secs(600) })
         } else if self.ground.port_taken {
             let line = "(00.1) Error (criu/sk-inet.c:1): inet: Can't bind inet socket (id 5): Address already in use";
             restore::Error::Criu(RunError::Refused { log: [line].into_iter().collect() })
         } else if self.ground.memory_short {
-            restore::Error::NoProcess(1)
+            restore::Error::Gpu(gpu::Error::NoProcess(1))
         } else if copy.damaged {
             restore::Error::Damaged { id, what: "criu/pages-1.img".into() }
         } else if image.no_files {

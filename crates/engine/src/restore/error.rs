@@ -1,15 +1,13 @@
 //! Why an image was not restored, and who is to blame.
 
 use std::path::PathBuf;
-use std::time::Duration;
 
 use super::compat::{self, Difference};
-use super::rollback::RollbackError;
-use crate::guard::{Fault, Refused};
 use crate::launch::world;
+use crate::parts::access::{Fault, Refused};
+use crate::parts::files::put_back::RollbackError;
+use crate::parts::gpu::put_back as gpu;
 use rekindle_criu as criu;
-use rekindle_cuda as cuda;
-use rekindle_cuda::sharing;
 use rekindle_os::spawn::Ended;
 
 /// Why an image was not restored.
@@ -61,7 +59,7 @@ pub enum Error {
         id: rekindle_store::ImageId,
         /// What it needs and what is here.
         #[source]
-        why: super::gpus::NoPlace,
+        why: crate::parts::gpu::placement::NoPlace,
     },
     /// It could not be brought out of the packs of the store, through no fault of its own.
     #[error(transparent)]
@@ -110,33 +108,21 @@ pub enum Error {
     /// The job's folder cannot be used.
     #[error(transparent)]
     Store(#[from] rekindle_store::Error),
-    /// A process of the image that used CUDA is not there after the restore.
-    #[error("process {0}, which used CUDA, is not there after the restore")]
-    NoProcess(i32),
-    /// The CUDA driver could not bring a process back.
-    #[error("the CUDA state of process {pid} did not come back: {source}")]
-    Cuda {
-        /// As the job sees it.
-        pid: i32,
-        /// The driver's answer.
-        #[source]
-        source: cuda::Error,
-    },
-    /// What processes had of each other's GPU memory did not come back.
-    #[error("the GPU memory that the processes share did not come back: {0}")]
-    Sharing(#[from] sharing::Error),
-    /// The notes about it cannot be read.
-    #[error("the GPU memory that the processes share did not come back: {0}")]
-    SharingUnread(#[source] std::io::Error),
-    /// The CUDA driver did not answer in time.
-    #[error("the CUDA driver did not bring the job back within {}: raise restart.restore-timeout, or see what the GPU is doing", humantime::format_duration(*limit))]
-    CudaTimeout {
-        /// The bound.
-        limit: Duration,
-    },
+    /// The GPUs did not come back.
+    #[error(transparent)]
+    Gpu(gpu::Error),
     /// It was not wanted any more.
     #[error("cancelled")]
     Cancelled,
+}
+
+impl From<gpu::Error> for Error {
+    fn from(error: gpu::Error) -> Error {
+        match error {
+            gpu::Error::Cancelled => Error::Cancelled,
+            other => Error::Gpu(other),
+        }
+    }
 }
 
 const KILLED: Ended = Ended::Signal(libc::SIGKILL);
@@ -206,8 +192,7 @@ impl Error {
             Error::PidTaken(_) => Blame::Machine,
             // No driver, no right, a GPU that is full or gone, a process killed meanwhile: nothing in the image can
             // change that.
-            Error::NoProcess(_) | Error::Cuda { .. } | Error::CudaTimeout { .. } => Blame::Machine,
-            Error::Sharing(_) | Error::SharingUnread(_) => Blame::Machine,
+            Error::Gpu(_) => Blame::Machine,
             // The kernel, short of memory, or somebody with a kill -9: neither CRIU nor a task ends this way by itself.
             Error::Criu(
                 criu::RunError::Gone { ended: KILLED, .. } | criu::RunError::TaskDied { ended: KILLED, .. },

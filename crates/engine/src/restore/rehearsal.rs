@@ -264,7 +264,8 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
     let (path, version) = &script.criu;
     let criu = Criu { path: path.clone(), version: Version(version.0, version.1, version.2) };
     let files = output::Files::create(&folder.log_dir(), Bounds::default()).map_err(|error| Failure::of(&error))?;
-    let (staging, wishes, progress) = (Area::left_behind(folder), super::gpus::Wishes::default(), Progress::default());
+    let (staging, wishes, progress) =
+        (Area::left_behind(folder), crate::parts::gpu::placement::Wishes::default(), Progress::default());
     let request = Request {
         image,
         folder,
@@ -291,7 +292,7 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
     let not_tried = |error: Error| Failure::of(&error);
     super::check_image(&request, manifest).and_then(|()| super::check_files(&request, manifest)).map_err(not_tried)?;
     super::put_files_back(&request, manifest).map_err(not_tried)?;
-    let _landing = landing::put_empty(manifest, request.identity).map_err(|error| not_tried(error.into()))?;
+    let _landing = landing::put_back::put_empty(manifest, request.identity).map_err(|error| not_tried(error.into()))?;
     let lost_locks = criu::image::lost_locks(&image.dir.join("criu"))
         .map_err(|error| Failure::of_restore(&criu::RunError::Image(error).into()))?;
     let world = World::private(request.reaper, world::last_pid_for(&manifest.tree.ids), request.network)

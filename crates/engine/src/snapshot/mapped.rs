@@ -3,24 +3,38 @@
 //! Taken from CRIU's image while the job runs on. A restore is refused where one of them differs, so a file is left out
 //! in any doubt: CRIU itself looks at all of them again.
 
+use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use super::Error;
-use super::phases::Work;
 use rekindle_criu::image::{self, CheckedFile};
 use rekindle_store::JobPath;
-use rekindle_store::manifest::{KeptCopy, MappedFile};
+use rekindle_store::manifest::{KeptCopy, Landing, MappedFile, OpenFile, Recreate};
 
-/// The files of the dump in `criu_dir` that nobody puts back.
-pub(super) fn files(criu_dir: &Path, work: &Work<'_>) -> Result<Vec<MappedFile>, Error> {
-    let put_back = |path: &Path| {
-        work.open_files.iter().any(|file| file.path == path)
-            || work.recreate.iter().any(|file| file.path == path)
-            || work.landing.iter().any(|landing| landing.path == path)
-    };
+/// What a restore puts back itself.
+#[derive(Clone, Copy)]
+pub(super) struct PutBack<'a> {
+    pub(super) open: &'a [OpenFile],
+    pub(super) recreate: &'a [Recreate],
+    pub(super) landing: &'a [Landing],
+}
+
+impl PutBack<'_> {
+    fn has(&self, path: &Path) -> bool {
+        self.open.iter().any(|file| file.path == path)
+            || self.recreate.iter().any(|file| file.path == path)
+            || self.landing.iter().any(|landing| landing.path == path)
+    }
+}
+
+/// The files of the dump in `criu_dir` that nobody puts back. `kept` are those that the image has a copy of.
+pub(super) fn files(
+    criu_dir: &Path,
+    put_back: PutBack<'_>,
+    kept: &BTreeMap<PathBuf, KeptCopy>,
+) -> Result<Vec<MappedFile>, Error> {
     let found = image::checked_files(criu_dir)?.into_iter();
-    let kept = &work.captured.read;
     // One that is kept may be gone already.
     let is_gone = |file: &CheckedFile| kept.contains_key(&file.path) && std::fs::symlink_metadata(&file.path).is_err();
     let is_known = |file: &CheckedFile| is_gone(file) || is_seen_from_here(file);
@@ -28,7 +42,7 @@ pub(super) fn files(criu_dir: &Path, work: &Work<'_>) -> Result<Vec<MappedFile>,
         let copy = kept.get(&file.path).cloned();
         described(file, copy)
     };
-    Ok(found.filter(|file| !put_back(&file.path) && is_known(file)).filter_map(described).collect())
+    Ok(found.filter(|file| !put_back.has(&file.path) && is_known(file)).filter_map(described).collect())
 }
 
 /// Whether we see it under that name as CRIU did: in a mount of the job's own there may be another file, and at a restore

@@ -1,50 +1,84 @@
-//! A place for the image, found and made ready while the job runs.
+//! A place for the image, found and made ready while the job runs: the phase `prepare`.
 
 use chrono::Utc;
 
-use super::landing::Lander;
-use super::pages::{Expected, Source};
-use super::phases::Work;
+use super::pages::{Expected, Receivers, Source};
+use super::phases::CRIU_DIR;
+use super::seen::{Gpus, Seen, copied};
 use super::target::Target;
-use super::{Error, preflight};
+use super::{Env, Error, preflight};
 use crate::launch::interposer;
+use crate::parts::devices::Devices;
+use crate::parts::landing::capture::{self as landing, Armed, Lander};
+use rekindle_os::process;
 use rekindle_store::retention::survey::{self, Written};
 use rekindle_store::staging::{Area, Need};
 
+/// A place that is ready. Dropped, it leaves nothing.
+pub(super) struct Ready {
+    pub(super) target: Target,
+    /// NVIDIA's devices, where this machine has any.
+    pub(super) devices: Option<Devices>,
+    /// What takes CRIU's page files from it, where the image is made in memory.
+    pub(super) receivers: Option<Receivers>,
+    /// Landing files that processes find when they look for one.
+    pub(super) armed: Armed,
+}
+
+impl Ready {
+    pub(super) fn make(env: &Env<'_>, seen: &mut Seen, gpus: &Gpus) -> Result<Ready, Error> {
+        let devices = Devices::find();
+        let target = target(env, seen, gpus)?;
+        let dir = target.dir().join(CRIU_DIR);
+        let (mut receivers, mut armed) = (None, Armed::default());
+        if let (Target::Slot(slot), Some(area)) = (&target, env.subject.staging) {
+            let landers = landers(area, gpus);
+            receivers = Some(Receivers::start(&dir, &slot.spool(), &pages(seen, gpus, &landers))?);
+            armed = landing::arm(area, slot, &landers)?;
+        } else {
+            std::fs::create_dir(&dir)
+                .map_err(|source| Error::Io { what: format!("cannot make {}", dir.display()), source })?;
+        }
+        let tree = process::tree(env.root());
+        seen.contents.copy_ahead(&tree, env.view(), target.dir(), env.cancelled).map_err(copied)?;
+        Ok(Ready { target, devices, receivers, armed })
+    }
+}
+
 /// Chooses between memory and store, checks that there is room, and begins.
-pub(super) fn target(work: &mut Work<'_>) -> Result<Target, Error> {
-    let subject = work.subject;
-    let pids = work.gpu.outer_pids();
-    let device: u64 = work.device_memory.iter().sum();
-    let host: u64 = work.expected.iter().map(|e| e.bytes).chain([work.nameless]).sum();
+fn target(env: &Env<'_>, seen: &mut Seen, gpus: &Gpus) -> Result<Target, Error> {
+    let subject = env.subject;
+    let pids = gpus.group.outer_pids();
+    let device: u64 = gpus.memory.iter().sum();
+    let host: u64 = seen.expected.iter().map(|e| e.bytes).chain([seen.nameless]).sum();
     match subject.staging {
         Some(area) if area.is_there() => {
             let besides = if pids.iter().all(|pid| interposer::is_in(*pid)) { 0 } else { device };
             let own = host.saturating_add(device);
-            match slot(work, area, own.saturating_add(work.rewritten), besides) {
+            match slot(env, area, own.saturating_add(seen.rewritten), besides) {
                 // An image without them is better than none: a restore is refused if one of them was changed.
-                Err(Error::NoRoom(_)) if work.keep_no_files() => slot(work, area, own, besides),
+                Err(Error::NoRoom(_)) if seen.keep_no_files() => slot(env, area, own, besides),
                 slot => slot,
             }
         }
         area => {
             if let Some(area) = area {
                 tracing::warn!(
-                    "{} is not there any more, this image goes to the store at once; the next start makes it anew",
+                    "{} is gone: this image goes directly to the store; the next start creates it again",
                     area.path().display()
                 );
             }
             preflight::check_memory(device, subject)?;
             // No snapshot is begun while memory is brought back from an image.
-            let whole = device.saturating_add(host).saturating_add(work.rewritten);
+            let whole = device.saturating_add(host).saturating_add(seen.rewritten);
             survey::make_room(subject.folder, subject.lock, &subject.options.limits, whole, Written::Loose)?;
             Ok(Target::Draft(subject.folder.begin_image(subject.lock, Utc::now())?))
         }
     }
 }
 
-fn slot(work: &Work<'_>, area: &Area, image: u64, besides: u64) -> Result<Target, Error> {
-    let subject = work.subject;
+fn slot(env: &Env<'_>, area: &Area, image: u64, besides: u64) -> Result<Target, Error> {
+    let subject = env.subject;
     let need = Need { image, besides, keep: subject.options.memory_reserve };
     let id = subject.folder.next_id(Utc::now())?;
     let filling = area.take(subject.folder, id, need, subject.job.root.pid(), |newest| {
@@ -56,21 +90,19 @@ fn slot(work: &Work<'_>, area: &Area, image: u64, besides: u64) -> Result<Target
 }
 
 /// The CUDA processes that can take a landing file, with what is expected to land.
-pub(super) fn landers(work: &Work<'_>) -> Vec<Lander> {
-    let Some(area) = work.subject.staging else { return Vec::new() };
-    let all = work.gpu.inner_pids().into_iter().zip(work.gpu.outer_pids()).zip(work.device_memory.iter().copied());
+fn landers(area: &Area, gpus: &Gpus) -> Vec<Lander> {
+    let pids = gpus.group.inner_pids().into_iter().zip(gpus.group.outer_pids());
+    let all = pids.zip(gpus.memory.iter().copied());
     all.filter(|((_, outer), _)| interposer::is_in(*outer))
         .map(|((inner, outer), used)| Lander { inner, outer, bytes: last_time(area, inner).unwrap_or(used) })
         .collect()
 }
 
 /// What CRIU's page files will hold: the host memory, and the device memory of those that do not land.
-pub(super) fn pages(work: &Work<'_>, landers: &[Lander]) -> Vec<Expected> {
-    let mut all = work.expected.clone();
-    let inner = work.gpu.inner_pids();
-    for (pid, bytes) in
-        inner.iter().zip(&work.device_memory).filter(|(pid, _)| !landers.iter().any(|l| l.inner == **pid))
-    {
+fn pages(seen: &Seen, gpus: &Gpus, landers: &[Lander]) -> Vec<Expected> {
+    let mut all = seen.expected.clone();
+    let inner = gpus.group.inner_pids();
+    for (pid, bytes) in inner.iter().zip(&gpus.memory).filter(|(pid, _)| !landers.iter().any(|l| l.inner == **pid)) {
         all.iter_mut().filter(|e| e.source == Source::Process(*pid)).for_each(|e| e.bytes += bytes);
     }
     all

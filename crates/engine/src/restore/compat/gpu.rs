@@ -1,7 +1,7 @@
 //! The NVIDIA driver and the GPUs, for a job that had a CUDA context.
 
 use super::{Difference, Here, Severity};
-use crate::restore::gpus::{self, NoPlace, Plan};
+use crate::parts::gpu::placement::{self, NoPlace, Plan};
 use rekindle_cuda::DriverVersion;
 use rekindle_store::Manifest;
 use rekindle_store::manifest::Gpu;
@@ -42,7 +42,7 @@ fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
     // Without one that is what is said.
     here.driver.as_ref()?;
     let what = "GPUs";
-    match gpus::plan(manifest, &here.devices, &here.wishes) {
+    match placement::plan(manifest, &here.devices, &here.wishes) {
         Plan::Refuse(NoPlace { image, here, advice }) => {
             return Some(Difference::new(Severity::Fatal, what, image, here).advise(advice));
         }

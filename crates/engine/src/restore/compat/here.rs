@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use crate::launch::host;
-use crate::restore::gpus::{Devices, Wishes};
+use crate::parts::gpu::placement::{Devices, Wishes};
 use rekindle_criu::Version;
 use rekindle_cuda::nvml::GpuInventory;
 use rekindle_os::{durable, elf};

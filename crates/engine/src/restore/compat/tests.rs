@@ -2,7 +2,7 @@ use crate::samples::job_path;
 use std::path::PathBuf;
 
 use super::*;
-use crate::restore::gpus::{Device, Devices, Health, Wishes};
+use crate::parts::gpu::placement::{Device, Devices, Health, Wishes};
 use crate::samples::manifest as sample_manifest;
 use rekindle_criu::Version;
 use rekindle_cuda::GpuUuid;

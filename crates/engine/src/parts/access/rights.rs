@@ -71,11 +71,11 @@ impl Rights {
 }
 
 /// What a launch gives.
-pub(super) struct Wanted<'a> {
-    pub(super) user: Option<&'a Identity>,
-    pub(super) privileges: Privileges,
+pub(crate) struct Wanted<'a> {
+    pub(crate) user: Option<&'a Identity>,
+    pub(crate) privileges: Privileges,
     /// What the processes had at the snapshot, where the image says it.
-    pub(super) then: Option<&'a JobRights>,
+    pub(crate) then: Option<&'a JobRights>,
 }
 
 impl Wanted<'_> {
@@ -86,7 +86,7 @@ impl Wanted<'_> {
 }
 
 /// Checks each thread of these processes.
-pub(super) fn check(tree: &[i32], wanted: &Wanted<'_>) -> Result<(), Refused> {
+pub(crate) fn check(tree: &[i32], wanted: &Wanted<'_>) -> Result<(), Refused> {
     let own = std::process::id().cast_signed();
     let own = Rights::of(own, own)?.ok_or(Refused::NoProcess)?;
     for pid in tree {
@@ -105,7 +105,7 @@ pub(super) fn check(tree: &[i32], wanted: &Wanted<'_>) -> Result<(), Refused> {
 }
 
 /// What all of these processes have, for the manifest.
-pub(super) fn of(tree: &[i32], user: Option<&Identity>) -> Result<JobRights, Refused> {
+pub(crate) fn of(tree: &[i32], user: Option<&Identity>) -> Result<JobRights, Refused> {
     let mut all: Option<JobRights> = None;
     for pid in tree.iter().filter(|pid| process::state(**pid).is_some_and(|state| !matches!(state, 'Z' | 'X'))) {
         for thread in process::threads(*pid) {
@@ -183,7 +183,7 @@ fn excess(rights: &Rights, wanted: &Wanted<'_>, own: &Rights) -> Option<(String,
 }
 
 /// The reaper, which stays root and keeps CAP_KILL of all capabilities.
-pub(super) fn check_reaper(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused> {
+pub(crate) fn check_reaper(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused> {
     if wanted.other_user().is_none() {
         return Ok(());
     }
@@ -204,7 +204,7 @@ pub(super) fn check_reaper(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused
 }
 
 /// A process in a message: as the job sees it, and its name.
-pub(super) fn shown(pid: i32) -> String {
+pub(crate) fn shown(pid: i32) -> String {
     let number = process::inner_pid(pid).unwrap_or(pid);
     let name: String = process::name(pid).unwrap_or_default().chars().filter(|c| !c.is_control()).collect();
     format!("process {number} ({name})")

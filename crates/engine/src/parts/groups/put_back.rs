@@ -16,7 +16,7 @@ use rekindle_store::{GroupPath, Manifest};
 
 /// Puts the processes of the tree below `root`, which stand still, into the control groups that they were in. Warns of each
 /// group that could not be entered, and of each that lacks a setting.
-pub(super) fn put_back(root: i32, manifest: &Manifest, user: Option<&Identity>) {
+pub(crate) fn put_back(root: i32, manifest: &Manifest, user: Option<&Identity>) {
     let groups = &manifest.control_groups;
     if groups.is_empty() {
         return;

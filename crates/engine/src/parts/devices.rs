@@ -73,7 +73,7 @@ impl Devices {
     /// Takes the devices out of the image in `criu_dir`, while all tasks stand still. `root` is the root of the tree and
     /// `cuda` are the CUDA processes in it, as we see them. Answers what the user should know; an error, in words, where an
     /// image without the devices would not be one of the job.
-    pub(super) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Option<String>, String> {
+    pub(crate) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Option<String>, String> {
         let replaced = image::without_devices(criu_dir).map_err(|e| rekindle_base::chain(&e))?;
         if replaced.is_empty() {
             return Ok(None);

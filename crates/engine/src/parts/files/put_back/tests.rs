@@ -80,8 +80,8 @@ fn without_room_for_what_is_cut_nothing_is_cut() {
     nix::mount::umount(dir.path()).unwrap();
     assert!(matches!(result, Err(RollbackError::NoRoom { .. })), "{result:?}");
     assert_eq!((names.as_slice(), size), (&["data".into()][..], 700 << 10));
-    let error = super::super::Error::Rollback(result.unwrap_err());
-    assert_eq!(error.blame(), super::super::Blame::Machine);
+    let error = crate::restore::Error::Rollback(result.unwrap_err());
+    assert_eq!(error.blame(), crate::restore::Blame::Machine);
 }
 
 #[test]
@@ -169,7 +169,7 @@ fn a_file_that_changed_and_is_not_in_the_image_is_refused_or_told() {
     let error = check_one(&wanted).unwrap_err();
     assert!(matches!(error, RollbackError::Changed(_)), "{error}");
     assert!(error.to_string().contains("restart.changed-files"), "{error}");
-    assert_eq!(super::super::Error::Rollback(error).blame(), super::super::Blame::Here);
+    assert_eq!(crate::restore::Error::Rollback(error).blame(), crate::restore::Blame::Here);
     super::check_one(&wanted, ChangedFiles::Warn).unwrap();
 }
 
@@ -197,7 +197,7 @@ fn a_tracked_folder_is_what_it_was_and_what_was_too_much_lies_beside_it() {
         ],
     };
     let aside = Aside::of(&folder).unwrap();
-    contents::put_folder_back(&aside, false).unwrap();
+    super::super::content::put_folder_back(&aside, false).unwrap();
     for (name, content) in [("table", "as it was"), ("sub/gone", "here again")] {
         let mut part = tempfile::tempfile().unwrap();
         io::Write::write_all(&mut part, content.as_bytes()).unwrap();

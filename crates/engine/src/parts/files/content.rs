@@ -12,7 +12,7 @@ use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use super::rollback::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room};
+use super::put_back::{MOST_KEPT, RollbackError, RolledBack, failed, keep_rest, no_room};
 use rekindle_os::blocks::Medium;
 use rekindle_os::durable::{self, Unfinished};
 use rekindle_os::sparse;
@@ -26,7 +26,7 @@ const BLOCK: usize = 64 << 10;
 
 /// Gives a file the content that it had. Answers what of the present one is kept, where that differs. Always in place: other
 /// names and open descriptors stay with the file, and SQLite compares the inode of a database with what it remembers.
-pub(super) fn replace(
+pub(crate) fn replace(
     present: &File,
     file: &OpenFile,
     content: &File,
@@ -139,7 +139,7 @@ fn keep_blocks(
 
 /// Makes a file that is not here. It has its name only when it is whole, with its mode and owner: who is killed before leaves
 /// none, and nobody reads it meanwhile.
-pub(super) fn make(file: &OpenFile, content: &File, may_give: bool) -> Result<(), RollbackError> {
+pub(crate) fn make(file: &OpenFile, content: &File, may_give: bool) -> Result<(), RollbackError> {
     let path = &*file.path;
     let mut temp = OsString::from(durable::TEMP_PREFIX);
     temp.push(path.file_name().unwrap_or_default());
@@ -158,7 +158,7 @@ pub(super) fn make(file: &OpenFile, content: &File, may_give: bool) -> Result<()
 }
 
 /// Makes a file again that the job only reads. Answers whether it was gone.
-pub(super) fn make_read(file: &MappedFile, content: &File, may_give: bool) -> Result<bool, RollbackError> {
+pub(crate) fn make_read(file: &MappedFile, content: &File, may_give: bool) -> Result<bool, RollbackError> {
     let Some(copy) = &file.copy else { return Ok(false) };
     if fs::symlink_metadata(&*file.path).is_ok() {
         return Ok(false);
@@ -208,7 +208,7 @@ fn forget_older(path: &Path, newest: &Path) {
 }
 
 /// Moves a file aside that was not there at the snapshot. Answers where to, if it was there now.
-pub(super) fn move_aside(path: &Path) -> Result<Option<RolledBack>, RollbackError> {
+pub(crate) fn move_aside(path: &Path) -> Result<Option<RolledBack>, RollbackError> {
     let Some(metadata) = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file) else { return Ok(None) };
     let kept = free_name(path)?;
     durable::publish_file(path, &kept).map_err(failed("rename", path))?;
@@ -217,19 +217,19 @@ pub(super) fn move_aside(path: &Path) -> Result<Option<RolledBack>, RollbackErro
 
 /// Where what a tracked folder has too much is moved to: a folder beside it.
 #[derive(Debug)]
-pub(super) struct Aside<'a> {
+pub(crate) struct Aside<'a> {
     folder: &'a TrackedFolder,
     path: PathBuf,
 }
 
 impl<'a> Aside<'a> {
     /// It is made when something comes into it.
-    pub(super) fn of(folder: &'a TrackedFolder) -> Result<Aside<'a>, RollbackError> {
+    pub(crate) fn of(folder: &'a TrackedFolder) -> Result<Aside<'a>, RollbackError> {
         Ok(Aside { folder, path: free_name(&folder.path)? })
     }
 
     /// Whether this is where files of the group go.
-    pub(super) fn is_for(&self, group: Option<&JobPath>) -> bool {
+    pub(crate) fn is_for(&self, group: Option<&JobPath>) -> bool {
         group == Some(&self.folder.path)
     }
 
@@ -247,7 +247,7 @@ impl<'a> Aside<'a> {
     }
 
     /// Removes those of earlier restores, where this one has something. Answers where that is.
-    pub(super) fn finish(self) -> Option<PathBuf> {
+    pub(crate) fn finish(self) -> Option<PathBuf> {
         fs::symlink_metadata(&self.path).ok()?;
         let names = (1..=MOST_KEPT).map(|n| rolled_back(&self.folder.path, n));
         let older = names.take_while(|name| fs::symlink_metadata(name).is_ok()).filter(|name| *name != self.path);
@@ -258,7 +258,7 @@ impl<'a> Aside<'a> {
 
 /// Gives a folder the folders and links that it had, and moves aside what appeared in it since. Its files are put back after
 /// that, as others are.
-pub(super) fn put_folder_back(aside: &Aside<'_>, may_give: bool) -> Result<(), RollbackError> {
+pub(crate) fn put_folder_back(aside: &Aside<'_>, may_give: bool) -> Result<(), RollbackError> {
     let folder = aside.folder;
     for entry in &folder.entries {
         let path = &*entry.path;

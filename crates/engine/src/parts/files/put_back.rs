@@ -23,10 +23,10 @@ use std::time::SystemTime;
 use bytesize::ByteSize;
 use serde::{Deserialize, Serialize};
 
-use super::contents::{self, Aside};
-use super::{Request, moved};
+use super::content::{self, Aside};
+use super::moved;
 use crate::launch::identity::Identity;
-use crate::launch::output::{Held, Kept};
+use crate::launch::output::{Files, Held, Kept};
 use rekindle_os::durable::{self, Unfinished};
 use rekindle_os::{identity, sparse};
 use rekindle_store::manifest::{Folder, OpenFile, Stamp};
@@ -183,7 +183,7 @@ pub enum RollbackError {
 
 impl RollbackError {
     /// Whether it is neither the image's nor the job's: no room, no rights of ours, a disk that fails.
-    pub(super) fn is_the_machines(&self) -> bool {
+    pub(crate) fn is_the_machines(&self) -> bool {
         let RollbackError::Io { verb, source, .. } = self else { return false };
         let codes = [libc::ENOSPC, libc::EDQUOT, libc::EIO, libc::EROFS, libc::ENOMEM, libc::EMFILE, libc::ENFILE];
         *verb == SWITCH || source.raw_os_error().is_some_and(|code| codes.contains(&code))
@@ -193,12 +193,12 @@ impl RollbackError {
 /// The step that gives a thread the user's rights.
 const SWITCH: &str = "switching to the job's user";
 
-pub(super) fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Error) -> RollbackError + 'a {
+pub(crate) fn failed<'a>(verb: &'static str, path: &'a Path) -> impl Fn(io::Error) -> RollbackError + 'a {
     move |source| RollbackError::Io { path: path.into(), verb, source }
 }
 
 /// Whether every file of the image can be put back. Changes nothing.
-pub(super) fn check(
+pub(crate) fn check(
     manifest: &Manifest,
     folder: &JobFolder,
     user: Option<&Identity>,
@@ -209,7 +209,7 @@ pub(super) fn check(
 }
 
 /// Names the files that an image of an older rekindle does not put back, if they were changed since.
-pub(super) fn warn_of_unknown(manifest: &Manifest, folder: &JobFolder) {
+pub(crate) fn warn_of_unknown(manifest: &Manifest, folder: &JobFolder) {
     let taken = SystemTime::from(manifest.taken);
     let theirs = manifest.open_files.iter().filter(|file| moved::log_here(&file.path, manifest, folder).is_none());
     let unknown: Vec<String> =
@@ -291,7 +291,7 @@ fn with_rights<T: Send>(
 }
 
 /// Makes the folders that the image needs and that were removed since, and answers how many.
-pub(super) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
+pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
     let mut made = 0;
     for folder in &manifest.folders {
         made += usize::from(with_rights(&folder.path, user, || make_folder(folder, user.is_none()))?);
@@ -331,38 +331,40 @@ fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
 }
 
 /// Puts every file of the image back.
-pub(super) fn put_back(
+pub(crate) fn put_back(
     image: &Image,
     manifest: &Manifest,
-    request: &Request<'_>,
+    folder: &JobFolder,
+    user: Option<&Identity>,
+    output: &Files,
 ) -> Result<Vec<PutBack>, RollbackError> {
     let mut done = Vec::new();
-    let may_give = request.identity.is_none();
+    let may_give = user.is_none();
     for file in &manifest.mapped_files {
         let Some(copy) = &file.copy else { continue };
         let path = image.dir.join(&copy.part);
         let content = copy.part.open(&image.dir).map_err(failed("read", &path))?;
-        let make = || contents::make_read(file, &content, may_give);
-        if with_rights(&file.path, request.identity, make)? {
+        let make = || content::make_read(file, &content, may_give);
+        if with_rights(&file.path, user, make)? {
             done.push(PutBack::Made(file.path.to_path_buf()));
         }
     }
     let mut asides = Vec::new();
-    for folder in &manifest.tracked_folders {
+    for tracked in &manifest.tracked_folders {
         let put = || {
-            let aside = contents::Aside::of(folder)?;
-            contents::put_folder_back(&aside, may_give).map(|()| aside)
+            let aside = content::Aside::of(tracked)?;
+            content::put_folder_back(&aside, may_give).map(|()| aside)
         };
-        asides.push(with_rights(&folder.path, request.identity, put)?);
+        asides.push(with_rights(&tracked.path, user, put)?);
     }
     for path in &manifest.absent_files {
-        let moved = with_rights(path, request.identity, || contents::move_aside(path))?;
+        let moved = with_rights(path, user, || content::move_aside(path))?;
         done.extend(moved.map(PutBack::Aside));
     }
     for file in &manifest.open_files {
-        if let Some(path) = moved::log_here(&file.path, manifest, request.folder) {
+        if let Some(path) = moved::log_here(&file.path, manifest, folder) {
             // A terminal shows the output as it is written: first what is cut, then what comes in its place.
-            let mut held = request.output.hold();
+            let mut held = output.hold();
             done.extend(put_log_back(file, &path, &mut held)?);
             continue;
         }
@@ -375,12 +377,12 @@ pub(super) fn put_back(
         };
         let aside = asides.iter().find(|aside| aside.is_for(file.group.as_ref()));
         let put = || put_one_back(file, content.as_ref(), may_give, aside);
-        done.extend(with_rights(&file.path, request.identity, put)?);
+        done.extend(with_rights(&file.path, user, put)?);
     }
-    for (folder, aside) in manifest.tracked_folders.iter().zip(asides) {
-        let kept = with_rights(&folder.path, request.identity, || Ok(aside.finish()))?;
-        done.retain(|done| !done.is_in(&folder.path));
-        done.extend(kept.map(|kept| PutBack::Folder { path: folder.path.to_path_buf(), kept }));
+    for (tracked, aside) in manifest.tracked_folders.iter().zip(asides) {
+        let kept = with_rights(&tracked.path, user, || Ok(aside.finish()))?;
+        done.retain(|done| !done.is_in(&tracked.path));
+        done.extend(kept.map(|kept| PutBack::Folder { path: tracked.path.to_path_buf(), kept }));
     }
     Ok(done)
 }
@@ -416,7 +418,7 @@ fn put_one_back(
     let open = match (options().open(path), content) {
         (Ok(open), _) => open,
         (Err(error), Some(content)) if error.kind() == io::ErrorKind::NotFound && can_be_made(file) => {
-            return contents::make(file, content, may_give).map(|()| Some(PutBack::Made(path.clone())));
+            return content::make(file, content, may_give).map(|()| Some(PutBack::Made(path.clone())));
         }
         (Err(source), _) => {
             return Err(match source.raw_os_error() {
@@ -431,7 +433,7 @@ fn put_one_back(
         return Err(RollbackError::NotAFile(path.clone()));
     }
     match content {
-        Some(content) => Ok(contents::replace(&open, file, content, aside)?.map(PutBack::Kept)),
+        Some(content) => Ok(content::replace(&open, file, content, aside)?.map(PutBack::Kept)),
         None if metadata.size() > file.size => cut(&open, path, file.size).map(PutBack::Kept).map(Some),
         // Rotated or emptied by its owner; whoever appends does not mind.
         None if metadata.size() < file.size && !file.append => {
@@ -449,10 +451,10 @@ fn cut(file: &File, path: &Path, size: u64) -> Result<RolledBack, RollbackError>
 
 /// How many copies of one file are kept. The user's files are the user's to remove, so the next is refused: nobody has so
 /// many whom they are of use to.
-pub(super) const MOST_KEPT: u32 = 10_000;
+pub(crate) const MOST_KEPT: u32 = 10_000;
 
 /// What a copy or a new file could not be written for.
-pub(super) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
+pub(crate) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
     move |source| match source.raw_os_error() {
         Some(libc::ENOSPC | libc::EDQUOT | libc::EFBIG) => RollbackError::NoRoom { path: path.into(), source },
         _ => failed("copy", path)(source),
@@ -461,7 +463,7 @@ pub(super) fn no_room(path: &Path) -> impl Fn(io::Error) -> RollbackError + '_ {
 
 /// Copies what follows `from` to a new file beside `path`, on the disk before anything is cut. Its holes stay holes: a job
 /// can make a file longer than any disk. What a crash left of a copy is replaced by the next.
-pub(super) fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf, u64), RollbackError> {
+pub(crate) fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf, u64), RollbackError> {
     let metadata = file.metadata().map_err(failed("stat", path))?;
     let mut temp = OsString::from(durable::TEMP_PREFIX);
     temp.push(path.file_name().unwrap_or_default());
@@ -491,7 +493,7 @@ pub(super) fn keep_rest(file: &File, path: &Path, from: u64) -> Result<(PathBuf,
 }
 
 /// Gives files that had lost their name the one CRIU wants to open them by.
-pub(super) fn put_links_back(manifest: &Manifest, user: Option<&Identity>) -> Result<(), RollbackError> {
+pub(crate) fn put_links_back(manifest: &Manifest, user: Option<&Identity>) -> Result<(), RollbackError> {
     manifest.saved_links.iter().try_for_each(|link| {
         with_rights(&link.link, user, || match std::fs::hard_link(&link.saved, &link.link) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Err(RollbackError::Gone(link.saved.to_path_buf())),
@@ -501,7 +503,7 @@ pub(super) fn put_links_back(manifest: &Manifest, user: Option<&Identity>) -> Re
     })
 }
 
-pub(super) fn drop_links(manifest: &Manifest, user: Option<&Identity>) {
+pub(crate) fn drop_links(manifest: &Manifest, user: Option<&Identity>) {
     for link in &manifest.saved_links {
         let remove = || std::fs::remove_file(&link.link).map_err(failed("remove", &link.link));
         // CRIU has removed it, or it is not ours to remove.

@@ -163,19 +163,19 @@ pub(crate) fn foresee(root: i32, user: Option<&Identity>, privileges: Privileges
 
 /// What a restored job is compared with.
 #[derive(Debug)]
-pub(super) struct Wanted<'a> {
-    pub(super) user: Option<&'a Identity>,
-    pub(super) privileges: Privileges,
-    pub(super) manifest: &'a Manifest,
+pub(crate) struct Wanted<'a> {
+    pub(crate) user: Option<&'a Identity>,
+    pub(crate) privileges: Privileges,
+    pub(crate) manifest: &'a Manifest,
     /// Where the job's output is.
-    pub(super) log_dir: &'a Path,
+    pub(crate) log_dir: &'a Path,
 }
 
 /// Checks the restored tree below `root`, the reaper, whose own files are ours.
 ///
 /// # Errors
 /// Names the first right or file that the user does not have.
-pub(super) fn check(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused> {
+pub(crate) fn check(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused> {
     let tree = below(root);
     let rights =
         rights::Wanted { user: wanted.user, privileges: wanted.privileges, then: wanted.manifest.rights.as_ref() };

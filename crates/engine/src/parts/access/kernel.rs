@@ -126,7 +126,7 @@ const OF_A_PROCESS: [&str; 44] = [
 
 /// The file systems of the kernel in a mount namespace, by `st_dev`.
 #[derive(Debug, Default)]
-pub(super) struct Kernels(BTreeMap<u64, Mounted>);
+pub(crate) struct Kernels(BTreeMap<u64, Mounted>);
 
 #[derive(Debug, PartialEq, Eq)]
 struct Mounted {
@@ -137,7 +137,7 @@ struct Mounted {
 
 /// What is to be said of a file of the kernel's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(crate) enum Verdict {
     /// Everybody may have it.
     Fine,
     /// Whoever may open it may have it.
@@ -148,7 +148,7 @@ pub(super) enum Verdict {
 
 impl Kernels {
     /// Those in the mount namespace of a process.
-    pub(super) fn of(pid: i32) -> std::io::Result<Kernels> {
+    pub(crate) fn of(pid: i32) -> std::io::Result<Kernels> {
         Ok(Kernels::parse(&std::fs::read_to_string(format!("/proc/{pid}/mountinfo"))?))
     }
 
@@ -174,7 +174,7 @@ impl Kernels {
     }
 
     /// None for a file that is on a file system of another kind. `tree` are the processes of the job.
-    pub(super) fn judge(
+    pub(crate) fn judge(
         &self,
         device: u64,
         path: &Path,

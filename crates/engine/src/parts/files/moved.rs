@@ -11,7 +11,7 @@ use rekindle_criu::Instead;
 use rekindle_store::{JobFolder, Manifest};
 
 /// Where a file of the job's log folder is here; None for every other file.
-pub(super) fn log_here(path: &Path, manifest: &Manifest, folder: &JobFolder) -> Option<PathBuf> {
+pub(crate) fn log_here(path: &Path, manifest: &Manifest, folder: &JobFolder) -> Option<PathBuf> {
     let (parent, name) = (path.parent()?, path.file_name()?);
     let here = folder.log_dir();
     let was = |bin: &Path| bin.parent().is_some_and(|job| here.file_name().is_some_and(|log| parent == job.join(log)));
@@ -23,7 +23,7 @@ pub(super) fn log_here(path: &Path, manifest: &Manifest, folder: &JobFolder) -> 
 
 /// Which files of the job's log folder are given to CRIU as descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Logs {
+pub(crate) enum Logs {
     /// Those that are elsewhere now.
     Moved,
     /// All: they belong to root, and CRIU has the rights of the job's user.
@@ -31,7 +31,7 @@ pub(super) enum Logs {
 }
 
 /// The files that the job gets for others.
-pub(super) fn instead(manifest: &Manifest, folder: &JobFolder, which: Logs) -> Vec<Instead> {
+pub(crate) fn instead(manifest: &Manifest, folder: &JobFolder, which: Logs) -> Vec<Instead> {
     let moved = |then: &PathBuf| {
         let now = log_here(then, manifest, folder)?;
         (which == Logs::All || now != *then).then(|| Instead { then: then.clone(), now })

@@ -12,7 +12,7 @@ use rekindle_os::sock_diag::{self, Ending};
 /// - those that are in the image, by both their ends: they can be nobody's but the job's;
 /// - at an address where the image listens, those of which the other side has all that was sent: what the job did there
 ///   after the image. Others do not listen there while a restore can succeed.
-pub(super) fn free(criu_dir: &Path) -> io::Result<usize> {
+pub(crate) fn free(criu_dir: &Path) -> io::Result<usize> {
     let wanted = tcp_sockets(criu_dir).map_err(io::Error::other)?;
     if wanted.is_empty() {
         return Ok(0);

@@ -17,7 +17,7 @@ use rekindle_store::{Image, Manifest};
 
 /// Files that lie where the image wants them. Dropped, they are gone from there.
 #[derive(Debug, Default)]
-pub(super) struct InPlace(Vec<PathBuf>);
+pub(crate) struct InPlace(Vec<PathBuf>);
 
 impl Drop for InPlace {
     fn drop(&mut self) {
@@ -38,7 +38,7 @@ pub struct Error {
 }
 
 /// Puts all of them in place.
-pub(super) fn put(image: &Image, manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
+pub(crate) fn put(image: &Image, manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
     let mut put = InPlace::default();
     for landing in &manifest.landing {
         put.0.push(landing.path.to_path_buf());
@@ -52,7 +52,7 @@ pub(super) fn put(image: &Image, manifest: &Manifest, user: Option<&Identity>) -
 }
 
 /// Puts files of their size in place that are empty: for CRIU, without the driver.
-pub(super) fn put_empty(manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
+pub(crate) fn put_empty(manifest: &Manifest, user: Option<&Identity>) -> Result<InPlace, Error> {
     let mut put = InPlace::default();
     for landing in &manifest.landing {
         put.0.push(landing.path.to_path_buf());

@@ -30,7 +30,7 @@ pub enum TcpChoice {
 }
 
 /// Decides for the tree.
-pub(super) fn choose(wanted: TcpChoice, tree: &[i32]) -> Tcp {
+pub(crate) fn choose(wanted: TcpChoice, tree: &[i32]) -> Tcp {
     match wanted {
         TcpChoice::Keep => Tcp::Keep,
         TcpChoice::Close => Tcp::Close,
@@ -53,7 +53,7 @@ fn automatic(all: &[Connection]) -> Tcp {
 }
 
 /// Closes in the image what shall not be kept of it; asked while all tasks stand still.
-pub(super) fn close_in_image(wanted: TcpChoice, dumped: Tcp, criu_dir: &Path) -> Result<(), image::Error> {
+pub(crate) fn close_in_image(wanted: TcpChoice, dumped: Tcp, criu_dir: &Path) -> Result<(), image::Error> {
     if (wanted, dumped) == (TcpChoice::Auto, Tcp::Keep) {
         let closed = close_connections_outwards(criu_dir)?;
         tracing::debug!(closed, "TCP connections to the outside");

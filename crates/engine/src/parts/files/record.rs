@@ -16,7 +16,7 @@ use rekindle_store::{ImageId, JobPath, PartPath, PathError};
 
 /// The regular files that the frozen job has open for writing, with their sizes of this moment. `root` is the root of
 /// the tree, as we see it: files are looked at through its mount namespace.
-pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFile>, image::Error> {
+pub(crate) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFile>, image::Error> {
     let mut found: Vec<OpenFile> = Vec::new();
     for file in image::open_files(criu_dir)? {
         if file.flags & libc::O_ACCMODE == libc::O_RDONLY {
@@ -46,7 +46,7 @@ pub(super) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
 
 /// The folders that a restore needs: those in which files are written, or `read` and kept, and sockets are bound, those where processes stand, and
 /// all above them, but for `ours`. A job removes some as it goes on (multiprocessing's temporary ones), and CRIU makes none.
-pub(super) fn folders(criu_dir: &Path, root: i32, ours: &[&Path], read: &[&Path]) -> Result<Vec<Folder>, image::Error> {
+pub(crate) fn folders(criu_dir: &Path, root: i32, ours: &[&Path], read: &[&Path]) -> Result<Vec<Folder>, image::Error> {
     let mut wanted: BTreeSet<PathBuf> = BTreeSet::new();
     let mut add = |path: &Path| wanted.extend(path.ancestors().map(Path::to_path_buf));
     for file in image::open_files(criu_dir)? {
@@ -74,7 +74,7 @@ pub(super) fn folders(criu_dir: &Path, root: i32, ours: &[&Path], read: &[&Path]
 
 /// Bytes of the files that lost their last name and that these processes have open or mapped: CRIU copies each of them
 /// (a ghost file, `dump_ghost_file`), with what is on the disk of it. pids are as we see them.
-pub(super) fn nameless_bytes(tree: &[i32]) -> u64 {
+pub(crate) fn nameless_bytes(tree: &[i32]) -> u64 {
     let mut found: BTreeMap<(u64, u64), u64> = BTreeMap::new();
     for pid in tree {
         let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
@@ -115,7 +115,7 @@ fn nameless_ranges(maps: &[u8]) -> Vec<String> {
 }
 
 /// The job's output may have been rotated since its size was taken.
-pub(super) fn record_sizes_again(files: &mut [OpenFile], root: i32, output: &Files) {
+pub(crate) fn record_sizes_again(files: &mut [OpenFile], root: i32, output: &Files) {
     for file in files.iter_mut().filter(|f| f.path == output.stdout || f.path == output.stderr) {
         if let Ok(metadata) = std::fs::metadata(path_in(root, &file.path)) {
             file.size = metadata.size();
@@ -125,7 +125,7 @@ pub(super) fn record_sizes_again(files: &mut [OpenFile], root: i32, output: &Fil
 
 /// Keeps a hard link to each file that CRIU gave a name of its own (`link_remap.N`): CRIU removes that name when the
 /// dump is over, and needs it at a restore.
-pub(super) fn save_links(
+pub(crate) fn save_links(
     criu_dir: &Path,
     root: i32,
     id: &ImageId,
@@ -163,14 +163,14 @@ fn in_their_folder<const N: usize>(
 }
 
 /// The names that CRIU gave are gone after the dump; ours stay, and those files are put back by them.
-pub(super) fn name_by_saved(files: &mut [OpenFile], links: &[SavedLink]) {
+pub(crate) fn name_by_saved(files: &mut [OpenFile], links: &[SavedLink]) {
     for link in links {
         files.iter_mut().filter(|file| file.path == link.link).for_each(|file| file.path.clone_from(&link.saved));
     }
 }
 
 /// Takes [`save_links`] back.
-pub(super) fn drop_links(links: &[SavedLink], root: i32, user: Option<&Identity>) {
+pub(crate) fn drop_links(links: &[SavedLink], root: i32, user: Option<&Identity>) {
     for link in links {
         let _ = in_their_folder(root, [&link.saved], user, |[saved]| std::fs::remove_file(saved));
     }
@@ -178,16 +178,16 @@ pub(super) fn drop_links(links: &[SavedLink], root: i32, user: Option<&Identity>
 
 /// The files of ours that the job has mapped. A job that was restored goes on with the reaper that it had, of another version
 /// or below another store.
-pub(super) fn ours(subject: &super::Subject<'_>) -> Vec<PathBuf> {
-    let mut all = subject.ours.clone();
-    let reaper = process::executable(subject.job.root.pid());
-    all.extend(reaper.filter(|path| reaper::is_named(path) && !subject.ours.contains(path) && path.exists()));
+pub(crate) fn ours(given: &[PathBuf], root: i32) -> Vec<PathBuf> {
+    let mut all = given.to_vec();
+    let reaper = process::executable(root);
+    all.extend(reaper.filter(|path| reaper::is_named(path) && !given.contains(path) && path.exists()));
     all
 }
 
 /// Puts files of ours that the job has mapped into the image: a restore may happen after an upgrade, or on another
 /// machine.
-pub(super) fn keep_ours(image: &Path, ours: &[PathBuf]) -> io::Result<Vec<Recreate>> {
+pub(crate) fn keep_ours(image: &Path, ours: &[PathBuf]) -> io::Result<Vec<Recreate>> {
     std::fs::create_dir_all(image.join("files"))?;
     let keep = |path: &PathBuf| {
         let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
@@ -202,7 +202,7 @@ pub(super) fn keep_ours(image: &Path, ours: &[PathBuf]) -> io::Result<Vec<Recrea
 
 /// Why files could not be recorded.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
+pub(crate) enum Error {
     #[error(transparent)]
     Image(#[from] image::Error),
     #[error(transparent)]

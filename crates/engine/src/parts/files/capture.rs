@@ -33,11 +33,11 @@ use rekindle_store::{JobPath, PartPath};
 
 /// How files of the job are reached: in its mount namespace, with the rights of its user.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct View<'a> {
+pub(crate) struct View<'a> {
     /// The root of the tree, as we see it.
-    pub(super) root: i32,
+    pub(crate) root: i32,
     /// The job's user, where that is not ours.
-    pub(super) user: Option<&'a Identity>,
+    pub(crate) user: Option<&'a Identity>,
 }
 
 impl View<'_> {
@@ -82,7 +82,7 @@ struct Shared {
 
 /// What is captured of the content of files.
 #[derive(Debug, Default)]
-pub(super) struct Contents {
+pub(crate) struct Contents {
     tracked: Vec<PathBuf>,
     /// Files of ours that the job has open or mapped are below these.
     ours: Vec<PathBuf>,
@@ -94,13 +94,13 @@ pub(super) struct Contents {
 
 /// What the freeze found.
 #[derive(Debug, Default)]
-pub(super) struct Captured {
-    pub(super) absent: Vec<JobPath>,
-    pub(super) tracked: Vec<TrackedFolder>,
+pub(crate) struct Captured {
+    pub(crate) absent: Vec<JobPath>,
+    pub(crate) tracked: Vec<TrackedFolder>,
     /// What is to be told of files that are not in the image.
-    pub(super) notes: Vec<String>,
+    pub(crate) notes: Vec<String>,
     /// Files that are only read, and that may be gone when the job is restored.
-    pub(super) read: BTreeMap<PathBuf, KeptCopy>,
+    pub(crate) read: BTreeMap<PathBuf, KeptCopy>,
 }
 
 /// A file that was looked at.
@@ -125,12 +125,12 @@ struct Opened {
 const OPEN_AT_A_TIME: usize = 200;
 
 impl Contents {
-    pub(super) fn new(tracked: &[PathBuf], ours: Vec<PathBuf>, limit: u64) -> Contents {
+    pub(crate) fn new(tracked: &[PathBuf], ours: Vec<PathBuf>, limit: u64) -> Contents {
         Contents { tracked: tracked.to_vec(), ours, limit, ..Contents::default() }
     }
 
     /// Bytes that the copies will take, as the job is now; tells the data folders of databases from the others.
-    pub(super) fn foresee(&mut self, tree: &[i32], view: View<'_>) -> io::Result<u64> {
+    pub(crate) fn foresee(&mut self, tree: &[i32], view: View<'_>) -> io::Result<u64> {
         self.tracked.extend(select::data_folders(tree));
         self.tracked.sort();
         self.tracked.dedup();
@@ -143,12 +143,12 @@ impl Contents {
     }
 
     /// Memory has no room for them: only those are kept that are in memory already.
-    pub(super) fn keep_none_of_the_disk(&mut self) {
+    pub(crate) fn keep_none_of_the_disk(&mut self) {
         self.limit = 0;
     }
 
     /// Copies the large files into the image while the job runs.
-    pub(super) fn copy_ahead(
+    pub(crate) fn copy_ahead(
         &mut self,
         tree: &[i32],
         view: View<'_>,
@@ -185,7 +185,7 @@ impl Contents {
 
     /// Captures all of them while the job stands still. `files` are those that it has open for writing, `mapped` those that
     /// it can write to by a mapping.
-    pub(super) fn capture(
+    pub(crate) fn capture(
         &mut self,
         files: &mut Vec<OpenFile>,
         mapped: Vec<PathBuf>,
@@ -247,7 +247,7 @@ impl Contents {
 
     /// Copies small files that the job only reads, where they may go when it dies: what survives the first process of a job
     /// cleans up behind it.
-    pub(super) fn keep_read(
+    pub(crate) fn keep_read(
         &mut self,
         read: Vec<PathBuf>,
         began: SystemTime,
@@ -279,7 +279,7 @@ impl Contents {
     }
 
     /// Reads what shares blocks with files of the job, which runs again.
-    pub(super) fn complete(&mut self, draft: &Path) -> io::Result<()> {
+    pub(crate) fn complete(&mut self, draft: &Path) -> io::Result<()> {
         for shared in std::mem::take(&mut self.shared) {
             copy::whole(&shared.copy, shared.size, &create(draft, &shared.part)?, &|| false)?;
         }

@@ -18,7 +18,7 @@ use rekindle_criu::image::{self, Queues, Stuck, keep_in_flight};
 use rekindle_os::process;
 
 /// So often a snapshot is tried; a CUDA job stands still for a checkpoint and a restore each time.
-pub(super) const ATTEMPTS: u32 = 5;
+pub(crate) const ATTEMPTS: u32 = 5;
 /// How long descriptors are waited for before a freeze, in which they may do no harm.
 const PATIENCE: Duration = Duration::from_millis(100);
 /// How long those are waited for that have done harm.
@@ -59,7 +59,7 @@ impl std::fmt::Display for InFlight {
 impl InFlight {
     /// Looks into the image in `criu_dir`, while all tasks of the tree below `root` stand still, and puts those right that
     /// can be. `names` are those of the processes, as they see themselves.
-    pub(super) fn find(
+    pub(crate) fn find(
         criu_dir: &Path,
         root: i32,
         names: &BTreeMap<i32, String>,
@@ -71,7 +71,7 @@ impl InFlight {
 
     /// Waits until any of them was received, and a random moment more: a job that sends in step with our attempts would hold
     /// up all of them. False where nothing moves: then nobody receives them.
-    pub(super) fn moves(&self, root: i32, attempt: u32, cancelled: &dyn Fn() -> bool) -> bool {
+    pub(crate) fn moves(&self, root: i32, attempt: u32, cancelled: &dyn Fn() -> bool) -> bool {
         let tree = process::tree(root);
         let was = |stuck: &Stuck| u64::try_from(stuck.descriptors).ok();
         let moved = || {
@@ -88,7 +88,7 @@ impl InFlight {
 }
 
 /// Waits a little for descriptors that are on their way between these processes. Most of them would do no harm.
-pub(super) fn let_pass(tree: &[i32], cancelled: &dyn Fn() -> bool) {
+pub(crate) fn let_pass(tree: &[i32], cancelled: &dyn Fn() -> bool) {
     if !until(PATIENCE, || cancelled() || waiting(tree).is_empty()) {
         tracing::debug!(sockets = ?waiting(tree), "descriptors are on their way and not received");
     }

@@ -21,23 +21,23 @@ use rekindle_store::staging::{self, Area, Filling};
 
 /// A CUDA process that may land.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Lander {
+pub(crate) struct Lander {
     /// As it sees itself.
-    pub(super) inner: i32,
+    pub(crate) inner: i32,
     /// As we see it.
-    pub(super) outer: i32,
+    pub(crate) outer: i32,
     /// Bytes of device memory that are expected.
-    pub(super) bytes: u64,
+    pub(crate) bytes: u64,
 }
 
 /// The names that are armed. Dropped, they are gone.
 #[derive(Debug, Default)]
-pub(super) struct Armed {
+pub(crate) struct Armed {
     files: Vec<(Lander, PathBuf)>,
 }
 
 /// Makes the files ready and gives them their names.
-pub(super) fn arm(area: &Area, slot: &Filling, landers: &[Lander]) -> Result<Armed, staging::Error> {
+pub(crate) fn arm(area: &Area, slot: &Filling, landers: &[Lander]) -> Result<Armed, staging::Error> {
     let mut armed = Armed::default();
     for lander in landers {
         let file = slot.landing_file(lander.inner, lander.bytes)?;
@@ -64,12 +64,12 @@ fn name_it(file: &Path, name: &Path, pid: i32) -> io::Result<()> {
 
 impl Armed {
     /// The files that were taken, once the device memory is in them.
-    pub(super) fn taken(&self) -> Vec<Landing> {
+    pub(crate) fn taken(&self) -> Vec<Landing> {
         self.files.iter().filter(|(lander, name)| maps(lander.outer, name)).filter_map(landing).collect()
     }
 
     /// Those that were offered a file and did not take it, as they see themselves.
-    pub(super) fn refused(&self) -> Vec<i32> {
+    pub(crate) fn refused(&self) -> Vec<i32> {
         self.files.iter().filter(|(lander, name)| !maps(lander.outer, name)).map(|(lander, _)| lander.inner).collect()
     }
 }

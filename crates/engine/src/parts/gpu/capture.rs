@@ -15,15 +15,67 @@ use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::time::{Duration, Instant};
 
-use super::Error;
 use lock::Resting;
 use rekindle_cuda::sharing::{self, Sharing};
 use rekindle_cuda::{self as cuda, Process, State};
 use rekindle_os::{parallel, process, ptrace};
 
-/// Where a process stands.
+/// Why the GPUs of a job could not be frozen, or not be set going again.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A call of the CUDA driver failed.
+    #[error("{phase}: {source}")]
+    Cuda {
+        /// The phase.
+        phase: &'static str,
+        /// The driver's answer.
+        #[source]
+        source: cuda::Error,
+    },
+    /// The set of CUDA processes changed at every attempt to lock it.
+    #[error(
+        "lock: the job starts and ends CUDA processes too fast: after {attempts} attempts there was a new one each time"
+    )]
+    Restless {
+        /// How often it was tried.
+        attempts: u32,
+    },
+    /// CUDA processes have memory of each other that they cannot release.
+    #[error("shared GPU memory: {0}")]
+    Sharing(#[from] sharing::Error),
+    /// A CUDA process is not running after everything succeeded.
+    #[error("check: process {pid} is {state} after the snapshot")]
+    NotRunning {
+        /// The process.
+        pid: i32,
+        /// Its state.
+        state: State,
+    },
+    /// A process could not be looked at or stopped.
+    #[error("{what}")]
+    Io {
+        /// What was done.
+        what: String,
+        /// The kernel's answer.
+        #[source]
+        source: std::io::Error,
+    },
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+    /// It failed, and so did its undo: the job cannot continue.
+    #[error("{cause}; and the job could not be set going again: {undo}")]
+    Lost {
+        /// What failed first.
+        cause: Box<Error>,
+        /// What failed then.
+        undo: String,
+    },
+}
+
+/// What the driver has done with a process, as far as we know.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stand {
+enum GpuState {
     Running,
     Locked,
     Checkpointed,
@@ -37,7 +89,7 @@ struct Member {
     inner: i32,
     /// The thread the driver works with, as we see it.
     thread: i32,
-    stand: Stand,
+    state: GpuState,
     /// Stopped by us, and to be set going again.
     stopped: bool,
 }
@@ -62,14 +114,14 @@ impl Member {
     fn alone<T>(&self, work: impl FnOnce(&Process) -> Result<T, cuda::Error>) -> Result<T, cuda::Error> {
         if self.stopped {
             // CRIU lets a stopped process go and sends it SIGSTOP again: until that has come, it runs. Where it does not
-            // come to stand, the driver says what it can do.
+            // come to state, the driver says what it can do.
             let _ = ptrace::stop(self.process.pid(), STOP_TIMEOUT);
         }
         self.process.alone(self.thread, PATIENCE, || work(&self.process))
     }
 
     fn may_run_on(&self) -> bool {
-        matches!(self.stand, Stand::Running | Stand::Gone)
+        matches!(self.state, GpuState::Running | GpuState::Gone)
     }
 }
 
@@ -80,7 +132,7 @@ fn has_ended(pid: i32) -> bool {
 
 /// The CUDA processes of one job.
 #[derive(Debug, Default)]
-pub(super) struct Group {
+pub(crate) struct Group {
     members: Vec<Member>,
 }
 
@@ -89,7 +141,7 @@ const ATTEMPTS: u32 = 5;
 
 impl Group {
     /// Looks for CUDA processes in the tree below `root`.
-    pub(super) fn find(root: i32) -> Result<Group, cuda::Error> {
+    pub(crate) fn find(root: i32) -> Result<Group, cuda::Error> {
         let mut members = Vec::new();
         for pid in process::tree(root) {
             // A process that is gone meanwhile is none.
@@ -99,7 +151,7 @@ impl Group {
             let Some(inner) = process::inner_pid(pid) else { continue };
             match look_at(pid) {
                 Ok((process, thread)) => {
-                    members.push(Member { process, inner, thread, stand: Stand::Running, stopped: false });
+                    members.push(Member { process, inner, thread, state: GpuState::Running, stopped: false });
                 }
                 Err(error) if error.is_not_cuda() => {}
                 Err(_) if has_ended(pid) => {}
@@ -109,31 +161,31 @@ impl Group {
         Ok(Group { members })
     }
 
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.members.is_empty()
     }
 
-    pub(super) fn inner_pids(&self) -> Vec<i32> {
+    pub(crate) fn inner_pids(&self) -> Vec<i32> {
         self.members.iter().map(|m| m.inner).collect()
     }
 
     /// The threads the driver works with, by process, as the job numbers them.
-    pub(super) fn inner_threads(&self) -> BTreeMap<i32, i32> {
+    pub(crate) fn inner_threads(&self) -> BTreeMap<i32, i32> {
         let inner = |member: &Member| Some((member.inner, process::inner_pid(member.thread)?));
         self.members.iter().filter_map(inner).collect()
     }
 
     /// Those that we stopped, as we see them.
-    pub(super) fn stopped_pids(&self) -> Vec<i32> {
+    pub(crate) fn stopped_pids(&self) -> Vec<i32> {
         self.members.iter().filter(|m| m.stopped).map(|m| m.process.pid()).collect()
     }
 
-    pub(super) fn outer_pids(&self) -> Vec<i32> {
+    pub(crate) fn outer_pids(&self) -> Vec<i32> {
         self.members.iter().map(|m| m.process.pid()).collect()
     }
 
     /// Whether one has memory of another that cannot be let go. Asked before anything stands still.
-    pub(super) fn check_sharing(&self) -> Result<(), Error> {
+    pub(crate) fn check_sharing(&self) -> Result<(), Error> {
         Ok(sharing::check(&self.sharing()?)?)
     }
 
@@ -145,7 +197,7 @@ impl Group {
     /// Locks all ([`lock::together`]), within `timeout` for each attempt, and has them let go of what they have of each other.
     /// When one cannot be locked, all are unlocked and it is tried again. The same when a process began or ceased to use
     /// CUDA between the look and the lock.
-    pub(super) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
+    pub(crate) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
         for attempt in 1..=ATTEMPTS {
             // What none of the two ways can lock the other may.
@@ -196,7 +248,7 @@ impl Group {
         let timeout = timeout.min(AT_REST);
         for (member, outcome) in self.at_once(|member| member.alone(|process| process.lock(timeout))) {
             outcome.map_err(|source| Error::Cuda { phase: "lock", source })?;
-            member.stand = Stand::Locked;
+            member.state = GpuState::Locked;
         }
         tracing::debug!(took = ?began.elapsed(), "let go of GPU memory of other processes");
         Ok(())
@@ -213,14 +265,14 @@ impl Group {
 
     /// Unlocks those that are locked; their threads stay stopped.
     fn unlock_alone(&mut self) -> Result<(), Error> {
-        let unlock = |member: &Member| match member.stand {
-            Stand::Locked => member.alone(Process::unlock).map(|()| Stand::Running),
-            stand => Ok(stand),
+        let unlock = |member: &Member| match member.state {
+            GpuState::Locked => member.alone(Process::unlock).map(|()| GpuState::Running),
+            state => Ok(state),
         };
         let mut result = Ok(());
         for (member, outcome) in self.at_once(unlock) {
             match outcome {
-                Ok(stand) => member.stand = stand,
+                Ok(state) => member.state = state,
                 Err(source) => result = result.and(Err(Error::Cuda { phase: "unlock", source })),
             }
         }
@@ -237,7 +289,7 @@ impl Group {
         let taken = self.unlock_alone().and_then(|()| Ok(sharing::take_again(&sharing)?));
         if taken.is_err() {
             // They would use what is not there any more.
-            self.members.iter_mut().filter(|m| m.stand == Stand::Running).for_each(|m| m.stand = Stand::Lost);
+            self.members.iter_mut().filter(|m| m.state == GpuState::Running).for_each(|m| m.state = GpuState::Lost);
         }
         tracing::debug!(took = ?began.elapsed(), "took GPU memory of other processes again");
         taken
@@ -250,7 +302,7 @@ impl Group {
         let unlock = |at: usize| members.get(at).map_or(Ok(()), |member| member.process.unlock());
         let (locked, result) = lock::together(members.len(), timeout, resting, lock, unlock);
         for (member, locked) in self.members.iter_mut().zip(locked) {
-            member.stand = if locked { Stand::Locked } else { member.stand };
+            member.state = if locked { GpuState::Locked } else { member.state };
         }
         result
     }
@@ -269,7 +321,7 @@ impl Group {
 
     /// Stops all, then takes device memory to host memory. Driver 580 does it for several processes at once, on one GPU and
     /// on several (measured: two with 8 GiB each in 4.6 s instead of 8.4 s, without the interposer).
-    pub(super) fn checkpoint(&mut self) -> Result<(), Error> {
+    pub(crate) fn checkpoint(&mut self) -> Result<(), Error> {
         self.stop()?;
         let mut first = Ok(());
         let checkpoint = |member: &Member| {
@@ -280,7 +332,7 @@ impl Group {
         };
         for (member, outcome) in self.at_once(checkpoint) {
             match outcome {
-                Ok(()) => member.stand = Stand::Checkpointed,
+                Ok(()) => member.state = GpuState::Checkpointed,
                 Err(source) => first = first.and(Err(Error::Cuda { phase: "checkpoint", source })),
             }
         }
@@ -288,20 +340,20 @@ impl Group {
     }
 
     /// Sets the GPUs going again, all at once; one that fails keeps no other from it.
-    pub(super) fn restore(&mut self) -> Result<(), Error> {
+    pub(crate) fn restore(&mut self) -> Result<(), Error> {
         let mut result = Ok(());
-        let restore = |member: &Member| match member.stand {
-            Stand::Checkpointed => Some(member.alone(|process| process.restore(&[]))),
+        let restore = |member: &Member| match member.state {
+            GpuState::Checkpointed => Some(member.alone(|process| process.restore(&[]))),
             _ => None,
         };
         for (member, outcome) in self.at_once(restore) {
             match outcome {
                 None => {}
-                Some(Ok(())) => member.stand = Stand::Locked,
+                Some(Ok(())) => member.state = GpuState::Locked,
                 Some(Err(source)) => {
                     // A process that is being killed may take a moment to be seen as dead.
                     let _ = ask_again(member);
-                    member.stand = if member.has_ended() { Stand::Gone } else { Stand::Lost };
+                    member.state = if member.has_ended() { GpuState::Gone } else { GpuState::Lost };
                     result = result.and(Err(Error::Cuda { phase: "restore", source }));
                 }
             }
@@ -316,17 +368,17 @@ impl Group {
     }
 
     /// Lets all go on that have their GPU.
-    pub(super) fn unlock(&mut self) -> Result<(), Error> {
+    pub(crate) fn unlock(&mut self) -> Result<(), Error> {
         let mut result = self.take_again();
-        for member in self.members.iter_mut().filter(|m| matches!(m.stand, Stand::Locked | Stand::Running)) {
+        for member in self.members.iter_mut().filter(|m| matches!(m.state, GpuState::Locked | GpuState::Running)) {
             if std::mem::take(&mut member.stopped) {
                 // One that died needs nothing.
                 let _ = ptrace::go_on(member.process.pid());
             }
         }
-        for member in self.members.iter_mut().filter(|m| m.stand == Stand::Locked) {
+        for member in self.members.iter_mut().filter(|m| m.state == GpuState::Locked) {
             match member.process.unlock() {
-                Ok(()) => member.stand = Stand::Running,
+                Ok(()) => member.state = GpuState::Running,
                 Err(source) => result = result.and(Err(Error::Cuda { phase: "unlock", source })),
             }
         }
@@ -334,12 +386,12 @@ impl Group {
         result
     }
 
-    pub(super) fn undo_checkpoint(&mut self) -> Result<(), String> {
+    pub(crate) fn undo_checkpoint(&mut self) -> Result<(), String> {
         self.sync_with_driver();
         self.restore().map_err(|e| e.to_string())
     }
 
-    pub(super) fn undo_lock(&mut self) -> Result<(), String> {
+    pub(crate) fn undo_lock(&mut self) -> Result<(), String> {
         self.sync_with_driver();
         self.unlock().map_err(|e| e.to_string())
     }
@@ -347,26 +399,26 @@ impl Group {
     /// Takes the driver's word for where a process stands: a call that failed may have done its work, and a process that
     /// died needs no undo.
     fn sync_with_driver(&mut self) {
-        for member in self.members.iter_mut().filter(|m| m.stand != Stand::Lost) {
-            member.stand = match ask_again(member) {
-                Ok(State::Running) => Stand::Running,
-                Ok(State::Locked) => Stand::Locked,
-                Ok(State::Checkpointed) => Stand::Checkpointed,
-                _ if member.has_ended() => Stand::Gone,
+        for member in self.members.iter_mut().filter(|m| m.state != GpuState::Lost) {
+            member.state = match ask_again(member) {
+                Ok(State::Running) => GpuState::Running,
+                Ok(State::Locked) => GpuState::Locked,
+                Ok(State::Checkpointed) => GpuState::Checkpointed,
+                _ if member.has_ended() => GpuState::Gone,
                 // Failed; or it cannot be told, and then it may be locked or half way.
-                _ => Stand::Lost,
+                _ => GpuState::Lost,
             };
         }
     }
 
     /// Names the processes that are not running and cannot be helped.
-    pub(super) fn stuck(&self) -> Option<String> {
+    pub(crate) fn stuck(&self) -> Option<String> {
         let stuck: Vec<String> =
             self.members.iter().filter(|m| !m.may_run_on()).map(|m| format!("process {}", m.inner)).collect();
         (!stuck.is_empty()).then(|| format!("{} cannot use its GPU again", stuck.join(", ")))
     }
 
-    pub(super) fn check_running(&self) -> Result<(), Error> {
+    pub(crate) fn check_running(&self) -> Result<(), Error> {
         for member in &self.members {
             match member.process.state() {
                 Ok(State::Running) => {}

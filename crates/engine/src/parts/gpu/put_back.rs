@@ -3,11 +3,45 @@
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use super::Error;
 use crate::launch::Job;
 use rekindle_cuda::{self as cuda, sharing};
 use rekindle_os::{parallel, process, ptrace};
 use rekindle_store::Manifest;
+
+/// Why the GPUs of a job did not come back.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A process of the image that used CUDA is not there after the restore.
+    #[error("process {0}, which used CUDA, is not there after the restore")]
+    NoProcess(i32),
+    /// The CUDA driver could not bring a process back.
+    #[error("the CUDA state of process {pid} was not restored: {source}")]
+    Cuda {
+        /// As the job sees it.
+        pid: i32,
+        /// The driver's answer.
+        #[source]
+        source: cuda::Error,
+    },
+    /// What processes had of each other's GPU memory did not come back.
+    #[error("the GPU memory that the processes share was not restored: {0}")]
+    Sharing(#[from] sharing::Error),
+    /// The notes about it cannot be read.
+    #[error("the GPU memory that the processes share was not restored: {0}")]
+    SharingUnread(#[source] std::io::Error),
+    /// The CUDA driver did not answer in time.
+    #[error(
+        "the CUDA driver did not restore the job within {}: raise restart.restore-timeout, or see what the GPU is doing",
+        humantime::format_duration(*limit)
+    )]
+    Timeout {
+        /// The bound.
+        limit: Duration,
+    },
+    /// It was not wanted any more.
+    #[error("cancelled")]
+    Cancelled,
+}
 
 /// How long the driver may take before the other threads are let go on: five seconds, and what is in the image at a
 /// seventh of the slowest rate that was seen (6.8 GB/s from host memory).
@@ -23,7 +57,7 @@ const WATCH: Duration = Duration::from_millis(20);
 
 /// Carries out `work` on another thread. No call of the driver takes a bound, and none can be called off but by killing
 /// the process that it is about: that is done when it is not wanted any more, and when it takes too long.
-pub(super) fn watched(
+pub(crate) fn watched(
     job: &Job,
     limit: Duration,
     cancelled: &dyn Fn() -> bool,
@@ -43,7 +77,7 @@ pub(super) fn watched(
             }
             let stop = match (cancelled(), Instant::now() >= deadline) {
                 (true, _) => Error::Cancelled,
-                (false, true) => Error::CudaTimeout { limit },
+                (false, true) => Error::Timeout { limit },
                 (false, false) => continue,
             };
             job.kill();
@@ -53,7 +87,7 @@ pub(super) fn watched(
 }
 
 /// What a CUDA process of the job was started with in CUDA_VISIBLE_DEVICES.
-pub(super) fn visible_devices(job: &Job, manifest: &Manifest) -> Option<String> {
+pub(crate) fn visible_devices(job: &Job, manifest: &Manifest) -> Option<String> {
     let is_cuda = |pid: &i32| process::inner_pid(*pid).is_some_and(|inner| manifest.tree.cuda.contains(&inner));
     let all = process::tree(job.root.pid()).into_iter().filter(is_cuda);
     all.filter_map(|pid| process::environment(pid, "CUDA_VISIBLE_DEVICES")).find(|value| !value.is_empty())
@@ -61,7 +95,7 @@ pub(super) fn visible_devices(job: &Job, manifest: &Manifest) -> Option<String> 
 
 /// Gives GPUs to the processes that had some, all at once: the driver does it for several in parallel (580, measured).
 /// `pairs` name others, where there are any.
-pub(super) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping]) -> Result<(), Error> {
+pub(crate) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping]) -> Result<(), Error> {
     if manifest.tree.cuda.is_empty() {
         return Ok(());
     }

@@ -16,16 +16,16 @@ use rekindle_store::manifest::{ControlGroup, Owner};
 
 /// What the freeze found.
 #[derive(Debug, Default)]
-pub(super) struct Found {
+pub(crate) struct Found {
     /// Each group is after the one that it is in.
-    pub(super) groups: Vec<ControlGroup>,
+    pub(crate) groups: Vec<ControlGroup>,
     /// What is to be told of groups that are not in the image.
-    pub(super) notes: Vec<String>,
+    pub(crate) notes: Vec<String>,
 }
 
 /// The groups that these processes are in, and those between them and the supervisor's. While no process was moved, this
 /// costs one read for each.
-pub(super) fn find(tree: &[i32]) -> Found {
+pub(crate) fn find(tree: &[i32]) -> Found {
     let Ok(own) = fs::read_to_string("/proc/self/cgroup") else { return Found::default() };
     let read = |pid: i32| Some((pid, fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?));
     let elsewhere = tree.iter().copied().filter_map(read).filter(|(_, groups)| *groups != own);

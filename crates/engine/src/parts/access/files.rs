@@ -11,13 +11,13 @@ use crate::launch::identity::Identity;
 use rekindle_os::{process, rights};
 
 /// Bits of a permission triple.
-pub(super) const READ: u32 = 4;
-pub(super) const WRITE: u32 = 2;
-pub(super) const EXECUTE: u32 = 1;
+pub(crate) const READ: u32 = 4;
+pub(crate) const WRITE: u32 = 2;
+pub(crate) const EXECUTE: u32 = 1;
 
 /// How a process has a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum How {
+pub(crate) enum How {
     /// A descriptor, one with O_PATH too.
     Open,
     Mapped,
@@ -30,26 +30,26 @@ pub(super) enum How {
 
 /// A file that a process has, under the path that the kernel says.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Held {
-    pub(super) path: PathBuf,
-    pub(super) device: u64,
-    pub(super) inode: u64,
-    pub(super) how: How,
+pub(crate) struct Held {
+    pub(crate) path: PathBuf,
+    pub(crate) device: u64,
+    pub(crate) inode: u64,
+    pub(crate) how: How,
     /// What it takes to open it so: bits of a permission triple, none for O_PATH.
-    pub(super) access: u32,
-    pub(super) mode: u32,
+    pub(crate) access: u32,
+    pub(crate) mode: u32,
     owner: u32,
     group: u32,
 }
 
 impl Held {
     /// Whether no path leads to it: what lost its name, and memory that is in no file system.
-    pub(super) fn is_nameless(&self) -> bool {
+    pub(crate) fn is_nameless(&self) -> bool {
         self.path.as_os_str().as_bytes().ends_with(b" (deleted)")
     }
 
     /// By owner, group and others, as the kernel does it; lists of further users (ACL) are not looked at.
-    pub(super) fn lets(&self, user: &Identity) -> bool {
+    pub(crate) fn lets(&self, user: &Identity) -> bool {
         let bits = if user.uid == self.owner {
             self.mode >> 6
         } else if user.gid == self.group || user.groups.contains(&self.group) {
@@ -60,7 +60,7 @@ impl Held {
         bits & self.access == self.access
     }
 
-    pub(super) fn is_folder(&self) -> bool {
+    pub(crate) fn is_folder(&self) -> bool {
         self.mode & libc::S_IFMT == libc::S_IFDIR
     }
 }
@@ -69,7 +69,7 @@ impl Held {
 ///
 /// # Errors
 /// When something of a process that lives cannot be looked at: then nothing is known of it.
-pub(super) fn held(tree: &[i32]) -> Result<BTreeSet<Held>, (i32, io::Error)> {
+pub(crate) fn held(tree: &[i32]) -> Result<BTreeSet<Held>, (i32, io::Error)> {
     let mut all = BTreeSet::new();
     for pid in tree {
         match held_by(*pid, &mut all) {
@@ -167,6 +167,6 @@ fn shared_ranges(maps: &[u8]) -> BTreeSet<Vec<u8>> {
 }
 
 /// The last part of a path; empty where there is none.
-pub(super) fn name_of(path: &Path) -> &OsStr {
+pub(crate) fn name_of(path: &Path) -> &OsStr {
     path.file_name().unwrap_or_default()
 }

@@ -24,7 +24,7 @@ pub struct Error {
 }
 
 /// Stops the processes of the tree below `root` that use a file with a lost lock, as soon as CRIU lets them go.
-pub(super) fn hold(root: i32, lost: &LostLocks) {
+pub(crate) fn hold(root: i32, lost: &LostLocks) {
     for pid in users(root, lost) {
         drop(ptrace::stop_when_let_go(pid));
     }
@@ -32,7 +32,7 @@ pub(super) fn hold(root: i32, lost: &LostLocks) {
 
 /// Takes the locks again for the processes that held them. Those that are also `held` for something else stay stopped, the
 /// others go on.
-pub(super) fn take_again(root: i32, lost: &LostLocks, held: &[i32]) -> Result<(), Error> {
+pub(crate) fn take_again(root: i32, lost: &LostLocks, held: &[i32]) -> Result<(), Error> {
     let mut waiting = Vec::new();
     for pid in users(root, lost) {
         let Some(inner) = process::inner_pid(pid) else { continue };

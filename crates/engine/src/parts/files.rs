@@ -1,0 +1,7 @@
+//! Files of the job.
+
+pub(crate) mod capture;
+mod content;
+pub(crate) mod moved;
+pub mod put_back;
+pub(crate) mod record;

@@ -1,0 +1,4 @@
+//! GPU memory in files of the image.
+
+pub(crate) mod capture;
+pub(crate) mod put_back;

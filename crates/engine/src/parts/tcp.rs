@@ -1,0 +1,4 @@
+//! TCP connections of the job.
+
+pub(crate) mod capture;
+pub(crate) mod put_back;

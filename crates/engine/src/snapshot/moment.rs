@@ -1,0 +1,171 @@
+//! What is recorded at the very moment of the image, while CRIU holds all tasks.
+
+use std::path::{Path, PathBuf};
+use std::time::{Instant, SystemTime};
+
+use chrono::{DateTime, Utc};
+
+use super::dead::Unnoticed;
+use super::pages::{Drained, Receivers};
+use super::seen::{Gpus, Seen};
+use super::{Dead, Env};
+use crate::parts::files::capture::Captured;
+use crate::parts::files::record;
+use crate::parts::{access, devices::Devices, fds::InFlight, groups, tcp};
+use rekindle_base::chain;
+use rekindle_criu as criu;
+use rekindle_os::ptrace;
+use rekindle_store::ImageId;
+use rekindle_store::manifest::{ControlGroup, Folder, GivenFile, JobRights, OpenFile, SavedLink};
+
+/// What was recorded.
+pub(super) struct Moment {
+    pub(super) taken: DateTime<Utc>,
+    pub(super) open_files: Vec<OpenFile>,
+    pub(super) captured: Captured,
+    pub(super) given_files: Vec<GivenFile>,
+    pub(super) rights: JobRights,
+    pub(super) folders: Vec<Folder>,
+    pub(super) control_groups: Vec<ControlGroup>,
+    /// What could not be done and does not matter for the image, in words.
+    pub(super) notes: Vec<String>,
+}
+
+/// Why the moment is not one to take an image of: it is looked at after CRIU has ended.
+#[derive(Debug)]
+pub(super) enum Wrong {
+    /// Descriptors are on their way that a restore would not bring back.
+    InFlight(InFlight),
+    /// A process was killed, and its parent has yet to hear of it.
+    Unnoticed(Unnoticed),
+}
+
+/// Records it, from CRIU's `post-dump` notification.
+pub(super) struct Still<'a, 'w> {
+    pub(super) env: Env<'a>,
+    pub(super) id: ImageId,
+    /// The image, and CRIU's part of it.
+    pub(super) image: &'w Path,
+    pub(super) dir: &'w Path,
+    pub(super) seen: &'w mut Seen,
+    pub(super) gpus: &'w Gpus,
+    pub(super) devices: Option<&'w Devices>,
+    /// When CRIU must be done.
+    pub(super) deadline: Instant,
+    pub(super) receivers: Option<Receivers>,
+    pub(super) drained: Option<Drained>,
+    pub(super) wrong: Option<Wrong>,
+    pub(super) moment: Option<Moment>,
+    /// Names that were given to files without one; they are on disk also where what comes after them fails.
+    pub(super) saved_links: &'w mut Vec<SavedLink>,
+}
+
+impl Still<'_, '_> {
+    /// The order matters: pages before anything runs again, refusals before anything is copied, and what changes CRIU's
+    /// image after what reads it.
+    pub(super) fn record(&mut self) -> Result<(), String> {
+        self.take_pages()?;
+        self.keep_cuda_processes_stopped();
+        let (tree, mut notes) = self.refuse_what_a_restore_would_lose()?;
+        let taken = Utc::now();
+        let (mut open_files, captured) = self.copy_files(&mut notes)?;
+        let noted = self.note_access()?;
+        let groups = groups::capture::find(&tree);
+        notes.extend(groups.notes);
+        let folders = self.name_files(&mut open_files, &captured)?;
+        self.correct_image(&mut notes)?;
+        if let Err(error) = self.env.subject.output.rotate() {
+            notes.push(format!("the output was not rotated: {}", chain(&error)));
+        }
+        record::record_sizes_again(&mut open_files, self.env.root(), self.env.subject.output);
+        self.moment = Some(Moment {
+            taken,
+            open_files,
+            captured,
+            given_files: noted.given,
+            rights: noted.rights,
+            folders,
+            control_groups: groups.groups,
+            notes,
+        });
+        Ok(())
+    }
+
+    /// What is still on its way are the job's pages themselves, not copies.
+    fn take_pages(&mut self) -> Result<(), String> {
+        if let Some(receivers) = self.receivers.take() {
+            self.drained = Some(receivers.drain(self.deadline).map_err(|e| chain(&e))?);
+        }
+        Ok(())
+    }
+
+    /// CRIU would send the signal only after it has let go.
+    fn keep_cuda_processes_stopped(&self) {
+        for pid in self.gpus.group.stopped_pids() {
+            let _ = ptrace::stop_when_let_go(pid);
+        }
+    }
+
+    /// Answers the tree, and what is to be told of processes that are dead in the image.
+    fn refuse_what_a_restore_would_lose(&mut self) -> Result<(Vec<i32>, Vec<String>), String> {
+        if let Some(lost) = InFlight::find(self.dir, self.env.root(), &self.seen.names).map_err(|e| chain(&e))? {
+            let why = lost.to_string();
+            self.wrong = Some(Wrong::InFlight(lost));
+            return Err(why);
+        }
+        let dead = self.env.subject.deaths.look(self.env.root());
+        if let Some(found) = dead.fresh.clone().filter(|_| self.env.dead == Dead::Refused) {
+            let why = found.to_string();
+            self.wrong = Some(Wrong::Unnoticed(found));
+            return Err(why);
+        }
+        let notes = dead.fresh.iter().chain(&dead.old).map(|dead| format!("the image has dead processes: {dead}"));
+        Ok((dead.tree, notes.collect()))
+    }
+
+    fn copy_files(&mut self, notes: &mut Vec<String>) -> Result<(Vec<OpenFile>, Captured), String> {
+        let (dir, view) = (self.dir, self.env.view());
+        let mut open_files = record::open_for_writing(dir, self.env.root()).map_err(|e| e.to_string())?;
+        let mapped = criu::image::written_by_mappings(dir).map_err(|e| chain(&e))?;
+        let contents = &mut self.seen.contents;
+        let mut captured = contents
+            .capture(&mut open_files, mapped, view, self.image)
+            .map_err(|error| format!("cannot copy the files that the job writes to: {error}"))?;
+        notes.append(&mut captured.notes);
+        let read = criu::image::checked_files(dir).map_err(|e| chain(&e))?.into_iter().map(|file| file.path);
+        let read = read.filter(|path| !open_files.iter().any(|open| open.path == *path)).collect();
+        let began = std::fs::metadata(self.env.subject.folder.path()).and_then(|folder| folder.created());
+        let began = began.unwrap_or_else(|_| SystemTime::now());
+        captured.read = contents
+            .keep_read(read, began, view, self.image)
+            .map_err(|error| format!("cannot copy the files that the job reads: {error}"))?;
+        Ok((open_files, captured))
+    }
+
+    fn note_access(&self) -> Result<access::Noted, String> {
+        let corrected = criu::image::correct_access(self.dir).map_err(|e| chain(&e))?;
+        tracing::debug!(corrected, "mappings of files that CRIU took for read-only");
+        let privileges = self.env.subject.options.privileges;
+        access::note(self.env.root(), self.env.user(), privileges).map_err(|error| chain(&error))
+    }
+
+    /// Gives names to open files that have none any more, and answers the folders that a restore needs.
+    fn name_files(&mut self, open_files: &mut [OpenFile], captured: &Captured) -> Result<Vec<Folder>, String> {
+        let (root, ours) = (self.env.root(), self.env.folders());
+        let ours: Vec<&Path> = ours.iter().map(PathBuf::as_path).collect();
+        let read: Vec<&Path> = captured.read.keys().map(PathBuf::as_path).collect();
+        let folders = record::folders(self.dir, root, &ours, &read).map_err(|e| e.to_string())?;
+        *self.saved_links = record::save_links(self.dir, root, &self.id, self.env.user()).map_err(|e| e.to_string())?;
+        record::name_by_saved(open_files, self.saved_links);
+        Ok(folders)
+    }
+
+    fn correct_image(&self, notes: &mut Vec<String>) -> Result<(), String> {
+        criu::image::adopt_daemons(self.dir).map_err(|e| e.to_string())?;
+        tcp::capture::close_in_image(self.env.subject.options.tcp, self.seen.tcp, self.dir).map_err(|e| chain(&e))?;
+        if let Some(devices) = self.devices {
+            notes.extend(devices.settle(self.dir, self.env.root(), &self.gpus.group.outer_pids())?);
+        }
+        Ok(())
+    }
+}

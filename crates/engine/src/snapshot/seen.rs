@@ -1,0 +1,132 @@
+//! What is known of the job before anything of it stands still: the phases `preflight` and `find`.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use super::pages::{Expected, expect};
+use super::{Env, Error, preflight};
+use crate::parts::files::capture::{Contents, View};
+use crate::parts::files::record;
+use crate::parts::gpu::capture::{self as gpu, Group};
+use crate::parts::{access, fds, tcp};
+use rekindle_base::chain;
+use rekindle_criu::Tcp;
+use rekindle_cuda::nvml::GpuInventory;
+use rekindle_os::process;
+
+/// What the processes of the tree are and have.
+pub(super) struct Seen {
+    /// The job's own process, as it sees itself.
+    pub(super) job_pid: i32,
+    /// The names of all, by their pid as they see themselves.
+    pub(super) names: BTreeMap<i32, String>,
+    /// What CRIU would write of the host memory.
+    pub(super) expected: Vec<Expected>,
+    /// Bytes of the files without a name that CRIU would copy.
+    pub(super) nameless: u64,
+    /// The content of files that the job changes in place, and the bytes that it takes.
+    pub(super) contents: Contents,
+    pub(super) rewritten: u64,
+    pub(super) tcp: Tcp,
+}
+
+impl Seen {
+    /// Looks at the tree, and refuses what a dump or a restore would refuse.
+    pub(super) fn look(env: &Env<'_>) -> Result<Seen, Error> {
+        let (subject, root) = (env.subject, env.root());
+        let tree = process::tree(root);
+        let name = |pid: &i32| process::inner_pid(*pid).zip(process::name(*pid));
+        let names = tree.iter().filter_map(name).collect();
+        let job_pid = subject.job.main_pid().and_then(process::inner_pid).ok_or(Error::JobEnded)?;
+        env.check_dead()?;
+        preflight::check(&tree, subject)?;
+        access::foresee(root, env.user(), subject.options.privileges).map_err(|why| Error::Guard(chain(&why)))?;
+        fds::let_pass(&tree, env.cancelled);
+        let (expected, nameless) = (expect(&tree), record::nameless_bytes(&tree));
+        let options = subject.options;
+        let mut contents = Contents::new(&options.track, env.folders(), options.file_limit);
+        let rewritten = contents.foresee(&tree, env.view()).map_err(copied)?;
+        let tcp = tcp::capture::choose(options.tcp, &tree);
+        Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp })
+    }
+
+    /// Leaves files on disk out, where memory has no room for them beside the job's memory. Answers whether that helps.
+    pub(super) fn keep_no_files(&mut self) -> bool {
+        self.contents.keep_none_of_the_disk();
+        std::mem::replace(&mut self.rewritten, 0) > 0
+    }
+}
+
+/// The CUDA processes of the tree and the GPUs of this machine.
+pub(super) struct Gpus {
+    pub(super) group: Group,
+    /// Empty where the job does not use CUDA.
+    pub(super) inventory: GpuInventory,
+    /// Bytes of device memory of each CUDA process, in the order of the group.
+    pub(super) memory: Vec<u64>,
+}
+
+impl Gpus {
+    /// Finds them, and refuses what cannot be checkpointed.
+    pub(super) fn find(root: i32) -> Result<Gpus, Error> {
+        let group = Group::find(root).map_err(|source| gpu::Error::Cuda { phase: "find", source })?;
+        let pids = group.outer_pids();
+        let (mut inventory, mut memory) = (GpuInventory::default(), Vec::new());
+        if !pids.is_empty() {
+            inventory = GpuInventory::read();
+            preflight::check_gpus(&inventory, &pids)?;
+            memory = preflight::device_memory(&inventory, &pids);
+        }
+        preflight::check_nccl(&pids)?;
+        group.check_sharing()?;
+        Ok(Gpus { group, inventory, memory })
+    }
+
+    /// Locks all. A process that began with CUDA only now has its GPUs looked at too.
+    pub(super) fn lock(&mut self, env: &Env<'_>) -> Result<(), Error> {
+        let known = self.group.outer_pids();
+        self.group.lock(env.root(), env.subject.options.lock_timeout, env.cancelled)?;
+        if self.group.outer_pids() != known {
+            self.inventory = GpuInventory::read();
+            preflight::check_gpus(&self.inventory, &self.group.outer_pids())?;
+        }
+        Ok(())
+    }
+
+    /// The GPUs that each CUDA process had memory on before the freeze.
+    pub(super) fn used(&self) -> BTreeMap<i32, BTreeMap<String, u64>> {
+        preflight::memory_by_gpu(&self.inventory, &self.group.inner_pids(), &self.group.outer_pids())
+    }
+}
+
+pub(super) fn copied(source: std::io::Error) -> Error {
+    Error::Io { what: "cannot copy the files that the job writes to".into(), source }
+}
+
+impl<'a> Env<'a> {
+    pub(super) fn root(&self) -> i32 {
+        self.subject.job.root.pid()
+    }
+
+    pub(super) fn user(&self) -> Option<&'a crate::launch::identity::Identity> {
+        self.subject.launch.identity.as_ref()
+    }
+
+    pub(super) fn view(&self) -> View<'a> {
+        View { root: self.root(), user: self.user() }
+    }
+
+    /// Folders of ours, in which the job has its output and its device memory.
+    pub(super) fn folders(&self) -> Vec<PathBuf> {
+        let staging = self.subject.staging.map(|area| area.path().to_path_buf());
+        staging.into_iter().chain([self.subject.folder.path().to_path_buf()]).collect()
+    }
+
+    /// Refuses processes that were killed and that their parents have yet to hear of.
+    fn check_dead(&self) -> Result<(), Error> {
+        match self.subject.deaths.look(self.root()).fresh {
+            Some(found) if self.dead == super::Dead::Refused => Err(Error::Unnoticed(found)),
+            _ => Ok(()),
+        }
+    }
+}
