@@ -179,10 +179,5 @@ fn judge(facts: &Facts, config: &Config) -> Report {
     Report { run_works: checks.iter().all(|check| check.state != State::Missing), checks }
 }
 
-/// Bytes for people.
-fn size(bytes: u64) -> String {
-    bytesize::ByteSize::b(bytes).to_string()
-}
-
 #[cfg(test)]
 mod tests;

@@ -7,7 +7,7 @@ use rekindle_store::persist::Progress;
 use rekindle_store::replica::{Error, Replica};
 use rekindle_store::{BadMark, BadWhy};
 
-use crate::ground::{Machine, RECORD, chunks, folder_replica, id, noise, s3_replica};
+use crate::ground::{Machine, RECORD, chunks, folder_replica, id, newest_good, noise, s3_replica};
 use crate::proxy::Proxy;
 use crate::server::Server;
 
@@ -16,7 +16,7 @@ fn there_and_back(replica: &Replica) {
     let here = Machine::new();
     let first = here.image(1, &chunks(0..6));
     let second = here.image(2, &chunks(1..8));
-    assert_eq!(replica.newest_good(None, &|| false).unwrap(), None);
+    assert_eq!(newest_good(&replica, None), None);
     let sent = here.upload(replica, &first).unwrap();
     assert_eq!((sent.packs, sent.present), (1, 0));
     let sent = here.upload(replica, &second).unwrap();
@@ -25,9 +25,9 @@ fn there_and_back(replica: &Replica) {
     assert_eq!((sent.packs, sent.bytes, sent.present), (0, 0, 2));
 
     let other = Machine::new();
-    let found = replica.newest_good(None, &|| false).unwrap().unwrap();
+    let found = newest_good(&replica, None).unwrap();
     assert_eq!((found.id, found.manifest()), (id(2), second.manifest()));
-    assert_eq!(replica.newest_good(Some(id(2)), &|| false).unwrap(), None, "nothing is newer");
+    assert_eq!(newest_good(&replica, Some(id(2))), None, "nothing is newer");
     let (image, bytes) = other.fetch(replica, id(1)).unwrap();
     assert_eq!(bytes, 6 * RECORD);
     assert_eq!((other.content(&image), image.manifest()), (chunks(0..6), first.manifest()));
@@ -109,14 +109,14 @@ fn bad_newer_and_damaged_images_are_passed_over() {
 
     let states: Vec<_> = replica.images(&|| false).unwrap().iter().map(|image| image.is_good()).collect();
     assert_eq!(states, [false, false, false, true], "newest first");
-    assert_eq!(replica.newest_good(None, &|| false).unwrap().unwrap().id, id(1));
+    assert_eq!(newest_good(&replica, None).unwrap().id, id(1));
     // A mark that is taken back here is taken back there.
     images[3].clear_bad().unwrap();
     replica.upload_marks(&images[3..], &|| false).unwrap();
-    assert_eq!(replica.newest_good(None, &|| false).unwrap().unwrap().id, id(4));
+    assert_eq!(newest_good(&replica, None).unwrap().id, id(4));
     images[3].mark_bad(mark).unwrap();
     replica.upload_marks(&images[3..], &|| false).unwrap();
-    assert_eq!(replica.newest_good(None, &|| false).unwrap().unwrap().id, id(1));
+    assert_eq!(newest_good(&replica, None).unwrap().id, id(1));
 }
 
 #[test]

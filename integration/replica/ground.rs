@@ -13,7 +13,7 @@ use rekindle_store::pack::record::HEADER_BYTES;
 use rekindle_store::pack::{Making, PackWriter, record};
 use rekindle_store::persist::Progress;
 use rekindle_store::replica::ReplicaUrl;
-use rekindle_store::replica::{Patience, Replica, Uploaded};
+use rekindle_store::replica::{Patience, RemoteImage, Replica, Uploaded};
 use rekindle_store::{Access, Image, ImageId, JobFolder, Store, WriterLock};
 
 use crate::proxy::Proxy;
@@ -190,4 +190,10 @@ fn manifest(number: u32) -> Manifest {
         "parts": [],
     });
     serde_json::from_value(value).unwrap()
+}
+
+/// The newest good image that is there and newer than `than`.
+pub(crate) fn newest_good(replica: &Replica, than: Option<ImageId>) -> Option<RemoteImage> {
+    let newer = |image: &RemoteImage| than.is_none_or(|than| image.id > than);
+    replica.images(&|| false).unwrap().into_iter().find(|image| image.is_good() && newer(image))
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use rekindle_store::persist::Progress;
 use rekindle_store::replica::{Error, Failure, Replica};
 
-use crate::ground::{Machine, RECORD, SECRET, chunks, id, noise, s3_replica};
+use crate::ground::{Machine, RECORD, SECRET, chunks, id, newest_good, noise, s3_replica};
 use crate::proxy::{Fault, Proxy};
 use crate::server::Server;
 
@@ -50,7 +50,7 @@ fn an_upload_that_breaks_off_leaves_no_image_and_goes_on() {
     let error = here.upload(&replica, &image).unwrap_err();
     assert!(matches!(error, Error::Remote { .. }), "{error}");
     is_clean(&error);
-    assert_eq!(replica.newest_good(None, &|| false).unwrap().unwrap().id, id(1), "the one before is whole");
+    assert_eq!(newest_good(&replica, None).unwrap().id, id(1), "the one before is whole");
     assert!(matches!(Machine::new().fetch(&replica, id(4)), Err(Error::NotWhole { .. })));
     let before: Vec<String> = proxy.requests().into_iter().filter(|line| is_put_of_pack(line)).collect();
 
@@ -158,7 +158,7 @@ fn a_call_that_is_not_wanted_any_more_ends_soon() {
     let result = replica.upload(&image, &here.folder, &Progress::default(), &cancelled);
     assert!(matches!(result, Err(Error::Cancelled)), "{result:?}");
     assert!(began.elapsed() < Duration::from_secs(10), "40 s would be what it takes: {:?}", began.elapsed());
-    assert_eq!(replica.newest_good(None, &|| false).unwrap(), None);
+    assert_eq!(newest_good(&replica, None), None);
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::fs;
 use nix::sys::signal::Signal;
 use rekindle_store::{ImageId, Outcome};
 
-use crate::ground::folder_replica_of;
+use crate::ground::{folder_replica_of, newest_good};
 use crate::supervisor::Lab;
 
 const FRESH: [&str; 5] = ["run", "--fresh", "--name", "j", "--"];
@@ -31,7 +31,7 @@ fn the_last_image_of_a_stopped_job_is_there_and_comes_to_another_machine() {
     let last: ImageId = lab.images()[0].id;
     assert!(last > first, "the stop took one more: {said}");
     let replica = folder_replica_of(dir.path(), "j");
-    assert_eq!(replica.newest_good(None, &|| false).unwrap().map(|image| image.id), Some(last), "{said}");
+    assert_eq!(newest_good(&replica, None).map(|image| image.id), Some(last), "{said}");
     assert_eq!(replica.record(&|| false).unwrap().map(|record| record.outcome), Some(Outcome::Stopped));
 
     // Another machine, with a store that knows nothing; what it does with the image is not the matter here.

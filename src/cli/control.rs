@@ -90,7 +90,7 @@ fn words(folder: &JobFolder, answer: &Answer) -> String {
     let from = |image: &Option<ImageId>| image.map_or_else(|| "its beginning".into(), |image| format!("image {image}"));
     match answer {
         Answer::Snapshot(it) => {
-            let (freeze, size) = (super::list::milliseconds(it.freeze_us), super::list::size(it.bytes));
+            let (freeze, size) = (super::list::milliseconds(it.freeze_us), rekindle_base::units::size(it.bytes));
             let place = if it.stored { "in the store" } else { "in memory, on its way to the store" };
             format!("{name}/{}: {size}, the job was frozen for {freeze}; {place}", it.image)
         }

@@ -1,5 +1,6 @@
 //! `rekindle list`: jobs, and the images of a job.
 
+use rekindle_base::units::size;
 use std::collections::BTreeSet;
 
 use chrono::{DateTime, Local, Utc};
@@ -257,11 +258,6 @@ pub(super) fn whereabouts(places: &[impl ToString], persisting: Option<&Persisti
     let mut words: Vec<String> = places.iter().map(ToString::to_string).collect();
     words.extend(persisting.map(|persisting| format!("{} % stored", persisting.percent())));
     words.join(", ")
-}
-
-/// Bytes for people.
-pub(super) fn size(bytes: u64) -> String {
-    bytesize::ByteSize::b(bytes).to_string()
 }
 
 /// Microseconds for people.

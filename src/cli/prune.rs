@@ -5,11 +5,11 @@ use std::time::Duration;
 use chrono::Utc;
 use serde::Serialize;
 
-use super::list::size;
 use super::output::{complain, print_table};
 use super::{Exit, Global, Misuse, job_args};
 use crate::config::{self, SizeLimit};
 use rekindle_base::chain;
+use rekindle_base::units::size;
 use rekindle_store::gc;
 use rekindle_store::retention::survey::{self, Survey};
 use rekindle_store::retention::{Plan, Policy, Verdict};

@@ -8,10 +8,10 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use super::Misuse;
-use super::list::size;
 use crate::config::Config;
 use crate::supervisor::notify::Notify;
 use rekindle_base::chain;
+use rekindle_base::units::size;
 use rekindle_store::chunk::Key;
 use rekindle_store::persist::Progress;
 use rekindle_store::replica::{Error, Patience, RemoteImage, Replica};

@@ -5,12 +5,13 @@ use std::path::PathBuf;
 use chrono::Local;
 use serde::Serialize;
 
-use super::list::{milliseconds, size, whereabouts};
+use super::list::{milliseconds, whereabouts};
 use super::output::{Format, print_json, print_text};
 use super::{Exit, Global, Misuse, job_args, named_criu};
 use crate::published::{Persisting, Published};
 use crate::telemetry::clean;
 use rekindle_base::Moved;
+use rekindle_base::units::size;
 use rekindle_criu::Criu;
 use rekindle_engine::parts::gpu::placement::{self as gpus, Plan, Wishes};
 use rekindle_engine::restore::compat::{self, Difference, Here};

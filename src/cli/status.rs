@@ -6,13 +6,13 @@ use std::time::Duration;
 use chrono::{DateTime, TimeDelta, Utc};
 use serde::Serialize;
 
-use super::list::size;
 use super::output::{Format, print_json, print_table, print_text};
 use super::{Exit, Global};
 use crate::control::client;
 use crate::control::protocol::{Answer, Request};
 use crate::published::Published;
 use crate::telemetry::clean;
+use rekindle_base::units::size;
 use rekindle_store::staging::leftovers::Leftover;
 use rekindle_store::{JobFolder, JobName, JobRecord, Outcome, Store};
 

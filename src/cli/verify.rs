@@ -222,7 +222,7 @@ fn of_packs(report: &PacksReport) -> String {
         read => format!(
             "{state}, read {read} of {} packs, {} in {} chunks",
             report.packs,
-            super::list::size(report.bytes),
+            rekindle_base::units::size(report.bytes),
             report.chunks
         ),
     }

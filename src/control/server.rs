@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -429,12 +429,6 @@ impl Client {
         }
         Ok(true)
     }
-}
-
-/// The path of a server's socket, for who has it not yet.
-#[must_use]
-pub fn path_of(directory: &Path, name: &str) -> PathBuf {
-    directory.join(format!("{name}.sock"))
 }
 
 #[cfg(test)]

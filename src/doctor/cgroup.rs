@@ -1,6 +1,7 @@
 //! Control groups: rekindle makes none, but a memory limit ends a checkpoint of GPU memory.
 
-use super::{Check, size};
+use super::Check;
+use rekindle_base::units::size;
 use rekindle_os::cgroup;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

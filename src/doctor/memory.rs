@@ -1,6 +1,7 @@
 //! Host memory: room for what the GPUs hold, and the pages it is made of.
 
-use super::{Check, size};
+use super::Check;
+use rekindle_base::units::size;
 use rekindle_cuda::nvml::Gpu;
 use rekindle_os::cgroup;
 

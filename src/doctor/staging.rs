@@ -3,9 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use super::{Check, memory, nvidia, size, trial};
+use super::{Check, memory, nvidia, trial};
 use crate::config::{Config, Interposer, Staging};
 use rekindle_base::chain;
+use rekindle_base::units::size;
 use rekindle_engine::launch::interposer;
 use rekindle_engine::snapshot::pages;
 use rekindle_store::staging::leftovers::{self, Leftover};

@@ -7,8 +7,9 @@ use nix::fcntl::AtFlags;
 use nix::sys::statvfs::{FsFlags, statvfs};
 use nix::unistd::{AccessFlags, faccessat};
 
-use super::{Check, size};
+use super::Check;
 use rekindle_base::chain;
+use rekindle_base::units::size;
 use rekindle_store::{self as store, Access, Store};
 
 #[derive(Debug, Clone, PartialEq, Eq)]

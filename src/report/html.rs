@@ -11,9 +11,10 @@ use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 use super::history::{Kind, Trouble, between};
 use super::model::Report;
-use super::words::{moment, share, size, time};
+use super::words::{moment, share, time};
 use charts::Axis;
 use parts::{dot, foreign};
+use rekindle_base::units::size;
 
 const STYLE: &str = include_str!("html/style.css");
 /// The newest snapshots that have a row of their own.

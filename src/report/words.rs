@@ -1,6 +1,7 @@
 //! Durations, sizes and events in words.
 
 use chrono::{DateTime, Local};
+use rekindle_base::units::size;
 use serde::Serialize;
 use serde_json::Value;
 
@@ -44,12 +45,6 @@ pub fn whole(us: u64) -> String {
         seconds @ 0..60 => format!("{seconds} s"),
         _ => time(us),
     }
-}
-
-/// Bytes.
-#[must_use]
-pub fn size(bytes: u64) -> String {
-    bytesize::ByteSize::b(bytes).to_string()
 }
 
 /// A share in millionths.

@@ -5,6 +5,12 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+/// Bytes for people: "98.7 GiB".
+#[must_use]
+pub fn size(bytes: u64) -> String {
+    bytesize::ByteSize::b(bytes).to_string()
+}
+
 /// A number of bytes. Read from an integer or from text such as "64MiB" or "200GB"; written in the shortest exact unit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]

@@ -22,6 +22,7 @@ use crate::parts::files::put_back as rollback;
 use crate::parts::gpu::placement::{Plan, Relocation, Wishes};
 use crate::parts::gpu::{placement, put_back as gpu};
 use crate::parts::{access, groups, landing, locks, tcp};
+use crate::snapshot::CRIU_DIR;
 use compat::{Difference, Here};
 use rekindle_base::Moved;
 use rekindle_criu::image::LostLocks;
@@ -143,7 +144,7 @@ pub fn restore(
     if cancelled() {
         return Err(Error::Cancelled);
     }
-    let lost_locks = criu::image::lost_locks(&request.image.dir.join("criu")).map_err(criu::RunError::Image)?;
+    let lost_locks = criu::image::lost_locks(&request.image.dir.join(CRIU_DIR)).map_err(criu::RunError::Image)?;
     let world = timed.run("world", || match manifest.tree.pid_namespace {
         PidNamespace::Private => {
             World::private(request.reaper, world::last_pid_for(&manifest.tree.ids), request.network)
@@ -152,7 +153,7 @@ pub fn restore(
     })?;
     // In a network namespace of its own every port is free.
     if request.network == Network::Host {
-        match timed.run("ports", || tcp::put_back::free(&request.image.dir.join("criu"))) {
+        match timed.run("ports", || tcp::put_back::free(&request.image.dir.join(CRIU_DIR))) {
             Ok(0) => {}
             Ok(ended) => tracing::debug!("ended {ended} connections of dead processes of the job"),
             // CRIU says which port it is, if one is in the way.
@@ -339,7 +340,7 @@ fn run_criu(
     until: Until,
     cancelled: &dyn Fn() -> bool,
 ) -> Result<Option<rekindle_os::spawn::Child>, Error> {
-    let images = request.image.dir.join("criu");
+    let images = request.image.dir.join(CRIU_DIR);
     let scratch = request.folder.scratch_dir()?;
     let place =
         Place { criu: request.criu, init: world.init(), images: &images, work: &scratch, timeout: request.timeout };

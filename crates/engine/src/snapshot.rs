@@ -53,6 +53,7 @@ use rekindle_store::{Image, JobFolder, JobPath, PublishError, WriterLock};
 pub use crate::parts::fds::InFlight;
 pub use crate::parts::tcp::capture::TcpChoice;
 pub use dead::{Deaths, Unnoticed};
+pub(crate) use phases::CRIU_DIR;
 pub use preflight::Refusal;
 
 /// Everything a snapshot needs; nothing in it changes while the job runs.

@@ -78,14 +78,6 @@ pub fn replace_link(target: &Path, path: &Path) -> io::Result<()> {
     made.inspect_err(|_| drop(fs::remove_file(&temp)))
 }
 
-/// Waits until the content of the file is on the disk.
-///
-/// # Errors
-/// Opening it (a symbolic link is refused) or fsync; ENOSPC shows up here on file systems that allocate late.
-pub fn sync_file(path: &Path) -> io::Result<()> {
-    open_for_reading(path)?.sync_all()
-}
-
 /// Waits until the names in the directory are on the disk.
 ///
 /// # Errors
@@ -342,7 +334,6 @@ mod tests {
         fs::write(&file, b"x").unwrap();
         std::os::unix::fs::symlink(&file, &link).unwrap();
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
-        sync_file(&file).unwrap();
         for path in [&link, &fifo, &dir.path().to_path_buf()] {
             assert!(open_for_reading(path).is_err(), "{}", path.display());
         }

@@ -206,13 +206,6 @@ pub fn memory(pid: i32) -> Memory {
     Memory { anonymous: bytes("RssAnon") + bytes("VmSwap"), shared: bytes("RssShmem") }
 }
 
-/// Bytes of memory that an image of this process must hold: anonymous and shared pages, not file caches.
-#[must_use]
-pub fn private_memory(pid: i32) -> u64 {
-    let memory = memory(pid);
-    memory.anonymous + memory.shared
-}
-
 /// A variable of the environment that the process was started with; what it changed there itself is not seen.
 #[must_use]
 pub fn environment(pid: i32, name: &str) -> Option<String> {

@@ -79,12 +79,6 @@ impl JobPath {
         }
         Ok(JobPath(path.components().collect()))
     }
-
-    /// The path, which may become any other from here on.
-    #[must_use]
-    pub fn into_path(self) -> PathBuf {
-        self.0
-    }
 }
 
 impl Deref for JobPath {

@@ -169,21 +169,6 @@ impl Replica {
         }
     }
 
-    /// The newest good image that is there and newer than `than`.
-    ///
-    /// # Errors
-    /// [`Error::Remote`], [`Error::Cancelled`].
-    pub fn newest_good(&self, than: Option<ImageId>, cancelled: Cancelled<'_>) -> Result<Option<RemoteImage>> {
-        let there = self.inventory(cancelled)?;
-        for (id, files) in there.published().take_while(|(id, _)| than.is_none_or(|than| *id > than)) {
-            let image = self.look(id, files, cancelled)?;
-            if image.is_good() {
-                return Ok(Some(image));
-            }
-        }
-        Ok(None)
-    }
-
     /// How the last run of the job ended, as far as it is known there.
     ///
     /// # Errors

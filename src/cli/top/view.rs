@@ -3,8 +3,9 @@
 use chrono::Local;
 
 use super::watch::{Row, moving};
-use crate::report::words::{share, size, time, whole};
+use crate::report::words::{share, time, whole};
 use crate::telemetry::clean;
+use rekindle_base::units::size;
 
 /// How a piece of text looks. Without colour only `Strong` and `Chosen` do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use chrono::{DateTime, Utc};
 use crate::published::{Persisting, Published};
 use crate::report::history::{History, Kind, between};
 use crate::report::model::{Times, Told};
-use crate::report::{self, words};
+use crate::report::{self};
 use crate::telemetry::tail::Tail;
 use rekindle_store::{JobFolder, JobName, Store};
 
@@ -156,5 +156,5 @@ impl Followed {
 
 /// The way of an image, for people.
 pub(super) fn moving(moving: &Persisting) -> String {
-    format!("{} % {}/s", moving.percent(), words::size(moving.rate))
+    format!("{} % {}/s", moving.percent(), rekindle_base::units::size(moving.rate))
 }

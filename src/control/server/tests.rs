@@ -1,5 +1,6 @@
 use std::io::BufRead;
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 
 use super::super::client::{self, Client as Caller};
 use super::super::protocol::{Snapped, Snapshot};

@@ -1,11 +1,12 @@
 //! Sections of the page, and what they are made of.
 
 use maud::{Markup, html};
+use rekindle_base::units::size;
 
 use super::charts::{Bars, Curve, HEIGHT, PHASES, by_phase};
 use crate::report::history::{Kind, Snapshot};
 use crate::report::model::{Cost, Report, Times};
-use crate::report::words::{moment, share, size, time, word};
+use crate::report::words::{moment, share, time, word};
 use crate::telemetry::clean::is_harmful;
 
 /// Longer texts are cut.

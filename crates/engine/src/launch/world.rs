@@ -247,17 +247,6 @@ pub fn last_pid_for(taken: &[i32]) -> i32 {
     largest_gap(taken, limit_for(taken, pid_max()))
 }
 
-/// The highest pid that is none of these. When a namespace ends the kernel kills its processes from the lowest pid on
-/// (`zap_pid_ns_processes`): this one last.
-#[must_use]
-pub fn last_free_pid(taken: &[i32]) -> i32 {
-    highest_but(taken, limit_for(taken, pid_max()))
-}
-
-fn highest_but(taken: &[i32], limit: i32) -> i32 {
-    (FIRST_PID..limit).rev().find(|pid| !taken.contains(pid)).unwrap_or(FIRST_PID - 1)
-}
-
 /// From kernel 6.14 on each PID namespace has a limit of its own, which is the highest possible one at first
 /// (`create_pid_namespace`); before, it is the machine's in all of them.
 fn limit_for(taken: &[i32], machine: i32) -> i32 {
@@ -337,13 +326,6 @@ mod tests {
     fn a_namespace_may_have_higher_pids_than_the_machine() {
         let limit = |taken: &[i32]| limit_for(taken, 32768);
         assert_eq!((limit(&[1000, 32767]), limit(&[1000, 32768])), (32768, 4 << 20));
-        assert_eq!(highest_but(&[1000, 39000], limit(&[1000, 39000])), (4 << 20) - 1);
         assert_eq!(largest_gap(&[1000, 39000], limit(&[1000, 39000])), 39000);
-    }
-
-    #[test]
-    fn the_last_free_pid_is_none_of_the_job() {
-        assert_eq!(highest_but(&[1000, 1001], 32768), 32767);
-        assert_eq!(highest_but(&[1000, 32767, 32766], 32768), 32765);
     }
 }

@@ -222,12 +222,6 @@ impl Error {
         differences.iter().filter(|difference| difference.is_fatal()).all(Difference::is_a_file)
     }
 
-    /// Whether a step of ours failed while CRIU waited.
-    #[must_use]
-    pub fn is_our_step(&self) -> bool {
-        matches!(self, Error::Criu(criu::RunError::Hook { .. }))
-    }
-
     /// CRIU's log, where CRIU was what failed.
     #[must_use]
     pub fn criu_log(&self) -> Option<&criu::Log> {

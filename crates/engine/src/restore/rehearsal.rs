@@ -28,6 +28,7 @@ use crate::launch::Privileges;
 use crate::launch::identity::Identity;
 use crate::launch::output::{self, Bounds};
 use crate::launch::world::{self, Network, World};
+use crate::snapshot::CRIU_DIR;
 use rekindle_base::chain;
 use rekindle_criu::{self as criu, Criu, Version};
 use rekindle_os::leases::WriteLease;
@@ -195,7 +196,7 @@ fn find(folder: &JobFolder, id: ImageId) -> Result<Image, Failure> {
 /// Whether a second copy of the job takes nothing from the first but memory and time.
 fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
     let not_tried = |why: String| Err(Failure::NotTried(why));
-    match criu::image::scarce(&image.dir.join("criu")) {
+    match criu::image::scarce(&image.dir.join(CRIU_DIR)) {
         Ok(None) => {}
         Ok(Some(what)) => {
             return not_tried(format!("it has {what}, and a second copy would take some of them from it"));
@@ -293,7 +294,7 @@ fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manife
     super::check_image(&request, manifest).and_then(|()| super::check_files(&request, manifest)).map_err(not_tried)?;
     super::put_files_back(&request, manifest).map_err(not_tried)?;
     let _landing = landing::put_back::put_empty(manifest, request.identity).map_err(|error| not_tried(error.into()))?;
-    let lost_locks = criu::image::lost_locks(&image.dir.join("criu"))
+    let lost_locks = criu::image::lost_locks(&image.dir.join(CRIU_DIR))
         .map_err(|error| Failure::of_restore(&criu::RunError::Image(error).into()))?;
     let world = World::private(request.reaper, world::last_pid_for(&manifest.tree.ids), request.network)
         .map_err(|error| Failure::of(&error))?;
