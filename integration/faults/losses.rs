@@ -96,7 +96,7 @@ fn a_restart_whose_cuda_restore_fails_is_tried_again() {
     supervisor.kill_job();
     for _ in 0..3 {
         let why = supervisor.said("cannot restore image");
-        assert!(why.contains("the CUDA state of process 1001 did not come back"), "{why}");
+        assert!(why.contains("the CUDA state of process 1001 was not restored"), "{why}");
         // Nothing half restored is left while it waits.
         supervisor.said("going on from image");
         let waits = |rig: &Rig| rig.state().filter(|now| now.state == "waiting").map(|now| now.since);
