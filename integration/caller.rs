@@ -213,7 +213,7 @@ fn all_files_of_the_store_are_the_supervisors_alone_and_the_job_keeps_the_caller
     bench.wait_for_log("begun");
     // A stop before it is known that the job runs takes no image.
     let deadline = Instant::now() + LIMIT;
-    while Published::read(&bench.path("store/job/state.json")).map_or(true, |now| now.state != "running") {
+    while Published::read(&bench.path("store/job/state.json")).map_or(true, |now| now.state.as_str() != "running") {
         assert!(Instant::now() < deadline, "it does not run");
         std::thread::sleep(Duration::from_millis(5));
     }

@@ -3,6 +3,7 @@
 //! It is a courtesy for `rekindle status` and scripts, not a part of the state: it may be old where the supervisor was killed,
 //! which the job's lock tells. The supervisor alone writes it.
 
+use std::fmt;
 use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -22,8 +23,8 @@ use rekindle_store::{self as store, ImageId, JobFolder, Writer};
 pub struct Published {
     /// Version of this format.
     pub version: u32,
-    /// starting, restoring, running, snapshotting, waiting, suspending, suspended, rewinding, stopping, done.
-    pub state: String,
+    /// What the supervisor does with the job.
+    pub state: JobState,
     /// Since when.
     pub since: DateTime<Utc>,
     /// When this supervisor began.
@@ -102,6 +103,75 @@ pub struct Published {
     /// Of the machine's boot that the supervisor runs in.
     #[serde(default)]
     pub boot_id: String,
+}
+
+/// What the supervisor does with the job, in one word.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum JobState {
+    /// It is launched from nothing.
+    Starting,
+    /// It is restored from an image.
+    Restoring,
+    /// It runs.
+    Running,
+    /// A snapshot is taken.
+    Snapshotting,
+    /// It is ended after a snapshot, until it is resumed.
+    Suspending,
+    /// It is ended, and restored from an older image next.
+    Rewinding,
+    /// It is ended.
+    Stopping,
+    /// The next start or restore comes after a pause.
+    Waiting,
+    /// It was ended, and waits to be resumed.
+    Suspended,
+    /// The run is over.
+    Done,
+    /// A word of a newer version.
+    #[serde(other)]
+    Unknown,
+}
+
+impl JobState {
+    /// All that a supervisor of this version publishes.
+    pub const ALL: [JobState; 10] = [
+        JobState::Starting,
+        JobState::Restoring,
+        JobState::Running,
+        JobState::Snapshotting,
+        JobState::Suspending,
+        JobState::Rewinding,
+        JobState::Stopping,
+        JobState::Waiting,
+        JobState::Suspended,
+        JobState::Done,
+    ];
+
+    /// The word in `state.json`, in metrics and on the screen.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            JobState::Starting => "starting",
+            JobState::Restoring => "restoring",
+            JobState::Running => "running",
+            JobState::Snapshotting => "snapshotting",
+            JobState::Suspending => "suspending",
+            JobState::Rewinding => "rewinding",
+            JobState::Stopping => "stopping",
+            JobState::Waiting => "waiting",
+            JobState::Suspended => "suspended",
+            JobState::Done => "done",
+            JobState::Unknown => "unknown",
+        }
+    }
+}
+
+impl fmt::Display for JobState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.as_str())
+    }
 }
 
 /// How far the way of an image from memory to the store is, or from there to the replica.
@@ -223,4 +293,18 @@ impl Forecast {
 /// A quarter more, and some seconds.
 pub(crate) fn with_margin(time: Duration) -> Duration {
     time.saturating_add(time / 4).saturating_add(END)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_state_is_the_same_word_in_json_and_on_the_screen() {
+        for state in JobState::ALL {
+            assert_eq!(serde_json::to_string(&state).unwrap(), format!("\"{state}\""));
+            assert_eq!(serde_json::from_str::<JobState>(&format!("\"{state}\"")).unwrap(), state);
+        }
+        assert_eq!(serde_json::from_str::<JobState>("\"hibernating\"").unwrap(), JobState::Unknown);
+    }
 }

@@ -65,7 +65,7 @@ pub fn of(folder: &JobFolder, since: Option<DateTime<Utc>>) -> Result<Report, Er
 /// When the record cannot be read.
 pub fn state(folder: &JobFolder, live: Option<&Published>) -> Result<String, store::Error> {
     if let Some(live) = live {
-        return Ok(live.state.clone());
+        return Ok(live.state.to_string());
     }
     let word = match folder.record()?.map(|record| record.outcome) {
         Some(Outcome::Running) => "interrupted",

@@ -203,7 +203,7 @@ fn requests_and_signals_during_a_restart() {
     for _ in 0..2 {
         let pid = run.job_pid(&lab);
         crate::supervisor::kill(pid, Signal::SIGKILL);
-        run.wait_closely("it comes back", || lab.published().is_some_and(|p| p.state != "running"));
+        run.wait_closely("it comes back", || lab.published().is_some_and(|p| p.state.as_str() != "running"));
         for args in [&["snapshot", "j"][..], &["resume", "j"], &["status", "j"]] {
             let _ = lab.rekindle(args);
         }
@@ -212,7 +212,7 @@ fn requests_and_signals_during_a_restart() {
     }
     let pid = run.job_pid(&lab);
     crate::supervisor::kill(pid, Signal::SIGKILL);
-    run.wait_closely("it comes back", || lab.published().is_some_and(|p| p.state != "running"));
+    run.wait_closely("it comes back", || lab.published().is_some_and(|p| p.state.as_str() != "running"));
     let image = ask(&lab, &["rewind", "j", "1"])["running"]["image"].clone();
     assert!(image.as_str().unwrap().starts_with("000001"));
     count_on(&lab, &mut run, 2);

@@ -45,7 +45,7 @@ fn snapshot(lab: &Lab, run: &mut Running) -> u32 {
     let before = newest();
     run.signal(nix::sys::signal::Signal::SIGUSR1);
     run.wait_for("a new image is there", || {
-        newest() > before && lab.published().is_some_and(|p| p.state == "running" && p.persisting.is_none())
+        newest() > before && lab.published().is_some_and(|p| p.state.as_str() == "running" && p.persisting.is_none())
     });
     newest()
 }

@@ -80,7 +80,7 @@ fn each_scheduler_gets_the_exit_code_that_it_queues_again_by() {
         count_on(&lab, &mut run, 2);
         let pid = run.job_pid(&lab);
         crate::supervisor::kill(pid, Signal::SIGKILL);
-        run.wait_for("the next try waits", || lab.published().is_some_and(|now| now.state == "waiting"));
+        run.wait_for("the next try waits", || lab.published().is_some_and(|now| now.state.as_str() == "waiting"));
         let begun = Instant::now();
         run.signal(Signal::SIGUSR2);
         run.ends_with(code);

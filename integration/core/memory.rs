@@ -49,7 +49,9 @@ fn stage(lab: &Lab, run: &mut Running) -> ImageId {
     let newest = || lab.job().copies().unwrap().first().map(|image| image.id);
     let before = newest();
     run.signal(Signal::SIGUSR1);
-    run.wait_for("the image is in memory", || newest() > before && lab.published().unwrap().state == "running");
+    run.wait_for("the image is in memory", || {
+        newest() > before && lab.published().unwrap().state.as_str() == "running"
+    });
     newest().unwrap()
 }
 
@@ -377,7 +379,8 @@ fn kept_one_image(lab: Lab) -> bool {
         run.signal(Signal::SIGUSR1);
         run.wait_for("the snapshot is over", || {
             let is_new = |now: &Published| now.last_image != before.last_image || now.last_failure.is_some();
-            lab.published().is_some_and(|now| now.state == "running" && now.persisting.is_none() && is_new(&now))
+            lab.published()
+                .is_some_and(|now| now.state.as_str() == "running" && now.persisting.is_none() && is_new(&now))
         });
     }
     let third = lab.images()[0].id.sequence();

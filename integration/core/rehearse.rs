@@ -289,7 +289,7 @@ fn a_suspended_job_costs_nothing() {
     let Some(lab) = lab() else { return };
     let mut run = start(&lab, "plain");
     assert!(lab.rekindle(&["suspend", "j"]).status.success());
-    run.wait_for("it is suspended", || lab.published().is_some_and(|now| now.state == "suspended"));
+    run.wait_for("it is suspended", || lab.published().is_some_and(|now| now.state.as_str() == "suspended"));
     std::thread::sleep(Duration::from_millis(1500));
     let ticks = || {
         let stat = fs::read_to_string(format!("/proc/{}/stat", run.pid())).unwrap();

@@ -234,7 +234,7 @@ fn criu_killed_in_a_dump_or_hanging() {
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(found.unwrap()), Signal::SIGKILL);
         count_on(&lab, &mut run, 5);
     }
-    run.wait_for("the job runs", || lab.published().unwrap().state == "running");
+    run.wait_for("the job runs", || lab.published().unwrap().state.as_str() == "running");
     run.snapshot(&lab);
     run.crash(&lab);
     count_on(&lab, &mut run, 5);

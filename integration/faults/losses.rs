@@ -99,7 +99,7 @@ fn a_restart_whose_cuda_restore_fails_is_tried_again() {
         assert!(why.contains("the CUDA state of process 1001 was not restored"), "{why}");
         // Nothing half restored is left while it waits.
         supervisor.said("going on from image");
-        let waits = |rig: &Rig| rig.state().filter(|now| now.state == "waiting").map(|now| now.since);
+        let waits = |rig: &Rig| rig.state().filter(|now| now.state.as_str() == "waiting").map(|now| now.since);
         let (before, left, after) = (waits(&rig), rig.cuda_pids(), waits(&rig));
         assert!(before.is_none() || before != after || left.is_empty(), "{left:?}");
     }
@@ -155,7 +155,7 @@ fn a_driver_that_hangs_in_a_restart_is_not_waited_for() {
     rig.standin.fault("fail-restore", "0 delay=30000 times=1");
     supervisor.kill_job();
     let why = supervisor.said("cannot restore image");
-    assert!(why.contains("the CUDA driver did not bring the job back within 1s"), "{why}");
+    assert!(why.contains("the CUDA driver did not restore the job within 1s"), "{why}");
     comes_back(&rig, &mut supervisor, 1, 2);
     rig.standin.fault("fail-restore", "0 delay=30000 times=1");
     supervisor.kill_job();

@@ -130,7 +130,9 @@ fn works(supervisor: &mut Supervisor<'_>) {
     supervisor.until("the job runs", |rig| {
         let runs = |state: &str| ["running", "snapshotting"].contains(&state);
         rig.state().is_some_and(|now| {
-            now.supervisor == pid && runs(&now.state) && now.pid.is_some_and(|pid| crate::rig::inner(pid).is_some())
+            now.supervisor == pid
+                && runs(now.state.as_str())
+                && now.pid.is_some_and(|pid| crate::rig::inner(pid).is_some())
         })
     });
     supervisor.counts();
@@ -180,7 +182,7 @@ fn storm(mut rig: Rig) {
         let victim = VICTIMS[usize::try_from(random.below(8)).unwrap()];
         wait_for(moment, &mut supervisor, &mut random);
         let busy = rig.state().is_some_and(|now| {
-            now.supervisor == supervisor.pid() && (now.state == "snapshotting" || now.persisting.is_some())
+            now.supervisor == supervisor.pid() && (now.state.as_str() == "snapshotting" || now.persisting.is_some())
         });
         tally.kills += 1;
         tally.busy += u64::from(busy);

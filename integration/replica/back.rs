@@ -16,7 +16,7 @@ fn there_and_back(replica: &Replica) {
     let here = Machine::new();
     let first = here.image(1, &chunks(0..6));
     let second = here.image(2, &chunks(1..8));
-    assert_eq!(newest_good(&replica, None), None);
+    assert_eq!(newest_good(replica, None), None);
     let sent = here.upload(replica, &first).unwrap();
     assert_eq!((sent.packs, sent.present), (1, 0));
     let sent = here.upload(replica, &second).unwrap();
@@ -25,9 +25,9 @@ fn there_and_back(replica: &Replica) {
     assert_eq!((sent.packs, sent.bytes, sent.present), (0, 0, 2));
 
     let other = Machine::new();
-    let found = newest_good(&replica, None).unwrap();
+    let found = newest_good(replica, None).unwrap();
     assert_eq!((found.id, found.manifest()), (id(2), second.manifest()));
-    assert_eq!(newest_good(&replica, Some(id(2))), None, "nothing is newer");
+    assert_eq!(newest_good(replica, Some(id(2))), None, "nothing is newer");
     let (image, bytes) = other.fetch(replica, id(1)).unwrap();
     assert_eq!(bytes, 6 * RECORD);
     assert_eq!((other.content(&image), image.manifest()), (chunks(0..6), first.manifest()));

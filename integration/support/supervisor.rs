@@ -498,7 +498,8 @@ impl Running {
         self.wait_for("a new image is there", || {
             let said = String::from_utf8_lossy(&text.lock().unwrap()).into_owned();
             assert!(said.matches("snapshot failed").count() == failed, "{}", tail(&said));
-            newest() > before && lab.published().is_some_and(|p| p.state == "running" && p.persisting.is_none())
+            newest() > before
+                && lab.published().is_some_and(|p| p.state.as_str() == "running" && p.persisting.is_none())
         });
         newest()
     }
@@ -510,7 +511,7 @@ impl Running {
         // Kept as it was seen: a snapshot that begins a moment later changes the state again.
         let mut pid = None;
         self.wait_for("the job runs", || {
-            pid = own().filter(|p| p.state == "running" && p.pid.is_some_and(alive)).and_then(|p| p.pid);
+            pid = own().filter(|p| p.state.as_str() == "running" && p.pid.is_some_and(alive)).and_then(|p| p.pid);
             pid.is_some()
         });
         pid.unwrap()
@@ -522,7 +523,8 @@ impl Running {
         let restarts = lab.published().unwrap().restarts;
         kill(pid, Signal::SIGKILL);
         self.wait_for("the job is back", || {
-            lab.published().is_some_and(|p| p.restarts > restarts && p.state == "running" && p.pid.is_some_and(alive))
+            lab.published()
+                .is_some_and(|p| p.restarts > restarts && p.state.as_str() == "running" && p.pid.is_some_and(alive))
         });
         let said = self.err();
         assert!(!said.contains("going on from the beginning"), "it is not back, it began anew:\n{}", tail(&said));

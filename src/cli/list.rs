@@ -96,7 +96,7 @@ fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
     // What a supervisor published counts only while there is one.
     let live = Published::live(folder)?;
     let state = match (&live, record.as_ref().map(|r| &r.outcome)) {
-        (Some(live), _) => live.state.clone(),
+        (Some(live), _) => live.state.to_string(),
         (None, Some(Outcome::Running)) => "interrupted".into(),
         (None, Some(Outcome::Completed)) => "completed".into(),
         (None, Some(Outcome::Failed { .. })) => "failed".into(),

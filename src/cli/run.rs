@@ -14,7 +14,7 @@ use crate::policy::From;
 use crate::scheduler::Scheduler;
 use crate::supervisor::line::{Begin, Candidate, Line};
 use crate::supervisor::state::{Finish, NO_USABLE_IMAGE, Obstacle, Stop};
-use crate::supervisor::{self, Setup};
+use crate::supervisor::{self, Origin, Places, Program, Setup, Sockets, TimeLimit};
 use crate::telemetry;
 use crate::watch::beats::Beats;
 use crate::word::server::Socket;
@@ -356,21 +356,11 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
         folder,
         lock,
         criu,
-        spec,
-        launch,
-        reaper,
-        uplink,
-        interposer,
-        staging,
-        packing,
-        beats,
-        word,
-        from,
-        named,
-        base,
-        wishes,
-        scheduler: scheduler.clone(),
-        deadline,
+        program: Program { spec, launch, reaper, interposer, uplink },
+        sockets: Sockets { beats, word },
+        images: Places { staging, packing },
+        origin: Origin { from, named, base, wishes },
+        time: TimeLimit { scheduler: scheduler.clone(), deadline },
     };
     let job = setup.folder.name().clone();
     let finish = supervisor::run(setup)?;

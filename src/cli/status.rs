@@ -119,7 +119,7 @@ fn rows(store: &Store, job: Option<&JobName>) -> anyhow::Result<Vec<Row>> {
 fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: DateTime<Utc>) -> anyhow::Result<Row> {
     let record = folder.record()?;
     let (state, why) = match (&live, record.as_ref().map(|record| &record.outcome)) {
-        (Some(live), _) => (live.state.clone(), None),
+        (Some(live), _) => (live.state.to_string(), None),
         (None, Some(Outcome::Running)) => ("interrupted".into(), None),
         (None, Some(Outcome::Completed)) => ("completed".into(), None),
         (None, Some(Outcome::Failed { why })) => ("failed".into(), Some(why.clone())),

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use chrono::{DateTime, SecondsFormat, Utc};
 
-use crate::published::{Forecast, with_margin};
+use crate::published::{Forecast, Persisting, with_margin};
 use forecast::{Attended, Measured, Room, Route, in_seconds, left_of, plan, too_short};
 
 use super::events::micros;
@@ -66,24 +66,24 @@ impl Deadline {
             Ok(known) => {
                 known
                     .iter()
-                    .filter(|event| event.run == setup.launch.lineage)
+                    .filter(|event| event.run == setup.program.launch.lineage)
                     .for_each(|event| measured.observe(event));
             }
             Err(error) => tracing::debug!("what earlier runs measured is not used: {error}"),
         }
         // Not systemd, which is asked for more time ([`super::notify`]).
-        let attended = if setup.scheduler.is_there() || std::env::var_os("KUBERNETES_SERVICE_HOST").is_some() {
+        let attended = if setup.time.scheduler.is_there() || std::env::var_os("KUBERNETES_SERVICE_HOST").is_some() {
             Attended::Yes
         } else {
             Attended::No
         };
-        let route = Route { store: setup.staging.is_some(), replica: setup.config.replica.url.is_some() };
+        let route = Route { store: setup.images.staging.is_some(), replica: setup.config.replica.url.is_some() };
         Deadline {
             measured,
             route,
             attended,
             begun: Utc::now(),
-            end: setup.deadline.or_else(|| setup.scheduler.end()),
+            end: setup.time.deadline.or_else(|| setup.time.scheduler.end()),
             asked: Asked::Once,
             begin: None,
             done: false,
@@ -97,116 +97,261 @@ impl Deadline {
         self.measured.observe(event);
     }
 
-    /// Whether there is no room for a last snapshot, and the user is to be told.
-    fn is_short_for(&mut self, forecast: &Forecast, end: DateTime<Utc>) -> bool {
-        let short = plan(self.begun, end, forecast.lead()).room == Room::Short;
-        short && !std::mem::replace(&mut self.told_short, true)
+    /// What a last snapshot will take; none where there was no snapshot yet.
+    fn forecast(&self) -> Option<Forecast> {
+        self.measured.forecast(self.route)
     }
 
-    /// How long the owner may sleep.
-    pub(super) fn patience(&self) -> Duration {
-        let left = |at: DateTime<Utc>| (at - Utc::now()).to_std().unwrap_or_default();
-        self.begin.filter(|_| !self.done).map_or(Duration::MAX, left)
-    }
-}
-
-impl Owner<'_> {
-    /// Asks the scheduler for the end, where nobody gave one.
-    pub(super) fn ask_for_the_end(&mut self) {
-        let setup = self.shared;
-        if setup.deadline.is_some() || !setup.scheduler.can_be_asked() {
-            return;
-        }
-        let (scheduler, sender) = (setup.scheduler.clone(), self.sender.clone());
-        self.spawn("scheduler", move || drop(sender.send(Message::End(scheduler.ask_end()))));
-    }
-
-    pub(super) fn end_is_known(&mut self, answer: Answer) {
+    /// The scheduler has answered.
+    fn is_known(&mut self, answer: Answer) {
         match answer {
             Ok(Some(end)) => {
                 // What it says is in whole seconds of time left.
-                let same = self.deadline.end.is_some_and(|known| (known - end).num_seconds().abs() <= 2);
+                let same = self.end.is_some_and(|known| (known - end).num_seconds().abs() <= 2);
                 if !same {
-                    tracing::info!("the scheduler ends the job at {}", end.to_rfc3339_opts(SecondsFormat::Secs, true));
-                    self.deadline.end = Some(end);
+                    tracing::info!("the scheduler ends the job at {}", in_full(end));
+                    self.end = Some(end);
                     // One that is later now may be changed again.
-                    self.deadline.asked = Asked::Once;
+                    self.asked = Asked::Once;
                 }
             }
-            Ok(None) => self.deadline.end = None,
-            Err(error) if self.deadline.end.is_none() => {
+            Ok(None) => self.end = None,
+            Err(error) if self.end.is_none() => {
                 tracing::warn!("no deadline is known, and no last snapshot is taken before one: {}", chain(&error));
             }
             Err(error) => tracing::debug!("the deadline stays as it was: {}", chain(&error)),
         }
     }
 
-    /// Plans the last snapshot, and begins it when its time has come.
-    pub(super) fn mind_the_deadline(&mut self) {
-        let forecast = self.deadline.measured.forecast(self.deadline.route);
-        if (self.published.deadline, self.published.predicted) != (self.deadline.end, forecast) {
-            self.published.deadline = self.deadline.end;
-            self.published.predicted = forecast;
-            self.publish();
-        }
-        if let Some(forecast) = &forecast {
-            self.mind_the_grace(forecast);
-        }
-        self.machine.last_takes(forecast.as_ref().map(Forecast::lead));
-        let Some(end) = self.deadline.end.filter(|_| !self.deadline.done) else {
-            self.deadline.begin = None;
-            return self.machine.no_interval_from(None);
+    /// Plans the last snapshot of now, which is `time` on the wall.
+    fn plan(&mut self, facts: &Facts, now: Instant, time: DateTime<Utc>) -> Planned {
+        let Some(end) = self.end.filter(|_| !self.done) else {
+            self.begin = None;
+            return Planned::default();
         };
-        let now = Utc::now();
+        let forecast = facts.forecast;
         // A stop waits for the image that is on its way to the store.
-        let waits = match (&self.persist, &forecast) {
-            (Some(persist), Some(forecast)) => left_of(&persist.seen(), forecast.store),
+        let waits = match (&facts.storing, &forecast) {
+            (Some(storing), Some(forecast)) => left_of(storing, forecast.store),
             _ => Duration::ZERO,
         };
-        let grace = self.shared.config.snapshot.grace;
-        let lead = forecast.map_or(grace, |forecast| with_margin(forecast.total().saturating_add(waits)));
+        let lead = forecast.map_or(facts.grace, |forecast| with_margin(forecast.total().saturating_add(waits)));
         // What the job holds off may have to wait for so long.
-        let held = self.machine.held().map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()));
+        let held = facts.held.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
         let lead = lead.saturating_add(held);
-        let plan = plan(self.deadline.begun, end, lead);
-        if let Some(forecast) = forecast.filter(|forecast| self.deadline.is_short_for(forecast, end)) {
+        let plan = plan(self.begun, end, lead);
+        if let Some(forecast) = forecast.filter(|forecast| self.is_short_for(forecast, end)) {
             tracing::warn!(
                 "there are {} until the deadline, and a last snapshot is expected to take {}: it may not be whole in time. Give the job more time (Slurm's --time)",
-                in_seconds((end - self.deadline.begun).to_std().unwrap_or_default()),
+                in_seconds((end - self.begun).to_std().unwrap_or_default()),
                 in_seconds(forecast.lead())
             );
         }
-        self.deadline.begin = Some(plan.at);
-        let left = (plan.at - now).to_std().unwrap_or_default();
+        self.begin = Some(plan.at);
+        let left = (plan.at - time).to_std().unwrap_or_default();
         // What would not be in the store before.
         let busy = forecast.map_or(Duration::ZERO, |forecast| forecast.snapshot.saturating_add(forecast.store));
-        self.machine.no_interval_from(Instant::now().checked_add(left.saturating_sub(busy)));
-        if left <= ASK_AGAIN && self.deadline.asked == Asked::Once {
-            self.deadline.asked = Asked::Again;
+        let asks = left <= ASK_AGAIN && self.asked == Asked::Once;
+        if asks {
+            self.asked = Asked::Again;
+        }
+        self.done = left.is_zero();
+        Planned {
+            no_interval_from: now.checked_add(left.saturating_sub(busy)),
+            asks,
+            last_call: left.is_zero().then(|| LastCall {
+                end,
+                until: now + (end - time).to_std().unwrap_or_default(),
+                lead,
+            }),
+        }
+    }
+
+    /// Whether there is no room for a last snapshot, and the user is to be told.
+    fn is_short_for(&mut self, forecast: &Forecast, end: DateTime<Utc>) -> bool {
+        let short = plan(self.begun, end, forecast.lead()).room == Room::Short;
+        short && !std::mem::replace(&mut self.told_short, true)
+    }
+
+    /// What the user is to be told where a stop would not get a last snapshot, and again when that gets worse.
+    fn warning(&mut self, forecast: &Forecast, grace: Duration) -> Option<String> {
+        let Some(text) = too_short(forecast, grace, self.attended) else {
+            self.warned = None;
+            return None;
+        };
+        let total = forecast.total();
+        let is_news = self.warned.is_none_or(|before| total > before.saturating_add(before / 4));
+        is_news.then(|| {
+            self.warned = Some(total);
+            text
+        })
+    }
+
+    /// When the last snapshot is begun.
+    pub(super) fn next_wake(&self, now: Instant, time: DateTime<Utc>) -> Option<Instant> {
+        let begin = self.begin.filter(|_| !self.done)?;
+        now.checked_add((begin - time).to_std().unwrap_or_default())
+    }
+}
+
+/// What a plan rests on, beside what is known here.
+#[derive(Debug)]
+struct Facts {
+    forecast: Option<Forecast>,
+    /// How far the image is that is on its way to the store.
+    storing: Option<Persisting>,
+    grace: Duration,
+    /// Until when the job holds snapshots off.
+    held: Option<Instant>,
+}
+
+/// What is to be done for the last snapshot.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Planned {
+    /// From then on the interval begins no snapshot.
+    no_interval_from: Option<Instant>,
+    /// Whether the scheduler is to be asked once more.
+    asks: bool,
+    /// The last snapshot is begun now.
+    last_call: Option<LastCall>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+struct LastCall {
+    /// When the job must be gone, by either clock.
+    end: DateTime<Utc>,
+    until: Instant,
+    /// What the snapshot is expected to take, and what it may have to wait for.
+    lead: Duration,
+}
+
+fn in_full(time: DateTime<Utc>) -> String {
+    time.to_rfc3339_opts(SecondsFormat::Secs, true)
+}
+
+impl Owner<'_> {
+    /// Asks the scheduler for the end, where nobody gave one.
+    pub(super) fn ask_for_the_end(&mut self) {
+        let time = &self.setup.time;
+        if time.deadline.is_some() || !time.scheduler.can_be_asked() {
+            return;
+        }
+        let (scheduler, sender) = (time.scheduler.clone(), self.sender.clone());
+        self.spawn("scheduler", move || drop(sender.send(Message::End(scheduler.ask_end()))));
+    }
+
+    pub(super) fn end_is_known(&mut self, answer: Answer) {
+        self.deadline.is_known(answer);
+    }
+
+    /// Plans the last snapshot, and begins it when its time has come.
+    pub(super) fn check_deadline(&mut self) {
+        let (forecast, grace) = (self.deadline.forecast(), self.setup.config.snapshot.grace);
+        let published = &mut self.reporting.published;
+        if (published.deadline, published.predicted) != (self.deadline.end, forecast) {
+            (published.deadline, published.predicted) = (self.deadline.end, forecast);
+            self.publish();
+        }
+        if let Some(text) = forecast.and_then(|forecast| self.deadline.warning(&forecast, grace)) {
+            tracing::warn!("{text}");
+        }
+        self.machine.last_takes(forecast.as_ref().map(Forecast::lead));
+        let facts = Facts { forecast, storing: self.transfers.stored_so_far(), grace, held: self.machine.held() };
+        let planned = self.deadline.plan(&facts, Instant::now(), Utc::now());
+        self.machine.no_interval_from(planned.no_interval_from);
+        if planned.asks {
             self.ask_for_the_end();
         }
-        if left.is_zero() {
-            self.deadline.done = true;
-            let until = Instant::now() + (end - now).to_std().unwrap_or_default();
+        if let Some(LastCall { end, until, lead }) = planned.last_call {
             self.tell(What::LastCall { deadline: end, predicted_us: micros(lead) });
             tracing::info!(
                 "the time is over at {}: a last snapshot, then the job is stopped, to be queued again",
-                end.to_rfc3339_opts(SecondsFormat::Secs, true)
+                in_full(end)
             );
             self.step(Event::StopBy(Stop::Requeue, until));
         }
     }
+}
 
-    /// Says when a stop would not get a last snapshot, and again when that gets worse.
-    fn mind_the_grace(&mut self, forecast: &Forecast) {
-        let Some(text) = too_short(forecast, self.shared.config.snapshot.grace, self.deadline.attended) else {
-            self.deadline.warned = None;
-            return;
-        };
-        let total = forecast.total();
-        if self.deadline.warned.is_none_or(|before| total > before.saturating_add(before / 4)) {
-            self.deadline.warned = Some(total);
-            tracing::warn!("{text}");
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    /// A run that begins now and must be gone in an hour.
+    fn deadline(now: DateTime<Utc>) -> Deadline {
+        Deadline {
+            measured: Measured::default(),
+            route: Route { store: true, replica: false },
+            attended: Attended::No,
+            begun: now,
+            end: Some(now + 60 * MINUTE),
+            asked: Asked::Once,
+            begin: None,
+            done: false,
+            warned: None,
+            told_short: false,
         }
+    }
+
+    fn facts() -> Facts {
+        let forecast = Forecast { snapshot: MINUTE, store: 3 * MINUTE, replica: Duration::ZERO };
+        Facts { forecast: Some(forecast), storing: None, grace: MINUTE, held: None }
+    }
+
+    #[test]
+    fn the_last_snapshot_is_begun_once_and_the_scheduler_asked_before() {
+        let (now, time) = (Instant::now(), Utc::now());
+        let mut deadline = deadline(time);
+        let at = |left: Duration| (now + 60 * MINUTE - left, time + 60 * MINUTE - left);
+        let lead = with_margin(4 * MINUTE);
+        let first = deadline.plan(&facts(), now, time);
+        assert_eq!(first.no_interval_from, Some(at(lead + 4 * MINUTE).0));
+        assert!(!first.asks && first.last_call.is_none());
+        assert_eq!(deadline.next_wake(now, time), Some(at(lead).0));
+        let (near, on_the_wall) = at(lead + ASK_AGAIN);
+        assert!(deadline.plan(&facts(), near, on_the_wall).asks && !deadline.plan(&facts(), near, on_the_wall).asks);
+        let (begin, on_the_wall) = at(lead);
+        let call = deadline.plan(&facts(), begin, on_the_wall).last_call;
+        assert_eq!(call, Some(LastCall { end: time + 60 * MINUTE, until: at(Duration::ZERO).0, lead }));
+        assert_eq!(deadline.plan(&facts(), begin, on_the_wall), Planned::default());
+        assert_eq!(deadline.next_wake(begin, on_the_wall), None);
+    }
+
+    #[test]
+    fn the_last_snapshot_leaves_time_for_what_it_may_have_to_wait_for() {
+        let (now, time) = (Instant::now(), Utc::now());
+        let mut deadline = deadline(time);
+        deadline.plan(&facts(), now, time);
+        let alone = deadline.next_wake(now, time).unwrap();
+        deadline.plan(&Facts { held: Some(now + 5 * MINUTE), ..facts() }, now, time);
+        assert_eq!(deadline.next_wake(now, time), Some(alone - 5 * MINUTE));
+        let image = rekindle_store::ImageId::new(1, DateTime::UNIX_EPOCH);
+        let storing = Persisting { image, done: 0, total: 100, written: 0, rate: 0 };
+        deadline.plan(&Facts { storing: Some(storing), ..facts() }, now, time);
+        assert_eq!(deadline.next_wake(now, time), Some(now + 60 * MINUTE - with_margin(7 * MINUTE)));
+    }
+
+    #[test]
+    fn a_deadline_that_changes_is_asked_for_again() {
+        let (now, time) = (Instant::now(), Utc::now());
+        let mut deadline = deadline(time);
+        deadline.asked = Asked::Again;
+        deadline.is_known(Ok(Some(time + 60 * MINUTE + Duration::from_secs(2))));
+        assert_eq!((deadline.asked, deadline.end), (Asked::Again, Some(time + 60 * MINUTE)), "the same");
+        deadline.is_known(Ok(Some(time + 90 * MINUTE)));
+        assert_eq!((deadline.asked, deadline.end), (Asked::Once, Some(time + 90 * MINUTE)));
+        deadline.is_known(Ok(None));
+        assert_eq!((deadline.plan(&facts(), now, time), deadline.next_wake(now, time)), (Planned::default(), None));
+    }
+
+    #[test]
+    fn a_grace_that_is_too_short_is_warned_of_again_only_when_it_gets_worse() {
+        let mut deadline = deadline(Utc::now());
+        let forecast = |snapshot| Forecast { snapshot, store: Duration::ZERO, replica: Duration::ZERO };
+        let mut warns = |snapshot| deadline.warning(&forecast(snapshot), MINUTE).is_some();
+        assert!(warns(2 * MINUTE) && !warns(2 * MINUTE) && !warns(MINUTE * 5 / 2));
+        assert!(warns(3 * MINUTE) && !warns(MINUTE / 2) && warns(2 * MINUTE), "it was long enough between");
     }
 }

@@ -1,10 +1,12 @@
 //! What the supervisor tells of a job, for the journal of its events.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::Owner;
+use super::result::RunResult;
 use super::state::{Finish, State};
 use super::watch::interrupted;
+use super::{Owner, hooks, result};
+use crate::hooks::Report;
 use crate::policy::From;
 use crate::telemetry::events::{Event, What};
 use rekindle_base::Moved;
@@ -18,20 +20,18 @@ impl Owner<'_> {
     pub(super) fn tell(&mut self, what: What) -> Event {
         let event = Event::now(&self.line.lineage, what);
         self.deadline.observe(&event);
-        if self.still_holds_the_lock() {
-            self.journal.append(&event);
-        }
-        self.tell_listeners(&event);
+        let is_ours = self.still_holds_the_lock();
+        self.reporting.tell(&event, is_ours);
         event
     }
 
     pub(super) fn tell_begin(&mut self) {
-        let command = self.shared.launch.command.clone();
-        let interval = self.shared.config.snapshot.interval.to_string();
-        self.forget_result();
-        self.published.last_end = interrupted(self.shared);
-        let last_seen = self.shared.lock.last_seen().map(Into::into);
-        let before = self.published.last_end.as_ref().map(|end| end.cause.clone());
+        let command = self.setup.program.launch.command.clone();
+        let interval = self.setup.config.snapshot.interval.to_string();
+        result::forget(&self.setup.folder);
+        self.reporting.published.last_end = interrupted(self.setup);
+        let last_seen = self.setup.lock.last_seen().map(Into::into);
+        let before = self.reporting.published.last_end.as_ref().map(|end| end.cause.clone());
         self.tell(What::Supervised { supervisor: std::process::id(), command, interval, before, last_seen });
         self.watch_begin();
     }
@@ -43,11 +43,11 @@ impl Owner<'_> {
             State::Starting { from, .. } => image_of(*from),
             _ => None,
         };
-        self.tell(What::Started { pid: job.main_pid(), image, took_us: micros(self.since.elapsed()), moved });
+        self.tell(What::Started { pid: job.main_pid(), image, took_us: micros(self.life.started().elapsed()), moved });
     }
 
     pub(super) fn tell_snapshot(&mut self, taken: &Taken) {
-        self.watch_saved();
+        self.watch.is_saved(Instant::now());
         let Some(manifest) = taken.image.manifest() else { return };
         self.tell(What::SnapshotTaken {
             image: manifest.id,
@@ -71,15 +71,17 @@ impl Owner<'_> {
         self.judge_end(ended, &cause);
     }
 
+    pub(super) fn hook_failed(&mut self, report: Report) {
+        self.tell(hooks::failed(report));
+    }
+
     pub(super) fn tell_finish(&mut self, finish: &Finish, exit_code: Option<i32>) {
-        let (outcome, why) = match finish {
-            Finish::Completed => ("completed", None),
-            Finish::Stopped(_) | Finish::StoppedInMemory { .. } => ("stopped", None),
-            Finish::Impossible { why, .. } | Finish::Failed { why, .. } | Finish::NoUsableImage { why } => {
-                ("failed", Some(why.clone()))
-            }
-        };
-        self.write_result(finish, exit_code);
+        let folder = &self.setup.folder;
+        let images = folder.images().unwrap_or_default();
+        let images = images.iter().filter(|image| self.is_usable(image)).map(|image| image.id).collect();
+        let (published, work) = (&self.reporting.published, &self.watch.work);
+        result::write(folder, &RunResult::now(self.setup, published, work, finish, exit_code, images));
+        let (outcome, why) = result::in_words(finish);
         self.tell(What::Finished { outcome: outcome.into(), exit_code, why });
     }
 }

@@ -1,10 +1,11 @@
 //! Who is told what happens to the job, beside the journal: hooks, the webhook and the metrics.
 
 use std::sync::{Arc, Mutex, mpsc};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::metrics::Metrics;
-use super::{Message, Owner, Setup};
+use super::{Message, Setup};
+use crate::config::Config;
 use crate::hooks::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner, Webhook};
 use crate::telemetry::events::{Event, What};
 use rekindle_store::manifest::Reason;
@@ -42,7 +43,7 @@ impl Listeners {
         self.metrics.as_ref()
     }
 
-    fn hear(&mut self, event: &Event) {
+    pub(super) fn hear(&mut self, event: &Event) {
         self.metrics.iter().for_each(|metrics| metrics.hear(event));
         let point = match &event.what {
             What::SnapshotTaken { .. } | What::SnapshotFailed { .. } => Some(Point::AfterSnapshot),
@@ -64,50 +65,45 @@ impl Listeners {
     }
 }
 
-impl Owner<'_> {
-    /// Tells hooks and the webhook.
-    pub(super) fn tell_listeners(&mut self, event: &Event) {
-        self.listeners.hear(event);
-    }
-
+impl Listeners {
     /// The hook that a snapshot is to wait for.
-    pub(super) fn before_snapshot(&self, event: &Event, reason: Reason) -> Option<Gate> {
-        let config = &self.shared.config;
+    pub(super) fn before_snapshot(&self, config: &Config, event: &Event, reason: Reason) -> Option<Gate> {
         let limit = match reason {
             Reason::Final => config.hooks.timeout.min(config.snapshot.grace / PART_OF_GRACE),
             _ => config.hooks.timeout,
         };
-        let document = Document::new(Point::BeforeSnapshot.name(), &self.listeners.context, event);
-        self.listeners.runner.gate(Point::BeforeSnapshot, document.bytes(), limit)
+        self.before(Point::BeforeSnapshot, event, limit)
     }
 
     /// The hook that a restore is to wait for.
-    pub(super) fn before_restore(&self, event: &Event) -> Option<Gate> {
-        let document = Document::new(Point::BeforeRestore.name(), &self.listeners.context, event);
-        self.listeners.runner.gate(Point::BeforeRestore, document.bytes(), self.shared.config.hooks.timeout)
+    pub(super) fn before_restore(&self, config: &Config, event: &Event) -> Option<Gate> {
+        self.before(Point::BeforeRestore, event, config.hooks.timeout)
     }
 
-    pub(super) fn hook_failed(&mut self, report: Report) {
-        let Report { hook, why } = report;
-        match hook {
-            "webhook" => tracing::warn!("the webhook was not told: {why}"),
-            _ => tracing::warn!("the hook {hook} did not do its work: {why}"),
-        }
-        self.tell(What::HookFailed { hook: hook.into(), why });
+    fn before(&self, point: Point, event: &Event, limit: Duration) -> Option<Gate> {
+        let document = Document::new(point.name(), &self.context, event);
+        self.runner.gate(point, document.bytes(), limit)
     }
 
-    /// Waits for hooks that are left, at most `hooks.timeout`.
-    pub(super) fn leave_hooks(&mut self, messages: &mpsc::Receiver<Message>) {
-        let until = Instant::now() + self.shared.config.hooks.timeout;
-        self.listeners.runner.close();
-        if let Some(webhook) = &self.listeners.webhook {
+    /// Waits for hooks that are left, until then.
+    pub(super) fn close(&mut self, until: Instant) {
+        self.runner.close();
+        if let Some(webhook) = &self.webhook {
             webhook.close(until);
         }
-        for message in messages.try_iter() {
-            if let Message::Hook(report) = message {
-                self.hook_failed(report);
-            }
-        }
-        self.listeners.metrics.iter().for_each(Metrics::close);
     }
+
+    /// Has the metrics say how the run ended.
+    pub(super) fn close_metrics(&self) {
+        self.metrics.iter().for_each(Metrics::close);
+    }
+}
+
+/// Says that a hook failed. Answers what is told as an event.
+pub(super) fn failed(Report { hook, why }: Report) -> What {
+    match hook {
+        "webhook" => tracing::warn!("the webhook was not told: {why}"),
+        _ => tracing::warn!("the hook {hook} did not do its work: {why}"),
+    }
+    What::HookFailed { hook: hook.into(), why }
 }

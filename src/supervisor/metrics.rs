@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use chrono::Utc;
 
-use super::{Owner, Setup};
-use crate::config::Interval;
+use super::Setup;
+use crate::published::Published;
 use crate::telemetry::events::Event;
 use crate::telemetry::metrics::textfile::Textfile;
 use crate::telemetry::metrics::{Facts, Replicated, serve};
@@ -59,6 +59,11 @@ impl Metrics {
         self.textfile.iter().for_each(Textfile::news);
     }
 
+    /// Learns what others see, and the interval in force.
+    pub(super) fn see(&self, published: &Published, interval: Option<Duration>) {
+        self.learn(|facts| facts.see(published, interval));
+    }
+
     pub(super) fn hear(&self, event: &Event) {
         self.learn(|facts| facts.hear(event, Instant::now()));
     }
@@ -66,21 +71,5 @@ impl Metrics {
     /// Has the file say how it ended.
     pub(super) fn close(&self) {
         self.textfile.iter().for_each(Textfile::close);
-    }
-}
-
-impl Owner<'_> {
-    pub(super) fn show_metrics(&mut self) {
-        let Some(metrics) = self.listeners.metrics() else { return };
-        self.published.metrics = metrics.address();
-        metrics.learn(|facts| facts.see(&self.published, self.interval_in_force()));
-    }
-
-    fn interval_in_force(&self) -> Option<Duration> {
-        match self.shared.config.snapshot.interval {
-            Interval::Every(interval) => Some(interval),
-            Interval::Auto => self.machine.choice().map(|choice| choice.interval),
-            Interval::Off => None,
-        }
     }
 }

@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 use chrono::{DateTime, TimeDelta, Utc};
 use sd_notify::NotifyState;
 
-use super::{Owner, Setup};
-use crate::published::Published;
+use super::Setup;
+use super::state::Machine;
+use crate::published::{JobState, Published};
 use crate::telemetry::clean::is_harmful;
 use rekindle_store::persist::Progress;
 
@@ -48,13 +49,25 @@ pub struct Notify {
 
 /// How far the service is, as the manager sees it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Phase {
+pub(super) enum Phase {
     /// The job does not run for the first time yet.
     Starting,
     /// It does, or comes back.
     Up,
     /// It is over, or will be.
     Stopping,
+}
+
+impl Phase {
+    pub(super) fn of(machine: &Machine<'_>, is_over: bool) -> Phase {
+        if is_over || machine.is_stopping() {
+            Phase::Stopping
+        } else if machine.state().life().is_some() {
+            Phase::Up
+        } else {
+            Phase::Starting
+        }
+    }
 }
 
 /// What was said, and when something is due again.
@@ -67,7 +80,7 @@ struct Said {
     alive: Option<Instant>,
     extended: Option<Instant>,
     /// How far things were, and since when they are there.
-    mark: (String, u64),
+    mark: Option<(JobState, u64)>,
     moved: Instant,
     stalled: Duration,
 }
@@ -105,13 +118,14 @@ impl Notify {
         self.send(&[NotifyState::Status(&status), extension()]);
     }
 
-    /// How long the next beat may wait.
-    pub(super) fn patience(&self, now: Instant) -> Option<Duration> {
+    /// When the next beat is due.
+    pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {
         let wanted = self.socket.as_ref().and_then(|_| self.said.patience(now))?;
-        Some(if self.heard { wanted } else { wanted.max(RETRY) })
+        Some(now + if self.heard { wanted } else { wanted.max(RETRY) })
     }
 
-    fn beat(&mut self, phase: Phase, published: &Published, now: Instant) {
+    /// Says what is new, and that the caller's thread lives.
+    pub(super) fn beat(&mut self, phase: Phase, published: &Published, now: Instant) {
         if self.socket.is_none() {
             return;
         }
@@ -161,17 +175,17 @@ impl Said {
             watchdog: watchdog.map(|every| every / 2),
             alive: None,
             extended: None,
-            mark: Default::default(),
+            mark: None,
             moved: now,
             stalled: stalled + STALLED,
         }
     }
 
     /// What is to have been said now. A phase never goes back: a job that comes back is up, for the manager.
-    fn after(&self, phase: Phase, status: String, mark: (String, u64), now: Instant) -> Said {
+    fn after(&self, phase: Phase, status: String, mark: (JobState, u64), now: Instant) -> Said {
         let mut next = Said { phase: phase.max(self.phase), status, ..self.clone() };
-        if mark != next.mark || next.phase != self.phase {
-            (next.mark, next.moved) = (mark, now);
+        if Some(mark) != next.mark || next.phase != self.phase {
+            (next.mark, next.moved) = (Some(mark), now);
         }
         let due = |last: Option<Instant>, every| last.is_none_or(|at| now.saturating_duration_since(at) >= every);
         if next.watchdog.is_some_and(|every| due(next.alive, every)) {
@@ -216,17 +230,14 @@ impl Said {
 }
 
 /// What differs when something goes on.
-fn mark(published: &Published) -> (String, u64) {
+fn mark(published: &Published) -> (JobState, u64) {
     let moving = [&published.restoring, &published.persisting, &published.replicating];
-    (
-        published.state.clone(),
-        moving.into_iter().flatten().map(|moving| moving.done.saturating_add(moving.written)).sum(),
-    )
+    (published.state, moving.into_iter().flatten().map(|moving| moving.done.saturating_add(moving.written)).sum())
 }
 
 /// One line for people: what `systemctl status` shows.
 fn status(published: &Published, now: DateTime<Utc>) -> String {
-    let mut line = published.state.clone();
+    let mut line = published.state.to_string();
     let mut add = |part: String| {
         line.push_str("; ");
         line.push_str(&part);
@@ -272,21 +283,6 @@ fn age(time: TimeDelta) -> String {
         minutes => (minutes / 1440, "day"),
     };
     format!("{amount} {unit}{} ago", if amount == 1 { "" } else { "s" })
-}
-
-impl Owner<'_> {
-    /// Tells the service manager what is new, and that this thread lives.
-    pub(super) fn beat(&mut self) {
-        let state = self.machine.state();
-        let phase = if self.finish.is_some() || self.machine.is_stopping() {
-            Phase::Stopping
-        } else if state.life().is_some() {
-            Phase::Up
-        } else {
-            Phase::Starting
-        };
-        self.notify.beat(phase, &self.published, Instant::now());
-    }
 }
 
 #[cfg(test)]

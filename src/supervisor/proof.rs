@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::Owner;
+use super::Setup;
 use super::state::State;
 use rekindle_base::chain;
 use rekindle_os::spawn::Ended;
@@ -42,11 +42,10 @@ impl Proofs {
         self.unwritten = Some((images, now + AGAIN));
     }
 
-    /// How long nothing has to be looked at, if the job lives.
-    pub(super) fn patience(&self, min_uptime: Duration, now: Instant) -> Option<Duration> {
+    /// When something is due, if the job lives until then.
+    pub(super) fn next_wake(&self, min_uptime: Duration) -> Option<Instant> {
         let waiting = self.waiting.iter().map(|(_, since)| *since + min_uptime);
-        let next = waiting.chain(self.unwritten.as_ref().map(|(_, again)| *again)).min();
-        next.map(|at| at.saturating_duration_since(now))
+        waiting.chain(self.unwritten.as_ref().map(|(_, again)| *again)).min()
     }
 
     /// Takes those that were lived on for so long.
@@ -65,43 +64,34 @@ pub(super) fn counts(state: &State, ended: Option<Ended>) -> bool {
     matches!(state, State::Running(_) | State::Snapshotting { .. }) && ended.is_none()
 }
 
-impl Owner<'_> {
+// ---- with the store ----
+
+impl Proofs {
     /// The job goes on from this image from now on: it was taken, or restored.
-    pub(super) fn await_proof(&mut self, image: ImageId) {
-        self.proofs.wait_for(image, Instant::now());
-        self.shared.lock.wait_for_proof(self.proofs.waiting());
+    pub(super) fn expect(&mut self, image: ImageId, setup: &Setup, now: Instant) {
+        self.wait_for(image, now);
+        setup.lock.wait_for_proof(self.waiting());
     }
 
-    /// How long the job has to live until the next proof.
-    pub(super) fn patience_for_proofs(&self) -> Option<Duration> {
-        self.proofs.patience(self.shared.config.restart.min_uptime, Instant::now())
-    }
-
-    /// Notes what is proven by now.
-    pub(super) fn mind_the_proofs(&mut self) {
-        if counts(self.machine.state(), self.ended) {
-            self.note_proofs();
-        }
-    }
-
-    /// The life is over. What came too late to be proven by it is not.
-    pub(super) fn end_of_proofs(&mut self) {
-        self.note_proofs();
-        self.proofs.end_of_life();
-        self.shared.lock.wait_for_proof(self.proofs.waiting());
-    }
-
-    fn note_proofs(&mut self) {
-        let due = self.proofs.due(self.shared.config.restart.min_uptime, Instant::now());
+    /// The job has lived until now: writes down which images are proven by that.
+    pub(super) fn note(&mut self, setup: &Setup, now: Instant) {
+        let due = self.due(setup.config.restart.min_uptime, now);
         if due.is_empty() {
             return;
         }
         tracing::debug!(?due, "proven");
-        if let Err(error) = self.shared.folder.note_proven(&self.shared.lock, due.iter().copied()) {
+        if let Err(error) = setup.folder.note_proven(&setup.lock, due.iter().copied()) {
             tracing::warn!("cannot note which images the job has lived on from: {}", chain(&error));
-            self.proofs.not_written(due, Instant::now());
+            self.not_written(due, Instant::now());
         }
-        self.shared.lock.wait_for_proof(self.proofs.waiting());
+        setup.lock.wait_for_proof(self.waiting());
+    }
+
+    /// The life is over.
+    pub(super) fn life_ends(&mut self, setup: &Setup, now: Instant) {
+        self.note(setup, now);
+        self.end_of_life();
+        setup.lock.wait_for_proof(self.waiting());
     }
 }
 
@@ -117,13 +107,13 @@ mod tests {
         let mut proofs = Proofs::default();
         proofs.wait_for(id(1), at(0));
         proofs.wait_for(id(2), at(20));
-        assert_eq!(proofs.patience(min, at(10)), Some(Duration::from_secs(20)));
+        assert_eq!(proofs.next_wake(min), Some(at(30)));
         assert_eq!(proofs.due(min, at(29)), []);
         assert_eq!(proofs.due(min, at(30)), [id(1)]);
         assert_eq!(proofs.due(min, at(30)), [], "once");
-        assert_eq!(proofs.patience(min, at(30)), Some(Duration::from_secs(20)));
+        assert_eq!(proofs.next_wake(min), Some(at(50)));
         assert_eq!(proofs.due(min, at(90)), [id(2)]);
-        assert_eq!(proofs.patience(min, at(90)), None);
+        assert_eq!(proofs.next_wake(min), None);
     }
 
     #[test]
@@ -139,9 +129,9 @@ mod tests {
         proofs.end_of_life();
         assert_eq!(proofs.waiting(), [id(1)], "rotation keeps it for so long");
         assert_eq!(proofs.due(min, at(39)), [], "not all the time");
-        assert_eq!(proofs.patience(min, at(39)), Some(Duration::from_secs(1)));
+        assert_eq!(proofs.next_wake(min), Some(at(40)));
         assert_eq!(proofs.due(min, at(40)), [id(1)]);
-        assert_eq!(proofs.patience(min, at(40)), None);
+        assert_eq!(proofs.next_wake(min), None);
         // With the next one that is due.
         proofs.not_written(vec![id(1)], at(50));
         proofs.wait_for(id(2), at(22));

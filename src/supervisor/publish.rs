@@ -7,7 +7,7 @@ use std::time::Instant;
 use chrono::{TimeDelta, Utc};
 
 use super::state::State;
-use crate::published::Published;
+use crate::published::{JobState, Published};
 use rekindle_base::interval::Choice;
 use rekindle_engine::launch::Job;
 use rekindle_engine::snapshot::Taken;
@@ -18,7 +18,7 @@ impl Published {
         let now = Utc::now();
         Published {
             version: 1,
-            state: "starting".into(),
+            state: JobState::Starting,
             since: now,
             begun: now,
             supervisor: std::process::id(),
@@ -52,8 +52,8 @@ impl Published {
     }
 
     pub(super) fn update(&mut self, state: &State, job: Option<&Job>) {
-        if self.state != state.name() {
-            self.state = state.name().into();
+        if self.state != state.published() {
+            self.state = state.published();
             self.since = Utc::now();
         }
         self.pid = job.and_then(Job::main_pid);

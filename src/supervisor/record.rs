@@ -19,7 +19,7 @@ pub(super) fn recall(setup: &Setup) -> Pace {
         tracing::warn!("what earlier runs left is not used for the interval: {}", chain(&error));
         (None, Vec::new())
     });
-    let ours = images.iter().rev().filter_map(Image::manifest).filter(|m| m.lineage == setup.launch.lineage);
+    let ours = images.iter().rev().filter_map(Image::manifest).filter(|m| m.lineage == setup.program.launch.lineage);
     let freezes = ours.map(|m| Duration::from_micros(m.freeze_us));
     Pace::recalled(record.as_ref().map(JobRecord::seen_so_far).unwrap_or_default(), freezes)
 }
@@ -29,18 +29,18 @@ impl Owner<'_> {
     pub(super) fn record(&self, outcome: Outcome, exit_code: Option<i32>) -> Result<(), rekindle_store::Error> {
         let observed = self.machine.failures(Instant::now());
         let record = JobRecord {
-            command: self.shared.launch.command.clone(),
-            directory: self.shared.launch.directory.clone(),
+            command: self.setup.program.launch.command.clone(),
+            directory: self.setup.program.launch.directory.clone(),
             lineage: self.line.lineage.clone(),
             base: self.line.base,
-            created: self.published.begun,
+            created: self.reporting.published.begun,
             outcome,
             exit_code,
             uptime: observed.uptime,
             failures: observed.failures,
-            restores: self.word.restores(),
+            restores: self.clients.word.restores(),
         };
-        self.shared.folder.write_record(&self.shared.lock, &record)
+        self.setup.folder.write_record(&self.setup.lock, &record)
     }
 
     /// The same for a run that goes on after this one was ended by force. One that is about to end does so at its end.

@@ -33,9 +33,11 @@ const BESIDES: Duration = Duration::from_secs(60);
 /// How often it is looked whether it is over.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What is known of rehearsals.
-#[derive(Debug, Default)]
+/// When which rehearsal comes.
+#[derive(Debug)]
 pub(super) struct Rehearsals {
+    /// How often, where it is wanted.
+    every: Option<Duration>,
     /// When the next is due; none before the first image.
     due: Option<Instant>,
     /// Set to call the present one off.
@@ -44,10 +46,102 @@ pub(super) struct Rehearsals {
     refused: bool,
 }
 
+/// What a rehearsal that is over has found.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Finding {
+    /// Nothing: it was called off, or the image was replaced meanwhile.
+    Nothing,
+    /// The image can be restored. It took so many milliseconds.
+    Restored { took: u64 },
+    /// The image was refused. It is tried again: once may be chance.
+    RefusedOnce { why: String },
+    /// It was refused twice.
+    Refused { why: String },
+    /// It could not be tried.
+    NotTried { why: String },
+}
+
 impl Rehearsals {
-    pub(super) fn patience(&self) -> Option<Duration> {
-        let due = self.due.filter(|_| self.under_way.is_none())?;
-        Some(due.saturating_duration_since(Instant::now()))
+    /// With `snapshot.rehearse`; None where no rehearsals are wanted.
+    pub(super) fn new(every: Option<Duration>) -> Rehearsals {
+        Rehearsals { every, due: None, under_way: None, refused: false }
+    }
+
+    /// An image was taken.
+    pub(super) fn image_taken(&mut self, now: Instant) {
+        if let (Some(every), None) = (self.every, self.due) {
+            self.due = Some(now + every.min(FIRST));
+        }
+    }
+
+    /// Calls one off that is in the way. Answers whether one is to be begun.
+    pub(super) fn check(&mut self, state: &State, is_restoring: bool, now: Instant) -> bool {
+        let quiet = matches!(state, State::Running(_)) && !is_restoring;
+        if self.under_way.is_some() {
+            // A snapshot under way does not mind it.
+            if !quiet && !matches!(state, State::Snapshotting { .. }) {
+                self.call_off();
+            }
+            return false;
+        }
+        if self.due.is_none_or(|due| due > now) {
+            return false;
+        }
+        if !quiet {
+            // One that is past would have the owner look again and again.
+            self.due = Some(now + self.every.unwrap_or(FIRST).min(FIRST));
+            return false;
+        }
+        self.due = Some(now + AGAIN);
+        true
+    }
+
+    /// One begins. The answer is set to call it off.
+    pub(super) fn begins(&mut self) -> Arc<AtomicBool> {
+        Arc::clone(self.under_way.insert(Arc::default()))
+    }
+
+    /// One is over. `is_there` tells whether its image is still in memory.
+    pub(super) fn ends(&mut self, outcome: Outcome, is_there: impl FnOnce() -> bool, now: Instant) -> Finding {
+        let called_off = self.under_way.take().is_some_and(|cancel| cancel.load(Ordering::Relaxed));
+        let every = self.every.unwrap_or(AGAIN);
+        let (wait, finding) = match outcome {
+            _ if called_off => (AGAIN.min(every), Finding::Nothing),
+            Outcome::Restored { took } => {
+                self.refused = false;
+                (every, Finding::Restored { took })
+            }
+            // A later image has its place, and was there in part.
+            Outcome::Refused { .. } if !is_there() => (AGAIN.min(every), Finding::Nothing),
+            Outcome::Refused { why } if !self.refused => {
+                self.refused = true;
+                (SECOND_LOOK.min(every), Finding::RefusedOnce { why })
+            }
+            Outcome::Refused { why } => {
+                self.refused = false;
+                (every, Finding::Refused { why })
+            }
+            Outcome::NotTried { why } => (AGAIN.min(every), Finding::NotTried { why }),
+        };
+        self.due = Some(now + wait);
+        finding
+    }
+
+    /// Calls off the one under way, if there is one: where memory is short, it has as much of it as the job. Answers
+    /// whether there was one.
+    pub(super) fn call_off(&self) -> bool {
+        self.under_way.iter().for_each(|cancel| cancel.store(true, Ordering::Relaxed));
+        self.under_way.is_some()
+    }
+
+    /// The run ends.
+    pub(super) fn close(&mut self) {
+        self.due = None;
+        self.call_off();
+    }
+
+    pub(super) fn next_wake(&self) -> Option<Instant> {
+        self.due.filter(|_| self.under_way.is_none())
     }
 }
 
@@ -58,44 +152,17 @@ pub(super) struct Rehearsed {
 }
 
 impl Owner<'_> {
-    /// Every how often, where it is wanted.
-    fn rehearses_every(&self) -> Option<Duration> {
-        self.shared.config.snapshot.rehearse.limit()
-    }
-
-    /// An image was taken.
-    pub(super) fn image_to_rehearse(&mut self) {
-        if let (Some(every), None) = (self.rehearses_every(), self.rehearsals.due) {
-            self.rehearsals.due = Some(Instant::now() + every.min(FIRST));
-        }
-    }
-
-    /// Begins one that is due, and calls one off that is in the way.
-    pub(super) fn mind_the_rehearsals(&mut self) {
-        let quiet = matches!(self.machine.state(), State::Running(_)) && self.restoring.is_none();
-        if let Some(cancel) = &self.rehearsals.under_way {
-            // A snapshot under way does not mind it.
-            if !quiet && !matches!(self.machine.state(), State::Snapshotting { .. }) {
-                cancel.store(true, Ordering::Relaxed);
-            }
+    /// Begins a rehearsal that is due, and calls one off that is in the way.
+    pub(super) fn check_rehearsals(&mut self) {
+        let restoring = self.transfers.is_restoring();
+        if !self.checks.rehearsals.check(self.machine.state(), restoring, Instant::now()) {
             return;
         }
-        if self.rehearsals.due.is_none_or(|due| due > Instant::now()) {
-            return;
-        }
-        if !quiet {
-            // One that is past would have the owner look again and again.
-            let later = self.rehearses_every().unwrap_or(FIRST).min(FIRST);
-            self.rehearsals.due = Some(Instant::now() + later);
-            return;
-        }
-        self.rehearsals.due = Some(Instant::now() + AGAIN);
         let newest =
-            self.shared.folder.staged().into_iter().find(|image| image.is_good() && image.form() == Form::Loose);
+            self.setup.folder.staged().into_iter().find(|image| image.is_good() && image.form() == Form::Loose);
         let Some(image) = newest.map(|image| image.id) else { return };
-        let cancel = Arc::new(AtomicBool::new(false));
-        self.rehearsals.under_way = Some(Arc::clone(&cancel));
-        let (setup, sender) = (Arc::clone(self.shared), self.sender.clone());
+        let cancel = self.checks.rehearsals.begins();
+        let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
         self.spawn("rehearse", move || {
             let outcome = rehearse(&setup, image, &cancel)
                 .unwrap_or_else(|error| Outcome::NotTried { why: format!("its process failed: {error}") });
@@ -104,61 +171,31 @@ impl Owner<'_> {
     }
 
     pub(super) fn rehearsed(&mut self, Rehearsed { image, outcome }: Rehearsed) {
-        let called_off = self.rehearsals.under_way.take().is_some_and(|cancel| cancel.load(Ordering::Relaxed));
-        let every = self.rehearses_every().unwrap_or(AGAIN);
-        let next = |wait: Duration| Some(Instant::now() + wait);
-        match outcome {
-            _ if called_off => self.rehearsals.due = next(AGAIN.min(every)),
-            Outcome::Restored { took } => {
-                self.rehearsals.due = next(every);
-                self.rehearsals.refused = false;
-                self.published.rehearsal_failure = None;
+        let is_there = || self.setup.folder.staged().iter().any(|staged| staged.id == image);
+        match self.checks.rehearsals.ends(outcome, is_there, Instant::now()) {
+            Finding::Nothing => {}
+            Finding::Restored { took } => {
+                self.reporting.published.rehearsal_failure = None;
                 tracing::info!(
                     "image {image} was restored in a rehearsal, in {}; nothing of it ran",
                     shown(Duration::from_millis(took))
                 );
                 self.tell(What::Rehearsed { image, took_us: took.saturating_mul(1000) });
             }
-            // Once may be chance.
-            Outcome::Refused { .. } if !self.shared.folder.staged().iter().any(|staged| staged.id == image) => {
-                // A later image has its place, and was there in part.
-                self.rehearsals.due = next(AGAIN.min(every));
-            }
-            Outcome::Refused { why } if !self.rehearsals.refused => {
-                tracing::debug!("image {image} was refused in a rehearsal: {why}");
-                self.rehearsals.refused = true;
-                self.rehearsals.due = next(SECOND_LOOK.min(every));
-            }
-            Outcome::Refused { why } => {
-                self.rehearsals.due = next(every);
-                self.rehearsals.refused = false;
+            Finding::RefusedOnce { why } => tracing::debug!("image {image} was refused in a rehearsal: {why}"),
+            Finding::Refused { why } => {
                 tracing::error!(
                     "image {image} could not be restored in a rehearsal, twice: {why}. The job runs on and its images are kept, but do not count on them: a restart would probably fail in the same way"
                 );
-                self.published.rehearsal_failure = Some(format!("image {image}: {why}"));
+                self.reporting.published.rehearsal_failure = Some(format!("image {image}: {why}"));
                 self.tell(What::RehearsalFailed { image, why });
             }
-            Outcome::NotTried { why } => {
-                self.rehearsals.due = next(AGAIN.min(every));
-                if self.told.lock().is_ok_and(|mut told| told.insert(format!("rehearsal: {why}"))) {
+            Finding::NotTried { why } => {
+                if self.reporting.remarks.said.is_new(format!("rehearsal: {why}")) {
                     tracing::info!("image {image} was not rehearsed: {why}");
                 }
             }
         }
-    }
-
-    /// Memory is short: what is under way has as much of it as the job.
-    pub(super) fn stop_rehearsal(&self) -> bool {
-        if let Some(cancel) = &self.rehearsals.under_way {
-            cancel.store(true, Ordering::Relaxed);
-        }
-        self.rehearsals.under_way.is_some()
-    }
-
-    /// The run ends: what is under way goes.
-    pub(super) fn close_rehearsals(&mut self) {
-        self.rehearsals.due = None;
-        self.stop_rehearsal();
     }
 }
 
@@ -170,10 +207,10 @@ fn rehearse(setup: &Setup, image: ImageId, cancel: &AtomicBool) -> io::Result<Ou
         job: setup.folder.name().clone(),
         image,
         criu: (setup.criu.path.clone(), (version.0, version.1, version.2)),
-        reaper: setup.reaper.clone(),
-        names: setup.uplink.as_ref().and_then(|plan| plan.names().ok()),
-        user: setup.spec.identity.clone(),
-        no_new_privileges: setup.spec.privileges == Privileges::Fixed,
+        reaper: setup.program.reaper.clone(),
+        names: setup.program.uplink.as_ref().and_then(|plan| plan.names().ok()),
+        user: setup.program.spec.identity.clone(),
+        no_new_privileges: setup.program.spec.privileges == Privileges::Fixed,
         timeout: setup.config.restart.restore_timeout.as_secs().max(1),
         reserve: setup.config.snapshot.memory_reserve.bytes(),
     };
@@ -210,4 +247,79 @@ fn rehearse(setup: &Setup, image: ImageId, cancel: &AtomicBool) -> io::Result<Ou
     output.rewind()?;
     output.read_to_end(&mut text)?;
     serde_json::from_slice(&text).map_err(|_| io::Error::other(format!("it ended with {ended} and said nothing")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::From;
+    use crate::supervisor::state::{Ending, Life};
+
+    const HOUR: Duration = Duration::from_secs(3600);
+
+    fn life(now: Instant) -> Life {
+        Life { from: From::Cold, since: now, next: None, failures: 0, missed: 0 }
+    }
+
+    fn refused() -> Outcome {
+        Outcome::Refused { why: "a port".into() }
+    }
+
+    #[test]
+    fn the_first_comes_soon_after_the_first_image_and_none_where_none_is_wanted() {
+        let now = Instant::now();
+        let running = State::Running(life(now));
+        let mut off = Rehearsals::new(None);
+        off.image_taken(now);
+        assert_eq!(off.next_wake(), None);
+        let mut rehearsals = Rehearsals::new(Some(HOUR));
+        assert!(!rehearsals.check(&running, false, now + HOUR), "there is no image");
+        rehearsals.image_taken(now);
+        rehearsals.image_taken(now + FIRST / 2);
+        assert_eq!(rehearsals.next_wake(), Some(now + FIRST));
+        assert!(!rehearsals.check(&running, false, now) && rehearsals.check(&running, false, now + FIRST));
+        assert_eq!(rehearsals.next_wake(), Some(now + FIRST + AGAIN), "where no image is in memory");
+        rehearsals.begins();
+        assert_eq!(rehearsals.next_wake(), None);
+        assert_eq!(rehearsals.ends(Outcome::Restored { took: 5 }, || true, now), Finding::Restored { took: 5 });
+        assert_eq!(rehearsals.next_wake(), Some(now + HOUR));
+    }
+
+    #[test]
+    fn one_waits_for_a_job_that_runs_and_gives_way() {
+        let now = Instant::now();
+        let (running, snapshot) =
+            (State::Running(life(now)), State::Snapshotting { life: life(now), then: None, ended: None });
+        let ending = State::Ending { stop: Ending::Lost, deadline: None, life: life(now) };
+        let mut rehearsals = Rehearsals::new(Some(HOUR));
+        rehearsals.image_taken(now);
+        let due = now + FIRST;
+        assert!(!rehearsals.check(&snapshot, false, due), "it waits");
+        assert_eq!(rehearsals.next_wake(), Some(due + FIRST));
+        assert!(!rehearsals.check(&running, true, due + FIRST), "memory is being restored");
+        assert!(rehearsals.check(&running, false, due + FIRST * 2));
+        let cancel = rehearsals.begins();
+        rehearsals.check(&snapshot, false, due);
+        assert!(!cancel.load(Ordering::Relaxed), "a snapshot does not mind it");
+        rehearsals.check(&ending, false, due);
+        assert!(cancel.load(Ordering::Relaxed));
+        assert_eq!(rehearsals.ends(refused(), || true, now), Finding::Nothing);
+        assert_eq!(rehearsals.next_wake(), Some(now + AGAIN));
+    }
+
+    #[test]
+    fn an_image_is_refused_only_when_it_is_refused_twice() {
+        let now = Instant::now();
+        let why = || "a port".to_owned();
+        let mut rehearsals = Rehearsals::new(Some(HOUR));
+        rehearsals.begins();
+        assert_eq!(rehearsals.ends(refused(), || false, now), Finding::Nothing, "a later image has its place");
+        assert_eq!(rehearsals.ends(refused(), || true, now), Finding::RefusedOnce { why: why() });
+        assert_eq!(rehearsals.next_wake(), Some(now + SECOND_LOOK));
+        assert_eq!(rehearsals.ends(refused(), || true, now), Finding::Refused { why: why() });
+        assert_eq!(rehearsals.next_wake(), Some(now + HOUR));
+        assert_eq!(rehearsals.ends(refused(), || true, now), Finding::RefusedOnce { why: why() });
+        rehearsals.ends(Outcome::Restored { took: 1 }, || true, now);
+        assert_eq!(rehearsals.ends(refused(), || true, now), Finding::RefusedOnce { why: why() });
+    }
 }

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use super::events::micros;
 use super::keep::shown;
 use super::state::Finish;
-use super::{Message, Owner, PROGRESS, Setup};
+use super::transfers::Destination;
+use super::{Message, Owner, Setup};
 use crate::config::Rate;
 use crate::published::Persisting;
 use crate::telemetry::events::What as Told;
@@ -27,13 +28,20 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 /// How often a pause looks whether it is over.
 const NAP: Duration = Duration::from_millis(100);
 
-/// What is on its way to the replica, and what comes after that.
-#[derive(Default)]
-pub(super) struct Replication {
+/// What is on its way to the replica, and what comes after that. `I` is another type in tests only.
+#[derive(Debug)]
+pub(super) struct Replication<I = Image> {
     running: Option<Running>,
-    next: Option<Image>,
+    next: Option<I>,
 }
 
+impl<I> Default for Replication<I> {
+    fn default() -> Replication<I> {
+        Replication { running: None, next: None }
+    }
+}
+
+#[derive(Debug)]
 struct Running {
     image: ImageId,
     progress: Arc<Progress>,
@@ -41,15 +49,43 @@ struct Running {
 }
 
 /// What the thread is told while it works.
-#[derive(Default)]
-struct Flags {
+#[derive(Debug, Default)]
+pub(super) struct Flags {
     /// It is not wanted any more.
     cancel: AtomicBool,
     /// It is not worth a pause: there is a newer image, or the job is over.
     hurry: AtomicBool,
 }
 
-impl Replication {
+/// An upload that is to be begun.
+#[derive(Debug)]
+pub(super) struct Upload<I = Image> {
+    image: I,
+    progress: Arc<Progress>,
+    flags: Arc<Flags>,
+}
+
+impl<I> Replication<I> {
+    /// This image is the newest. It is sent now, unless another is being sent; then it is next, and what was next is
+    /// skipped. `is_last` where the run is over.
+    pub(super) fn begin(&mut self, id: ImageId, image: I, is_last: bool) -> Option<Upload<I>> {
+        if self.running.is_some() {
+            self.hurry();
+            self.next = Some(image);
+            return None;
+        }
+        let (progress, flags) = (Arc::<Progress>::default(), Arc::<Flags>::default());
+        flags.hurry.store(is_last, Ordering::Relaxed);
+        self.running = Some(Running { image: id, progress: Arc::clone(&progress), flags: Arc::clone(&flags) });
+        Some(Upload { image, progress, flags })
+    }
+
+    /// One is over. Answers the next.
+    pub(super) fn ends(&mut self) -> Option<I> {
+        self.running = None;
+        self.next.take()
+    }
+
     /// What others see of it.
     pub(super) fn seen(&self) -> Option<Persisting> {
         let running = self.running.as_ref()?;
@@ -58,6 +94,17 @@ impl Replication {
 
     pub(super) fn is_running(&self) -> bool {
         self.running.is_some()
+    }
+
+    /// No pause is worth its time any more.
+    fn hurry(&self) {
+        self.tell(|flags| &flags.hurry);
+    }
+
+    /// Nothing of it is wanted any more.
+    pub(super) fn call_off(&mut self) {
+        self.next = None;
+        self.tell(|flags| &flags.cancel);
     }
 
     fn tell(&self, flag: impl Fn(&Flags) -> &AtomicBool) {
@@ -85,21 +132,14 @@ enum What {
 impl Owner<'_> {
     /// Sends an image that is in the store, where there is a replica.
     pub(super) fn replicate(&mut self, image: Image) {
-        if self.shared.config.replica.url.is_none() || !self.is_usable(&image) {
+        if self.setup.config.replica.url.is_none() || !self.is_usable(&image) {
             return;
         }
-        if self.replication.running.is_some() {
-            self.replication.tell(|flags| &flags.hurry);
-            self.replication.next = Some(image);
-            return;
-        }
-        let (progress, flags) = (Arc::new(Progress::default()), Arc::new(Flags::default()));
-        flags.hurry.store(self.finish.is_some(), Ordering::Relaxed);
-        let (setup, sender) = (Arc::clone(self.shared), self.sender.clone());
-        self.replication.running =
-            Some(Running { image: image.id, progress: Arc::clone(&progress), flags: Arc::clone(&flags) });
+        let upload = self.transfers.replication.begin(image.id, image, self.end.is_there());
+        let Some(Upload { image, progress, flags }) = upload else { return };
+        let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
         // However long it takes, and whatever is rotated away meanwhile.
-        let hold = self.shared.lock.hold(image.id);
+        let hold = self.setup.lock.hold(image.id);
         self.spawn("replicate", move || {
             process::be_nice();
             let send = |what| drop(sender.send(Message::Replicated(Box::new(Report { image: image.id, what }))));
@@ -111,10 +151,10 @@ impl Owner<'_> {
 
     /// Sends the newest image of the store, unless that was done.
     pub(super) fn replicate_newest(&mut self) {
-        let images = self.shared.folder.images().unwrap_or_default();
+        let images = self.setup.folder.images().unwrap_or_default();
         // A loose one comes by itself, once it is packed.
         let newest = images.into_iter().find(|image| self.is_usable(image) && image.form() == Form::Packed);
-        if let Some(image) = newest.filter(|image| self.published.last_replicated != Some(image.id)) {
+        if let Some(image) = newest.filter(|image| self.reporting.published.last_replicated != Some(image.id)) {
             self.replicate(image);
         }
     }
@@ -125,25 +165,24 @@ impl Owner<'_> {
             What::Trouble { why, pause } => {
                 let pause = humantime::format_duration(pause);
                 tracing::warn!("image {image} is not in the replica yet: {why}; tried again in {pause}");
-                self.published.replica_failure = Some(why);
+                self.reporting.published.replica_failure = Some(why);
                 return;
             }
             What::Done { uploaded, took } => {
                 let size = bytesize::ByteSize::b(uploaded.bytes);
                 tracing::info!("image {image} is in the replica after {}, {size} were sent", shown(took));
                 self.tell(Told::Replicated { image, took_us: micros(took), sent: uploaded.bytes });
-                self.published.last_replicated = Some(image);
-                self.published.replica_failure = None;
+                self.reporting.published.last_replicated = Some(image);
+                self.reporting.published.replica_failure = None;
             }
             What::GivenUp(why) => {
                 tracing::error!("image {image} is not in the replica: {why}");
                 self.tell(Told::NotReplicated { image, why: why.clone() });
-                self.published.replica_failure = Some(why);
+                self.reporting.published.replica_failure = Some(why);
             }
             What::Cancelled => tracing::info!("image {image} was not brought to the replica"),
         }
-        self.replication.running = None;
-        if let Some(next) = self.replication.next.take() {
+        if let Some(next) = self.transfers.replication.ends() {
             self.replicate(next);
         }
         self.publish();
@@ -152,45 +191,28 @@ impl Owner<'_> {
     /// The job is over: the last image goes to the replica, unless nobody goes on from it. A second signal to stop ends the
     /// wait.
     pub(super) fn leave_replica(&mut self, finish: &Finish, messages: &mpsc::Receiver<Message>) {
-        if self.shared.config.replica.url.is_none() {
+        if self.setup.config.replica.url.is_none() {
             return;
         }
         if *finish == Finish::Completed {
-            self.replication.next = None;
-            self.replication.tell(|flags| &flags.cancel);
-        } else if !self.stops.is_at_once() {
-            self.replication.tell(|flags| &flags.hurry);
+            self.transfers.replication.call_off();
+        } else if !self.end.stops.is_at_once() {
+            self.transfers.replication.hurry();
             self.replicate_newest();
-            self.replication.tell(|flags| &flags.hurry);
+            self.transfers.replication.hurry();
         }
-        while self.replication.is_running() {
-            if self.stops.is_at_once() || !self.holds_the_lock() {
-                self.replication.next = None;
-                self.replication.tell(|flags| &flags.cancel);
-            }
-            match messages.recv_timeout(PROGRESS) {
-                Ok(Message::Replicated(report)) => self.replicated(*report),
-                Ok(Message::Signal(signal)) if super::STOPS.contains(&signal) => {
-                    let _ = self.stops.signal(Instant::now());
-                }
-                Ok(Message::Control(incoming)) => self.heard_late(*incoming),
-                Ok(Message::Hook(report)) => self.hook_failed(report),
-                Ok(_) => {}
-                Err(mpsc::RecvTimeoutError::Timeout) => self.publish(),
-                Err(mpsc::RecvTimeoutError::Disconnected) => break,
-            }
-        }
+        self.wait_for(Destination::Replica, messages);
     }
 
     /// Says in the replica how the job ended, so that nobody goes on elsewhere with one that is completed.
     pub(super) fn record_in_replica(&self, finish: &Finish) {
-        let setup = self.shared;
+        let setup = self.setup;
         let said = open(setup, Patience::Little).transpose().map(|replica| {
             let record = setup.folder.record().map_err(replica::Error::from)?;
             record.map_or(Ok(()), |record| replica?.put_record(&record, &|| false))
         });
         if let Some(Err(error)) = said
-            && !self.stops.is_at_once()
+            && !self.end.stops.is_at_once()
         {
             let warning = match finish {
                 Finish::Completed => {
@@ -276,4 +298,27 @@ fn once(
         Err(error) => tracing::warn!("old images were not removed from the replica: {}", chain(&error)),
     }
     Ok(uploaded)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_newest_image_is_next_and_what_is_between_is_skipped() {
+        let id = |n| ImageId::new(n, chrono::DateTime::UNIX_EPOCH);
+        let is_set = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
+        let mut replication = Replication::default();
+        let first = replication.begin(id(1), 1, false).unwrap();
+        assert!(!is_set(&first.flags.hurry));
+        assert!(replication.begin(id(2), 2, false).is_none() && replication.begin(id(3), 3, false).is_none());
+        assert!(is_set(&first.flags.hurry) && !is_set(&first.flags.cancel), "a pause is not worth it any more");
+        assert_eq!((replication.ends(), replication.is_running()), (Some(3), false));
+        let last = replication.begin(id(3), 3, true).unwrap();
+        assert!(is_set(&last.flags.hurry), "the run is over");
+        replication.begin(id(4), 4, true);
+        replication.call_off();
+        assert!(is_set(&last.flags.cancel));
+        assert_eq!(replication.ends(), None);
+    }
 }

@@ -6,12 +6,13 @@ use std::path::PathBuf;
 use chrono::{DateTime, Utc};
 use serde::{Deserialize, Serialize};
 
-use super::Owner;
+use super::Setup;
 use super::events::micros;
 use super::state::Finish;
-use crate::published::LastEnd;
+use super::watch::Work;
+use crate::published::{LastEnd, Published};
 use rekindle_os::durable;
-use rekindle_store::{Image, ImageId, JobFolder};
+use rekindle_store::{ImageId, JobFolder};
 
 const FILE_NAME: &str = "result.json";
 const VERSION: u32 = 1;
@@ -49,7 +50,46 @@ pub struct RunResult {
     pub images: Vec<ImageId>,
 }
 
+/// The word for how a run ended, and why where it failed.
+pub(super) fn in_words(finish: &Finish) -> (&'static str, Option<String>) {
+    match finish {
+        Finish::Completed => ("completed", None),
+        Finish::Stopped(_) | Finish::StoppedInMemory { .. } => ("stopped", None),
+        Finish::Impossible { why, .. } | Finish::Failed { why, .. } | Finish::NoUsableImage { why } => {
+            ("failed", Some(why.clone()))
+        }
+    }
+}
+
 impl RunResult {
+    /// Of a run that ends now. `images` are the good ones, newest first.
+    pub(super) fn now(
+        setup: &Setup,
+        published: &Published,
+        work: &Work,
+        finish: &Finish,
+        exit_code: Option<i32>,
+        images: Vec<ImageId>,
+    ) -> RunResult {
+        let (outcome, why) = in_words(finish);
+        RunResult {
+            version: VERSION,
+            job: setup.folder.name().to_string(),
+            run: published.lineage.clone(),
+            command: setup.program.launch.command.clone(),
+            outcome: outcome.into(),
+            why,
+            exit_code,
+            last_end: published.last_end.clone(),
+            begun: published.begun,
+            ended: Utc::now(),
+            runs: work.lives(),
+            restarts: published.restarts,
+            lost_us: micros(work.lost()),
+            images,
+        }
+    }
+
     /// Where it is.
     #[must_use]
     pub fn file(folder: &JobFolder) -> PathBuf {
@@ -65,49 +105,23 @@ impl RunResult {
     }
 }
 
-impl Owner<'_> {
-    /// Removes what speaks of an earlier run.
-    pub(super) fn forget_result(&self) {
-        match durable::remove_file(&RunResult::file(&self.shared.folder)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                tracing::warn!("the result of the run before cannot be removed: {error}");
-            }
-            _ => {}
+/// Removes what speaks of an earlier run.
+pub(super) fn forget(folder: &JobFolder) {
+    match durable::remove_file(&RunResult::file(folder)) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            tracing::warn!("the result of the run before cannot be removed: {error}");
         }
+        _ => {}
     }
+}
 
-    pub(super) fn write_result(&self, finish: &Finish, exit_code: Option<i32>) {
-        let (outcome, why) = match finish {
-            Finish::Completed => ("completed", None),
-            Finish::Stopped(_) | Finish::StoppedInMemory { .. } => ("stopped", None),
-            Finish::Impossible { why, .. } | Finish::Failed { why, .. } | Finish::NoUsableImage { why } => {
-                ("failed", Some(why.clone()))
-            }
-        };
-        let images = self.shared.folder.images().unwrap_or_default();
-        let launch = &self.shared.launch;
-        let result = RunResult {
-            version: VERSION,
-            job: self.shared.folder.name().to_string(),
-            run: self.line.lineage.clone(),
-            command: launch.command.clone(),
-            outcome: outcome.into(),
-            why,
-            exit_code,
-            last_end: self.published.last_end.clone(),
-            begun: self.published.begun,
-            ended: Utc::now(),
-            runs: self.watch.lives,
-            restarts: self.published.restarts,
-            lost_us: micros(self.watch.lost),
-            images: images.iter().filter(|image| self.is_usable(image)).map(|image: &Image| image.id).collect(),
-        };
-        let path = RunResult::file(&self.shared.folder);
-        let written = serde_json::to_vec_pretty(&result)
-            .map_err(Into::into)
-            .and_then(|bytes| durable::write_file(&path, &bytes, 0o600));
-        if let Err(error) = written {
-            tracing::warn!("the result cannot be written to {}: {error}", path.display());
-        }
+/// Writes it, and says where that fails.
+pub(super) fn write(folder: &JobFolder, result: &RunResult) {
+    let path = RunResult::file(folder);
+    let written = serde_json::to_vec_pretty(result)
+        .map_err(Into::into)
+        .and_then(|bytes| durable::write_file(&path, &bytes, 0o600));
+    if let Err(error) = written {
+        tracing::warn!("the result cannot be written to {}: {error}", path.display());
     }
 }

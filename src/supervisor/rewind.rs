@@ -22,13 +22,13 @@ pub(crate) fn new_lineage() -> String {
 impl Owner<'_> {
     /// The good images of this line, newest first.
     pub(super) fn good_images(&self) -> Result<Vec<ImageId>, rekindle_store::Error> {
-        Ok(self.line.good(self.shared.folder.copies()?.iter().map(Candidate::of)))
+        Ok(self.line.good(self.setup.folder.copies()?.iter().map(Candidate::of)))
     }
 
     /// What the job can go on from, and whether there is more that it cannot.
     pub(super) fn images_to_go_on_from(&self) -> Result<Images, rekindle_store::Error> {
-        let copies = self.shared.folder.copies()?;
-        Ok(self.line.images(copies.iter().map(Candidate::of), self.shared.folder.proven()?))
+        let copies = self.setup.folder.copies()?;
+        Ok(self.line.images(copies.iter().map(Candidate::of), self.setup.folder.proven()?))
     }
 
     /// Whether it is good, and of this lineage or what that began from.
@@ -39,7 +39,7 @@ impl Owner<'_> {
     /// Finds the image and looks whether it can be restored, on a thread of its own, and then rewinds: what does not fit
     /// must not cost the job its life.
     pub(super) fn look_at_target(&mut self, to: String, reply: Reply) {
-        let (setup, sender, line) = (self.shared.clone(), self.sender.clone(), self.line.clone());
+        let (setup, sender, line) = (self.setup.clone(), self.sender.clone(), self.line.clone());
         self.spawn("rewind", move || match target(&setup, &line, &to) {
             Ok(target) => drop(sender.send(Message::Control(Box::new(Incoming::Rewind(target, reply))))),
             Err(why) => reply(Err(Fault::new(Code::Refused, why))),
@@ -49,7 +49,7 @@ impl Owner<'_> {
     /// A start has worked: if it was the one of a rewind, its line is the job's now.
     pub(super) fn arrived(&mut self, from: From) {
         let Some(image) = self.line.arrived(from, new_lineage) else { return };
-        self.published.lineage.clone_from(&self.line.lineage);
+        self.reporting.published.lineage.clone_from(&self.line.lineage);
         // Whoever goes on after us must not go on from the newer images.
         if let Err(error) = self.record(rekindle_store::Outcome::Running, None) {
             tracing::warn!("the way back to image {image} cannot be recorded: {}", chain(&error));
@@ -89,11 +89,11 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     };
     let id = image.id;
     let manifest = image.manifest().ok_or_else(|| format!("image {id} has no readable manifest"))?;
-    if (&manifest.command, &manifest.user) != (&setup.launch.command, &setup.launch.user) {
+    if (&manifest.command, &manifest.user) != (&setup.program.launch.command, &setup.program.launch.user) {
         return Err(format!("image {id} is of another command or user: `rekindle restore` goes on from it"));
     }
     // Only what can never work is looked at, which what is in use now is no part of.
-    let here = Here::look(manifest, Some(setup.criu.version), &setup.wishes);
+    let here = Here::look(manifest, Some(setup.criu.version), &setup.origin.wishes);
     let fatal: Vec<String> = compat::compare(manifest, &here)
         .iter()
         .filter(|difference| Difference::is_fatal(difference))
@@ -105,7 +105,7 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
     if !restore::has_its_files(
         manifest,
         &setup.folder,
-        setup.spec.identity.as_ref(),
+        setup.program.spec.identity.as_ref(),
         setup.config.restart.changed_files,
     ) {
         return Err(format!("files that image {id} needs are not here"));

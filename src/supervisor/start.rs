@@ -1,15 +1,15 @@
 //! Launching and restoring, on a thread of its own, and what becomes of it.
 
-use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use chrono::Utc;
 
 use super::events::image_of;
 use super::failed::{Failed, Lives, without_damaged};
-use super::keep::{Moving, shown};
+use super::keep::shown;
+use super::remarks::Said;
 use super::state::{Event, Obstacle, State};
 use super::{Message, Owner, Setup, replicate};
 use crate::config::{NetworkMode, PidNamespace};
@@ -45,22 +45,15 @@ pub(super) enum StartFailure {
 
 impl Owner<'_> {
     pub(super) fn start(&mut self, from: From) {
-        self.since = Instant::now();
-        self.cancel = Arc::new(AtomicBool::new(false));
-        let (setup, files, cancel, sender) =
-            (Arc::clone(self.shared), self.files.clone(), Arc::clone(&self.cancel), self.sender.clone());
-        let (told, progress) = (Arc::clone(&self.told), Arc::new(Progress::default()));
-        self.restoring = match from {
-            From::Image(image) => Some(Moving::new(image, Arc::clone(&progress))),
-            From::Cold => None,
-        };
-        self.stop_packing();
-        let files_go = Arc::clone(&self.files_go);
+        let cancel = self.life.start_begins(Instant::now());
+        let (setup, files, sender) = (Arc::clone(self.setup), self.files.clone(), self.sender.clone());
+        let (said, progress) = (self.reporting.remarks.said.clone(), self.transfers.start_begins(from));
+        let files_go = self.transfers.files_go();
         let wishes = self.wishes();
         let gate = match from {
             From::Image(image) => {
                 let event = self.tell(What::RestoreBegan { image });
-                self.before_restore(&event)
+                self.reporting.listeners.before_restore(&self.setup.config, &event)
             }
             From::Cold => None,
         };
@@ -77,7 +70,7 @@ impl Owner<'_> {
                 From::Image(id) => {
                     // What is packed by now is looked up after this, and nothing else is before the job is back.
                     drop(files_go.lock().unwrap_or_else(PoisonError::into_inner));
-                    restore_job(&setup, &files, id, &wishes, &told, &progress, &cancel)
+                    restore_job(&setup, &files, id, &wishes, &said, &progress, &cancel)
                 }
             };
             let _ = sender.send(Message::Started(Box::new(result)));
@@ -87,28 +80,25 @@ impl Owner<'_> {
 
     /// What is known and wanted of the GPUs.
     pub(super) fn wishes(&self) -> Wishes {
-        Wishes { faults: self.watch.unfit.clone(), ..self.shared.wishes.clone() }
+        Wishes { faults: self.watch.gpus.unfit(), ..self.setup.origin.wishes.clone() }
     }
 
     pub(super) fn started(&mut self, started: StartedJob) {
-        self.restoring = None;
+        self.transfers.start_ends();
         started.notes.iter().for_each(|note| tracing::info!("{note}"));
-        let job = Arc::new(started.job);
-        self.life += 1;
-        self.ended = None;
-        let (life, sender, waiting) = (self.life, self.sender.clone(), Arc::clone(&job));
-        self.job = Some(Arc::clone(&job));
+        let job = self.life.begins(started.job);
+        let (life, sender, waiting) = (self.life.number(), self.sender.clone(), Arc::clone(&job));
         if let State::Starting { from, .. } = self.machine.state() {
             let from = *from;
             self.arrived(from);
             self.word_of_life(image_of(from));
         }
-        self.proofs.end_of_life();
+        self.checks.proofs.end_of_life();
         if let State::Starting { from: From::Image(image), .. } = self.machine.state() {
-            self.await_proof(*image);
+            self.checks.proofs.expect(*image, self.setup, Instant::now());
         }
         self.tell_start(&job, started.moved);
-        for signal in std::mem::take(&mut self.unsent) {
+        for signal in self.life.take_unsent() {
             self.signal(signal);
         }
         self.spawn("wait", move || {
@@ -123,7 +113,7 @@ impl Owner<'_> {
     }
 
     pub(super) fn start_failed(&mut self, failure: StartFailure) {
-        self.restoring = None;
+        self.transfers.start_ends();
         let event = match failure {
             StartFailure::World(error) => impossible(chain(&error)),
             StartFailure::Launch(error) => impossible(chain(&error)),
@@ -154,7 +144,7 @@ impl Owner<'_> {
         let why = chain(error);
         self.keep_criu_log("restore", error.criu_log());
         let id = image.id;
-        let lives = if self.life > 0 { Lives::Some } else { Lives::None };
+        let lives = if self.life.number() > 0 { Lives::Some } else { Lives::None };
         let failure = match Failed::of(error, why.clone(), lives, || self.can_fall_back(&image)) {
             Failed::CalledOff => return Event::StartFailed { why },
             Failed::Misfit => return impossible(self.advise_misfit(&image, error)),
@@ -169,7 +159,7 @@ impl Owner<'_> {
             Failed::NoFiles => return impossible(self.advise_files(&image, &why)),
             Failed::Damaged => {
                 self.tell(What::ImageBad { image: id, why: format!("{}: {why}", BadWhy::Damaged) });
-                let marked = mark(self.shared.folder.name(), image, BadWhy::Damaged, &why);
+                let marked = mark(self.setup.folder.name(), image, BadWhy::Damaged, &why);
                 return match self.images_to_go_on_from() {
                     Ok(images) => {
                         let images = without_damaged(images, id, marked);
@@ -190,8 +180,8 @@ impl Owner<'_> {
     /// and an older one will do. Where none does, as on a machine that has the image and not the files, a run that just
     /// begins must not end up at the job's beginning.
     fn can_fall_back(&self, image: &Image) -> bool {
-        let (folder, user) = (&self.shared.folder, self.shared.spec.identity.as_ref());
-        let changed = self.shared.config.restart.changed_files;
+        let (folder, user) = (&self.setup.folder, self.setup.program.spec.identity.as_ref());
+        let changed = self.setup.config.restart.changed_files;
         let older = folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
         older.filter(|other| self.is_usable(other)).any(|other| {
             other.manifest().is_some_and(|manifest| restore::has_its_files(manifest, folder, user, changed))
@@ -199,7 +189,7 @@ impl Owner<'_> {
     }
 
     fn advise_files(&self, image: &Image, why: &str) -> String {
-        let job = self.shared.folder.name();
+        let job = self.setup.folder.name();
         format!(
             "image {} of job {job} cannot be used: {why}. Bring the file here as it was when the image was taken, with its mode (from the machine that the job ran on, or by a file system that both have), and run the same command again: the image is kept and is as good as it was. `rekindle run --fresh` begins anew.",
             image.id
@@ -209,13 +199,13 @@ impl Owner<'_> {
     /// What can be done about an image that does not fit this machine. It is not marked, and nothing else is begun by
     /// itself: an older image or the beginning would cost work, which is for the user to decide.
     fn advise_misfit(&self, image: &Image, error: &restore::Error) -> String {
-        let job = self.shared.folder.name();
-        let older = self.shared.folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
+        let job = self.setup.folder.name();
+        let older = self.setup.folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
         // What one cannot be read without, the others cannot either.
         let older = older.filter(|_| !matches!(error, restore::Error::Unpack(_)));
         let fits = older.filter(|other| self.is_usable(other)).find_map(|other| {
             let manifest = other.manifest()?;
-            let here = Here::look(manifest, Some(self.shared.criu.version), &self.wishes());
+            let here = Here::look(manifest, Some(self.setup.criu.version), &self.wishes());
             (!compat::compare(manifest, &here).iter().any(Difference::is_fatal)).then_some(other.id)
         });
         let other = fits.map_or_else(String::new, |id| {
@@ -230,7 +220,7 @@ impl Owner<'_> {
     /// Marks the image in memory and in the store: one is as good as the other.
     pub(super) fn mark_copies(&mut self, id: ImageId, why: BadWhy, detail: &str) {
         self.tell(What::ImageBad { image: id, why: format!("{why}: {detail}") });
-        let copies = match self.shared.folder.copies() {
+        let copies = match self.setup.folder.copies() {
             Ok(copies) => copies,
             Err(error) => return tracing::error!("cannot mark image {id} as bad: {}", chain(&error)),
         };
@@ -240,7 +230,7 @@ impl Owner<'_> {
                 tracing::error!("cannot mark image {id} as bad: {}", chain(&error));
             }
         }
-        say_marked(self.shared.folder.name(), id, why, detail);
+        say_marked(self.setup.folder.name(), id, why, detail);
     }
 }
 
@@ -265,7 +255,7 @@ fn say_marked(job: &JobName, id: ImageId, why: BadWhy, detail: &str) {
 }
 
 fn network(setup: &Setup) -> Network<'_> {
-    match (setup.config.network.mode, &setup.uplink) {
+    match (setup.config.network.mode, &setup.program.uplink) {
         (NetworkMode::Host, _) => Network::Host,
         (NetworkMode::Private, None) => Network::Private,
         (NetworkMode::Private, Some(plan)) => Network::Uplink(plan),
@@ -274,7 +264,7 @@ fn network(setup: &Setup) -> Network<'_> {
 
 /// Has the job of this world reach its socket. Without it the job runs all the same.
 fn reach_socket(setup: &Setup, world: &World) {
-    let Some(word) = &setup.word else { return };
+    let Some(word) = &setup.sockets.word else { return };
     if let (Network::Private | Network::Uplink(_), Some(init)) = (network(setup), world.init())
         && let Err(error) = word.move_to(init.pid())
     {
@@ -285,12 +275,12 @@ fn reach_socket(setup: &Setup, world: &World) {
 fn launch_job(setup: &Setup, files: &output::Files) -> Result<StartedJob, StartFailure> {
     let world = match setup.config.job.pid_namespace {
         PidNamespace::Private => {
-            World::private(&setup.reaper, FIRST_PID - 1, network(setup)).map_err(StartFailure::World)?
+            World::private(&setup.program.reaper, FIRST_PID - 1, network(setup)).map_err(StartFailure::World)?
         }
         PidNamespace::Host => World::Host,
     };
     reach_socket(setup, &world);
-    match launch::start(&world, &setup.reaper, &setup.spec, files) {
+    match launch::start(&world, &setup.program.reaper, &setup.program.spec, files) {
         Ok(root) => {
             let job = Job::new(world, root);
             job.wait_for_main();
@@ -308,7 +298,7 @@ fn restore_job(
     files: &output::Files,
     id: ImageId,
     wishes: &Wishes,
-    told: &Mutex<BTreeSet<String>>,
+    said: &Said,
     progress: &Progress,
     cancel: &AtomicBool,
 ) -> Result<StartedJob, StartFailure> {
@@ -322,28 +312,28 @@ fn restore_job(
     let healing = Healing {
         folder: &setup.folder,
         lock: &setup.lock,
-        key: setup.packing.key.as_deref(),
-        copies: setup.packing.copies,
-        unread: &setup.packing.unread,
+        key: setup.images.packing.key.as_deref(),
+        copies: setup.images.packing.copies,
+        unread: &setup.images.packing.unread,
         replica: setup.config.replica.url.is_some().then_some(&open),
     };
     let request = restore::Request {
         image: &image,
         folder: &setup.folder,
         criu: &setup.criu,
-        reaper: &setup.reaper,
+        reaper: &setup.program.reaper,
         output: files,
-        identity: setup.spec.identity.as_ref(),
-        privileges: setup.spec.privileges,
+        identity: setup.program.spec.identity.as_ref(),
+        privileges: setup.program.spec.privileges,
         timeout: setup.config.restart.restore_timeout,
         network: network(setup),
         changed_files: setup.config.restart.changed_files,
         wishes,
         prepare: restore::Prepare(&|world| reach_socket(setup, world)),
         unpacking: restore::Unpacking {
-            staging: setup.staging.as_ref(),
+            staging: setup.images.staging.as_ref(),
             memory_reserve: setup.config.snapshot.memory_reserve.bytes(),
-            key: setup.packing.key.as_deref(),
+            key: setup.images.packing.key.as_deref(),
             threads: unpack::threads(),
             progress,
             healing: Some(&healing),
@@ -353,7 +343,7 @@ fn restore_job(
     // Once, not at every restart.
     let warn = |difference: &Difference| {
         let text = difference.to_string();
-        if told.lock().unwrap_or_else(PoisonError::into_inner).insert(text.clone()) {
+        if said.is_new(text.clone()) {
             tracing::warn!("this machine differs from the one of image {id}: {text}");
         }
     };

@@ -28,6 +28,7 @@
 mod admission;
 mod events;
 mod states;
+mod transitions;
 
 use std::time::{Duration, Instant};
 
@@ -35,12 +36,12 @@ pub use admission::Wish;
 pub use events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Obstacle, Stop, Verdict};
 pub use states::{Ending, Life, State, Then};
 
+use transitions::{suspended, waiting};
+
 use super::pace::Pace;
 use crate::config::Config;
-use crate::policy::{Death, Decision, Failure, From, History, Images, Mark};
+use crate::policy::{From, History};
 use rekindle_base::interval::{Choice, Failures};
-use rekindle_os::spawn::Ended;
-use rekindle_store::ImageId;
 use rekindle_store::manifest::Reason;
 
 /// A snapshot that waits until the one before it is over, its image is in the store, and the memory of the job is back.
@@ -60,10 +61,6 @@ impl Postponed {
     }
 }
 
-/// So often a snapshot is tried again soon that failed for a reason of a moment: at once, then after [`MISSED`].
-const SOON: u32 = 2;
-const MISSED: Duration = Duration::from_secs(1);
-
 /// Why the job is to start from an image that the ladder has not chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Asked {
@@ -81,7 +78,6 @@ pub struct Machine<'a> {
     history: History,
     /// Whether an image is on its way from memory to the store.
     persisting: bool,
-    /// Whether the memory of this life is still being brought back.
     /// Only while the job runs, or its snapshot is taken.
     postponed: Option<Postponed>,
     /// What the end of this life leads to, where that is decided.
@@ -270,109 +266,6 @@ impl<'a> Machine<'a> {
         actions
     }
 
-    fn starting(&mut self, from: From, then: Option<Then>, event: Event, now: Instant) -> (State, Vec<Action>) {
-        match (event, then) {
-            (Event::Started, None | Some(Then::Suspend)) => {
-                let life = Life { from, since: now, next: self.due(now, now), failures: 0, missed: 0 };
-                (State::Running(life), vec![])
-            }
-            // Asked to stop while it was coming up: nothing was done since the image, so there is nothing to save.
-            (Event::Started, Some(Then::Stop(stop, _))) => {
-                let life = Life { from, since: now, next: None, failures: 0, missed: 0 };
-                kill(Ending::Stop(stop), life)
-            }
-            (Event::Started, Some(Then::Rewind(image))) => {
-                let life = Life { from, since: now, next: None, failures: 0, missed: 0 };
-                kill(Ending::Rewind(image), life)
-            }
-            (
-                Event::ImageFailed { .. } | Event::StartFailed { .. } | Event::Impossible { .. } | Event::Ended { .. },
-                Some(Then::Stop(stop, _)),
-            ) => finish(Finish::Stopped(stop)),
-            (
-                Event::ImageFailed { .. } | Event::StartFailed { .. } | Event::Impossible { .. } | Event::Ended { .. },
-                Some(Then::Rewind(image)),
-            ) => start(From::Image(image)),
-            (Event::ImageFailed { image, failure, images }, _) => self.not_restored(image, &failure, &images, now),
-            (Event::StartFailed { why }, _) => {
-                let decision = self.history.after_machine_failure(from, &why, &self.config.restart);
-                decided(decision, None, now)
-            }
-            (Event::Impossible { why, obstacle }, _) => finish(Finish::Impossible { why, obstacle }),
-            // Nothing is to be saved: both are the same.
-            (Event::StopBy(stop, _) | Event::StopNow(stop), _) => {
-                (State::Starting { from, then: Some(Then::Stop(stop, now)) }, vec![Action::Cancel])
-            }
-            (Event::Rewind { image }, None | Some(Then::Rewind(_))) => {
-                (State::Starting { from, then: Some(Then::Rewind(image)) }, vec![Action::Cancel])
-            }
-            (_, then) => (State::Starting { from, then }, vec![]),
-        }
-    }
-
-    fn not_restored(
-        &mut self,
-        image: ImageId,
-        failure: &Failure,
-        images: &Images,
-        now: Instant,
-    ) -> (State, Vec<Action>) {
-        let decision = self.history.after_image_failure(image, failure, images, &self.config.restart, now);
-        let said = match (failure.why(), decision.mark()) {
-            (Some(why), None) => vec![Action::NotRestored { image, why: why.into() }],
-            _ => vec![],
-        };
-        let other = |wanted: fn(&From, ImageId) -> bool| matches!(&decision, Decision::Again { from, .. } if wanted(from, image));
-        let stops = match self.asked {
-            // What somebody names is not replaced by something else.
-            Some(Asked::Restore) => other(|from, image| *from != From::Image(image)),
-            Some(Asked::Rewind) => other(|from, _| *from == From::Cold),
-            None => false,
-        };
-        let (state, actions) = if stops {
-            let mark = decision.mark().cloned();
-            let why = failure.why().unwrap_or("its content is damaged");
-            let why = format!("image {image} was asked for by name and cannot be used: {why}");
-            let finish = Action::Finish(Finish::NoUsableImage { why });
-            (State::Done, mark.map(Action::Mark).into_iter().chain([finish]).collect())
-        } else {
-            decided(decision, None, now)
-        };
-        (state, [said, actions].concat())
-    }
-
-    fn running(&mut self, life: Life, event: Event, now: Instant) -> (State, Vec<Action>) {
-        let snapshot =
-            |life, reason, then| (State::Snapshotting { life, then, ended: None }, vec![Action::Snapshot(reason)]);
-        match event {
-            Event::Tick | Event::SnapshotNow(_) | Event::StopBy(..) | Event::Suspend if self.is_busy() => {
-                self.postpone(life, event, now)
-            }
-            Event::PersistEnded(_) | Event::Release if !self.is_busy() => match self.postponed.take() {
-                Some(Postponed { reason, then }) => snapshot(life, reason, then),
-                None => (State::Running(life), vec![]),
-            },
-            Event::Tick if self.next(&life).is_some_and(|at| at <= now) => snapshot(life, Reason::Interval, None),
-            Event::SnapshotNow(reason) => snapshot(life, reason, None),
-            Event::Suspend => snapshot(life, Reason::Request, Some(Then::Suspend)),
-            Event::StopBy(stop, until) => snapshot(life, Reason::Final, Some(Then::Stop(stop, until))),
-            Event::StopNow(stop) => kill(Ending::Stop(stop), life),
-            Event::Rewind { image } if self.postponed.and_then(Postponed::stop).is_none() => {
-                kill(Ending::Rewind(image), life)
-            }
-            Event::Condemn(verdict) if self.postponed.and_then(Postponed::stop).is_none() => {
-                self.verdict = Some(verdict);
-                kill(Ending::Condemned, life)
-            }
-            Event::Ended { ended, images } => match self.postponed.and_then(Postponed::stop) {
-                Some(_) if ended == Ended::Exit(0) => finish(Finish::Completed),
-                Some((stop, _)) => finish(Finish::Stopped(stop)),
-                None => self.died(Death::Ended(ended), &life, &images, now),
-            },
-            _ => (State::Running(life), vec![]),
-        }
-    }
-
     /// Whether a snapshot cannot be begun yet.
     fn is_busy(&self) -> bool {
         self.persisting || self.held.is_some()
@@ -398,266 +291,10 @@ impl<'a> Machine<'a> {
         life.next.filter(|at| self.quiet.is_none_or(|quiet| *at < quiet))
     }
 
-    /// What would begin a snapshot waits: memory that is not back yet cannot be dumped, there is one slot beside the image
-    /// that is being brought to the store, and a snapshot that took it would leave none for the next; or the job holds it off.
-    fn postpone(&mut self, life: Life, event: Event, now: Instant) -> (State, Vec<Action>) {
-        let then = self.postponed.and_then(|postponed| postponed.then);
-        match (event, then) {
-            // No time is left for a snapshot; the image that is on its way is the last.
-            (_, Some(Then::Stop(stop, until))) if until <= now => return kill(Ending::Stop(stop), life),
-            (_, Some(Then::Stop(..))) => {}
-            (Event::StopBy(stop, until), _) => {
-                self.postponed = Some(Postponed { reason: Reason::Final, then: Some(Then::Stop(stop, until)) });
-                self.held = self.held.map(|held| held.min(self.last_moment(until, now)));
-            }
-            (_, Some(_)) => {}
-            (Event::Suspend, None) => {
-                self.postponed = Some(Postponed { reason: Reason::Request, then: Some(Then::Suspend) });
-            }
-            (Event::SnapshotNow(reason), None) => self.postponed = Some(Postponed { reason, then: None }),
-            (_, None) if self.postponed.is_none() && self.next(&life).is_some_and(|at| at <= now) => {
-                self.postponed = Some(Postponed { reason: Reason::Interval, then: None });
-            }
-            _ => {}
-        }
-        (State::Running(life), vec![])
-    }
-
-    fn snapshotting(
-        &mut self,
-        mut life: Life,
-        then: Option<Then>,
-        ended: Option<Ended>,
-        event: Event,
-        now: Instant,
-    ) -> (State, Vec<Action>) {
-        match event {
-            // It is as good as under way still.
-            Event::SnapshotMissed
-                if ended.is_none()
-                    && life.missed < SOON
-                    && match then {
-                        Some(Then::Stop(_, until)) => now < until,
-                        Some(Then::Suspend) => true,
-                        Some(Then::Rewind(_)) | None => false,
-                    } =>
-            {
-                life.missed += 1;
-                let reason = if matches!(then, Some(Then::Stop(..))) { Reason::Final } else { Reason::Request };
-                if self.is_busy() {
-                    self.postponed = Some(Postponed { reason, then });
-                    return (State::Running(life), vec![]);
-                }
-                (State::Snapshotting { life, then, ended }, vec![Action::Snapshot(reason)])
-            }
-            Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => {
-                let taken = matches!(event, Event::SnapshotTaken { .. });
-                if let Event::SnapshotTaken { freeze, persist } = event {
-                    self.pace.frozen(freeze);
-                    persist.into_iter().for_each(|took| self.pace.persisted(took));
-                }
-                let lost = event == Event::SnapshotFailed(Harm::Lost);
-                life.next = match event {
-                    Event::SnapshotTaken { .. } => {
-                        (life.failures, life.missed) = (0, 0);
-                        self.due(life.since, now)
-                    }
-                    Event::SnapshotMissed if life.missed < SOON => {
-                        life.missed += 1;
-                        Some(now + MISSED * (life.missed - 1))
-                    }
-                    _ => {
-                        life.failures += 1;
-                        Some(now + self.retry(life.failures))
-                    }
-                };
-                match (then, ended) {
-                    (Some(Then::Rewind(image)), _) => kill(Ending::Rewind(image), life),
-                    (Some(Then::Suspend), _) if taken => kill(Ending::Suspend, life),
-                    // Its end is still to be reported, with the images of then.
-                    (None | Some(Then::Suspend), Some(_)) if !lost => {
-                        (State::Running(Life { next: None, ..life }), vec![])
-                    }
-                    (None | Some(Then::Suspend), None) if !lost => match self.postponed {
-                        // Asked for after this one had begun.
-                        Some(Postponed { reason, then }) if !self.is_busy() => {
-                            self.postponed = None;
-                            (State::Snapshotting { life, then, ended: None }, vec![Action::Snapshot(reason)])
-                        }
-                        _ => (State::Running(life), vec![]),
-                    },
-                    (None | Some(Then::Suspend), _) => kill(Ending::Lost, life),
-                    // All is saved: whatever the job would still do would be done twice.
-                    (Some(Then::Stop(stop, _)), _) if taken || lost => kill(Ending::Stop(stop), life),
-                    (Some(Then::Stop(..)), Some(Ended::Exit(0))) => finish(Finish::Completed),
-                    (Some(Then::Stop(stop, until)), _) => {
-                        let ending = State::Ending { stop: Ending::Stop(stop), deadline: Some(until), life };
-                        (ending, vec![Action::Terminate])
-                    }
-                }
-            }
-            // One that is under way does not have what the asker has done since it began. A signal says no more than that
-            // there is to be one soon.
-            Event::SnapshotNow(Reason::Request) if then.is_none() => {
-                self.postponed = Some(Postponed { reason: Reason::Request, then: None });
-                (State::Snapshotting { life, then, ended }, vec![])
-            }
-            Event::StopBy(wanted, until) => {
-                let then = match then {
-                    Some(Then::Stop(..)) => then,
-                    _ => Some(Then::Stop(wanted, until)),
-                };
-                (State::Snapshotting { life, then, ended }, vec![])
-            }
-            Event::StopNow(wanted) => {
-                let (ending, kill) = kill(Ending::Stop(wanted), life);
-                (ending, [vec![Action::Cancel], kill].concat())
-            }
-            Event::Suspend if then.is_none() => {
-                (State::Snapshotting { life, then: Some(Then::Suspend), ended }, vec![])
-            }
-            // Once the snapshot has let the job go: two must not work on it at a time.
-            Event::Rewind { image } if !matches!(then, Some(Then::Stop(..))) => {
-                (State::Snapshotting { life, then: Some(Then::Rewind(image)), ended }, vec![Action::Cancel])
-            }
-            // Out of time: what was frozen is let go or killed with the rest.
-            Event::Tick => match then {
-                Some(Then::Stop(stop, until)) if until <= now => {
-                    let (ending, kill) = kill(Ending::Stop(stop), life);
-                    (ending, [vec![Action::Cancel], kill].concat())
-                }
-                then => (State::Snapshotting { life, then, ended }, vec![]),
-            },
-            Event::Ended { ended, .. } => {
-                (State::Snapshotting { life, then, ended: Some(ended) }, vec![Action::Cancel])
-            }
-            _ => (State::Snapshotting { life, then, ended }, vec![]),
-        }
-    }
-
-    fn ending(
-        &mut self,
-        stop: Ending,
-        deadline: Option<Instant>,
-        life: Life,
-        event: Event,
-        now: Instant,
-    ) -> (State, Vec<Action>) {
-        match (event, stop) {
-            (Event::Ended { .. }, Ending::Rewind(image)) => start(From::Image(image)),
-            // It was at its end when it was to be killed. After a SIGTERM an exit with 0 says nothing of the kind: many
-            // programs end so when they are told to, and their work is not done.
-            (Event::Ended { ended: Ended::Exit(0), .. }, _) if deadline.is_none() => finish(Finish::Completed),
-            (Event::Ended { .. }, Ending::Stop(stop)) => finish(Finish::Stopped(stop)),
-            (Event::Ended { images, .. }, Ending::Lost) => self.died(Death::Lost, &life, &images, now),
-            (Event::Ended { images, .. }, Ending::Condemned) => self.died(Death::Judged, &life, &images, now),
-            (Event::Ended { images, .. }, Ending::Suspend) => {
-                let from = images.good.first().map_or(life.from, |image| From::Image(*image));
-                (State::Suspended { from }, vec![])
-            }
-            (
-                Event::StopBy(wanted, _) | Event::StopNow(wanted),
-                Ending::Lost | Ending::Suspend | Ending::Rewind(_) | Ending::Condemned,
-            ) => kill(Ending::Stop(wanted), life),
-            (Event::Rewind { image }, Ending::Lost | Ending::Suspend | Ending::Rewind(_) | Ending::Condemned) => {
-                kill(Ending::Rewind(image), life)
-            }
-            (Event::StopNow(_), _) => kill(stop, life),
-            (Event::Tick, _) if deadline.is_some_and(|at| at <= now) => kill(stop, life),
-            _ => (State::Ending { stop, deadline, life }, vec![]),
-        }
-    }
-
-    fn died(&mut self, mut death: Death, life: &Life, images: &Images, now: Instant) -> (State, Vec<Action>) {
-        let last = match death {
-            Death::Ended(ended) | Death::Excused(ended) => Some(ended),
-            // It was killed for that.
-            Death::Judged => Some(Ended::Signal(libc::SIGKILL)),
-            Death::Lost => None,
-        };
-        if last != Some(Ended::Exit(0)) {
-            match self.verdict.take() {
-                Some(Verdict::GiveUp { why }) => return decided(Decision::GiveUp { why, mark: None }, last, now),
-                Some(Verdict::Stop) => return finish(Finish::Stopped(Stop::Requeue)),
-                Some(Verdict::Rewind(image)) => return start(From::Image(image)),
-                Some(Verdict::Restart) => death = Death::Judged,
-                None => {}
-            }
-        }
-        if let (Death::Ended(ended), true) = (death, self.excused) {
-            death = Death::Excused(ended);
-        }
-        let uptime = now.saturating_duration_since(life.since);
-        let policy = &self.config.restart;
-        let decision = self.history.after_death(death, life.from, uptime, images, policy, now);
-        // One that dies sooner has a bad image or a wrong command, against which more snapshots help nothing.
-        if decision != Decision::Complete && uptime >= policy.min_uptime {
-            self.pace.failed();
-        }
-        decided(decision, last, now)
-    }
-
     /// When a life that began at `since` is due for its next snapshot.
     fn due(&mut self, since: Instant, now: Instant) -> Option<Instant> {
         Some(now + self.pace.next(&self.config.snapshot, now.saturating_duration_since(since))?)
     }
-
-    /// The pause after so many failures in a row.
-    fn retry(&self, failures: u32) -> Duration {
-        let factor = 1u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
-        let snapshot = &self.config.snapshot;
-        snapshot.retry_after.saturating_mul(factor).min(snapshot.retry_max)
-    }
-}
-
-fn waiting(from: From, until: Instant, event: Event, now: Instant) -> (State, Vec<Action>) {
-    match event {
-        Event::Tick if until <= now => start(from),
-        Event::Rewind { image } => start(From::Image(image)),
-        Event::Suspend => (State::Suspended { from }, vec![]),
-        Event::StopBy(stop, _) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
-        _ => (State::Waiting { from, until }, vec![]),
-    }
-}
-
-fn suspended(from: From, event: Event) -> (State, Vec<Action>) {
-    match event {
-        Event::Resume => start(from),
-        Event::Rewind { image } => start(From::Image(image)),
-        Event::StopBy(stop, _) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
-        _ => (State::Suspended { from }, vec![]),
-    }
-}
-
-fn start(from: From) -> (State, Vec<Action>) {
-    (State::Starting { from, then: None }, vec![Action::Start(from)])
-}
-
-fn kill(stop: Ending, life: Life) -> (State, Vec<Action>) {
-    (State::Ending { stop, deadline: None, life }, vec![Action::Kill])
-}
-
-fn decided(decision: Decision, last: Option<Ended>, now: Instant) -> (State, Vec<Action>) {
-    let marked = |mark: Option<Mark>| mark.map(Action::Mark);
-    match decision {
-        Decision::Complete => finish(Finish::Completed),
-        Decision::Again { from, after, mark } => {
-            let actions = marked(mark).into_iter().chain([Action::Announce { from, after }]).collect();
-            (State::Waiting { from, until: now + after }, actions)
-        }
-        Decision::GiveUp { why, mark } => {
-            let end = Action::Finish(Finish::Failed { why, last });
-            (State::Done, marked(mark).into_iter().chain([end]).collect())
-        }
-        Decision::NoUsableImage { mark } => {
-            let end = Action::Finish(Finish::NoUsableImage { why: NO_USABLE_IMAGE.into() });
-            (State::Done, marked(mark).into_iter().chain([end]).collect())
-        }
-    }
-}
-
-fn finish(how: Finish) -> (State, Vec<Action>) {
-    (State::Done, vec![Action::Finish(how)])
 }
 
 #[cfg(test)]

@@ -44,8 +44,8 @@ impl Unread {
         self.since.is_some_and(|(_, again)| again <= now)
     }
 
-    pub(super) fn patience(&self, now: Instant) -> Option<Duration> {
-        self.since.map(|(_, again)| again.saturating_duration_since(now))
+    pub(super) fn next_wake(&self) -> Option<Instant> {
+        self.since.map(|(_, again)| again)
     }
 }
 

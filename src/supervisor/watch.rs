@@ -12,9 +12,9 @@ use super::keep::shown;
 use super::line::Target;
 use super::state::{Ending, Event, State, Stop, Verdict};
 use super::{Message, Owner, Setup};
-use crate::config::{GpuFaults, HangAction, RuleAction};
+use crate::config::{GpuFaults, HangAction, Rule, RuleAction};
 use crate::policy::rules::{self, Case};
-use crate::published::{LastEnd, Published};
+use crate::published::{JobState, LastEnd, Published};
 use crate::telemetry::events::What;
 use crate::watch::gpu::{self, Fault};
 use crate::watch::lines::{self, Hit, Turn};
@@ -44,28 +44,216 @@ pub(super) struct Watch {
     blame: Option<Cause>,
     /// What is to be done once the job runs again: nothing else is done while a snapshot is taken.
     pending: Option<Verdict>,
-    /// The thread that watches for hangs.
+    /// The thread that watches for hangs, and whether its clocks count.
     vigil: Option<mpsc::Sender<Order>>,
-    /// Whether its clocks count.
     going: bool,
-    /// What the thread that reads the output goes by.
-    turn: Turn,
-    /// What the thread that asks for faults of GPUs goes by: the pid of the job's root.
-    root: Arc<AtomicI32>,
-    /// The faults of this life.
-    faults: Vec<(Instant, u32)>,
-    /// GPUs on which nothing should be started before somebody has seen to them, by UUID or PCI address, with the fault.
-    pub(super) unfit: Vec<(String, u32)>,
-    /// How long the output files were when no life wrote to them last.
-    from: [u64; 2],
+    output: Output,
+    pub(super) gpus: Gpus,
+    pub(super) work: Work,
     /// How often each rule has sent the job back, by its number from 0.
     rewinds: BTreeMap<usize, u32>,
+}
+
+/// What of the output files is of the present life.
+#[derive(Debug, Default)]
+struct Output {
+    /// What the thread that reads the output goes by.
+    turn: Turn,
+    /// How long the files were when no life wrote to them last.
+    from: [u64; 2],
+}
+
+/// Faults of GPUs.
+#[derive(Debug, Default)]
+pub(super) struct Gpus {
+    /// What the thread that asks for faults goes by: the pid of the job's root.
+    root: Arc<AtomicI32>,
+    /// Those of this life.
+    faults: Vec<(Instant, u32)>,
+    /// GPUs on which nothing should be started before somebody has seen to them, by UUID or PCI address, with the fault.
+    unfit: Vec<(String, u32)>,
+}
+
+impl Gpus {
+    /// Remembers a GPU that should be left after this fault.
+    fn mark_unfit(&mut self, gpu: &str, xid: u32) {
+        if xid::meaning(xid).1.needs_drain() && !self.unfit.iter().any(|(known, _)| known == gpu) {
+            self.unfit.push((gpu.to_owned(), xid));
+        }
+    }
+
+    /// The GPUs that should be left, with the fault of each.
+    pub(super) fn unfit(&self) -> Vec<(String, u32)> {
+        self.unfit.clone()
+    }
+
+    /// The faults that may have ended the job.
+    fn recent(&self, now: Instant) -> impl Iterator<Item = u32> {
+        let is_recent = move |at: Instant| now.saturating_duration_since(at) < RECENT;
+        self.faults.iter().filter(move |(at, _)| is_recent(*at)).map(|(_, xid)| *xid)
+    }
+}
+
+/// What the job did, and what of that is lost.
+#[derive(Debug, Default)]
+pub(super) struct Work {
     /// From when on work would be lost: the begin of the life, or the newest image.
     unsaved_since: Option<Instant>,
     /// Work that was lost with lives that ended, since the supervisor began.
-    pub(super) lost: Duration,
-    /// How often the job was started or brought back.
-    pub(super) lives: u32,
+    lost: Duration,
+    /// How often the job was started or restored.
+    lives: u32,
+}
+
+impl Work {
+    fn life_begins(&mut self, now: Instant) {
+        self.unsaved_since = Some(now);
+        self.lives += 1;
+    }
+
+    /// There is an image of now.
+    fn is_saved(&mut self, now: Instant) {
+        self.unsaved_since = Some(now);
+    }
+
+    /// The life is over, with its work or without.
+    fn life_ends(&mut self, completed: bool, now: Instant) {
+        if let (Some(since), false) = (self.unsaved_since.take(), completed) {
+            self.lost += now.saturating_duration_since(since);
+        }
+    }
+
+    pub(super) fn lost(&self) -> Duration {
+        self.lost
+    }
+
+    pub(super) fn lives(&self) -> u32 {
+        self.lives
+    }
+}
+
+/// What a rule leads to.
+#[derive(Debug, PartialEq, Eq)]
+enum Ruled {
+    Verdict(Verdict),
+    /// The job goes back to the image that is so many back.
+    Back(usize),
+}
+
+impl Watch {
+    /// A life of this number begins. `lengths` are those of the output files.
+    fn life_begins(&mut self, number: u32, root: i32, lengths: [u64; 2], now: Instant) {
+        self.witness = Some(Witness::begin(root));
+        self.blame = None;
+        self.pending = None;
+        self.gpus.faults.clear();
+        self.work.life_begins(now);
+        // A restore has put the files back to what they were at the image.
+        self.output.from = [0, 1].map(|n| lengths[n].min(self.output.from[n]));
+        self.output.turn.set(number, self.output.from);
+        self.gpus.root.store(root, Ordering::Relaxed);
+        self.order(Order::Life(number, root));
+    }
+
+    /// The life is over. `lengths` are those of the output files.
+    fn life_ends(&mut self, lengths: [u64; 2]) {
+        self.output.from = lengths;
+        self.output.turn.set(0, lengths);
+        self.gpus.root.store(0, Ordering::Relaxed);
+    }
+
+    fn order(&self, order: Order) {
+        if let Some(vigil) = &self.vigil {
+            let _ = vigil.send(order);
+        }
+    }
+
+    /// Lets the clocks count while the job `goes`: it runs with all of its memory, and no snapshot is taken. Answers what is
+    /// to be done now that it does.
+    fn follow(&mut self, goes: bool) -> Option<Verdict> {
+        if goes != self.going {
+            self.going = goes;
+            self.order(if goes { Order::Go } else { Order::Hold });
+        }
+        self.pending.take_if(|_| goes)
+    }
+
+    /// There is an image of now.
+    pub(super) fn is_saved(&mut self, now: Instant) {
+        self.work.is_saved(now);
+        if let Some(witness) = &mut self.witness {
+            witness.look();
+        }
+    }
+
+    /// What this rule, counted from 0, leads to now. It counts as carried out.
+    fn ruled(&mut self, n: usize, rule: &Rule, why: &str) -> Ruled {
+        let number = n + 1;
+        match rule.action {
+            RuleAction::Restart => Ruled::Verdict(Verdict::Restart),
+            RuleAction::GiveUp => Ruled::Verdict(Verdict::GiveUp { why: format!("rule {number}: {why}") }),
+            RuleAction::SnapshotAndStop => Ruled::Verdict(Verdict::Stop),
+            RuleAction::Rewind => {
+                let done = self.rewinds.entry(n).or_default();
+                if *done >= rule.max_rewinds() {
+                    let why =
+                        format!("rule {number} has sent the job back {done} times (max-rewinds), and again: {why}");
+                    return Ruled::Verdict(Verdict::GiveUp { why });
+                }
+                *done += 1;
+                Ruled::Back(rule.images())
+            }
+        }
+    }
+
+    /// The job is ended for this cause: answers the event for that, unless it has to wait for a snapshot under way.
+    fn condemn(&mut self, cause: Cause, verdict: Verdict, state: &State) -> Option<Event> {
+        self.blame = Some(cause);
+        match verdict {
+            Verdict::Stop => Some(Event::Stop(Stop::Requeue)),
+            Verdict::Rewind(image) => Some(Event::Rewind { image }),
+            verdict if matches!(state, State::Running(_)) => Some(Event::Condemn(verdict)),
+            verdict => {
+                self.pending = Some(verdict);
+                None
+            }
+        }
+    }
+
+    /// Judges the end of a life; once for each.
+    fn why_ended(&mut self, ended: Ended, state: &State, now: Instant) -> Cause {
+        let by_us = match state {
+            // Killed when it was at its end already.
+            State::Ending { deadline: None, stop: Ending::Stop(_) | Ending::Lost | Ending::Condemned, .. }
+                if ended == Ended::Exit(0) =>
+            {
+                None
+            }
+            State::Ending { stop: Ending::Lost, .. } => Some(Cause::SnapshotLost),
+            State::Ending { stop: Ending::Suspend, .. } => Some(Cause::Suspended),
+            State::Ending { stop: Ending::Rewind(_), .. } => self.blame.clone().or(Some(Cause::Rewound)),
+            State::Ending { .. } => self.blame.clone().or(Some(Cause::Requested)),
+            _ => None,
+        };
+        let mut facts = Facts { by_us, ..Facts::default() };
+        if facts.by_us.is_none()
+            && ended != Ended::Exit(0)
+            && let Some(mut witness) = self.witness.take()
+        {
+            let testimony = witness.testify();
+            facts.memory = testimony.memory;
+            facts.xids = self.gpus.recent(now).chain(testimony.faults.iter().map(|(_, xid)| *xid)).collect();
+            testimony.faults.iter().for_each(|(gpu, xid)| self.gpus.mark_unfit(gpu, *xid));
+        }
+        let cause = judge(ended, &facts);
+        self.work.life_ends(cause == Cause::Completed, now);
+        if !matches!(cause, Cause::Completed | Cause::Exit { .. } | Cause::Signal { .. })
+            && !matches!(cause, Cause::Requested | Cause::Suspended | Cause::Rewound)
+        {
+            tracing::warn!("why it ended: {cause}");
+        }
+        cause
+    }
 }
 
 /// What was longer ago did not end the job.
@@ -74,9 +262,9 @@ const RECENT: Duration = Duration::from_secs(120);
 impl Owner<'_> {
     /// Starts the threads that are needed for what is configured.
     pub(super) fn watch_begin(&mut self) {
-        self.watch.from = self.output_lengths();
-        let setup = Arc::clone(self.shared);
-        let beats = setup.beats.as_ref().map(|beats| beats.count()).unwrap_or_default();
+        self.watch.output.from = self.output_lengths();
+        let setup = Arc::clone(self.setup);
+        let beats = setup.sockets.beats.as_ref().map(|beats| beats.count()).unwrap_or_default();
         if let Some(vigil) = Vigil::new(&setup.config.watch, &self.files, setup.folder.log_dir(), beats) {
             let (orders, told) = mpsc::channel();
             self.watch.vigil = Some(orders);
@@ -89,7 +277,7 @@ impl Owner<'_> {
         }
         if setup.config.rules.iter().any(|rule| rule.matches.is_of_output()) {
             let files = [self.files.stdout.clone(), self.files.stderr.clone()];
-            let (turn, sender, setup) = (self.watch.turn.clone(), self.sender.clone(), Arc::clone(&setup));
+            let (turn, sender, setup) = (self.watch.output.turn.clone(), self.sender.clone(), Arc::clone(&setup));
             self.spawn("lines", move || {
                 let report = |hit| sender.send(Message::Watched(Finding::Line(hit))).is_ok();
                 if let Err(error) = lines::watch(files, &setup.config.rules, &turn, report) {
@@ -100,7 +288,7 @@ impl Owner<'_> {
             });
         }
         if setup.config.watch.gpu_faults == GpuFaults::Auto && Path::new("/dev/nvidiactl").exists() {
-            let (root, sender) = (Arc::clone(&self.watch.root), self.sender.clone());
+            let (root, sender) = (Arc::clone(&self.watch.gpus.root), self.sender.clone());
             let report = move |fault| sender.send(Message::Watched(Finding::Fault(fault))).is_ok();
             self.spawn("gpu-faults", move || gpu::watch_faults(&root, report));
         }
@@ -111,45 +299,24 @@ impl Owner<'_> {
     }
 
     pub(super) fn watch_life(&mut self, job: &Job) {
-        let root = job.root.pid();
-        self.watch.witness = Some(Witness::begin(root));
-        self.watch.blame = None;
-        self.watch.pending = None;
-        self.watch.faults.clear();
-        self.watch.unsaved_since = Some(Instant::now());
-        self.watch.lives += 1;
-        self.published.hang = None;
-        self.published.gpu_fault = None;
-        // A restore has put the files back to what they were at the image.
-        let now = self.output_lengths();
-        self.watch.from = [0, 1].map(|n| now[n].min(self.watch.from[n]));
-        self.watch.turn.set(self.life, self.watch.from);
-        self.watch.root.store(root, Ordering::Relaxed);
-        self.order(Order::Life(self.life, root));
+        let lengths = self.output_lengths();
+        self.watch.life_begins(self.life.number(), job.root.pid(), lengths, Instant::now());
+        self.reporting.published.hang = None;
+        self.reporting.published.gpu_fault = None;
     }
 
-    fn order(&self, order: Order) {
-        if let Some(vigil) = &self.watch.vigil {
-            let _ = vigil.send(order);
-        }
-    }
-
-    /// Lets the clocks count while the job runs, with all of its memory, and no snapshot is taken.
+    /// After every step: what was found while a snapshot was taken has its turn when the job runs.
     pub(super) fn watch_follows(&mut self) {
-        let going = matches!(self.machine.state(), State::Running(_)) && self.ended.is_none();
-        if going != self.watch.going {
-            self.watch.going = going;
-            self.order(if going { Order::Go } else { Order::Hold });
-        }
-        if going && let Some(verdict) = self.watch.pending.take() {
+        let goes = matches!(self.machine.state(), State::Running(_)) && self.life.ended().is_none();
+        if let Some(verdict) = self.watch.follow(goes) {
             self.step(Event::Condemn(verdict));
         }
     }
 
     pub(super) fn watched(&mut self, finding: Finding) {
         match finding {
-            Finding::Vigil(life, finding) if life == self.life => self.noticed(finding),
-            Finding::Line(hit) if hit.life == self.life && self.ended.is_none() => self.matched(&hit),
+            Finding::Vigil(life, finding) if self.life.is_present(life) => self.noticed(finding),
+            Finding::Line(hit) if self.life.is_present(hit.life) && self.life.ended().is_none() => self.matched(&hit),
             Finding::Fault(fault) => self.faulted(&fault),
             Finding::Vigil(..) | Finding::Line(_) => {}
         }
@@ -160,7 +327,7 @@ impl Owner<'_> {
             vigil::Finding::Silent(idle) => tracing::warn!("the job has printed nothing for {}", shown(idle)),
             vigil::Finding::GoesOn(what) => {
                 tracing::info!("the job goes on, of which it was said that {what}");
-                self.published.hang = None;
+                self.reporting.published.hang = None;
                 self.tell(What::GoesOn { what });
                 self.publish();
             }
@@ -176,7 +343,7 @@ impl Owner<'_> {
     fn hung(&mut self, what: Missing, idle: Duration, stacks: Option<String>) {
         let cause = Cause::Hang { what };
         let words = format!("{what} for {}", shown(idle));
-        let setup = Arc::clone(self.shared);
+        let setup = Arc::clone(self.setup);
         let rule = rules::first(&setup.config.rules, &Case { cause: &cause, ended: None, lines: &[] });
         let (action, verdict) = match (rule, setup.config.watch.action) {
             (Some((n, rule)), _) => (rule.action.to_string(), Some(self.by_rule(n, &words))),
@@ -187,7 +354,7 @@ impl Owner<'_> {
         let at =
             stacks.as_ref().map_or_else(String::new, |name| format!("; what its processes are at is in log/{name}"));
         tracing::error!("the job hangs: {words} ({action}){at}");
-        self.published.hang = Some(words);
+        self.reporting.published.hang = Some(words);
         self.tell(What::Hung { what, idle_us: micros(idle), stacks, action });
         match verdict {
             Some(verdict) => self.carry(cause, verdict),
@@ -197,7 +364,7 @@ impl Owner<'_> {
 
     /// A line of the output fits a rule.
     fn matched(&mut self, hit: &Hit) {
-        let Some(rule) = self.shared.config.rules.get(hit.rule) else { return };
+        let Some(rule) = self.setup.config.rules.get(hit.rule) else { return };
         let number = hit.rule + 1;
         let cause = match rule.action {
             RuleAction::Rewind => Cause::BadTraining { rule: number },
@@ -218,14 +385,14 @@ impl Owner<'_> {
             _ => tracing::error!("GPU {}: {words}", fault.gpu),
         }
         self.tell(What::GpuFault { gpu: fault.gpu.clone(), xid: fault.xid, words: words.clone() });
-        if remedy == xid::Remedy::Nothing || self.ended.is_some() {
+        if remedy == xid::Remedy::Nothing || self.life.ended().is_some() {
             return;
         }
-        self.watch.faults.push((Instant::now(), fault.xid));
-        self.unfit(&fault.gpu, fault.xid);
-        self.published.gpu_fault = Some(words.clone());
+        self.watch.gpus.faults.push((Instant::now(), fault.xid));
+        self.watch.gpus.mark_unfit(&fault.gpu, fault.xid);
+        self.reporting.published.gpu_fault = Some(words.clone());
         let cause = Cause::GpuFault { xid: fault.xid };
-        let rule = rules::first(&self.shared.config.rules, &Case { cause: &cause, ended: None, lines: &[] });
+        let rule = rules::first(&self.setup.config.rules, &Case { cause: &cause, ended: None, lines: &[] });
         match rule.map(|(n, _)| n) {
             Some(n) => {
                 let verdict = self.by_rule(n, &words);
@@ -235,34 +402,16 @@ impl Owner<'_> {
         }
     }
 
-    /// Remembers a GPU that should be left after this fault.
-    fn unfit(&mut self, gpu: &str, xid: u32) {
-        if xid::meaning(xid).1.needs_drain() && !self.watch.unfit.iter().any(|(known, _)| known == gpu) {
-            self.watch.unfit.push((gpu.to_owned(), xid));
-        }
-    }
-
     /// What this rule, counted from 0, leads to now. It counts as carried out.
     fn by_rule(&mut self, n: usize, why: &str) -> Verdict {
-        let setup = Arc::clone(self.shared);
+        let setup = Arc::clone(self.setup);
         let Some(rule) = setup.config.rules.get(n) else { return Verdict::Restart };
         let number = n + 1;
         tracing::warn!("rule {number} ({}): {why}", rule.action);
         self.tell(What::RuleMatched { rule: number, action: rule.action.to_string(), why: why.into() });
-        match rule.action {
-            RuleAction::Restart => Verdict::Restart,
-            RuleAction::GiveUp => Verdict::GiveUp { why: format!("rule {number}: {why}") },
-            RuleAction::SnapshotAndStop => Verdict::Stop,
-            RuleAction::Rewind => {
-                let done = self.watch.rewinds.entry(n).or_default();
-                if *done >= rule.max_rewinds() {
-                    let why =
-                        format!("rule {number} has sent the job back {done} times (max-rewinds), and again: {why}");
-                    return Verdict::GiveUp { why };
-                }
-                *done += 1;
-                self.back_by(rule.images())
-            }
+        match self.watch.ruled(n, rule, why) {
+            Ruled::Verdict(verdict) => verdict,
+            Ruled::Back(images) => self.back_by(images),
         }
     }
 
@@ -283,31 +432,25 @@ impl Owner<'_> {
 
     /// Ends the job that runs, for this cause.
     fn carry(&mut self, cause: Cause, verdict: Verdict) {
-        self.watch.blame = Some(cause);
-        match verdict {
-            Verdict::Stop => self.step(Event::Stop(Stop::Requeue)),
-            Verdict::Rewind(image) => self.step(Event::Rewind { image }),
-            verdict if matches!(self.machine.state(), State::Running(_)) => self.step(Event::Condemn(verdict)),
-            verdict => self.watch.pending = Some(verdict),
+        if let Some(event) = self.watch.condemn(cause, verdict, self.machine.state()) {
+            self.step(event);
         }
     }
 
     /// Lets the rules decide what an end of its own leads to.
     pub(super) fn judge_end(&mut self, ended: Ended, cause: &Cause) {
-        let setup = Arc::clone(self.shared);
+        let setup = Arc::clone(self.setup);
         let rules = &setup.config.rules;
         let by_itself = match self.machine.state() {
             State::Ending { stop, .. } => *stop == Ending::Lost,
             _ => !self.machine.is_stopping(),
         };
         let lines = if rules.iter().any(|rule| rule.matches.log.is_some()) {
-            lines::last([&self.files.stdout, &self.files.stderr], self.watch.from)
+            lines::last([&self.files.stdout, &self.files.stderr], self.watch.output.from)
         } else {
             Vec::new()
         };
-        self.watch.from = self.output_lengths();
-        self.watch.turn.set(0, self.watch.from);
-        self.watch.root.store(0, Ordering::Relaxed);
+        self.watch.life_ends(self.output_lengths());
         if !by_itself || *cause == Cause::Completed {
             return;
         }
@@ -318,50 +461,10 @@ impl Owner<'_> {
         }
     }
 
-    /// There is an image of now.
-    pub(super) fn watch_saved(&mut self) {
-        self.watch.unsaved_since = Some(Instant::now());
-        if let Some(witness) = &mut self.watch.witness {
-            witness.look();
-        }
-    }
-
     /// Judges the end of a life; once for each.
     pub(super) fn why_ended(&mut self, ended: Ended) -> Cause {
-        let by_us = match self.machine.state() {
-            // Killed when it was at its end already.
-            State::Ending { deadline: None, stop: Ending::Stop(_) | Ending::Lost | Ending::Condemned, .. }
-                if ended == Ended::Exit(0) =>
-            {
-                None
-            }
-            State::Ending { stop: Ending::Lost, .. } => Some(Cause::SnapshotLost),
-            State::Ending { stop: Ending::Suspend, .. } => Some(Cause::Suspended),
-            State::Ending { stop: Ending::Rewind(_), .. } => self.watch.blame.clone().or(Some(Cause::Rewound)),
-            State::Ending { .. } => self.watch.blame.clone().or(Some(Cause::Requested)),
-            _ => None,
-        };
-        let mut facts = Facts { by_us, ..Facts::default() };
-        if facts.by_us.is_none()
-            && ended != Ended::Exit(0)
-            && let Some(mut witness) = self.watch.witness.take()
-        {
-            let testimony = witness.testify();
-            facts.memory = testimony.memory;
-            let told = self.watch.faults.iter().filter(|(at, _)| at.elapsed() < RECENT).map(|(_, xid)| *xid);
-            facts.xids = told.chain(testimony.faults.iter().map(|(_, xid)| *xid)).collect();
-            testimony.faults.iter().for_each(|(gpu, xid)| self.unfit(gpu, *xid));
-        }
-        let cause = judge(ended, &facts);
-        if let (Some(since), false) = (self.watch.unsaved_since.take(), cause == Cause::Completed) {
-            self.watch.lost += since.elapsed();
-        }
-        if !matches!(cause, Cause::Completed | Cause::Exit { .. } | Cause::Signal { .. })
-            && !matches!(cause, Cause::Requested | Cause::Suspended | Cause::Rewound)
-        {
-            tracing::warn!("why it ended: {cause}");
-        }
-        self.published.last_end = Some(LastEnd::now(Some(ended), cause.clone()));
+        let cause = self.watch.why_ended(ended, self.machine.state(), Instant::now());
+        self.reporting.published.last_end = Some(LastEnd::now(Some(ended), cause.clone()));
         cause
     }
 }
@@ -369,9 +472,99 @@ impl Owner<'_> {
 /// Why the supervisor before this one left a job that was not at its end; nothing where it said goodbye.
 pub(super) fn interrupted(setup: &Setup) -> Option<LastEnd> {
     let before = Published::read(&setup.folder.state_file()).ok()?;
-    if before.state == "done" || before.state == "waiting" || before.state == "suspended" || before.boot_id.is_empty() {
+    let was_at_its_end = matches!(before.state, JobState::Done | JobState::Waiting | JobState::Suspended);
+    if was_at_its_end || before.boot_id.is_empty() {
         return None;
     }
     let same_boot = process::boot_id().is_ok_and(|now| now == before.boot_id);
     Some(LastEnd::now(None, if same_boot { Cause::SupervisorKilled } else { Cause::MachineRestart }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::From;
+    use crate::supervisor::state::Life;
+    use rekindle_store::ImageId;
+
+    fn life(now: Instant) -> Life {
+        Life { from: From::Cold, since: now, next: None, failures: 0, missed: 0 }
+    }
+
+    fn ending(stop: Ending, now: Instant) -> State {
+        State::Ending { stop, deadline: None, life: life(now) }
+    }
+
+    fn rule(text: &str) -> Rule {
+        toml::from_str(text).unwrap()
+    }
+
+    #[test]
+    fn what_is_found_during_a_snapshot_waits_for_its_end() {
+        let now = Instant::now();
+        let hang = || Cause::Hang { what: Missing::Output };
+        let snapshot = State::Snapshotting { life: life(now), then: None, ended: None };
+        let mut watch = Watch::default();
+        assert_eq!(watch.condemn(hang(), Verdict::Restart, &snapshot), None);
+        assert_eq!((watch.follow(false), watch.follow(true)), (None, Some(Verdict::Restart)));
+        assert_eq!(watch.follow(true), None, "once");
+        let running = State::Running(life(now));
+        assert_eq!(watch.condemn(hang(), Verdict::Restart, &running), Some(Event::Condemn(Verdict::Restart)));
+        assert_eq!(
+            watch.condemn(hang(), Verdict::Stop, &snapshot),
+            Some(Event::Stop(Stop::Requeue)),
+            "it can wait itself"
+        );
+        assert_eq!(watch.why_ended(Ended::Signal(9), &ending(Ending::Condemned, now), now), hang());
+    }
+
+    #[test]
+    fn an_end_by_us_has_our_cause_unless_the_job_was_at_its_end() {
+        let now = Instant::now();
+        let image = ImageId::new(1, chrono::DateTime::UNIX_EPOCH);
+        let why = |stop, ended| Watch::default().why_ended(ended, &ending(stop, now), now);
+        assert_eq!(why(Ending::Lost, Ended::Signal(9)), Cause::SnapshotLost);
+        assert_eq!(why(Ending::Lost, Ended::Exit(0)), Cause::Completed);
+        assert_eq!(why(Ending::Suspend, Ended::Signal(9)), Cause::Suspended);
+        assert_eq!(why(Ending::Rewind(image), Ended::Signal(9)), Cause::Rewound);
+        assert_eq!(why(Ending::Stop(Stop::Requeue), Ended::Signal(9)), Cause::Requested);
+        assert_eq!(why(Ending::Stop(Stop::Requeue), Ended::Exit(0)), Cause::Completed);
+    }
+
+    #[test]
+    fn work_is_lost_since_the_newest_image_and_none_where_the_job_completed() {
+        let now = Instant::now();
+        let at = |seconds| now + Duration::from_secs(seconds);
+        let mut work = Work::default();
+        work.life_begins(now);
+        work.is_saved(at(100));
+        work.life_ends(false, at(130));
+        assert_eq!((work.lost(), work.lives()), (Duration::from_secs(30), 1));
+        work.life_ends(false, at(500));
+        assert_eq!(work.lost(), Duration::from_secs(30), "an end counts once");
+        work.life_begins(at(200));
+        work.life_ends(true, at(900));
+        assert_eq!((work.lost(), work.lives()), (Duration::from_secs(30), 2));
+    }
+
+    #[test]
+    fn a_rule_sends_the_job_back_so_often_and_no_more() {
+        let mut watch = Watch::default();
+        let back = rule("match = { log = \"nan\" }\naction = \"rewind\"\nmax-rewinds = 2\nimages = 3");
+        assert_eq!(watch.ruled(0, &back, "nan"), Ruled::Back(3));
+        assert_eq!(watch.ruled(0, &back, "nan"), Ruled::Back(3));
+        assert!(matches!(watch.ruled(0, &back, "nan"), Ruled::Verdict(Verdict::GiveUp { .. })));
+        assert_eq!(watch.ruled(1, &back, "nan"), Ruled::Back(3), "another rule has its own count");
+    }
+
+    #[test]
+    fn a_fault_counts_for_a_while_and_its_gpu_is_left() {
+        let now = Instant::now();
+        let mut gpus = Gpus::default();
+        gpus.faults.extend([(now, 79), (now + RECENT, 31)]);
+        assert_eq!(gpus.recent(now + RECENT).collect::<Vec<_>>(), [31]);
+        gpus.mark_unfit("GPU-1", 79);
+        gpus.mark_unfit("GPU-1", 79);
+        assert_eq!(gpus.unfit(), [("GPU-1".to_owned(), 79)]);
+    }
 }

@@ -1,299 +1,254 @@
 //! What the job asks of its supervisor, and what it is told (docs/word.md).
 //!
 //! A snapshot that the job asks for is the next one that begins: it has a number, and the job looks whether that one is over.
-//! Holds have a name and a bound each; the machine knows only until when the last of them lasts, and what a hold kept
-//! waiting is told when it waits and when it does not any more. A life that ends takes its holds with it.
+//! A life that ends takes its holds ([`super::holds`]) with it.
 
 use std::time::{Duration, Instant};
 
-use chrono::{DateTime, Utc};
+use chrono::{DateTime, TimeDelta, Utc};
+use nix::sys::utsname::uname;
 
 use super::events::micros;
+use super::holds::{self, Change, HOLDERS, Holder, Holds, How};
 use super::keep::shown;
-use super::state::{Event, State, Wish};
+use super::line::Line;
+use super::state::{Event, Machine, Wish};
 use super::{Message, Owner, Setup};
 use crate::control::protocol::{Code, Fault};
+use crate::published::Published;
 use crate::telemetry::events::What;
-use crate::word::Call;
 use crate::word::protocol::{Answer, Facts, Gpu, Request};
 use crate::word::server::Server;
+use crate::word::{Call, Reply};
 use rekindle_cuda::nvml::GpuInventory;
-use rekindle_engine::snapshot::Taken;
-use rekindle_os::process;
-use rekindle_store::ImageId;
 use rekindle_store::manifest::Reason;
+use rekindle_store::{ImageId, Outcome};
 
-/// Of a job. One that wants more has lost count.
-const HOLDERS: usize = 64;
-/// How often it is looked whether those that a snapshot waits for are still there.
-const LOOK: Duration = Duration::from_secs(1);
-
-/// Somebody in the job who holds snapshots off.
-#[derive(Debug)]
-struct Holder {
-    pid: i32,
-    /// Against a pid that is another's by now.
-    begun: Option<u64>,
+/// A life of the job, as the job knows it.
+#[derive(Debug, Default)]
+struct Life {
     name: String,
-    until: Instant,
+    since: DateTime<Utc>,
+    from: Option<ImageId>,
+    gpus: Vec<Gpu>,
 }
 
-impl Holder {
-    /// One that is in a PID namespace which we do not see has no pid, and holds until its bound.
-    fn lives(&self) -> bool {
-        self.pid == 0
-            || self.begun.is_some()
-                && process::start_time(self.pid) == self.begun
-                && !matches!(process::state(self.pid), Some('Z' | 'X'))
-    }
-}
-
-/// A snapshot that is held off.
-#[derive(Debug, Clone, Copy)]
-struct Wait {
-    since: Instant,
-    reason: Reason,
-    until: Instant,
+/// How many snapshots there were, for the job.
+#[derive(Debug, Default)]
+struct Count {
+    begun: u64,
+    over: u64,
+    /// Why the last one failed, if it did.
+    failed: Option<String>,
 }
 
 /// What is known for the job, and what it asked for.
 #[derive(Debug, Default)]
 pub(super) struct Word {
     server: Option<Server>,
-    /// Of the job, as it knows it.
-    life: String,
-    since: DateTime<Utc>,
-    from: Option<ImageId>,
-    gpus: Vec<Gpu>,
-    /// How often the run was brought back, under every supervisor.
+    life: Life,
+    /// How often the run was restored, under every supervisor.
     restores: u32,
-    /// Snapshots that were begun.
-    begun: u64,
-    /// Snapshots that are over.
-    over: u64,
-    failed: Option<String>,
-    holders: Vec<Holder>,
-    wait: Option<Wait>,
-    /// Whether one who holds has died since.
-    died: bool,
-    /// When it was last looked whether those who hold are still there.
-    looked: Option<Instant>,
+    snapshots: Count,
+    holds: Holds,
+}
+
+/// What a request of the job comes to.
+pub(super) enum Todo {
+    /// It is answered.
+    Nothing,
+    /// A snapshot is taken.
+    Snapshot,
+    /// The machine is told the bound of the holds.
+    Released,
+    /// The same, and then the job: it counts on it.
+    Held(Reply, Answer),
 }
 
 impl Word {
     pub(super) fn new(setup: &Setup) -> Word {
         let record = setup.folder.record().ok().flatten();
-        let restores =
-            record.filter(|record| record.lineage == setup.launch.lineage).map_or(0, |record| record.restores);
-        Word { restores, ..Word::default() }
+        let record = record.filter(|record| record.lineage == setup.program.launch.lineage);
+        Word { restores: record.map_or(0, |record| record.restores), ..Word::default() }
     }
 
     pub(super) fn restores(&self) -> u32 {
         self.restores
     }
 
-    /// Until when the last of the holders holds.
-    fn bound(&self) -> Option<Instant> {
-        self.holders.iter().map(|holder| holder.until).max()
+    /// A life of this name begins. Answers whether it is a restore.
+    fn life_begins(&mut self, name: String, from: Option<ImageId>, gpus: Vec<Gpu>, now: DateTime<Utc>) -> bool {
+        self.life = Life { name, since: now, from, gpus };
+        self.holds.clear();
+        self.restores = self.restores.saturating_add(u32::from(from.is_some()));
+        from.is_some()
     }
 
-    /// How long the owner may sleep.
-    pub(super) fn patience(&self) -> Duration {
-        if self.wait.is_some() { LOOK } else { Duration::MAX }
+    pub(super) fn snapshot_begins(&mut self) {
+        self.snapshots.begun += 1;
     }
+
+    /// It is over; `failed` says why it failed, where it did.
+    pub(super) fn snapshot_ends(&mut self, failed: Option<String>) {
+        self.snapshots.over = self.snapshots.begun;
+        self.snapshots.failed = failed;
+    }
+
+    /// What `state` answers from now on.
+    pub(super) fn show(&self, setup: &Setup, machine: &Machine<'_>, line: &Line, published: &Published) {
+        let Some(server) = &self.server else { return };
+        let (life, snapshots) = (&self.life, &self.snapshots);
+        let facts = machine.state().life().map(|_| Facts {
+            job: setup.folder.name().to_string(),
+            run: line.lineage.clone(),
+            life: life.name.clone(),
+            since: life.since,
+            from: life.from,
+            restores: self.restores,
+            snapshots: snapshots.over,
+            failed: snapshots.failed.clone(),
+            image: published.last_image.max(life.from),
+            host: uname().map(|uname| uname.nodename().to_string_lossy().into_owned()).unwrap_or_default(),
+            boot_id: published.boot_id.clone(),
+            pid: published.pid,
+            gpus: life.gpus.clone(),
+        });
+        server.show(facts);
+    }
+
+    /// The job asks for something. `max_hold` is how long a hold may last.
+    fn asked(&mut self, call: Call, machine: &Machine<'_>, max_hold: Duration, now: Instant) -> Todo {
+        let Call { request, life, pid, reply } = call;
+        if machine.state().life().is_none() || life != self.life.name {
+            reply(Err(Fault::new(Code::Restored, "the job was brought back since")));
+            return Todo::Nothing;
+        }
+        match request {
+            // The thread that reads has answered it.
+            Request::State => Todo::Nothing,
+            Request::Snapshot => match machine.admits(Wish::Snapshot) {
+                Ok(()) => {
+                    // Before the job is frozen for it.
+                    reply(Ok(Answer::Snapshot { number: self.snapshots.begun + 1, life }));
+                    Todo::Snapshot
+                }
+                Err(why) => {
+                    reply(Err(not_admitted(machine, why)));
+                    Todo::Nothing
+                }
+            },
+            Request::Hold { holder, time } => {
+                let time = time.min(max_hold);
+                let admitted = machine.admits(Wish::Hold).map_err(|why| not_admitted(machine, why));
+                let held = admitted.and_then(|()| match self.holds.add(Holder::new(pid, holder, now + time), now) {
+                    true => Ok(Answer::Held { seconds: time.as_secs_f64(), life }),
+                    false => Err(Fault::new(Code::Refused, format!("{HOLDERS} hold snapshots off already"))),
+                });
+                match held {
+                    Ok(answer) => Todo::Held(reply, answer),
+                    Err(fault) => {
+                        reply(Err(fault));
+                        Todo::Nothing
+                    }
+                }
+            }
+            Request::Release { holder } => {
+                let held = self.holds.remove(pid, &holder);
+                reply(Ok(Answer::Released { held }));
+                if held { Todo::Released } else { Todo::Nothing }
+            }
+        }
+    }
+
+    pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {
+        self.holds.next_wake(now)
+    }
+}
+
+/// Whether it is worth asking again.
+fn not_admitted(machine: &Machine<'_>, why: &str) -> Fault {
+    Fault::new(if machine.is_stopping() { Code::Refused } else { Code::Later }, why)
 }
 
 impl Owner<'_> {
     /// Serves the job's socket, where it has one.
     pub(super) fn open_word(&mut self) {
-        let Some(socket) = &self.shared.word else { return };
+        let Some(socket) = &self.setup.sockets.word else { return };
         let sender = self.sender.clone();
         let deliver = move |call| sender.send(Message::Word(Box::new(call))).is_ok();
         match Server::start(socket, Box::new(deliver)) {
-            Ok(server) => self.word.server = Some(server),
+            Ok(server) => self.clients.word.server = Some(server),
             Err(error) => tracing::warn!("the job cannot ask for anything (REKINDLE_SOCKET): {error}"),
         }
     }
 
     pub(super) fn close_word(&mut self) {
-        self.word.server = None;
-        if let Some(socket) = &self.shared.word {
+        self.clients.word.server = None;
+        if let Some(socket) = &self.setup.sockets.word {
             socket.close();
         }
-    }
-
-    /// What `state` answers from now on.
-    pub(super) fn show_word(&self) {
-        let Some(server) = &self.word.server else { return };
-        let word = &self.word;
-        let facts = self.machine.state().life().map(|_| Facts {
-            job: self.shared.folder.name().to_string(),
-            run: self.line.lineage.clone(),
-            life: word.life.clone(),
-            since: word.since,
-            from: word.from,
-            restores: word.restores,
-            snapshots: word.over,
-            failed: word.failed.clone(),
-            image: self.published.last_image.max(word.from),
-            host: nix::sys::utsname::uname()
-                .map(|uname| uname.nodename().to_string_lossy().into_owned())
-                .unwrap_or_default(),
-            boot_id: self.published.boot_id.clone(),
-            pid: self.published.pid,
-            gpus: word.gpus.clone(),
-        });
-        server.show(facts);
     }
 
     /// A life begins. Before the machine hears of it.
     pub(super) fn word_of_life(&mut self, from: Option<ImageId>) {
         let now = Utc::now();
-        let word = &mut self.word;
-        word.life = format!("{}-{}-{}", now.format("%Y%m%dT%H%M%S%6fZ"), std::process::id(), self.life);
-        word.since = now;
-        word.from = from;
-        word.holders.clear();
-        word.gpus = gpus();
-        if from.is_some() {
-            word.restores = word.restores.saturating_add(1);
-            if let Err(error) = self.record(rekindle_store::Outcome::Running, None) {
-                tracing::debug!("the restore was not counted: {error}");
-            }
+        let name = format!("{}-{}-{}", now.format("%Y%m%dT%H%M%S%6fZ"), std::process::id(), self.life.number());
+        if self.clients.word.life_begins(name, from, gpus(), now)
+            && let Err(error) = self.record(Outcome::Running, None)
+        {
+            tracing::debug!("the restore was not counted: {error}");
         }
     }
-
-    // ---- snapshots ----
-
-    pub(super) fn word_of_begin(&mut self) {
-        self.mind_the_holds();
-        self.word.begun += 1;
-    }
-
-    pub(super) fn word_of_end(&mut self, result: Result<&Taken, &str>) {
-        self.word.over = self.word.begun;
-        self.word.failed = result.err().map(ToOwned::to_owned);
-    }
-
-    // ---- what the job asks ----
 
     pub(super) fn asked(&mut self, call: Call) {
-        let Call { request, life, pid, reply } = call;
-        let alive = self.machine.state().life().is_some();
-        if !alive || life != self.word.life {
-            return reply(Err(Fault::new(Code::Restored, "the job was brought back since")));
-        }
-        match request {
-            // The thread that reads has answered it.
-            Request::State => {}
-            Request::Snapshot => match self.machine.admits(Wish::Snapshot) {
-                Ok(()) => {
-                    // Before the job is frozen for it.
-                    reply(Ok(Answer::Snapshot { number: self.word.begun + 1, life }));
-                    self.quietly(Event::SnapshotNow(Reason::Request));
-                }
-                Err(why) => reply(Err(self.not_admitted(why))),
-            },
-            Request::Hold { holder, time } => {
-                reply(self.hold(pid, holder, time).map(|time| Answer::Held { seconds: time.as_secs_f64(), life }))
-            }
-            Request::Release { holder } => {
-                let before = self.word.holders.len();
-                self.word.holders.retain(|other| (other.pid, &other.name) != (pid, &holder));
-                let held = self.word.holders.len() < before;
-                reply(Ok(Answer::Released { held }));
-                if held {
-                    self.holders_changed();
-                }
+        match self.clients.word.asked(call, &self.machine, self.setup.config.word.max_hold, Instant::now()) {
+            Todo::Nothing => {}
+            Todo::Snapshot => self.step_quietly(Event::SnapshotNow(Reason::Request)),
+            Todo::Released => self.holders_changed(),
+            Todo::Held(reply, answer) => {
+                self.holders_changed();
+                reply(Ok(answer));
             }
         }
-    }
-
-    /// Whether it is worth asking again.
-    fn not_admitted(&self, why: &str) -> Fault {
-        Fault::new(if self.machine.is_stopping() { Code::Refused } else { Code::Later }, why)
-    }
-
-    fn hold(&mut self, pid: i32, name: String, time: Duration) -> Result<Duration, Fault> {
-        self.machine.admits(Wish::Hold).map_err(|why| self.not_admitted(why))?;
-        let now = Instant::now();
-        let time = time.min(self.shared.config.word.max_hold);
-        let holders = &mut self.word.holders;
-        holders.retain(|other| other.until > now && (other.pid, &other.name) != (pid, &name));
-        if holders.len() >= HOLDERS {
-            return Err(Fault::new(Code::Refused, format!("{HOLDERS} hold snapshots off already")));
-        }
-        holders.push(Holder { pid, begun: process::start_time(pid), name, until: now + time });
-        self.holders_changed();
-        Ok(time)
     }
 
     fn holders_changed(&mut self) {
-        self.quietly(self.word.bound().map_or(Event::Release, Event::Hold));
+        self.step_quietly(self.clients.word.holds.bound().map_or(Event::Release, Event::Hold));
     }
 
     /// The machine is told. What that leads to is carried out, and nothing is published for its own sake: a job may do this at
     /// every step of its own.
-    fn quietly(&mut self, event: Event) {
+    fn step_quietly(&mut self, event: Event) {
         let actions = self.machine.step(event, Instant::now());
         if !actions.is_empty() {
             self.carry_out(actions);
         }
-        self.mind_the_holds();
+        self.check_holds();
     }
 
-    /// Forgets who does not hold any more, and says when a snapshot waits for those who do, and when it does not any more.
-    pub(super) fn mind_the_holds(&mut self) {
-        let now = Instant::now();
-        let waits = self.machine.held_off();
-        // However much the job asks meanwhile.
-        if waits.is_some() && self.word.looked.is_none_or(|at| now.saturating_duration_since(at) >= LOOK) {
-            self.word.looked = Some(now);
-            let before = self.word.holders.len();
-            self.word.holders.retain(Holder::lives);
-            if self.word.holders.len() < before {
-                self.word.died = true;
-                return self.holders_changed();
-            }
-        }
-        if self.machine.held().is_none() {
-            self.word.holders.clear();
-        }
-        match (waits, self.word.wait) {
-            (Some((reason, until)), None) => {
-                self.word.died = false;
-                self.word.wait = Some(Wait { since: now, reason, until });
-                let bound = until.saturating_duration_since(now);
-                let mut pids: Vec<i32> = self.word.holders.iter().map(|holder| holder.pid).collect();
-                pids.sort_unstable();
-                pids.dedup();
+    /// Says when a snapshot waits for those who hold it off, and when it does not any more.
+    pub(super) fn check_holds(&mut self) {
+        let facts = holds::Facts::of(&self.machine);
+        match self.clients.word.holds.check(facts, Holder::lives, Instant::now()) {
+            None => {}
+            Some(Change::Died) => self.holders_changed(),
+            Some(Change::Waits { reason, pids, bound }) => {
                 tracing::info!("{} waits: the job holds it off, for {} at most", named(reason), shown(bound));
                 self.tell(What::SnapshotHeld { reason, pids, bound_us: micros(bound) });
-                self.published.held =
-                    Utc::now().checked_add_signed(chrono::TimeDelta::from_std(bound).unwrap_or_default());
+                self.reporting.published.held =
+                    Utc::now().checked_add_signed(TimeDelta::from_std(bound).unwrap_or_default());
                 self.publish();
             }
-            // A stop may have put its own reason and time in place of those.
-            (Some((reason, until)), Some(wait)) => self.word.wait = Some(Wait { reason, until, ..wait }),
-            (None, Some(wait)) => {
-                self.word.wait = None;
-                self.published.held = None;
-                let waited = now.saturating_duration_since(wait.since);
-                let how = match self.machine.state() {
-                    State::Running(_) | State::Snapshotting { .. } if self.word.died => "holder-died",
-                    State::Running(_) | State::Snapshotting { .. } if wait.until <= now => "expired",
-                    State::Running(_) | State::Snapshotting { .. } => "released",
-                    _ => "job-ended",
-                };
+            Some(Change::Over { reason, how, waited }) => {
+                self.reporting.published.held = None;
                 match how {
-                    "expired" => tracing::warn!(
+                    How::Expired => tracing::warn!(
                         "the job held a snapshot off for longer than it may, and did not let go: it is taken now"
                     ),
-                    how => tracing::info!("the snapshot that the job held off waits no longer: {how}"),
+                    how => tracing::info!("the snapshot that the job held off waits no longer: {}", how.as_str()),
                 }
-                self.tell(What::HoldOver { reason: wait.reason, how: how.into(), waited_us: micros(waited) });
+                self.tell(What::HoldOver { reason, how: how.as_str().into(), waited_us: micros(waited) });
             }
-            (None, None) => {}
         }
     }
 }
@@ -310,4 +265,62 @@ fn named(reason: Reason) -> &'static str {
 fn gpus() -> Vec<Gpu> {
     let gpus = GpuInventory::of_kernel_module().gpus;
     gpus.into_iter().map(|gpu| Gpu { uuid: gpu.uuid.to_string(), name: gpu.name }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::config::Config;
+    use crate::policy::From;
+
+    type Said = Result<Answer, Fault>;
+
+    fn call(request: Request, life: &str) -> (Call, mpsc::Receiver<Said>) {
+        let (sender, said) = mpsc::channel();
+        let reply: Reply = Box::new(move |answer| drop(sender.send(answer)));
+        (Call { request, life: life.into(), pid: 0, reply }, said)
+    }
+
+    /// Asks a job's supervisor in the life "l". Answers what was said at once, if anything.
+    fn ask(word: &mut Word, machine: &Machine<'_>, request: Request, life: &str) -> (Todo, Option<Said>) {
+        let (call, said) = call(request, life);
+        let todo = word.asked(call, machine, Duration::from_secs(60), Instant::now());
+        (todo, said.try_recv().ok())
+    }
+
+    #[test]
+    fn a_request_is_of_a_life_that_runs() {
+        let config = Config::default();
+        let (mut machine, _) = Machine::new(&config, From::Cold);
+        let mut word = Word::default();
+        assert!(!word.life_begins("l".into(), None, Vec::new(), Utc::now()));
+        let refused = |said: Option<Said>| said.unwrap().unwrap_err().code;
+        let (todo, said) = ask(&mut word, &machine, Request::Snapshot, "l");
+        assert!(matches!(todo, Todo::Nothing) && refused(said) == Code::Restored, "it does not run");
+        machine.step(Event::Started, Instant::now());
+        let (todo, said) = ask(&mut word, &machine, Request::Snapshot, "k");
+        assert!(matches!(todo, Todo::Nothing) && refused(said) == Code::Restored, "it is another life");
+        word.snapshot_begins();
+        let (todo, said) = ask(&mut word, &machine, Request::Snapshot, "l");
+        assert!(matches!(todo, Todo::Snapshot));
+        assert!(matches!(said, Some(Ok(Answer::Snapshot { number: 2, .. }))), "{said:?}");
+    }
+
+    #[test]
+    fn a_hold_is_bounded_and_confirmed_after_the_machine_knows_of_it() {
+        let config = Config::default();
+        let (mut machine, _) = Machine::new(&config, From::Cold);
+        machine.step(Event::Started, Instant::now());
+        let mut word = Word::default();
+        let hold = Request::Hold { holder: "h".into(), time: Duration::from_secs(600) };
+        let (todo, said) = ask(&mut word, &machine, hold, "");
+        assert!(matches!(todo, Todo::Held(_, Answer::Held { seconds: 60.0, .. })) && said.is_none());
+        let release = || Request::Release { holder: "h".into() };
+        let (todo, said) = ask(&mut word, &machine, release(), "");
+        assert!(matches!(todo, Todo::Released) && matches!(said, Some(Ok(Answer::Released { held: true }))));
+        let (todo, said) = ask(&mut word, &machine, release(), "");
+        assert!(matches!(todo, Todo::Nothing) && matches!(said, Some(Ok(Answer::Released { held: false }))));
+    }
 }

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use super::super::client::{self, Client as Caller};
 use super::super::protocol::{Snapped, Snapshot};
 use super::*;
+use crate::published::JobState;
 use rekindle_store::ImageId;
 
 /// A server beside somebody who answers each snapshot after `pause`.
@@ -45,7 +46,7 @@ impl Stand {
     fn status_works(&self) {
         let until = Instant::now() + Duration::from_secs(30);
         let answer = client::ask(self.server.path(), &Request::Status, Some(until)).unwrap();
-        assert!(matches!(answer, Answer::Status(it) if it.state == "running"));
+        assert!(matches!(answer, Answer::Status(it) if it.state == JobState::Running));
     }
 }
 

@@ -2,8 +2,12 @@ use super::*;
 use crate::published::Persisting;
 use rekindle_store::ImageId;
 
-fn published(state: &str) -> Published {
-    Published { state: state.into(), ..Published::new("lineage") }
+fn state(word: &str) -> JobState {
+    *JobState::ALL.iter().find(|state| state.as_str() == word).unwrap()
+}
+
+fn published(word: &str) -> Published {
+    Published { state: state(word), ..Published::new("lineage") }
 }
 
 fn words(news: &[NotifyState<'_>]) -> Vec<String> {
@@ -12,7 +16,7 @@ fn words(news: &[NotifyState<'_>]) -> Vec<String> {
 
 /// What is said at `now`; it is taken as heard.
 fn say(said: &mut Said, phase: Phase, status: &str, done: u64, now: Instant) -> Vec<String> {
-    let next = said.after(phase, status.into(), (status.into(), done), now);
+    let next = said.after(phase, status.into(), (state(status), done), now);
     let news = words(&said.news(&next, now));
     *said = next;
     news
@@ -42,8 +46,8 @@ fn a_service_gets_up_once_and_stops_once() {
 fn what_was_not_heard_is_said_again() {
     let now = Instant::now();
     let said = Said::new(None, Duration::ZERO, now);
-    let next = said.after(Phase::Up, "running".into(), Default::default(), now);
-    let again = said.after(Phase::Up, "running".into(), Default::default(), now + SECOND);
+    let next = said.after(Phase::Up, "running".into(), (JobState::Running, 0), now);
+    let again = said.after(Phase::Up, "running".into(), (JobState::Running, 0), now + SECOND);
     assert_eq!(words(&said.news(&next, now)), words(&said.news(&again, now + SECOND)));
 }
 
@@ -70,7 +74,7 @@ fn the_watchdog_is_fed_at_half_its_time_in_every_phase() {
     let mut fed = Vec::new();
     for n in 0..90 {
         let phase = if n < 45 { Phase::Up } else { Phase::Stopping };
-        if say(&mut said, phase, "x", 0, start + n * SECOND).contains(&"WATCHDOG=1".to_string()) {
+        if say(&mut said, phase, "running", 0, start + n * SECOND).contains(&"WATCHDOG=1".to_string()) {
             fed.push(n);
         }
     }
@@ -110,9 +114,10 @@ fn a_manager_that_is_gone_costs_no_processor() {
     let gone = open(OsStr::new("/nonexistent/notify")).unwrap();
     let said = Said::new(Some(SECOND), Duration::ZERO, Instant::now());
     let mut notify = Notify { socket: Some(gone), said, heard: true };
-    assert_eq!(notify.patience(Instant::now()), Some(Duration::ZERO));
+    let now = Instant::now();
+    assert_eq!(notify.next_wake(now), Some(now));
     notify.beat(Phase::Up, &published("running"), Instant::now());
-    assert_eq!(notify.patience(Instant::now()), Some(RETRY));
+    assert_eq!(notify.next_wake(now), Some(now + RETRY));
 }
 
 #[test]

@@ -221,7 +221,7 @@ impl World {
         let Some(job) = self.job.as_mut().filter(|job| job.ended.is_none() && job.hung.is_none()) else { return };
         job.hung = Some(now);
         let life = job.life;
-        if let Some(watch) = self.watch {
+        if let Some(watch) = self.fate.watch {
             self.after(watch, Happening::Hangs { life });
         }
     }
@@ -252,9 +252,9 @@ impl World {
     fn trouble(&mut self, trouble: Trouble) {
         let dump_only = matches!(trouble, Trouble::Lost | Trouble::Moment);
         let Some(run) = &mut self.run else { return };
-        if let Some(shot) = &mut run.shot {
+        if let Some(shot) = &mut run.work.shot {
             shot.trouble = Some(trouble);
-        } else if let Some(start) = run.start.as_mut().filter(|_| !dump_only) {
+        } else if let Some(start) = run.work.start.as_mut().filter(|_| !dump_only) {
             start.trouble = Some(trouble);
         } else if !dump_only || run.is_running() {
             self.oracle.armed = Some(trouble);
@@ -356,7 +356,7 @@ impl World {
             // The job is over, and its image is waited for.
             let _ = run.stops.signal(now);
             if run.stops.is_at_once() {
-                run.persist.iter_mut().for_each(|persist| persist.cancelled = true);
+                run.work.persist.iter_mut().for_each(|persist| persist.cancelled = true);
             }
             return;
         }
@@ -406,7 +406,7 @@ impl World {
         self.supervisor_dies();
         let good: Vec<_> =
             self.ground.copies().iter().map(candidate).filter(|copy| copy.good).map(|copy| copy.id).collect();
-        if good.is_empty() || self.ground.disk.reads_fail || self.over {
+        if good.is_empty() || self.ground.disk.reads_fail || self.fate.over {
             return self.begin_later();
         }
         let image = self.random.pick(&good);
@@ -431,7 +431,7 @@ impl World {
         }
         self.oracle.armed = None;
         let stop = self.random.chance(40);
-        self.calm = Some(Calm { since: self.now, begun: false, stop });
+        self.fate.calm = Some(Calm { since: self.now, begun: false, stop });
         if self.run.is_none() && !self.is_due(|what| matches!(what, Happening::Begin)) {
             self.after(Duration::from_secs(1), Happening::Begin);
         }
@@ -440,13 +440,13 @@ impl World {
 
     /// When the job has run for a while.
     pub(super) fn next_goal(&self) -> Option<Instant> {
-        let since = self.job.as_ref().filter(|_| self.calm.is_some())?.since + self.config.restart.min_uptime;
+        let since = self.job.as_ref().filter(|_| self.fate.calm.is_some())?.since + self.config.restart.min_uptime;
         (since > self.now).then_some(since)
     }
 
     /// Whether the history is where it has to be: the job runs, and has done so for a while; or a stop has ended it.
     pub(super) fn has_arrived(&mut self) -> bool {
-        let Some(calm) = self.calm else { return false };
+        let Some(calm) = self.fate.calm else { return false };
         let Some(run) = &self.run else { return false };
         if matches!(run.machine.state(), State::Suspended { .. }) && run.finish.is_none() {
             self.wish(Wish::Resume, Event::Resume);
@@ -464,7 +464,7 @@ impl World {
         if !calm.stop {
             return true;
         }
-        self.calm = Some(Calm { stop: false, begun: true, ..calm });
+        self.fate.calm = Some(Calm { stop: false, begun: true, ..calm });
         self.stop_signal(libc::SIGTERM);
         false
     }

@@ -126,10 +126,10 @@ fn prepare(world: &mut World, interval: Duration) -> std::time::Instant {
     world.ground.memory = random.pick(&faults::MEMORY);
     world.ground.disk.total = IMAGE * (4 + random.below(12));
     world.ground.has_replica = random.chance(30);
-    world.watch = random.chance(50).then(|| random.millis(5_000, 60_000));
+    world.fate.watch = random.chance(50).then(|| random.millis(5_000, 60_000));
     world.oracle.unrestorable = if random.chance(25) { 30 } else { 0 };
     let length = interval * u32::try_from(2 + random.below(10)).unwrap_or(2);
-    world.total = random.chance(10).then(|| random.time(interval, length * 2));
+    world.fate.total = random.chance(10).then(|| random.time(interval, length * 2));
     // Few kinds in one history: what keeps others from their turn is not always among them.
     let kinds: Vec<Fault> = (0..1 + random.below(7)).map(|_| random.pick(&faults::ALL)).collect();
     let count = random.below(10) + 1;

@@ -57,6 +57,21 @@ pub(super) struct Stopping {
     pub(super) work: Option<Duration>,
 }
 
+/// What failed, and how often.
+#[derive(Debug, Default)]
+pub(super) struct Failures {
+    against: BTreeMap<ImageId, Against>,
+    /// The last early death, and how many before it were alike, from whichever images.
+    row: Option<(Option<Ended>, u32)>,
+    /// By when a snapshot that failed for a moment has to be tried again, and how many did so in a row.
+    retry: Option<Instant>,
+    missed: u32,
+    /// The image that failed last, and when.
+    failed: Option<(ImageId, Instant)>,
+    /// What the machine fails at is the machine's.
+    pub(super) machine_failed: bool,
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Oracle {
     pub(super) violation: Option<String>,
@@ -82,17 +97,8 @@ pub(super) struct Oracle {
     ever_stored: BTreeSet<ImageId>,
     /// An image had to go for want of room.
     pub(super) short_of_room: bool,
-    against: BTreeMap<ImageId, Against>,
-    /// The last early death, and how many before it were alike, from whichever images.
-    row: Option<(Option<Ended>, u32)>,
-    /// By when a snapshot that failed for a moment has to be tried again, and how many did so in a row.
-    retry: Option<Instant>,
-    missed: u32,
-    /// The image that failed last, and when.
-    failed: Option<(ImageId, Instant)>,
+    pub(super) failures: Failures,
     pub(super) stopping: Option<Stopping>,
-    /// What the machine fails at is the machine's.
-    pub(super) machine_failed: bool,
 }
 
 /// Requests to stop within this time are one.
@@ -110,15 +116,15 @@ impl Oracle {
     }
 
     pub(super) fn run_begins(&mut self, named: Option<From>) {
-        self.machine_failed = false;
+        self.failures.machine_failed = false;
         self.asked = named.and_then(|from| if let From::Image(id) = from { Some(id) } else { None });
     }
 
     /// What it knew is gone with it.
     pub(super) fn run_ends(&mut self) {
         self.alive.clear();
-        self.against.clear();
-        (self.row, self.retry, self.missed, self.failed) = (None, None, 0, None);
+        self.failures.against.clear();
+        (self.failures.row, self.failures.retry, self.failures.missed, self.failures.failed) = (None, None, 0, None);
         (self.stopping, self.asked, self.poisoned) = (None, None, None);
     }
 
@@ -128,12 +134,12 @@ impl Oracle {
     }
 
     pub(super) fn snapshot_begins(&mut self) {
-        self.retry = None;
+        self.failures.retry = None;
     }
 
     pub(super) fn taken(&mut self, id: ImageId, now: Instant) {
         self.alive.push((id, now));
-        self.missed = 0;
+        self.failures.missed = 0;
         if self.poisoned.take() == Some(id) {
             self.violate(format!("image {id} has a death that the job has yet to hear of"));
         }
@@ -150,11 +156,11 @@ impl Oracle {
 
     /// Whether there is a reason not to take it now.
     pub(super) fn is_passed(&self, id: ImageId) -> bool {
-        self.against.get(&id).is_some_and(|against| against.passed)
+        self.failures.against.get(&id).is_some_and(|against| against.passed)
     }
 
     pub(super) fn failed_at(&self) -> Option<Instant> {
-        self.failed.map(|(_, at)| at)
+        self.failures.failed.map(|(_, at)| at)
     }
 
     /// Something came in between that a last image cannot be asked for.
@@ -163,14 +169,14 @@ impl Oracle {
     }
 
     fn add(&mut self, id: ImageId, seen: Option<Seen>, now: Instant) {
-        let against = self.against.entry(id).or_default();
+        let against = self.failures.against.entry(id).or_default();
         against.failures += 1;
         against.seen.extend(seen);
-        self.failed = Some((id, now));
+        self.failures.failed = Some((id, now));
     }
 
     fn pass(&mut self, id: ImageId) {
-        self.against.entry(id).or_default().passed = true;
+        self.failures.against.entry(id).or_default().passed = true;
     }
 }
 
@@ -178,10 +184,10 @@ impl World {
     // ---- what the oracle sees ----
 
     pub(super) fn oracle_sees_life(&mut self, from: From) {
-        (self.oracle.asked, self.oracle.failed) = (None, None);
+        (self.oracle.asked, self.oracle.failures.failed) = (None, None);
         self.oracle.ever_stored.retain(|id| self.ground.is_stored(*id));
         self.oracle.alive.clear();
-        self.oracle.missed = 0;
+        self.oracle.failures.missed = 0;
         if let From::Image(id) = from {
             self.oracle.alive.push((id, self.now));
         }
@@ -189,7 +195,7 @@ impl World {
 
     pub(super) fn oracle_sees_end(&mut self, end: End, excused: bool) {
         self.oracle.alive.clear();
-        self.oracle.retry = None;
+        self.oracle.failures.retry = None;
         let stopped = self
             .run
             .as_ref()
@@ -209,8 +215,8 @@ impl World {
         }
         let restart = &self.config.restart;
         if uptime >= restart.healthy_uptime {
-            self.oracle.against.values_mut().for_each(|it| (it.failures, it.passed) = (0, false));
-            self.oracle.row = None;
+            self.oracle.failures.against.values_mut().for_each(|it| (it.failures, it.passed) = (0, false));
+            self.oracle.failures.row = None;
         }
         let From::Image(id) = job.from else { return };
         let from_outside =
@@ -222,17 +228,18 @@ impl World {
             None => Some(Seen::Died { ended: Some(end.ended), uptime }),
         };
         if uptime >= restart.min_uptime {
-            self.oracle.against.remove(&id);
-            self.oracle.row = None;
+            self.oracle.failures.against.remove(&id);
+            self.oracle.failures.row = None;
             return;
         }
         let proven = self.ground.proven.contains(&id);
         match &seen {
             Some(Seen::Died { ended, .. }) if !proven => {
-                let before = self.oracle.row.take().filter(|(before, _)| before == ended).map_or(0, |(_, count)| count);
-                self.oracle.row = Some((*ended, before + 1));
+                let before =
+                    self.oracle.failures.row.take().filter(|(before, _)| before == ended).map_or(0, |(_, count)| count);
+                self.oracle.failures.row = Some((*ended, before + 1));
             }
-            _ => self.oracle.row = None,
+            _ => self.oracle.failures.row = None,
         }
         self.oracle.add(id, seen.filter(|_| !proven), self.now);
     }
@@ -240,8 +247,8 @@ impl World {
     /// The end of a life is reported, with the images of then.
     pub(super) fn oracle_sees_report(&mut self) {
         let now = self.now;
-        self.oracle.failed.iter_mut().for_each(|(_, at)| *at = now);
-        if self.oracle.row.is_some_and(|(_, count)| count >= TRIES) {
+        self.oracle.failures.failed.iter_mut().for_each(|(_, at)| *at = now);
+        if self.oracle.failures.row.is_some_and(|(_, count)| count >= TRIES) {
             // All that is newer may be of a state that has gone wrong earlier.
             let newest = self.newest_proven();
             let ids: Vec<ImageId> = self.ground.copies().iter().map(|(image, _)| image.id).collect();
@@ -261,7 +268,7 @@ impl World {
                     self.oracle.pass(*image);
                 }
             }
-            Event::StartFailed { .. } => self.oracle.machine_failed |= troubled || self.is_in_trouble(),
+            Event::StartFailed { .. } => self.oracle.failures.machine_failed |= troubled || self.is_in_trouble(),
             _ => {}
         }
     }
@@ -275,13 +282,13 @@ impl World {
         if !matches!(event, Event::SnapshotMissed) {
             return;
         }
-        self.oracle.missed += 1;
+        self.oracle.failures.missed += 1;
         // What it has to be tried again for: nothing else keeps the job from it.
         let state = self.run.as_ref().map(|run| run.machine.state());
         if ended || !matches!(state, Some(State::Snapshotting { then: None, .. })) {
             return;
         }
-        self.oracle.retry = match self.oracle.missed {
+        self.oracle.failures.retry = match self.oracle.failures.missed {
             1 => Some(self.now),
             2 => Some(self.now + Duration::from_secs(1)),
             _ => None,
@@ -316,12 +323,12 @@ impl World {
         let state = run.machine.state();
         let waits = matches!(state, State::Running(_))
             && run.ended.is_none()
-            && run.persist.is_none()
+            && run.work.persist.is_none()
             && run.machine.held().is_none();
         if !waits {
-            self.oracle.retry = None;
+            self.oracle.failures.retry = None;
         }
-        if self.oracle.retry.is_some_and(|at| self.now > at) {
+        if self.oracle.failures.retry.is_some_and(|at| self.now > at) {
             self.oracle
                 .violate("a snapshot that failed for a moment was not tried again at once, then after 1 s".into());
         }
@@ -406,7 +413,7 @@ impl World {
             From::Cold => None,
         };
         let justified = |id: &ImageId| {
-            self.oracle.against.get(id).is_some_and(|against| against.passed || against.failures >= TRIES)
+            self.oracle.failures.against.get(id).is_some_and(|against| against.passed || against.failures >= TRIES)
         };
         let newer = line.good(copies.iter().map(candidate)).into_iter().filter(|id| Some(*id) > chosen);
         let over_images = chosen.is_none() && self.config.restart.cold_start != ColdStart::Allow;
@@ -421,27 +428,27 @@ impl World {
         if from == From::Cold && any && self.config.restart.cold_start == ColdStart::NoImages {
             return self.oracle.violate("the job begins from nothing over its images".into());
         }
-        let marked = |id: ImageId| self.oracle.against.get(&id).is_some_and(|against| against.marked);
+        let marked = |id: ImageId| self.oracle.failures.against.get(&id).is_some_and(|against| against.marked);
         if let Some(id) = chosen.filter(|id| marked(*id)) {
             return self.oracle.violate(format!("the job begins from image {id}, which was marked in this run"));
         }
         // One that had its turn before is at the end of the ladder, from where it begins again after a pause.
-        if let (Some(id), Some((failed, at))) = (chosen, self.oracle.failed)
+        if let (Some(id), Some((failed, at))) = (chosen, self.oracle.failures.failed)
             && id < failed
             && !justified(&id)
             && self.ground.has_good(failed)
-            && self.oracle.row.is_none_or(|(_, count)| count < TRIES)
+            && self.oracle.failures.row.is_none_or(|(_, count)| count < TRIES)
             && self.now > at
-            && self.oracle.against.get(&failed).is_some_and(|against| (1..=TRIES).contains(&against.failures))
+            && self.oracle.failures.against.get(&failed).is_some_and(|against| (1..=TRIES).contains(&against.failures))
         {
             let waited = self.now.saturating_duration_since(at);
             self.oracle.violate(format!("the way down from image {failed} to image {id} took {waited:?}"));
         }
-        self.oracle.failed = None;
+        self.oracle.failures.failed = None;
     }
 
     pub(super) fn check_mark(&mut self, mark: &Mark) {
-        let against = self.oracle.against.entry(mark.image).or_default();
+        let against = self.oracle.failures.against.entry(mark.image).or_default();
         against.passed = true;
         against.marked = !self.ground.disk.writes_fail;
         // Whether it may be is looked at here.

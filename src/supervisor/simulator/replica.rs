@@ -11,11 +11,11 @@ impl World {
     pub(super) fn replicate(&mut self, id: ImageId) {
         let op = self.number();
         let Some(run) = self.run.as_mut().filter(|_| self.ground.has_replica) else { return };
-        if run.replicating.is_some() {
-            run.next_replicated = Some(id);
+        if run.work.replicating.is_some() {
+            run.work.next_replicated = Some(id);
             return;
         }
-        run.replicating = Some((op, id));
+        run.work.replicating = Some((op, id));
         let takes = self.random.millis(500, 20_000);
         self.after(takes, Happening::Replicated { op });
     }
@@ -29,12 +29,12 @@ impl World {
 
     pub(super) fn replicated(&mut self, op: u32) {
         let Some(run) = &mut self.run else { return };
-        let Some((_, id)) = run.replicating.filter(|(other, _)| *other == op) else { return };
-        if self.ground.replica_away && run.next_replicated.is_none() {
+        let Some((_, id)) = run.work.replicating.filter(|(other, _)| *other == op) else { return };
+        if self.ground.replica_away && run.work.next_replicated.is_none() {
             return self.after(Duration::from_secs(30), Happening::Replicated { op });
         }
-        run.replicating = None;
-        let next = run.next_replicated.take();
+        run.work.replicating = None;
+        let next = run.work.next_replicated.take();
         if !self.ground.replica_away && self.ground.is_stored(id) {
             tell!(self, "image {} is in the replica", id.sequence());
             self.ground.image_mut(id).into_iter().for_each(|image| image.replicated = true);

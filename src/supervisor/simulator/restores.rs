@@ -71,8 +71,8 @@ impl World {
         let trouble = self.oracle.armed.take();
         let Some(run) = &mut self.run else { return };
         // What is packed may be read.
-        run.persist.iter_mut().filter(|persist| persist.loose).for_each(|persist| persist.cancelled = true);
-        run.start = Some(Restore { op, from, cancelled: false, trouble });
+        run.work.persist.iter_mut().filter(|persist| persist.loose).for_each(|persist| persist.cancelled = true);
+        run.work.start = Some(Restore { op, from, cancelled: false, trouble });
         let takes = match (from, trouble) {
             (From::Cold, _) => self.random.millis(20, 100),
             (From::Image(_), Some(Trouble::Slow)) => self.config.restart.restore_timeout,
@@ -86,11 +86,11 @@ impl World {
     pub(super) fn call_off(&mut self) {
         let wait = self.random.millis(5, 200);
         let Some(run) = &mut self.run else { return };
-        if let Some(start) = &mut run.start {
+        if let Some(start) = &mut run.work.start {
             start.cancelled = true;
             let op = start.op;
             self.after(wait, Happening::Restored { op });
-        } else if let Some(shot) = &mut run.shot {
+        } else if let Some(shot) = &mut run.work.shot {
             shot.cancelled = true;
             let op = shot.op;
             self.after(wait, Happening::Taken { op });
@@ -98,7 +98,9 @@ impl World {
     }
 
     pub(super) fn start_over(&mut self, op: u32) {
-        let Some(start) = self.run.as_mut().and_then(|run| run.start.take_if(|start| start.op == op)) else { return };
+        let Some(start) = self.run.as_mut().and_then(|run| run.work.start.take_if(|start| start.op == op)) else {
+            return;
+        };
         let result = match start.from {
             From::Cold => Ok(()),
             From::Image(id) => self.restore(id, &start),

@@ -39,16 +39,21 @@ pub(super) struct Run {
     pub(super) ended: Option<Ended>,
     /// Whether its end waits for the images to be read.
     pub(super) unread: Unread,
+    pub(super) work: Work,
+    /// Whether the memory of a suspended job was given back.
+    pub(super) emptied: bool,
+    pub(super) finish: Option<Finish>,
+}
+
+/// What is under way.
+#[derive(Default)]
+pub(super) struct Work {
     pub(super) start: Option<Restore>,
     pub(super) shot: Option<Shot>,
     pub(super) persist: Option<Persist>,
     /// The number and the image of what is sent to the replica.
     pub(super) replicating: Option<(u32, ImageId)>,
     pub(super) next_replicated: Option<ImageId>,
-    /// The image that memory is still brought back from.
-    /// Whether the memory of a suspended job was given back.
-    pub(super) emptied: bool,
-    pub(super) finish: Option<Finish>,
 }
 
 impl World {
@@ -56,7 +61,7 @@ impl World {
 
     /// As `rekindle run` does it.
     pub(super) fn begin(&mut self) {
-        if self.run.is_some() || self.over {
+        if self.run.is_some() || self.fate.over {
             return;
         }
         if self.ground.disk.reads_fail {
@@ -126,11 +131,7 @@ impl World {
             has_job: false,
             ended: None,
             unread: Unread::default(),
-            start: None,
-            shot: None,
-            persist: None,
-            replicating: None,
-            next_replicated: None,
+            work: Work::default(),
             emptied: false,
             finish: None,
         });
@@ -148,7 +149,7 @@ impl World {
 
     /// Somebody starts it again, as a service manager does.
     fn come_back(&mut self) {
-        match &mut self.calm {
+        match &mut self.fate.calm {
             None => {
                 let wait = self.random.millis(500, 60_000);
                 self.after(wait, Happening::Begin);
@@ -157,7 +158,7 @@ impl World {
                 calm.begun = true;
                 self.after(Duration::from_secs(1), Happening::Begin);
             }
-            Some(_) => self.over = true,
+            Some(_) => self.fate.over = true,
         }
     }
 
@@ -226,10 +227,10 @@ impl World {
 
     pub(super) fn next_proof(&self) -> Option<Instant> {
         let run = self.run.as_ref().filter(|run| run.finish.is_none() && counts(run.machine.state(), run.ended))?;
-        run.proofs.patience(self.config.restart.min_uptime, self.now).map(|wait| self.now + wait)
+        run.proofs.next_wake(self.config.restart.min_uptime).map(|at| at.max(self.now))
     }
 
-    pub(super) fn mind_the_proofs(&mut self) {
+    pub(super) fn check_proofs(&mut self) {
         if self.run.as_ref().is_some_and(|run| run.finish.is_none() && counts(run.machine.state(), run.ended)) {
             self.note_proofs();
         }
@@ -370,11 +371,11 @@ impl World {
         self.job = None;
         self.check_finish(&finish);
         let Some(run) = &mut self.run else { return };
-        (run.has_job, run.start, run.shot) = (false, None, None);
+        (run.has_job, run.work.start, run.work.shot) = (false, None, None);
         let left = memory::at_the_end(&finish, run.stops.is_at_once());
         run.finish = Some(finish);
         match left {
-            AtTheEnd::NotNeeded => run.persist.iter_mut().for_each(|persist| persist.cancelled = true),
+            AtTheEnd::NotNeeded => run.work.persist.iter_mut().for_each(|persist| persist.cancelled = true),
             AtTheEnd::LeftThere => {}
             AtTheEnd::Stored => self.persist_newest(),
         }
@@ -383,7 +384,9 @@ impl World {
 
     /// Once nothing is on its way to the store any more.
     pub(super) fn conclude(&mut self) {
-        let Some(run) = self.run.as_ref().filter(|run| run.finish.is_some() && run.persist.is_none()) else { return };
+        let Some(run) = self.run.as_ref().filter(|run| run.finish.is_some() && run.work.persist.is_none()) else {
+            return;
+        };
         let (Some(finish), at_once) = (run.finish.clone(), run.stops.is_at_once()) else { return };
         let completed = finish == Finish::Completed;
         let only_here = self.only_in_memory().filter(|_| !completed);
@@ -403,7 +406,7 @@ impl World {
         self.run = None;
         self.oracle.run_ends();
         if completed {
-            self.over = true;
+            self.fate.over = true;
         } else {
             self.come_back();
         }
@@ -431,11 +434,11 @@ impl World {
             let end = End::by_itself(doom.ended);
             self.after(doom.at.saturating_sub(work), Happening::Ends { life, end, own: true });
         }
-        if let Some(total) = self.total {
+        if let Some(total) = self.fate.total {
             let end = End::by_itself(Ended::Exit(0));
             self.after(total.saturating_sub(work), Happening::Ends { life, end, own: true });
         }
-        if let (Some(_), Some(watch)) = (hung, self.watch) {
+        if let (Some(_), Some(watch)) = (hung, self.fate.watch) {
             self.after(watch, Happening::Hangs { life });
         }
     }

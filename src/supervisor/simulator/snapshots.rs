@@ -60,7 +60,7 @@ impl World {
         };
         let refused = failed.is_some();
         let freeze = self.random.millis(50, 2000);
-        run.shot = Some(Shot {
+        run.work.shot = Some(Shot {
             op,
             slot,
             id: Some(id),
@@ -147,7 +147,7 @@ impl World {
         let now = self.now;
         let Some(job) = &self.job else { return };
         let Some(run) = &mut self.run else { return };
-        let Some(shot) = run.shot.as_mut().filter(|shot| shot.op == op && !shot.cancelled) else { return };
+        let Some(shot) = run.work.shot.as_mut().filter(|shot| shot.op == op && !shot.cancelled) else { return };
         let failed = match shot.trouble {
             _ if job.ended.is_some() => Some(snapshot::Error::JobEnded),
             Some(Trouble::Lost) => Some(snapshot::Error::Lost {
@@ -207,7 +207,9 @@ impl World {
     }
 
     pub(super) fn snapshot_over(&mut self, op: u32) {
-        let Some(mut shot) = self.run.as_mut().and_then(|run| run.shot.take_if(|shot| shot.op == op)) else { return };
+        let Some(mut shot) = self.run.as_mut().and_then(|run| run.work.shot.take_if(|shot| shot.op == op)) else {
+            return;
+        };
         // What is frozen is let go; what is whole is published.
         let called_off = shot.cancelled && (shot.image.is_none() || self.random.chance(50));
         let result = match (shot.failed.take(), shot.image.take()) {
@@ -275,7 +277,7 @@ impl World {
             .only_in_memory()
             .filter(|id| self.ground.staged().iter().map(candidate).any(|copy| copy.id == *id && run.line.has(&copy)));
         match only_here {
-            Some(id) if run.persist.is_none() => self.persist(id, false),
+            Some(id) if run.work.persist.is_none() => self.persist(id, false),
             Some(_) => {}
             None => self.pack_newest(),
         }
@@ -283,7 +285,7 @@ impl World {
 
     pub(super) fn pack_newest(&mut self) {
         let Some(run) = &self.run else { return };
-        if run.persist.is_some() || run.start.is_some() {
+        if run.work.persist.is_some() || run.work.start.is_some() {
             return;
         }
         let newest = self.ground.stored().find(|(_, copy)| copy.mark.is_none());
@@ -305,14 +307,14 @@ impl World {
     fn persist(&mut self, image: ImageId, loose: bool) {
         let op = self.number();
         let Some(run) = &mut self.run else { return };
-        run.persist = Some(Persist { op, image, loose, cancelled: false, refused: false });
+        run.work.persist = Some(Persist { op, image, loose, cancelled: false, refused: false });
         self.step(Event::PersistBegan);
         let min_free = self.config.store.min_free.bytes();
         let refused = match loose {
             false => self.make_room().is_err(),
             true => self.ground.free() < IMAGE + min_free,
         };
-        if let Some(persist) = self.run.as_mut().and_then(|run| run.persist.as_mut()) {
+        if let Some(persist) = self.run.as_mut().and_then(|run| run.work.persist.as_mut()) {
             persist.refused = refused;
         }
         let takes = if refused { Duration::from_millis(20) } else { self.random.millis(300, 8000) };
@@ -320,7 +322,7 @@ impl World {
     }
 
     pub(super) fn persist_over(&mut self, op: u32) {
-        let Some(persist) = self.run.as_ref().and_then(|run| run.persist.as_ref()).filter(|it| it.op == op) else {
+        let Some(persist) = self.run.as_ref().and_then(|run| run.work.persist.as_ref()).filter(|it| it.op == op) else {
             return;
         };
         let (id, loose) = (persist.image, persist.loose);
@@ -352,7 +354,7 @@ impl World {
             self.rotate();
         }
         let Some(run) = &mut self.run else { return };
-        let called_off = run.persist.take().is_some_and(|persist| persist.cancelled);
+        let called_off = run.work.persist.take().is_some_and(|persist| persist.cancelled);
         if stored.is_some() {
             self.replicate(id);
         }

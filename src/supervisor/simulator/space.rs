@@ -13,7 +13,7 @@ use rekindle_store::retention::{self, FactKind, Facts, Gathering, Line, Pin, Pro
 
 impl World {
     fn facts(&self) -> (Vec<Facts>, Sizes, Room) {
-        let held = self.run.as_ref().and_then(|run| run.replicating).map(|(_, id)| id);
+        let held = self.run.as_ref().and_then(|run| run.work.replicating).map(|(_, id)| id);
         let ignores_proof = self.plant == Some(Plant::RotationIgnoresProof);
         let line = self.line().filter(|_| self.plant != Some(Plant::RotationIgnoresTheLine));
         let mut sizes = Gathering::<u8>::default();
@@ -90,7 +90,7 @@ impl World {
             return;
         };
         let newest = self.ground.staged().into_iter().find(|(_, copy)| copy.mark.is_none()).map(|(image, _)| image.id);
-        let persisting = run.persist.as_ref().map(|persist| persist.image);
+        let persisting = run.work.persist.as_ref().map(|persist| persist.image);
         let proven = self.proven_in_memory_only();
         let needed = Needed { only_here: self.only_in_memory(), proven, persisting };
         let mut order = [0, 1];
@@ -111,7 +111,7 @@ impl World {
             run.emptied = false;
             return;
         }
-        if run.persist.is_some() || run.emptied {
+        if run.work.persist.is_some() || run.emptied {
             return;
         }
         run.emptied = true;

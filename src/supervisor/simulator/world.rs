@@ -104,6 +104,14 @@ pub(super) struct World {
     pub(super) job: Option<Job>,
     pub(super) run: Option<Run>,
     pub(super) oracle: Oracle,
+    pub(super) fate: Fate,
+    agenda: Agenda,
+    pub(super) trace: Option<Vec<String>>,
+}
+
+/// What is made up of the history as a whole.
+#[derive(Default)]
+pub(super) struct Fate {
     /// The job is complete at this much work.
     pub(super) total: Option<Duration>,
     /// The watch of the job sees a hang after so long.
@@ -111,9 +119,15 @@ pub(super) struct World {
     /// Whether faults are over.
     pub(super) calm: Option<Calm>,
     pub(super) over: bool,
-    numbers: u32,
+}
+
+/// What happens next.
+#[derive(Default)]
+struct Agenda {
     queue: BinaryHeap<Entry>,
-    pub(super) trace: Option<Vec<String>>,
+    /// Entries so far, which puts those of one time in order.
+    numbers: u32,
+    /// Those that have happened.
     events: u64,
 }
 
@@ -159,14 +173,9 @@ impl World {
             job: None,
             run: None,
             oracle: Oracle::default(),
-            total: None,
-            watch: None,
-            calm: None,
-            over: false,
-            numbers: 0,
-            queue: BinaryHeap::new(),
+            fate: Fate::default(),
+            agenda: Agenda::default(),
             trace: traced.then(Vec::new),
-            events: 0,
         }
     }
 
@@ -176,8 +185,8 @@ impl World {
     }
 
     pub(super) fn number(&mut self) -> u32 {
-        self.numbers += 1;
-        self.numbers
+        self.agenda.numbers += 1;
+        self.agenda.numbers
     }
 
     pub(super) fn lineage(&mut self) -> Rc<str> {
@@ -193,7 +202,7 @@ impl World {
 
     pub(super) fn at(&mut self, time: Instant, what: Happening) {
         let number = self.number();
-        self.queue.push(Entry(Reverse((time.max(self.now), number)), what));
+        self.agenda.queue.push(Entry(Reverse((time.max(self.now), number)), what));
     }
 
     pub(super) fn after(&mut self, wait: Duration, what: Happening) {
@@ -202,36 +211,36 @@ impl World {
 
     /// Whether that is due some time.
     pub(super) fn is_due(&self, which: impl Fn(&Happening) -> bool) -> bool {
-        self.queue.iter().any(|Entry(_, what)| which(what))
+        self.agenda.queue.iter().any(|Entry(_, what)| which(what))
     }
 
     /// Lives until the end of the history. Answers how many events there were, or what does not hold.
     pub(super) fn run(&mut self, faults_until: Instant) -> Result<u64, String> {
         loop {
-            self.mind_the_proofs();
+            self.check_proofs();
             self.check();
             if let Some(violation) = self.oracle.violation.take() {
                 return Err(violation);
             }
-            if self.over || self.has_arrived() {
-                return Ok(self.events);
+            if self.fate.over || self.has_arrived() {
+                return Ok(self.agenda.events);
             }
-            let next = self.queue.peek().map(|Entry(Reverse((at, _)), _)| *at);
+            let next = self.agenda.queue.peek().map(|Entry(Reverse((at, _)), _)| *at);
             let tick = self.next_tick();
             let wake = [next, tick, self.next_proof(), self.next_goal()].into_iter().flatten().min();
-            if self.calm.is_none() && wake.is_none_or(|at| at >= faults_until) {
+            if self.fate.calm.is_none() && wake.is_none_or(|at| at >= faults_until) {
                 self.now = faults_until.max(self.now);
                 self.calm_down();
                 continue;
             }
-            if let Some(calm) = self.calm
+            if let Some(calm) = self.fate.calm
                 && wake.is_none_or(|at| at > calm.since + BOUND)
             {
                 let state = self.run.as_ref().map_or("not supervised", |run| run.machine.state().name());
                 return Err(format!("{BOUND:?} after the last fault the job does not run: it is {state}"));
             }
-            self.events += 1;
-            if self.events > MOST_EVENTS {
+            self.agenda.events += 1;
+            if self.agenda.events > MOST_EVENTS {
                 return Err("it goes round in circles".into());
             }
             let Some(wake) = wake else { return Err("nothing happens any more".into()) };
@@ -239,7 +248,7 @@ impl World {
             if tick.is_some_and(|tick| tick <= self.now) {
                 self.tick();
             } else if next.is_some_and(|next| next <= self.now)
-                && let Some(Entry(_, what)) = self.queue.pop()
+                && let Some(Entry(_, what)) = self.agenda.queue.pop()
             {
                 self.happen(what);
             }
@@ -248,7 +257,7 @@ impl World {
 
     fn happen(&mut self, what: Happening) {
         match what {
-            Happening::Fault(fault) if self.calm.is_none() => self.fault(fault),
+            Happening::Fault(fault) if self.fate.calm.is_none() => self.fault(fault),
             Happening::Fault(_) => {}
             Happening::Ends { life, end, own } => self.life_ends(life, end, own),
             Happening::Noticed { life, pid } => self.death_noticed(life, pid),

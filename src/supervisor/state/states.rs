@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use super::events::Stop;
 use crate::policy::From;
+use crate::published::JobState;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 
@@ -137,20 +138,26 @@ impl State {
         }
     }
 
-    /// One word for it.
+    /// What others see of it.
+    #[must_use]
+    pub fn published(&self) -> JobState {
+        match self {
+            State::Starting { from: From::Cold, .. } => JobState::Starting,
+            State::Starting { from: From::Image(_), .. } => JobState::Restoring,
+            State::Running(_) => JobState::Running,
+            State::Snapshotting { .. } => JobState::Snapshotting,
+            State::Ending { stop: Ending::Suspend, .. } => JobState::Suspending,
+            State::Ending { stop: Ending::Rewind(_), .. } => JobState::Rewinding,
+            State::Ending { .. } => JobState::Stopping,
+            State::Waiting { .. } => JobState::Waiting,
+            State::Suspended { .. } => JobState::Suspended,
+            State::Done => JobState::Done,
+        }
+    }
+
+    /// The same as text.
     #[must_use]
     pub fn name(&self) -> &'static str {
-        match self {
-            State::Starting { from: From::Cold, .. } => "starting",
-            State::Starting { from: From::Image(_), .. } => "restoring",
-            State::Running(_) => "running",
-            State::Snapshotting { .. } => "snapshotting",
-            State::Ending { stop: Ending::Suspend, .. } => "suspending",
-            State::Ending { stop: Ending::Rewind(_), .. } => "rewinding",
-            State::Ending { .. } => "stopping",
-            State::Waiting { .. } => "waiting",
-            State::Suspended { .. } => "suspended",
-            State::Done => "done",
-        }
+        self.published().as_str()
     }
 }

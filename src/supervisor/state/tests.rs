@@ -1,6 +1,9 @@
 use chrono::Utc;
 
 use super::*;
+use crate::policy::{Failure, Images};
+use rekindle_os::spawn::Ended;
+use rekindle_store::ImageId;
 
 mod holds;
 mod invariants;

@@ -12,20 +12,8 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::Registry;
 
 use super::{BUCKETS, Facts};
+use crate::published::JobState;
 
-/// Where a job can stand, as [`State::name`](crate::supervisor::state::State::name) says it.
-const STATES: [&str; 10] = [
-    "starting",
-    "restoring",
-    "running",
-    "snapshotting",
-    "suspending",
-    "rewinding",
-    "stopping",
-    "waiting",
-    "suspended",
-    "done",
-];
 const OUTCOMES: [&str; 3] = ["completed", "stopped", "failed"];
 
 impl Facts {
@@ -144,7 +132,8 @@ impl Seen {
         if let Some(published) = &facts.published {
             let labels = [("version", env!("CARGO_PKG_VERSION").to_owned()), ("run", published.lineage.clone())];
             sink.family("rekindle_supervisor", "1, with the version of rekindle and the run", [(labels, 1.0)])?;
-            let states = STATES.iter().map(|state| ([("state", *state)], bit(published.state == *state)));
+            let states =
+                JobState::ALL.iter().map(|state| ([("state", state.as_str())], bit(published.state == *state)));
             sink.family("rekindle_state", "1 for the state that the job is in", states)?;
             let begun = stamp(published.begun);
             sink.one("rekindle_supervisor_start_time_seconds", "When this supervisor began", Number::Gauge(begun))?;

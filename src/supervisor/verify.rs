@@ -4,19 +4,19 @@
 //! pauses that keep it below the rate. It stands still as soon as an image is taken, stored, replicated or restored. What it finds
 //! is healed at once ([`heal`]) and told of once. It touches neither the job nor its images.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::state::State;
-use super::{Message, Owner, Setup, replicate};
+use super::{Message, Setup, replicate};
 use crate::config::VerifyRate;
 use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_os::process;
-use rekindle_store::ImageId;
 use rekindle_store::heal::{self, Healed, Healing};
 use rekindle_store::scrub::{AGAIN, Scrub, Step};
+use rekindle_store::{ImageId, JobName};
 
 /// What is owed to the rate is slept for when it is as much: fewer pauses wake the processor less often.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -66,7 +66,7 @@ impl Gate {
 }
 
 /// The thread, as the owner of the state sees it.
-pub(super) struct Rot {
+pub(super) struct Verifier {
     gate: Arc<Gate>,
     thread: JoinHandle<()>,
 }
@@ -85,51 +85,55 @@ pub(super) enum Report {
     Failed(String),
 }
 
-impl Owner<'_> {
-    pub(super) fn open_rot(&mut self) {
-        let VerifyRate::PerSecond(rate) = self.shared.config.store.verify_rate else { return };
+impl Verifier {
+    /// Starts the thread, where it is wanted. It begins to read when it is allowed to.
+    pub(super) fn start(setup: &Arc<Setup>, sender: &mpsc::Sender<Message>) -> Option<Verifier> {
+        let VerifyRate::PerSecond(rate) = setup.config.store.verify_rate else { return None };
         let gate = Arc::new(Gate { phase: Mutex::new(Phase::Busy), changed: Condvar::new() });
-        let (setup, sender, mine) = (Arc::clone(self.shared), self.sender.clone(), Arc::clone(&gate));
+        let (setup, sender, mine) = (Arc::clone(setup), sender.clone(), Arc::clone(&gate));
         let work = move || {
             process::be_nice();
             process::be_last_at_the_disk();
-            let tell = |report| drop(sender.send(Message::Rot(Box::new(report))));
+            let tell = |report| drop(sender.send(Message::Verified(Box::new(report))));
             look(&setup, rate.bytes(), &mine, &tell);
         };
         match std::thread::Builder::new().name("verify".into()).spawn(work) {
-            Ok(thread) => self.rot = Some(Rot { gate, thread }),
-            Err(error) => tracing::warn!("the store is not looked through for damage: cannot start a thread: {error}"),
+            Ok(thread) => Some(Verifier { gate, thread }),
+            Err(error) => {
+                tracing::warn!("the store is not looked through for damage: cannot start a thread: {error}");
+                None
+            }
         }
     }
 
-    /// Lets it read, or not.
-    pub(super) fn mind_rot(&self) {
-        let Some(rot) = &self.rot else { return };
-        let rests = matches!(self.machine.state(), State::Running(_) | State::Suspended { .. });
-        let is_idle = rests && self.persist.is_none() && self.restoring.is_none() && !self.replication.is_running();
-        rot.gate.set(if is_idle { Phase::Idle } else { Phase::Busy });
+    /// Lets it read, where nothing is on its way, or not.
+    pub(super) fn allow(&self, state: &State, is_idle: bool) {
+        let rests = matches!(state, State::Running(_) | State::Suspended { .. });
+        self.gate.set(if rests && is_idle { Phase::Idle } else { Phase::Busy });
     }
 
-    /// It is over; what it has under way is called off.
-    pub(super) fn close_rot(&mut self) {
-        if let Some(Rot { gate, thread }) = self.rot.take() {
-            gate.set(Phase::Over);
-            let _ = thread.join();
-        }
+    /// Calls off what it has under way, and waits for its end.
+    pub(super) fn close(self) {
+        self.gate.set(Phase::Over);
+        let _ = self.thread.join();
     }
+}
 
-    pub(super) fn rot_found(&mut self, report: Report) {
-        let (healed, images) = match report {
+impl Report {
+    /// Says what was found. Answers what is told as an event.
+    pub(super) fn judged(self, job: &JobName) -> Option<What> {
+        let (healed, images) = match self {
             Report::Chunks { healed, images } => (healed, images),
             Report::Pack(why) => {
                 tracing::error!(
-                    "a pack of the store cannot be used: {why}. Stop the job and run `rekindle repair {}`",
-                    self.shared.folder.name()
+                    "a pack of the store cannot be used: {why}. Stop the job and run `rekindle repair {job}`"
                 );
-                self.tell(What::StoreDamaged { why, chunks: 0, replaced: 0, images: Vec::new() });
-                return;
+                return Some(What::StoreDamaged { why, chunks: 0, replaced: 0, images: Vec::new() });
             }
-            Report::Failed(why) => return tracing::warn!("the store was not looked through for damage: {why}"),
+            Report::Failed(why) => {
+                tracing::warn!("the store was not looked through for damage: {why}");
+                return None;
+            }
         };
         let chunks = healed.damaged + healed.unreadable + healed.missing;
         let mut why = format!("found while verifying: {healed}");
@@ -142,12 +146,12 @@ impl Owner<'_> {
                 tracing::error!("{why}. The next image stores it again");
             }
         }
-        self.tell(What::StoreDamaged { why, chunks, replaced: healed.from_copies + healed.from_replica, images });
+        Some(What::StoreDamaged { why, chunks, replaced: healed.from_copies + healed.from_replica, images })
     }
 }
 
 fn look(setup: &Setup, rate: u64, gate: &Gate, tell: &dyn Fn(Report)) {
-    let mut scrub = Scrub::new(setup.folder.packs(), setup.packing.key.clone(), AGAIN);
+    let mut scrub = Scrub::new(setup.folder.packs(), setup.images.packing.key.clone(), AGAIN);
     let mut owed = Duration::ZERO;
     let mut told = None;
     while gate.enter() {
@@ -203,9 +207,9 @@ fn heal(
     let healing = Healing {
         folder: &setup.folder,
         lock: &setup.lock,
-        key: setup.packing.key.as_deref(),
-        copies: setup.packing.copies,
-        unread: &setup.packing.unread,
+        key: setup.images.packing.key.as_deref(),
+        copies: setup.images.packing.copies,
+        unread: &setup.images.packing.unread,
         replica: setup.config.replica.url.is_some().then_some(&open),
     };
     while gate.enter() {

@@ -1,0 +1,34 @@
+//! Those who ask something of the supervisor: commands on the control socket, and the job itself on its own.
+
+use std::time::Instant;
+
+use super::Setup;
+use super::control::Control;
+use super::line::Line;
+use super::state::Machine;
+use super::word::Word;
+use crate::published::Published;
+
+/// Both.
+pub(super) struct Clients {
+    /// What others ask for.
+    pub(super) control: Control,
+    /// What the job asks for.
+    pub(super) word: Word,
+}
+
+impl Clients {
+    pub(super) fn new(setup: &Setup) -> Clients {
+        Clients { control: Control::default(), word: Word::new(setup) }
+    }
+
+    /// What they are answered when they ask how things are.
+    pub(super) fn show(&self, setup: &Setup, machine: &Machine<'_>, line: &Line, published: &Published) {
+        self.control.show(published);
+        self.word.show(setup, machine, line, published);
+    }
+
+    pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {
+        self.word.next_wake(now)
+    }
+}

@@ -1,0 +1,35 @@
+//! The end of the run: who asked for it, and what it comes to.
+
+use std::io;
+
+use super::state::Finish;
+use super::stops::Stops;
+
+/// What is known of the end.
+#[derive(Debug, Default)]
+pub(super) struct RunEnd {
+    pub(super) stops: Stops,
+    finish: Option<Finish>,
+}
+
+impl RunEnd {
+    /// The run is over.
+    pub(super) fn comes(&mut self, finish: Finish) {
+        self.finish = Some(finish);
+    }
+
+    /// A thread that cannot be started is the end: nothing can be done without.
+    pub(super) fn comes_without_thread(&mut self, error: &io::Error) {
+        self.comes(Finish::Failed { why: format!("cannot start a thread: {error}"), last: None });
+    }
+
+    pub(super) fn is_there(&self) -> bool {
+        self.finish.is_some()
+    }
+
+    /// What it came to.
+    pub(super) fn take(&mut self) -> Finish {
+        let lost = || Finish::Failed { why: "the supervisor lost its threads".into(), last: None };
+        self.finish.take().unwrap_or_else(lost)
+    }
+}

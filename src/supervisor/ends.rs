@@ -1,0 +1,106 @@
+//! What is done when a life of the job ends, and when the run does.
+
+use std::time::Instant;
+
+use signal_hook::consts::SIGKILL;
+
+use super::life::Waits;
+use super::state::{Event, Finish, State};
+use super::{Error, Owner, unread};
+use crate::config::OnSuccess;
+use crate::policy::Images;
+use rekindle_base::chain;
+use rekindle_os::spawn::Ended;
+use rekindle_store::{self as store, Outcome, gc};
+
+impl Owner<'_> {
+    pub(super) fn job_ended(&mut self) {
+        let Some(job) = self.life.job().cloned() else { return };
+        // Daemons end with the job; a CRIU at work in the same namespace too.
+        let ended = job.end().unwrap_or(Ended::Signal(SIGKILL));
+        self.checks.proofs.life_ends(self.setup, Instant::now());
+        self.life.ends(ended);
+        if matches!(self.machine.state(), State::Running(_) | State::Snapshotting { .. }) {
+            match ended {
+                Ended::Exit(0) => tracing::info!("the job completed"),
+                ended => tracing::warn!("the job ended: {ended}"),
+            }
+        }
+        self.tell_end(ended);
+        self.report_end(ended);
+    }
+
+    pub(super) fn report_end(&mut self, ended: Ended) {
+        let now = Instant::now();
+        let images = match self.images_to_go_on_from() {
+            Ok(images) => images,
+            Err(error) => match self.life.images_unread(self.machine.state(), self.machine.is_stopping(), now) {
+                Waits::Begins => {
+                    return tracing::error!(
+                        "cannot read the images, and the job waits for that: {}. It is given up after {}",
+                        chain(&error),
+                        humantime::format_duration(unread::PATIENCE)
+                    );
+                }
+                Waits::Still => return,
+                Waits::No => {
+                    tracing::error!("cannot read the images: {}", chain(&error));
+                    // What cannot be read may be there.
+                    Images { others: true, ..Images::default() }
+                }
+            },
+        };
+        let at = self.life.reported(now);
+        // Before the next life is begun, which may be at once. A snapshot has its own hold on the job.
+        if !matches!(self.machine.state(), State::Snapshotting { .. }) {
+            drop(self.life.take_job());
+        }
+        let actions = self.machine.step(Event::Ended { ended, images }, at);
+        self.carry_out(actions);
+        self.remember();
+    }
+
+    /// An end whose images could not be read is reported once they can.
+    pub(super) fn report_late_end(&mut self) {
+        if let Some(ended) = self.life.due_again(Instant::now()) {
+            self.report_end(ended);
+        }
+    }
+
+    pub(super) fn end_job(&mut self) {
+        if let Some(job) = self.life.take_job() {
+            job.end();
+        }
+    }
+
+    /// Records how it ended; removes the images of a completed job where that is wanted.
+    pub(super) fn wrap_up(&mut self, finish: &Finish) -> Result<(), Error> {
+        let (outcome, code) = match finish {
+            Finish::Completed => (Outcome::Completed, Some(0)),
+            Finish::Stopped(_) | Finish::StoppedInMemory { .. } => (Outcome::Stopped, None),
+            Finish::Impossible { why, .. } => (Outcome::Failed { why: why.clone() }, None),
+            Finish::NoUsableImage { why } => (Outcome::Failed { why: why.clone() }, None),
+            Finish::Failed { why, last } => {
+                let code = last.and_then(|l| if let Ended::Exit(code) = l { Some(code) } else { None });
+                (Outcome::Failed { why: why.clone() }, code)
+            }
+        };
+        self.record(outcome, code)?;
+        self.tell_finish(finish, code);
+        if *finish == Finish::Completed && self.setup.config.store.on_success == OnSuccess::Remove {
+            let images = self.setup.folder.images()?;
+            for id in self.good_images()?.iter().filter(|id| images.iter().any(|image| image.id == **id)) {
+                match self.setup.folder.remove(&self.setup.lock, id) {
+                    Err(store::Error::Pinned(id)) => tracing::info!("image {id} is pinned and stays"),
+                    other => other?,
+                }
+            }
+            // Nobody comes back to sweep when the grace period is over.
+            if let Err(error) = gc::sweep_now(&self.setup.folder, &self.setup.lock, self.setup.config.store.copies) {
+                tracing::warn!("what no image needs was not swept: {}", chain(&error));
+            }
+        }
+        self.publish();
+        Ok(())
+    }
+}

@@ -1,0 +1,258 @@
+//! Who in the job holds snapshots off, and which snapshot waits for that.
+//!
+//! Holds have a name and a bound each. The machine knows only until when the last of them lasts. A snapshot that waits is
+//! told of when it begins to wait and when it does not wait any more.
+
+use std::time::{Duration, Instant};
+
+use super::state::{Machine, State};
+use rekindle_os::process;
+use rekindle_store::manifest::Reason;
+
+/// Of a job. One that wants more has lost count.
+pub(super) const HOLDERS: usize = 64;
+/// How often it is looked whether those that a snapshot waits for are still there.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// Somebody in the job who holds snapshots off.
+#[derive(Debug)]
+pub(super) struct Holder {
+    pid: i32,
+    /// Against a pid that is another's by now.
+    begun: Option<u64>,
+    name: String,
+    until: Instant,
+}
+
+impl Holder {
+    /// `until` is its bound.
+    pub(super) fn new(pid: i32, name: String, until: Instant) -> Holder {
+        Holder { pid, begun: process::start_time(pid), name, until }
+    }
+
+    /// One that is in a PID namespace which we do not see has no pid, and holds until its bound.
+    pub(super) fn lives(&self) -> bool {
+        self.pid == 0
+            || self.begun.is_some()
+                && process::start_time(self.pid) == self.begun
+                && !matches!(process::state(self.pid), Some('Z' | 'X'))
+    }
+}
+
+/// A snapshot that is held off.
+#[derive(Debug, Clone, Copy)]
+struct Wait {
+    since: Instant,
+    reason: Reason,
+    until: Instant,
+}
+
+/// How the wait of a snapshot ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum How {
+    HolderDied,
+    Expired,
+    Released,
+    JobEnded,
+}
+
+impl How {
+    /// The word in the log and in events.
+    pub(super) fn as_str(self) -> &'static str {
+        match self {
+            How::HolderDied => "holder-died",
+            How::Expired => "expired",
+            How::Released => "released",
+            How::JobEnded => "job-ended",
+        }
+    }
+}
+
+/// What is new about holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Change {
+    /// A holder has died: the machine is to be told the bound of the others.
+    Died,
+    /// A snapshot waits from now on, for so long at most.
+    Waits { reason: Reason, pids: Vec<i32>, bound: Duration },
+    /// It does not wait any more.
+    Over { reason: Reason, how: How, waited: Duration },
+}
+
+/// What the machine says of holds.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Facts {
+    /// The snapshot that is held off, and its bound.
+    waits: Option<(Reason, Instant)>,
+    /// Whether snapshots are held off at all.
+    held: bool,
+    /// Whether the job runs, or its snapshot is taken.
+    runs: bool,
+}
+
+impl Facts {
+    pub(super) fn of(machine: &Machine<'_>) -> Facts {
+        Facts {
+            waits: machine.held_off(),
+            held: machine.held().is_some(),
+            runs: matches!(machine.state(), State::Running(_) | State::Snapshotting { .. }),
+        }
+    }
+}
+
+/// All holds of a life.
+#[derive(Debug, Default)]
+pub(super) struct Holds {
+    holders: Vec<Holder>,
+    wait: Option<Wait>,
+    /// Whether one who holds has died since.
+    died: bool,
+    /// When it was last looked whether those who hold are still there.
+    looked: Option<Instant>,
+}
+
+impl Holds {
+    /// Adds a holder, in place of the same one. Answers whether there was room.
+    pub(super) fn add(&mut self, new: Holder, now: Instant) -> bool {
+        self.holders.retain(|other| other.until > now && (other.pid, &other.name) != (new.pid, &new.name));
+        let has_room = self.holders.len() < HOLDERS;
+        if has_room {
+            self.holders.push(new);
+        }
+        has_room
+    }
+
+    /// Removes a holder. Answers whether there was one.
+    pub(super) fn remove(&mut self, pid: i32, name: &str) -> bool {
+        let before = self.holders.len();
+        self.holders.retain(|other| (other.pid, other.name.as_str()) != (pid, name));
+        self.holders.len() < before
+    }
+
+    /// A life begins: holds are of the life before.
+    pub(super) fn clear(&mut self) {
+        self.holders.clear();
+    }
+
+    /// Until when the last of the holders holds.
+    pub(super) fn bound(&self) -> Option<Instant> {
+        self.holders.iter().map(|holder| holder.until).max()
+    }
+
+    /// Forgets who does not hold any more. Answers what is new.
+    pub(super) fn check(&mut self, facts: Facts, lives: impl Fn(&Holder) -> bool, now: Instant) -> Option<Change> {
+        // However much the job asks meanwhile.
+        if facts.waits.is_some() && self.looked.is_none_or(|at| now.saturating_duration_since(at) >= LOOK) {
+            self.looked = Some(now);
+            let before = self.holders.len();
+            self.holders.retain(lives);
+            if self.holders.len() < before {
+                self.died = true;
+                return Some(Change::Died);
+            }
+        }
+        if !facts.held {
+            self.holders.clear();
+        }
+        match (facts.waits, self.wait) {
+            (Some((reason, until)), None) => {
+                self.died = false;
+                self.wait = Some(Wait { since: now, reason, until });
+                let mut pids: Vec<i32> = self.holders.iter().map(|holder| holder.pid).collect();
+                pids.sort_unstable();
+                pids.dedup();
+                Some(Change::Waits { reason, pids, bound: until.saturating_duration_since(now) })
+            }
+            // A stop may have put its own reason and time in place of those.
+            (Some((reason, until)), Some(wait)) => {
+                self.wait = Some(Wait { reason, until, ..wait });
+                None
+            }
+            (None, Some(wait)) => {
+                self.wait = None;
+                let how = match facts.runs {
+                    true if self.died => How::HolderDied,
+                    true if wait.until <= now => How::Expired,
+                    true => How::Released,
+                    false => How::JobEnded,
+                };
+                Some(Change::Over { reason: wait.reason, how, waited: now.saturating_duration_since(wait.since) })
+            }
+            (None, None) => None,
+        }
+    }
+
+    /// When to look again whether the holders that a snapshot waits for are there.
+    pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {
+        self.wait.map(|_| now + LOOK)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn holder(pid: i32, until: Instant) -> Holder {
+        Holder { pid, begun: None, name: "h".into(), until }
+    }
+
+    fn facts(waits: Option<Instant>, runs: bool) -> Facts {
+        Facts { waits: waits.map(|until| (Reason::Interval, until)), held: waits.is_some(), runs }
+    }
+
+    const BOUND: Duration = Duration::from_secs(10);
+
+    /// Holds of the pids 7 and 8 that a snapshot waits for.
+    fn waiting(now: Instant) -> Holds {
+        let mut holds = Holds::default();
+        assert!(holds.add(holder(8, now + BOUND), now) && holds.add(holder(7, now + BOUND), now));
+        let waits = Change::Waits { reason: Reason::Interval, pids: vec![7, 8], bound: BOUND };
+        assert_eq!(holds.check(facts(Some(now + BOUND), true), |_| true, now), Some(waits));
+        assert_eq!(holds.check(facts(Some(now + BOUND), true), |_| true, now), None, "it is said once");
+        assert_eq!(holds.next_wake(now), Some(now + LOOK));
+        holds
+    }
+
+    fn over(holds: &mut Holds, runs: bool, now: Instant) -> Option<How> {
+        match holds.check(facts(None, runs), |_| true, now) {
+            Some(Change::Over { how, .. }) => Some(how),
+            _ => None,
+        }
+    }
+
+    #[test]
+    fn the_end_of_a_wait_has_a_reason() {
+        let now = Instant::now();
+        assert_eq!(over(&mut waiting(now), true, now), Some(How::Released));
+        assert_eq!(over(&mut waiting(now), true, now + BOUND), Some(How::Expired));
+        let mut ended = waiting(now);
+        assert_eq!((over(&mut ended, false, now), over(&mut ended, false, now)), (Some(How::JobEnded), None));
+        assert_eq!((ended.bound(), ended.next_wake(now)), (None, None));
+    }
+
+    #[test]
+    fn a_holder_that_died_holds_nothing() {
+        let now = Instant::now();
+        let mut holds = waiting(now);
+        let waits = facts(Some(now + BOUND), true);
+        assert_eq!(holds.check(waits, |holder| holder.pid == 8, now + LOOK / 2), None, "it is not looked all the time");
+        assert_eq!(holds.check(waits, |holder| holder.pid == 8, now + LOOK), Some(Change::Died));
+        assert_eq!(holds.bound(), Some(now + BOUND), "of the other");
+        assert_eq!(holds.check(waits, |_| false, now + LOOK * 2), Some(Change::Died));
+        assert_eq!(holds.bound(), None);
+        assert_eq!(over(&mut holds, true, now + LOOK * 2), Some(How::HolderDied));
+    }
+
+    #[test]
+    fn a_hold_takes_the_place_of_the_same_one_and_there_is_a_bound_to_their_number() {
+        let now = Instant::now();
+        let mut holds = Holds::default();
+        holds.add(holder(1, now + BOUND), now);
+        holds.add(holder(1, now + BOUND / 2), now);
+        assert_eq!(holds.bound(), Some(now + BOUND / 2));
+        assert!(holds.remove(1, "h") && !holds.remove(1, "h"));
+        assert!((0..64).all(|pid| holds.add(holder(pid, now + BOUND), now)));
+        assert!(!holds.add(holder(64, now + BOUND), now));
+        assert!(holds.add(holder(64, now + BOUND * 2), now + BOUND), "those that are over make room");
+    }
+}

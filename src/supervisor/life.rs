@@ -1,0 +1,242 @@
+//! The job that the supervisor has: the start under way, the job that runs, and its end until that is reported.
+//!
+//! Lives are counted, so that a report about an earlier one is not taken for this one's. An end is kept until it is
+//! reported: a snapshot may be under way, or the images may be unreadable for a moment ([`Unread`]).
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use super::state::State;
+use super::unread::Unread;
+use rekindle_engine::launch::Job;
+use rekindle_engine::snapshot::Deaths;
+use rekindle_os::spawn::Ended;
+
+/// How an end whose images cannot be read waits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Waits {
+    /// It begins to.
+    Begins,
+    /// It goes on waiting.
+    Still,
+    /// Not any more: it is reported without images.
+    No,
+}
+
+/// The life of the job. `J` is another type in tests only.
+#[derive(Debug)]
+pub(super) struct JobLife<J = Job> {
+    job: Option<Arc<J>>,
+    /// Signals for the job that came while there was none: it was being started, and may have run already.
+    unsent: Vec<i32>,
+    /// 0 before the first.
+    number: u32,
+    /// How this life ended, once it did.
+    ended: Option<Ended>,
+    /// Whether its end waits until the images can be read.
+    unread: Unread,
+    /// Set to call off the start or the snapshot under way. Each has its own.
+    cancel: Arc<AtomicBool>,
+    /// When the start under way was begun.
+    started: Instant,
+    /// Processes of the job that were killed and not waited for, as snapshots have seen them.
+    deaths: Arc<Deaths>,
+}
+
+impl<J> JobLife<J> {
+    pub(super) fn new(now: Instant) -> JobLife<J> {
+        JobLife {
+            job: None,
+            unsent: Vec::new(),
+            number: 0,
+            ended: None,
+            unread: Unread::default(),
+            cancel: Arc::default(),
+            started: now,
+            deaths: Arc::default(),
+        }
+    }
+
+    // ---- a start, a snapshot ----
+
+    /// A start begins. The answer is set to call it off.
+    pub(super) fn start_begins(&mut self, now: Instant) -> Arc<AtomicBool> {
+        self.started = now;
+        self.new_cancel()
+    }
+
+    /// A snapshot begins, of this job. The flag is set to call it off.
+    pub(super) fn snapshot_begins(&mut self) -> Option<(Arc<J>, Arc<AtomicBool>)> {
+        let job = self.job.clone()?;
+        Some((job, self.new_cancel()))
+    }
+
+    fn new_cancel(&mut self) -> Arc<AtomicBool> {
+        self.cancel = Arc::default();
+        Arc::clone(&self.cancel)
+    }
+
+    /// Calls off the start or the snapshot under way.
+    pub(super) fn call_off(&self) {
+        self.cancel.store(true, Ordering::Relaxed);
+    }
+
+    // ---- the job that runs ----
+
+    /// A start has worked. Answers the job for who waits for its end.
+    pub(super) fn begins(&mut self, job: J) -> Arc<J> {
+        let job = Arc::new(job);
+        self.number += 1;
+        self.ended = None;
+        self.job = Some(Arc::clone(&job));
+        job
+    }
+
+    pub(super) fn job(&self) -> Option<&Arc<J>> {
+        self.job.as_ref()
+    }
+
+    pub(super) fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// When the start of this life was begun.
+    pub(super) fn started(&self) -> Instant {
+        self.started
+    }
+
+    pub(super) fn deaths(&self) -> &Arc<Deaths> {
+        &self.deaths
+    }
+
+    /// Whether a report about the life of this number is about the present one.
+    pub(super) fn is_present(&self, number: u32) -> bool {
+        self.number == number
+    }
+
+    /// A signal for the job came: answers the job that gets it now. Without one it is kept for the next.
+    pub(super) fn receiver(&mut self, signal: i32) -> Option<&Arc<J>> {
+        if self.job.is_none() {
+            self.unsent.push(signal);
+        }
+        self.job.as_ref()
+    }
+
+    /// Signals that were kept, in their order.
+    pub(super) fn take_unsent(&mut self) -> Vec<i32> {
+        std::mem::take(&mut self.unsent)
+    }
+
+    // ---- its end ----
+
+    pub(super) fn ends(&mut self, ended: Ended) {
+        self.ended = Some(ended);
+    }
+
+    pub(super) fn ended(&self) -> Option<Ended> {
+        self.ended
+    }
+
+    /// The end that was put aside for a snapshot and is reported now that it is over.
+    pub(super) fn unreported(&self) -> Option<Ended> {
+        self.ended.filter(|_| self.job.is_some())
+    }
+
+    /// The images cannot be read: whether the end is reported later.
+    pub(super) fn images_unread(&mut self, state: &State, stopping: bool, now: Instant) -> Waits {
+        match self.unread.waits(state, stopping, now) {
+            true if self.unread.begins(now) => Waits::Begins,
+            true => Waits::Still,
+            false => Waits::No,
+        }
+    }
+
+    /// Whether the end waits until the images can be read.
+    pub(super) fn is_unread(&self) -> bool {
+        self.unread.is_waiting()
+    }
+
+    /// The end for which it is time to try to read the images again.
+    pub(super) fn due_again(&self, now: Instant) -> Option<Ended> {
+        self.ended.filter(|_| self.unread.is_due(now))
+    }
+
+    /// The end is reported now. Answers when the life ended: it was no longer for the wait.
+    pub(super) fn reported(&mut self, now: Instant) -> Instant {
+        self.unread.over().unwrap_or(now)
+    }
+
+    /// Gives up the job, which is no more or is to be ended.
+    pub(super) fn take_job(&mut self) -> Option<Arc<J>> {
+        self.job.take()
+    }
+
+    pub(super) fn next_wake(&self) -> Option<Instant> {
+        self.unread.next_wake()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::From;
+    use crate::supervisor::state::Life;
+    use crate::supervisor::unread::{AGAIN, PATIENCE};
+
+    #[test]
+    fn signals_wait_for_a_job_and_keep_their_order() {
+        let mut life = JobLife::new(Instant::now());
+        assert_eq!(life.receiver(3), None);
+        assert_eq!(life.receiver(28), None);
+        life.begins("first");
+        assert_eq!((life.take_unsent(), life.take_unsent()), (vec![3, 28], vec![]));
+        assert_eq!(life.receiver(18).map(|job| **job), Some("first"));
+        assert!(life.take_unsent().is_empty());
+    }
+
+    #[test]
+    fn each_start_and_each_snapshot_is_called_off_alone() {
+        let now = Instant::now();
+        let mut life = JobLife::new(now);
+        assert!(life.snapshot_begins().is_none(), "there is no job");
+        let start = life.start_begins(now);
+        life.call_off();
+        life.begins(());
+        let (_, snapshot) = life.snapshot_begins().unwrap();
+        assert!(start.load(Ordering::Relaxed) && !snapshot.load(Ordering::Relaxed));
+        life.call_off();
+        assert!(snapshot.load(Ordering::Relaxed));
+    }
+
+    #[test]
+    fn an_end_is_of_its_life_and_is_kept_until_it_is_reported() {
+        let now = Instant::now();
+        let mut life = JobLife::new(now);
+        life.begins(());
+        life.ends(Ended::Exit(1));
+        assert_eq!((life.ended(), life.unreported()), (Some(Ended::Exit(1)), Some(Ended::Exit(1))));
+        assert_eq!(life.reported(now), now);
+        life.take_job();
+        assert_eq!((life.ended(), life.unreported()), (Some(Ended::Exit(1)), None));
+        life.begins(());
+        assert_eq!(life.ended(), None);
+        assert!(life.is_present(2) && !life.is_present(1));
+    }
+
+    #[test]
+    fn an_end_waits_for_the_images_for_a_while() {
+        let now = Instant::now();
+        let state = State::Running(Life { from: From::Cold, since: now, next: None, failures: 0, missed: 0 });
+        let mut life = JobLife::new(now);
+        life.begins(());
+        life.ends(Ended::Exit(1));
+        assert_eq!(life.images_unread(&state, false, now), Waits::Begins);
+        assert_eq!((life.is_unread(), life.next_wake()), (true, Some(now + AGAIN)));
+        assert_eq!((life.due_again(now), life.due_again(now + AGAIN)), (None, Some(Ended::Exit(1))));
+        assert_eq!(life.images_unread(&state, false, now + AGAIN), Waits::Still);
+        assert_eq!(life.images_unread(&state, false, now + PATIENCE), Waits::No);
+        assert_eq!(life.reported(now + PATIENCE), now, "the time of the end, not of the report");
+        assert_eq!(life.next_wake(), None);
+    }
+}

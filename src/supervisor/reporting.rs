@@ -1,0 +1,69 @@
+//! What others learn of the run: the journal of events, hooks, the webhook and metrics, `state.json`, the service manager and
+//! the log.
+
+use std::sync::mpsc;
+use std::time::Instant;
+
+use super::hooks::Listeners;
+use super::notify::{Notify, Phase};
+use super::remarks::Remarks;
+use super::state::Machine;
+use super::{Message, Setup};
+use crate::config::Interval;
+use crate::published::Published;
+use crate::telemetry::events::{Event, Journal};
+
+/// All of them.
+pub(super) struct Reporting {
+    /// What others see; written by [`Reporting::write`].
+    pub(super) published: Published,
+    pub(super) listeners: Listeners,
+    pub(super) remarks: Remarks,
+    journal: Journal,
+    notify: Notify,
+}
+
+impl Reporting {
+    pub(super) fn new(setup: &Setup, sender: &mpsc::Sender<Message>) -> Reporting {
+        Reporting {
+            listeners: Listeners::new(setup, sender),
+            published: Published::new(&setup.program.launch.lineage),
+            remarks: Remarks::default(),
+            journal: Journal::in_folder(&setup.folder.log_dir()),
+            notify: Notify::of(setup),
+        }
+    }
+
+    /// Tells what happened. The journal is written only while the job's folder `is_ours`.
+    pub(super) fn tell(&mut self, event: &Event, is_ours: bool) {
+        if is_ours {
+            self.journal.append(event);
+        }
+        self.listeners.hear(event);
+    }
+
+    /// Shows the metrics what is published, and writes that to `state.json`.
+    pub(super) fn write(&mut self, setup: &Setup, machine: &Machine<'_>) {
+        let interval = match setup.config.snapshot.interval {
+            Interval::Every(interval) => Some(interval),
+            Interval::Auto => machine.choice().map(|choice| choice.interval),
+            Interval::Off => None,
+        };
+        if let Some(metrics) = self.listeners.metrics() {
+            self.published.metrics = metrics.address();
+            metrics.see(&self.published, interval);
+        }
+        if let Err(error) = self.published.write(&setup.folder.state_file()) {
+            tracing::debug!("cannot publish the state: {error}");
+        }
+    }
+
+    /// Tells the service manager what is new, and that the owner's thread lives.
+    pub(super) fn beat(&mut self, machine: &Machine<'_>, is_over: bool, now: Instant) {
+        self.notify.beat(Phase::of(machine, is_over), &self.published, now);
+    }
+
+    pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {
+        self.notify.next_wake(now)
+    }
+}

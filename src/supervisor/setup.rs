@@ -1,0 +1,103 @@
+//! What a run of the supervisor is given: all of it is checked before, and none of it changes.
+
+use std::path::PathBuf;
+
+use chrono::{DateTime, Utc};
+
+use crate::config::Config;
+use crate::policy::From;
+use crate::scheduler::Scheduler;
+use crate::watch::beats::Beats;
+use crate::word::server::Socket;
+use rekindle_criu::Criu;
+use rekindle_engine::launch::{JobSpec, uplink};
+use rekindle_engine::parts::gpu::placement::Wishes;
+use rekindle_engine::snapshot::Launch;
+use rekindle_store::persist::Packing;
+use rekindle_store::staging::Area;
+use rekindle_store::{ImageId, JobFolder, WriterLock};
+
+/// Everything a run needs.
+#[derive(Debug)]
+pub struct Setup {
+    /// The configuration.
+    pub config: Config,
+    /// The job's folder.
+    pub folder: JobFolder,
+    /// Proof that nobody else writes there.
+    pub lock: WriterLock,
+    /// CRIU.
+    pub criu: Criu,
+    /// What is started.
+    pub program: Program,
+    /// What the job can talk to.
+    pub sockets: Sockets,
+    /// Where images are made and how they are stored.
+    pub images: Places,
+    /// What the run begins from.
+    pub origin: Origin,
+    /// How long the job may run.
+    pub time: TimeLimit,
+}
+
+/// What is started, and what is put beside it.
+#[derive(Debug)]
+pub struct Program {
+    /// What to run.
+    pub spec: JobSpec,
+    /// The same for manifests.
+    pub launch: Launch,
+    /// This version's reaper, unpacked.
+    pub reaper: PathBuf,
+    /// This version's interposer, unpacked, where the job gets it.
+    pub interposer: Option<PathBuf>,
+    /// The way out of the job's network, where it has a network of its own and wants one.
+    pub uplink: Option<uplink::Plan>,
+}
+
+impl Program {
+    /// Files of ours that a job has mapped.
+    pub(super) fn ours(&self) -> Vec<PathBuf> {
+        [Some(&self.reaper), self.interposer.as_ref()].into_iter().flatten().cloned().collect()
+    }
+}
+
+/// The job's sockets, each where it is configured.
+#[derive(Debug)]
+pub struct Sockets {
+    /// Where the job sends `WATCHDOG=1`.
+    pub beats: Option<Beats>,
+    /// Where the job asks for snapshots and holds.
+    pub word: Option<Socket>,
+}
+
+/// Where images are made and how they are stored.
+#[derive(Debug)]
+pub struct Places {
+    /// Where images land in memory.
+    pub staging: Option<Area>,
+    /// How they are packed.
+    pub packing: Packing,
+}
+
+/// What a run begins from.
+#[derive(Debug)]
+pub struct Origin {
+    /// What to begin with.
+    pub from: From,
+    /// Whether that image was asked for by name: nothing else is taken in its place.
+    pub named: bool,
+    /// An image of another lineage that this one began from, and may go back to.
+    pub base: Option<ImageId>,
+    /// The GPUs that the user wants the job to be restored on.
+    pub wishes: Wishes,
+}
+
+/// How long the job may run.
+#[derive(Debug)]
+pub struct TimeLimit {
+    /// Who started us.
+    pub scheduler: Scheduler,
+    /// When the job must be gone, where the user said so.
+    pub deadline: Option<DateTime<Utc>>,
+}

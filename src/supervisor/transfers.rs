@@ -1,0 +1,219 @@
+//! Images on their way: from memory to the store, from there to the replica, and into a job that is being restored.
+//!
+//! One image at a time goes to the store and one to the replica. Plain files of an image go when it is packed, so packing
+//! and restoring exclude each other: a restore calls packing off, and waits for the lock that packing has.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use super::replicate::Replication;
+use crate::policy::From;
+use crate::published::{Persisting, Published};
+use rekindle_store::persist::Progress;
+use rekindle_store::{Image, ImageId};
+
+/// How often the progress of a transfer is published.
+pub(super) const PROGRESS: Duration = Duration::from_secs(1);
+
+/// Where an image goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Destination {
+    Store,
+    Replica,
+}
+
+/// Where an image that goes to the store is before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Source {
+    Memory,
+    /// In the store as plain files: it is only packed, and they go.
+    PlainFiles,
+}
+
+/// An image on its way from one place to another.
+#[derive(Debug)]
+struct Moving {
+    image: ImageId,
+    progress: Arc<Progress>,
+}
+
+impl Moving {
+    fn seen(&self) -> Persisting {
+        Persisting::of(self.image, &self.progress)
+    }
+}
+
+/// An image on its way to the store.
+#[derive(Debug)]
+struct Persist {
+    moving: Moving,
+    cancel: Arc<AtomicBool>,
+    source: Source,
+}
+
+/// What the thread that brings an image to the store shares with the owner.
+#[derive(Debug)]
+pub(super) struct Store {
+    pub(super) progress: Arc<Progress>,
+    /// Set to call it off.
+    pub(super) cancel: Arc<AtomicBool>,
+    /// Held while the image is packed, where that removes plain files.
+    pub(super) files_go: Arc<Mutex<()>>,
+}
+
+/// All that is on its way. `I` is another type in tests only.
+#[derive(Debug)]
+pub(super) struct Transfers<I = Image> {
+    persist: Option<Persist>,
+    /// The image that a start under way reads.
+    restoring: Option<Moving>,
+    /// Held while an image of plain files is packed, which ends with their removal.
+    files_go: Arc<Mutex<()>>,
+    pub(super) replication: Replication<I>,
+}
+
+impl<I> Default for Transfers<I> {
+    fn default() -> Transfers<I> {
+        Transfers { persist: None, restoring: None, files_go: Arc::default(), replication: Replication::default() }
+    }
+}
+
+impl<I> Transfers<I> {
+    // ---- to the store ----
+
+    /// This image goes to the store from now on.
+    pub(super) fn store_begins(&mut self, image: ImageId, source: Source) -> Store {
+        let (progress, cancel) = (Arc::<Progress>::default(), Arc::<AtomicBool>::default());
+        let moving = Moving { image, progress: Arc::clone(&progress) };
+        self.persist = Some(Persist { moving, cancel: Arc::clone(&cancel), source });
+        Store { progress, cancel, files_go: self.files_go() }
+    }
+
+    pub(super) fn store_ends(&mut self) {
+        self.persist = None;
+    }
+
+    pub(super) fn is_storing(&self) -> bool {
+        self.persist.is_some()
+    }
+
+    /// The image that goes to the store.
+    pub(super) fn storing(&self) -> Option<ImageId> {
+        self.persist.as_ref().map(|persist| persist.moving.image)
+    }
+
+    /// How far it is.
+    pub(super) fn stored_so_far(&self) -> Option<Persisting> {
+        self.persist.as_ref().map(|persist| persist.moving.seen())
+    }
+
+    /// Whether plain files may be packed now: a restart may read them.
+    pub(super) fn may_pack(&self) -> bool {
+        self.persist.is_none() && self.restoring.is_none()
+    }
+
+    // ---- into a job ----
+
+    /// A start begins. It calls off the packing of plain files, which it may read.
+    pub(super) fn start_begins(&mut self, from: From) -> Arc<Progress> {
+        let progress = Arc::<Progress>::default();
+        self.restoring = match from {
+            From::Image(image) => Some(Moving { image, progress: Arc::clone(&progress) }),
+            From::Cold => None,
+        };
+        if let Some(persist) = self.persist.as_ref().filter(|persist| persist.source == Source::PlainFiles) {
+            persist.cancel.store(true, Ordering::Relaxed);
+        }
+        progress
+    }
+
+    pub(super) fn start_ends(&mut self) {
+        self.restoring = None;
+    }
+
+    pub(super) fn is_restoring(&self) -> bool {
+        self.restoring.is_some()
+    }
+
+    /// The lock that who reads plain files waits for.
+    pub(super) fn files_go(&self) -> Arc<Mutex<()>> {
+        Arc::clone(&self.files_go)
+    }
+
+    // ---- all ----
+
+    pub(super) fn is_under_way(&self, destination: Destination) -> bool {
+        match destination {
+            Destination::Store => self.persist.is_some(),
+            Destination::Replica => self.replication.is_running(),
+        }
+    }
+
+    pub(super) fn call_off(&mut self, destination: Destination) {
+        match destination {
+            Destination::Store => self.persist.iter().for_each(|persist| persist.cancel.store(true, Ordering::Relaxed)),
+            Destination::Replica => self.replication.call_off(),
+        }
+    }
+
+    pub(super) fn is_idle(&self) -> bool {
+        self.persist.is_none() && self.restoring.is_none() && !self.replication.is_running()
+    }
+
+    /// When to publish how far they are.
+    pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {
+        (!self.is_idle()).then(|| now + PROGRESS)
+    }
+
+    pub(super) fn show(&self, published: &mut Published) {
+        published.persisting = self.stored_so_far();
+        published.replicating = self.replication.seen();
+        // Not before it is known how much there is to read.
+        published.restoring = self.restoring.as_ref().map(Moving::seen).filter(|seen| seen.total > 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(n: u32) -> ImageId {
+        ImageId::new(n, chrono::DateTime::UNIX_EPOCH)
+    }
+
+    #[test]
+    fn a_restart_calls_off_packing_and_nothing_else() {
+        let mut transfers = Transfers::<()>::default();
+        let staged = transfers.store_begins(id(1), Source::Memory);
+        transfers.start_begins(From::Image(id(1)));
+        assert!(!staged.cancel.load(Ordering::Relaxed), "from memory to the store");
+        transfers.store_ends();
+        let loose = transfers.store_begins(id(1), Source::PlainFiles);
+        transfers.start_begins(From::Cold);
+        assert!(loose.cancel.load(Ordering::Relaxed));
+    }
+
+    #[test]
+    fn plain_files_are_packed_only_while_nobody_may_read_them() {
+        let mut transfers = Transfers::<()>::default();
+        assert!(transfers.may_pack());
+        transfers.start_begins(From::Cold);
+        assert!(transfers.may_pack() && !transfers.is_restoring(), "no image is read");
+        transfers.start_begins(From::Image(id(1)));
+        assert!(!transfers.may_pack() && transfers.is_restoring());
+        transfers.start_ends();
+        transfers.store_begins(id(1), Source::PlainFiles);
+        assert!(!transfers.may_pack());
+    }
+
+    #[test]
+    fn progress_is_published_while_something_is_on_its_way() {
+        let now = Instant::now();
+        let mut transfers = Transfers::default();
+        assert_eq!((transfers.is_idle(), transfers.next_wake(now)), (true, None));
+        transfers.replication.begin(id(1), (), false);
+        assert_eq!((transfers.is_idle(), transfers.next_wake(now)), (false, Some(now + PROGRESS)));
+        assert!(transfers.is_under_way(Destination::Replica) && !transfers.is_under_way(Destination::Store));
+    }
+}
