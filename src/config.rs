@@ -16,20 +16,20 @@ mod error;
 mod file;
 mod files;
 mod gpu;
+mod job_api;
 mod keys;
 mod layers;
 mod model;
 mod network;
+mod notifications;
 mod options;
 mod rules;
 mod scheduler;
 mod storage;
-mod tell;
 #[cfg(test)]
 mod tests;
 mod value;
 pub(crate) mod watch;
-mod word;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -43,9 +43,9 @@ pub(crate) use model::{
     ColdStart, Config, EnvironmentMode, Interposer, Level, OnSuccess, PidNamespace, Restart, Snapshot, Staging, Store,
 };
 pub(crate) use network::{NetworkMode, UplinkMode};
+pub(crate) use notifications::{Hooks, LogFormat, OnError, WebhookUrl};
 pub(crate) use scheduler::{Deadline, Profile, Requeue};
 pub(crate) use storage::{SizeLimit, Threads, VerifyRate};
-pub(crate) use tell::{Hooks, LogFormat, OnError, WebhookUrl};
 pub(crate) use value::{Interval, Limit, Rate, Stdin};
 pub(crate) use watch::{CauseName, GpuFaults, HangAction, Match, Pattern, Rule, RuleAction, Watch};
 

@@ -12,7 +12,7 @@
 //! - [`control`]: the socket on which others ask the supervisor for something; its protocol, both ends.
 //! - `scheduler`: the batch system that started us: what it calls the job, when its time is over, how it is queued again.
 //! - `watch`: what is wrong with a job that has not ended, and who ended one that has.
-//! - [`word`]: the job's own socket, on which it asks for something, or learns that it was restored.
+//! - [`job_api`]: the job's own socket, on which it asks for something, or learns that it was restored.
 //! - `hooks`: commands and a webhook that are told what happens.
 //! - `doctor`: what `run` needs of the machine: found, judged, each with a fix.
 //! - [`telemetry`]: logs for people, the journal of a job's events, metrics.
@@ -22,9 +22,10 @@ pub mod cli;
 mod config;
 pub mod control;
 mod doctor;
-mod hooks;
+pub mod job_api;
 #[cfg(test)]
 mod layers;
+mod notifications;
 mod policy;
 pub mod published;
 pub mod report;
@@ -32,4 +33,3 @@ mod scheduler;
 pub mod supervisor;
 pub mod telemetry;
 mod watch;
-pub mod word;

@@ -25,18 +25,18 @@ use suspects::{Evidence, Finding, Suspects};
 
 /// What a life of the job began with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum From {
+pub enum StartPoint {
     /// The command, anew.
     Cold,
     /// An image.
     Image(ImageId),
 }
 
-impl std::fmt::Display for From {
+impl std::fmt::Display for StartPoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            From::Cold => f.write_str("the beginning"),
-            From::Image(id) => write!(f, "image {id}"),
+            StartPoint::Cold => f.write_str("the beginning"),
+            StartPoint::Image(id) => write!(f, "image {id}"),
         }
     }
 }
@@ -135,7 +135,7 @@ pub(crate) enum Decision {
     /// Try again.
     Again {
         /// From where.
-        from: From,
+        from: StartPoint,
         /// After this long.
         after: Duration,
         /// An image to be marked first.
@@ -179,7 +179,7 @@ impl History {
     pub(crate) fn after_death(
         &mut self,
         death: Death,
-        from: From,
+        from: StartPoint,
         uptime: Duration,
         images: &Images,
         policy: &Restart,
@@ -198,7 +198,7 @@ impl History {
         }
         let early = uptime < policy.min_uptime;
         match from {
-            From::Image(id) if early => {
+            StartPoint::Image(id) if early => {
                 self.suspects.was_restored(id);
                 let evidence = if images.proven.contains(&id) { None } else { evidence(death, uptime) };
                 if self.suspects.is_row(evidence.as_ref()) {
@@ -212,12 +212,12 @@ impl History {
                 let finding = self.suspects.add(id, evidence);
                 self.go_on(id, finding, images, policy, now)
             }
-            From::Image(id) => {
+            StartPoint::Image(id) => {
                 self.suspects.clear(id);
                 self.suspects.end_row();
                 self.choose(images, policy, now, None)
             }
-            From::Cold => {
+            StartPoint::Cold => {
                 self.early_cold = if early { self.early_cold + 1 } else { 0 };
                 self.choose(images, policy, now, None)
             }
@@ -247,7 +247,7 @@ impl History {
 
     /// A start failed for a reason that another image would not change.
     #[must_use]
-    pub(crate) fn after_machine_failure(&mut self, from: From, why: &str, policy: &Restart) -> Decision {
+    pub(crate) fn after_machine_failure(&mut self, from: StartPoint, why: &str, policy: &Restart) -> Decision {
         self.machine += 1;
         if self.machine > MACHINE_FAILURES {
             let why = format!("{MACHINE_FAILURES} attempts failed, none by a fault of the image; the last: {why}");
@@ -272,7 +272,7 @@ impl History {
     /// The next older image, at once: no wait would make it better. Where there is none, from the top.
     fn next(&mut self, images: &Images, policy: &Restart, now: Instant, mark: Option<Mark>) -> Decision {
         match images.good.iter().find(|id| !self.suspects.is_passed_over(**id)) {
-            Some(id) => Decision::Again { from: From::Image(*id), after: Duration::ZERO, mark },
+            Some(id) => Decision::Again { from: StartPoint::Image(*id), after: Duration::ZERO, mark },
             None => self.choose(images, policy, now, mark),
         }
     }
@@ -293,7 +293,7 @@ impl History {
         let image = images.good.iter().find(|id| !self.suspects.is_passed_over(**id));
         let others = images.others || !images.good.is_empty();
         let from = match (image, policy.cold_start) {
-            (Some(id), _) => From::Image(*id),
+            (Some(id), _) => StartPoint::Image(*id),
             (None, ColdStart::Never) => {
                 let why = "there is no good image, and restart.cold-start is \"never\"".to_string();
                 return Decision::GiveUp { why, mark };
@@ -306,7 +306,7 @@ impl History {
                 );
                 return Decision::GiveUp { why, mark };
             }
-            (None, ColdStart::NoImages | ColdStart::Allow) => From::Cold,
+            (None, ColdStart::NoImages | ColdStart::Allow) => StartPoint::Cold,
         };
         self.restarts.push_back(now);
         self.in_a_row += 1;

@@ -1,6 +1,6 @@
 //! What is wrong with a job that has not ended, and who ended one that has.
 //!
-//! - [`vigil`]: the thread that notices a hang, by [`clock`]s that stand still in snapshots; [`beats`] is the job's own sign of
+//! - [`detector`]: the thread that notices a hang, by [`clock`]s that stand still in snapshots; [`beats`] is the job's own sign of
 //!   life, [`stacks`] what its processes are at then;
 //! - [`lines`]: the output as it comes, held against the rules;
 //! - [`gpu`]: whether GPUs work for the job, and their faults while it runs;
@@ -12,8 +12,8 @@
 pub(crate) mod beats;
 pub(crate) mod clock;
 pub(crate) mod gpu;
+pub(crate) mod hang_detector;
 pub(crate) mod kmsg;
 pub(crate) mod lines;
 pub(crate) mod stacks;
-pub(crate) mod vigil;
 pub(crate) mod witness;

@@ -10,14 +10,14 @@ use chrono::{DateTime, Utc};
 
 use super::{Exit, Global, Misuse, environment, job_args, named_criu, replica, start_log, trust};
 use crate::config::{ColdStart, Config, Deadline, Interposer, Limit, Overrides, Requeue, Staging, Stdin, UplinkMode};
-use crate::policy::From;
+use crate::job_api::server::Socket;
+use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
 use crate::supervisor::line::{Begin, Candidate, Line};
 use crate::supervisor::state::{Finish, NO_USABLE_IMAGE, Obstacle, Stop};
 use crate::supervisor::{self, Origin, Places, Program, Setup, Sockets, TimeLimit};
 use crate::telemetry;
 use crate::watch::beats::Beats;
-use crate::word::server::Socket;
 use rekindle_base::chain;
 use rekindle_criu::Criu;
 use rekindle_cuda as cuda;
@@ -149,29 +149,29 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
         start_log(&config);
         trust::check(&config, &name)?;
     }
-    let ground = Ground::prepare(config, directory, command)?;
-    let (folder, lock) = ground.open(&name)?;
+    let prepared = Prepared::prepare(config, directory, command)?;
+    let (folder, lock) = prepared.open(&name)?;
     if !args.fresh {
-        replica::bring_newest(&ground.config, &folder, &lock)?;
+        replica::bring_newest(&prepared.config, &folder, &lock)?;
         trust::check_here(&folder)?;
     }
-    let start = choose(&folder, command, args.fresh, ground.config.restart.cold_start)?;
+    let start = choose(&folder, command, args.fresh, prepared.config.restart.cold_start)?;
     match (start.from, &args.accepted.user) {
-        (From::Image(id), _) => {
+        (StartPoint::Image(id), _) => {
             let image = folder.copies()?.into_iter().find(|image| image.id == id && image.is_good());
             if let Some(manifest) = image.as_ref().and_then(Image::manifest) {
-                restore::check_user(manifest, ground.spec.identity.as_ref())?;
+                restore::check_user(manifest, prepared.spec.identity.as_ref())?;
             }
         }
-        (From::Cold, Some(user)) => {
+        (StartPoint::Cold, Some(user)) => {
             return Err(Misuse(format!(
                 "--accept-user {user} is for an image, and there is none to go on from: leave it out to start the job as job.user says"
             ))
             .into());
         }
-        (From::Cold, None) => {}
+        (StartPoint::Cold, None) => {}
     }
-    if let Some(seen) = trust::seen(&ground.config, &folder) {
+    if let Some(seen) = trust::seen(&prepared.config, &folder) {
         let record = folder.record()?.filter(|record| !args.fresh && record.outcome != Outcome::Completed);
         match &record {
             // What is left behind on purpose is not missed.
@@ -181,7 +181,7 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
             record => trust::look_for_rollback(&seen, &folder, record.as_ref().map(|record| record.lineage.as_str())),
         }
     }
-    supervise(ground, folder, lock, start, &args.devices.pairs)
+    supervise(prepared, folder, lock, start, &args.devices.pairs)
 }
 
 pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exit> {
@@ -206,8 +206,8 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     }
     let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
     restore::check_user(&manifest, user.as_ref())?;
-    let ground = Ground::prepare(config, manifest.directory.to_path_buf(), &command)?;
-    let (folder, lock) = ground.open(folder.name())?;
+    let prepared = Prepared::prepare(config, manifest.directory.to_path_buf(), &command)?;
+    let (folder, lock) = prepared.open(folder.name())?;
     let mut image = image;
     if matches!(image.state, State::Bad { .. }) {
         // Whoever names an image wants it tried.
@@ -220,11 +220,17 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
         true => (manifest.lineage, None),
         false => (supervisor::new_lineage(), Some(image.id)),
     };
-    supervise(ground, folder, lock, Start { from: From::Image(image.id), lineage, base, named }, &args.devices.pairs)
+    supervise(
+        prepared,
+        folder,
+        lock,
+        Start { from: StartPoint::Image(image.id), lineage, base, named },
+        &args.devices.pairs,
+    )
 }
 
 /// What is there before the job's folder is touched.
-struct Ground {
+struct Prepared {
     config: Config,
     criu: Criu,
     spec: JobSpec,
@@ -234,8 +240,8 @@ struct Ground {
     store: Store,
 }
 
-impl Ground {
-    fn prepare(config: Config, directory: PathBuf, command: &[OsString]) -> anyhow::Result<Ground> {
+impl Prepared {
+    fn prepare(config: Config, directory: PathBuf, command: &[OsString]) -> anyhow::Result<Prepared> {
         start_log(&config);
         let user = config.job.user.as_deref().map(identity::lookup).transpose()?;
         let environment = environment::of(&config, user.as_ref(), std::env::vars_os());
@@ -273,7 +279,7 @@ impl Ground {
         let trust = config.store.trust()?;
         let packing = config.store.packing(&trust);
         let store = Store::open(&config.store.directory, Access::Write)?.with_trust(trust);
-        Ok(Ground { config, criu, spec, uplink, packing, store })
+        Ok(Prepared { config, criu, spec, uplink, packing, store })
     }
 
     /// Becomes the one writer of the job's folder, and removes what crashes have left in it.
@@ -298,15 +304,21 @@ impl Ground {
 
 /// What a run begins with.
 struct Start {
-    from: From,
+    from: StartPoint,
     lineage: String,
     base: Option<ImageId>,
     /// Whether the image was asked for by name.
     named: bool,
 }
 
-fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, map: &[Pair]) -> anyhow::Result<Exit> {
-    let Ground { config, criu, mut spec, uplink, packing, .. } = ground;
+fn supervise(
+    prepared: Prepared,
+    folder: JobFolder,
+    lock: WriterLock,
+    start: Start,
+    map: &[Pair],
+) -> anyhow::Result<Exit> {
+    let Prepared { config, criu, mut spec, uplink, packing, .. } = prepared;
     let add = |spec: &mut JobSpec, name: &str, value: &str| spec.environment.insert(name.into(), value.into());
     add(&mut spec, "REKINDLE_JOB", folder.name().as_str());
     add(&mut spec, "REKINDLE_RUN_ID", &start.lineage);
@@ -323,8 +335,8 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
         uplink::Plan::new(program, folder.bin_dir(), spec.identity.as_ref().map(|identity| identity.uid))
     });
     match start.from {
-        From::Cold => tracing::info!("job {} starts", folder.name()),
-        From::Image(id) => tracing::info!("job {} goes on from image {id}", folder.name()),
+        StartPoint::Cold => tracing::info!("job {} starts", folder.name()),
+        StartPoint::Image(id) => tracing::info!("job {} goes on from image {id}", folder.name()),
     }
     let staging = staging_area(&config, &folder, &lock);
     let interposer = interposer(&config, &mut spec, &folder, staging.as_ref());
@@ -338,7 +350,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
         );
     }
     let map = match from {
-        From::Cold if !map.is_empty() => {
+        StartPoint::Cold if !map.is_empty() => {
             tracing::warn!("--device-map is not needed: the job begins anew, on the GPUs that it chooses itself");
             &[]
         }
@@ -347,7 +359,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
     let newest = folder.copies()?.iter().map(|image| image.id).max();
     let wishes = Wishes { map: map.to_vec(), until: newest, ..Wishes::default() };
     let beats = beats(&config, &mut spec, &folder)?;
-    let word = word(&config, &mut spec, &folder);
+    let job_api = job_api(&config, &mut spec, &folder);
     let scheduler = find_scheduler(&config);
     let deadline = deadline(&config)?;
     let requeue = config.scheduler.requeue;
@@ -357,7 +369,7 @@ fn supervise(ground: Ground, folder: JobFolder, lock: WriterLock, start: Start, 
         lock,
         criu,
         program: Program { spec, launch, reaper, interposer, uplink },
-        sockets: Sockets { beats, word },
+        sockets: Sockets { beats, job_api },
         images: Places { staging, packing },
         origin: Origin { from, named, base, wishes },
         time: TimeLimit { scheduler: scheduler.clone(), deadline },
@@ -407,7 +419,7 @@ fn beats(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> anyhow::Res
 }
 
 /// Gives the job a socket on which it can ask for something. Without one it runs all the same.
-fn word(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> Option<Socket> {
+fn job_api(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> Option<Socket> {
     let name = OsStr::new("REKINDLE_SOCKET");
     // One of a rekindle that we run in ourselves.
     spec.environment.remove(name);
@@ -530,7 +542,7 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
 
 /// Goes on from the newest good image where the last run did not complete.
 fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart) -> anyhow::Result<Start> {
-    let anew = || Start { from: From::Cold, lineage: supervisor::new_lineage(), base: None, named: false };
+    let anew = || Start { from: StartPoint::Cold, lineage: supervisor::new_lineage(), base: None, named: false };
     let Some(record) = folder.record()? else { return Ok(anew()) };
     if fresh || record.outcome == Outcome::Completed {
         return Ok(anew());
@@ -551,7 +563,7 @@ fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart
                 "no image of the interrupted run can be used; `rekindle list {}` says why. The job starts from nothing (restart.cold-start)",
                 folder.name()
             );
-            From::Cold
+            StartPoint::Cold
         }
         Begin::NoUsableImage => {
             return Err(NoUsableImage { job: folder.name().clone(), why: NO_USABLE_IMAGE.into() }.into());

@@ -18,7 +18,7 @@ pub(super) const SECTIONS: &[&str] = &[
     "metrics",
     "log",
     "control",
-    "word",
+    "job-api",
     "criu",
 ];
 
@@ -191,7 +191,7 @@ pub(super) const KEYS: &[Key] = &[
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),
     key("control.directory", Shape::Text, "text with an absolute path"),
-    key("word.max-hold", Shape::Text, DURATION),
+    key("job-api.max-hold", Shape::Text, DURATION),
     key("criu.path", Shape::Text, "text with an absolute path"),
 ];
 
@@ -231,8 +231,11 @@ const ALIKE: f64 = 0.8;
 const SAME_SECTION: f64 = 0.15;
 
 /// Keys that earlier versions had, each with what to do.
-const REMOVED: [(&str, &str); 1] =
-    [("restart.lazy", "all memory of a job is restored before it runs, as with \"off\"; delete it")];
+const REMOVED: [(&str, &str); 3] = [
+    ("restart.lazy", "all memory of a job is restored before it runs, as with \"off\"; delete it"),
+    ("word.max-hold", "use job-api.max-hold"),
+    ("[word]", "use [job-api]"),
+];
 
 /// Why there is no such key or variable any more.
 pub(super) fn removed(name: &str) -> Option<&'static str> {

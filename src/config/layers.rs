@@ -177,14 +177,16 @@ impl Layers {
         let known: BTreeMap<String, &'static Key> =
             keys::KEYS.iter().filter_map(|key| key.variable().map(|name| (name, key))).collect();
         let of_a_section = |name: &str| {
-            SECTIONS.iter().any(|section| name.starts_with(&format!("REKINDLE_{}_", section.to_uppercase())))
+            SECTIONS
+                .iter()
+                .any(|section| name.starts_with(&format!("REKINDLE_{}_", section.to_uppercase().replace('-', "_"))))
         };
         // Sorted, because the order of the environment is chance.
         for (name, text) in variables.collect::<BTreeMap<_, _>>() {
             let origin = Origin::Environment { variable: name.clone() };
             match known.get(&name) {
                 Some(key) => self.variable(key, &text, &origin),
-                None if of_a_section(&name) => {
+                None if of_a_section(&name) || keys::removed(&name).is_some() => {
                     let nearest = keys::nearest_word(&name, known.keys().map(String::as_str));
                     self.unknown(origin, "variable", &name, nearest.map(str::to_owned));
                 }

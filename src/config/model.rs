@@ -10,13 +10,13 @@ use super::auto::MeanTime;
 use super::control::Control;
 use super::files::Files;
 use super::gpu::Gpu;
+use super::job_api::JobApi;
 use super::network::Network;
+use super::notifications::{Hooks, LogFormat, Metrics};
 use super::scheduler::Scheduler;
 use super::storage::{Repack, SizeLimit, Threads, VerifyRate};
-use super::tell::{Hooks, LogFormat, Metrics};
 use super::value::{ByteSize, Environment, Interval, Limit, Rate, Stdin, Umask, duration};
 use super::watch::{Patience, Rule, Watch};
-use super::word::Word;
 use rekindle_base::Percentage;
 use rekindle_engine::restore::ChangedFiles;
 use rekindle_engine::snapshot::TcpChoice;
@@ -66,7 +66,7 @@ pub struct Config {
     /// Where others reach the supervisor.
     pub control: Control,
     /// What the job may ask of its supervisor.
-    pub word: Word,
+    pub job_api: JobApi,
     /// Which CRIU to use.
     pub criu: Criu,
 }
@@ -422,7 +422,7 @@ impl Default for Config {
             metrics: Metrics::default(),
             log: Log::default(),
             control: Control::default(),
-            word: Word::default(),
+            job_api: JobApi::default(),
             criu: Criu::default(),
         }
     }

@@ -45,7 +45,7 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
         "must be at least 4KiB, because each rotation leaves a file".to_owned()
     });
     rules.path("control.directory", Some(&config.control.directory));
-    rules.time("word.max-hold", config.word.max_hold, Duration::from_secs(1), "");
+    rules.time("job-api.max-hold", config.job_api.max_hold, Duration::from_secs(1), "");
     rules.path("criu.path", config.criu.path.as_deref());
     rules.0
 }

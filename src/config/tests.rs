@@ -163,7 +163,7 @@ max-size = "1.5MiB"
 keep = 0
 [control]
 directory = "/run/elsewhere"
-[word]
+[job-api]
 max-hold = "2m"
 
 [criu]

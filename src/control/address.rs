@@ -5,7 +5,7 @@
 //! keeps two of them from doing it at a time, because between the look at a file and its removal a living one could get the
 //! name.
 //!
-//! Beside it is `JOB-HASH.word`, the job's own ([`crate::word`]). It is bound to its name at once, because CRIU leads a job's
+//! Beside it is `JOB-HASH.word`, the job's own ([`crate::job_api`]). It is bound to its name at once, because CRIU leads a job's
 //! socket back to the name that the other end was bound to, and it must answer before the job is there.
 //!
 //! A path for a socket has at most 107 bytes (sun_path, unix(7)), and a folder may have more: the folder is opened and the
@@ -81,18 +81,18 @@ impl Drop for Bound {
 
 /// A socket that the job finds.
 #[derive(Debug)]
-pub struct Letterbox {
+pub struct SocketPath {
     socket: UnixDatagram,
     path: PathBuf,
     inode: u64,
 }
 
-impl Letterbox {
+impl SocketPath {
     /// Binds `NAME.word` in the folder, as [`Bound::new`] does. Only root and `user` can send there.
     ///
     /// # Errors
     /// The step that failed; a path that is too long for a socket is `InvalidInput`.
-    pub fn new(directory: &Path, name: &str, user: Option<u32>) -> io::Result<Letterbox> {
+    pub fn new(directory: &Path, name: &str, user: Option<u32>) -> io::Result<SocketPath> {
         let (_folder, _lock) = enter(directory)?;
         let path = directory.join(format!("{name}{WORD_SUFFIX}"));
         remove(&path)?;
@@ -103,7 +103,7 @@ impl Letterbox {
             .and_then(|()| socket.set_nonblocking(true))
             .and_then(|()| fs::symlink_metadata(&path));
         let inode = made.inspect_err(|_| drop(fs::remove_file(&path)))?.ino();
-        Ok(Letterbox { socket, path, inode })
+        Ok(SocketPath { socket, path, inode })
     }
 
     /// Where it is.
@@ -119,7 +119,7 @@ impl Letterbox {
     }
 }
 
-impl Drop for Letterbox {
+impl Drop for SocketPath {
     fn drop(&mut self) {
         forget(&self.path, self.inode);
     }
@@ -240,7 +240,7 @@ mod tests {
         }
         let living = Bound::new(dir.path(), "c").unwrap();
         fs::write(dir.path().join("x.sock"), "a file of somebody").unwrap();
-        let (a, words) = (Bound::new(dir.path(), "a").unwrap(), Letterbox::new(dir.path(), "a", None).unwrap());
+        let (a, words) = (Bound::new(dir.path(), "a").unwrap(), SocketPath::new(dir.path(), "a", None).unwrap());
         UnixDatagram::unbound().unwrap().send_to(b"x", words.path()).unwrap();
         let mut names: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
         names.sort();

@@ -56,7 +56,7 @@ impl Server {
         let wake = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         let (status, ended) = (Arc::<Mutex<Vec<u8>>>::default(), Arc::<Mutex<bool>>::default());
         let (sender, answers) = mpsc::channel();
-        let mut hall = Hall {
+        let mut clients = Clients {
             bound: Arc::clone(&bound),
             status: Arc::clone(&status),
             deliver,
@@ -69,7 +69,7 @@ impl Server {
         let over = Arc::clone(&ended);
         let run = move || {
             while !*lock(&over) {
-                hall.turn();
+                clients.turn();
             }
         };
         let thread = std::thread::Builder::new().name("control".into()).spawn(run)?;
@@ -132,7 +132,7 @@ impl Drop for Owed {
     }
 }
 
-struct Hall {
+struct Clients {
     bound: Arc<Bound>,
     status: Arc<Mutex<Vec<u8>>>,
     deliver: Deliver,
@@ -173,17 +173,17 @@ enum Stays {
     No,
 }
 
-impl Hall {
+impl Clients {
     fn turn(&mut self) {
         let now = Instant::now();
         if self.closed_until.is_some_and(|until| until <= now) {
             self.closed_until = None;
         }
         let full = self.clients.len() >= CLIENTS;
-        let door = if self.closed_until.is_some() { PollFlags::empty() } else { PollFlags::POLLIN };
+        let listener = if self.closed_until.is_some() { PollFlags::empty() } else { PollFlags::POLLIN };
         let mut fds = vec![
             PollFd::new(self.desk.wake.as_fd(), PollFlags::POLLIN),
-            PollFd::new(self.bound.listener().as_fd(), door),
+            PollFd::new(self.bound.listener().as_fd(), listener),
         ];
         fds.extend(self.clients.values().map(|client| PollFd::new(client.stream.as_fd(), client.stage.events())));
         let deadlines = self.clients.values().filter_map(Client::deadline).chain(self.closed_until);

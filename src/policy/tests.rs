@@ -15,7 +15,7 @@ const KILLED: Death = Death::Ended(Ended::Signal(libc::SIGKILL));
 const SOON: Duration = Duration::from_secs(1);
 const LATER: Duration = Duration::from_secs(100);
 
-fn from(decision: &Decision) -> From {
+fn from(decision: &Decision) -> StartPoint {
     match decision {
         Decision::Again { from, .. } => *from,
         other => panic!("not again: {other:?}"),
@@ -27,14 +27,14 @@ fn exit_codes_decide() {
     let mut p = policy();
     let end = |code, p: &Restart| {
         let death = Death::Ended(Ended::Exit(code));
-        History::default().after_death(death, From::Cold, LATER, &Images::good([id(1)]), p, Instant::now())
+        History::default().after_death(death, StartPoint::Cold, LATER, &Images::good([id(1)]), p, Instant::now())
     };
     assert_eq!(end(0, &p), Decision::Complete);
-    assert_eq!(from(&end(1, &p)), From::Image(id(1)));
+    assert_eq!(from(&end(1, &p)), StartPoint::Image(id(1)));
     assert!(matches!(end(127, &p), Decision::GiveUp { .. }));
     p.retry_exit_codes = vec![75];
     assert!(matches!(end(1, &p), Decision::GiveUp { .. }));
-    assert_eq!(from(&end(75, &p)), From::Image(id(1)));
+    assert_eq!(from(&end(75, &p)), StartPoint::Image(id(1)));
 }
 
 #[test]
@@ -44,20 +44,20 @@ fn down_the_ladder() {
     let (new, old) = (id(2), id(1));
     // The newest image gets two chances.
     assert_eq!(
-        from(&history.after_death(CRASH, From::Cold, LATER, &Images::good([new, old]), &p, now)),
-        From::Image(new)
+        from(&history.after_death(CRASH, StartPoint::Cold, LATER, &Images::good([new, old]), &p, now)),
+        StartPoint::Image(new)
     );
-    let second = history.after_death(CRASH, From::Image(new), SOON, &Images::good([new, old]), &p, now);
-    assert_eq!(from(&second), From::Image(new));
-    let third = history.after_death(CRASH, From::Image(new), SOON, &Images::good([new, old]), &p, now);
+    let second = history.after_death(CRASH, StartPoint::Image(new), SOON, &Images::good([new, old]), &p, now);
+    assert_eq!(from(&second), StartPoint::Image(new));
+    let third = history.after_death(CRASH, StartPoint::Image(new), SOON, &Images::good([new, old]), &p, now);
     let Decision::Again { from: then, after, mark: Some(mark) } = third else { panic!("{third:?}") };
-    assert_eq!((then, after, mark.image, mark.why), (From::Image(old), Duration::ZERO, new, BadWhy::DiesAgain));
+    assert_eq!((then, after, mark.image, mark.why), (StartPoint::Image(old), Duration::ZERO, new, BadWhy::DiesAgain));
     assert!(mark.detail.contains("signal SIGSEGV"), "{}", mark.detail);
     // The older one is damaged; then from nothing, twice; then no more.
     let damaged = history.after_image_failure(old, &Failure::Damaged, &Images::good([]), &p, now);
-    assert_eq!(from(&damaged), From::Cold);
-    assert_eq!(from(&history.after_death(CRASH, From::Cold, SOON, &Images::good([]), &p, now)), From::Cold);
-    let last = history.after_death(CRASH, From::Cold, SOON, &Images::good([]), &p, now);
+    assert_eq!(from(&damaged), StartPoint::Cold);
+    assert_eq!(from(&history.after_death(CRASH, StartPoint::Cold, SOON, &Images::good([]), &p, now)), StartPoint::Cold);
+    let last = history.after_death(CRASH, StartPoint::Cold, SOON, &Images::good([]), &p, now);
     assert!(matches!(last, Decision::GiveUp { ref why, .. } if why.contains("no good image")), "{last:?}");
 }
 
@@ -69,27 +69,31 @@ fn a_job_is_not_started_from_nothing_over_its_images() {
         |images: &Images, p: &Restart| History::default().after_image_failure(id(9), &Failure::Damaged, images, p, now);
     let stranded = |decision: &Decision| matches!(decision, Decision::NoUsableImage { .. });
     assert!(stranded(&damaged(&others, &p)));
-    assert!(stranded(&History::default().after_death(CRASH, From::Cold, LATER, &others, &p, now)));
+    assert!(stranded(&History::default().after_death(CRASH, StartPoint::Cold, LATER, &others, &p, now)));
     // The last good one is marked just now.
     let mut history = History::default();
-    let (last, images) = (From::Image(id(1)), Images::good([id(1)]));
+    let (last, images) = (StartPoint::Image(id(1)), Images::good([id(1)]));
     assert_eq!(from(&history.after_death(CRASH, last, SOON, &images, &p, now)), last);
     let second = history.after_death(CRASH, last, SOON, &images, &p, now);
     assert!(stranded(&second) && second.mark().is_some_and(|mark| mark.image == id(1)), "{second:?}");
     // Without any image there is nothing to lose, and with a usable one nothing to decide.
-    let cold = History::default().after_death(CRASH, From::Cold, LATER, &Images::default(), &p, now);
-    assert_eq!(from(&cold), From::Cold);
+    let cold = History::default().after_death(CRASH, StartPoint::Cold, LATER, &Images::default(), &p, now);
+    assert_eq!(from(&cold), StartPoint::Cold);
     let some = Images { others: true, ..Images::good([id(1)]) };
-    assert_eq!(from(&History::default().after_death(CRASH, From::Cold, LATER, &some, &p, now)), From::Image(id(1)));
+    assert_eq!(
+        from(&History::default().after_death(CRASH, StartPoint::Cold, LATER, &some, &p, now)),
+        StartPoint::Image(id(1))
+    );
     let allowed = Restart { cold_start: ColdStart::Allow, ..p };
-    assert_eq!(from(&damaged(&others, &allowed)), From::Cold);
+    assert_eq!(from(&damaged(&others, &allowed)), StartPoint::Cold);
 }
 
 #[test]
 fn no_cold_start_where_it_is_forbidden() {
     let mut p = policy();
     p.cold_start = ColdStart::Never;
-    let decision = History::default().after_death(CRASH, From::Cold, LATER, &Images::good([]), &p, Instant::now());
+    let decision =
+        History::default().after_death(CRASH, StartPoint::Cold, LATER, &Images::good([]), &p, Instant::now());
     assert!(matches!(decision, Decision::GiveUp { ref why, .. } if why.contains("cold-start")));
 }
 
@@ -99,17 +103,17 @@ fn the_limit_holds_within_its_window_and_backs_off() {
     p.max_restarts = 3;
     let mut waits = Vec::new();
     for _ in 0..3 {
-        match history.after_death(CRASH, From::Cold, LATER, &Images::good([id(1)]), &p, now) {
+        match history.after_death(CRASH, StartPoint::Cold, LATER, &Images::good([id(1)]), &p, now) {
             Decision::Again { after, .. } => waits.push(after),
             other => panic!("{other:?}"),
         }
     }
     assert_eq!(waits, [p.backoff, p.backoff * 2, p.backoff * 4]);
-    let fourth = history.after_death(CRASH, From::Cold, LATER, &Images::good([id(1)]), &p, now);
+    let fourth = history.after_death(CRASH, StartPoint::Cold, LATER, &Images::good([id(1)]), &p, now);
     assert!(matches!(fourth, Decision::GiveUp { ref why, .. } if why.contains("max-restarts")));
     let after_window = now + p.window + SOON;
     assert!(matches!(
-        history.after_death(CRASH, From::Cold, LATER, &Images::good([id(1)]), &p, after_window),
+        history.after_death(CRASH, StartPoint::Cold, LATER, &Images::good([id(1)]), &p, after_window),
         Decision::Again { .. }
     ));
 }
@@ -120,7 +124,7 @@ fn healthy_uptime_forgives() {
     p.max_restarts = 1;
     let healthy = p.healthy_uptime;
     for _ in 0..5 {
-        let decision = history.after_death(CRASH, From::Image(id(1)), healthy, &Images::good([id(1)]), &p, now);
+        let decision = history.after_death(CRASH, StartPoint::Image(id(1)), healthy, &Images::good([id(1)]), &p, now);
         assert!(matches!(decision, Decision::Again { after, mark: None, .. } if after == p.backoff));
     }
 }
@@ -129,19 +133,25 @@ fn healthy_uptime_forgives() {
 fn a_lost_job_comes_back_whatever_the_exit_codes_say() {
     let mut p = policy();
     p.retry_exit_codes = vec![75];
-    let decision =
-        History::default().after_death(Death::Lost, From::Cold, LATER, &Images::good([id(4)]), &p, Instant::now());
-    assert_eq!(from(&decision), From::Image(id(4)));
+    let decision = History::default().after_death(
+        Death::Lost,
+        StartPoint::Cold,
+        LATER,
+        &Images::good([id(4)]),
+        &p,
+        Instant::now(),
+    );
+    assert_eq!(from(&decision), StartPoint::Image(id(4)));
 }
 
 #[test]
 fn the_machine_is_not_the_images_fault() {
     let (mut history, p) = (History::default(), policy());
     for _ in 0..5 {
-        let decision = history.after_machine_failure(From::Image(id(1)), "no driver", &p);
-        assert!(matches!(decision, Decision::Again { from: From::Image(_), mark: None, .. }));
+        let decision = history.after_machine_failure(StartPoint::Image(id(1)), "no driver", &p);
+        assert!(matches!(decision, Decision::Again { from: StartPoint::Image(_), mark: None, .. }));
     }
-    let last = history.after_machine_failure(From::Image(id(1)), "no driver", &p);
+    let last = history.after_machine_failure(StartPoint::Image(id(1)), "no driver", &p);
     assert!(matches!(last, Decision::GiveUp { ref why, mark: None } if why.contains("no driver")));
 }
 
@@ -161,7 +171,7 @@ impl Walk {
         let mark = decision.mark().map(|mark| mark.image);
         self.images.good.retain(|id| Some(*id) != mark);
         match decision {
-            Decision::Again { from: From::Image(id), after, .. } => {
+            Decision::Again { from: StartPoint::Image(id), after, .. } => {
                 (id.sequence(), after.is_zero(), mark.map(|id| id.sequence()))
             }
             other => panic!("{other:?}"),
@@ -170,7 +180,8 @@ impl Walk {
 
     fn dies(&mut self, image: u32, death: Death) -> (u32, bool, Option<u32>) {
         let now = Instant::now();
-        let decision = self.history.after_death(death, From::Image(id(image)), SOON, &self.images, &self.policy, now);
+        let decision =
+            self.history.after_death(death, StartPoint::Image(id(image)), SOON, &self.images, &self.policy, now);
         self.step(decision)
     }
 
@@ -207,7 +218,7 @@ fn deaths_at_different_times_are_not_the_same_failure() {
     let marks = |first: f64, second: f64| {
         let (mut history, images, now) = (History::default(), Images::good([id(1)]), Instant::now());
         let mut dies =
-            |uptime| history.after_death(CRASH, From::Image(id(1)), seconds(uptime), &images, &policy(), now);
+            |uptime| history.after_death(CRASH, StartPoint::Image(id(1)), seconds(uptime), &images, &policy(), now);
         assert!(dies(first).mark().is_none());
         dies(second).mark().is_some()
     };
@@ -268,8 +279,9 @@ fn one_that_was_passed_over_and_is_restored_all_the_same_has_its_turn_again() {
 fn a_life_that_is_long_enough_clears_an_image() {
     let mut walk = Walk::new(&[2, 1]);
     assert_eq!(walk.dies(2, CRASH), (2, WAITS, None));
-    let lived = walk.history.after_death(CRASH, From::Image(id(2)), LATER, &walk.images, &walk.policy, Instant::now());
-    assert_eq!(from(&lived), From::Image(id(2)));
+    let lived =
+        walk.history.after_death(CRASH, StartPoint::Image(id(2)), LATER, &walk.images, &walk.policy, Instant::now());
+    assert_eq!(from(&lived), StartPoint::Image(id(2)));
     assert_eq!(walk.dies(2, CRASH), (2, WAITS, None));
 }
 
@@ -302,8 +314,8 @@ fn a_life_that_took_an_image_says_nothing_about_the_one_before() {
         walk.images.good.insert(0, id(newest));
         let (now, uptime) = (Instant::now(), Duration::from_secs(u64::from(newest % 2) * 9 + 1));
         let death =
-            walk.history.after_death(CRASH, From::Image(id(newest - 1)), uptime, &walk.images, &walk.policy, now);
-        assert_eq!((from(&death), death.mark()), (From::Image(id(newest)), None));
+            walk.history.after_death(CRASH, StartPoint::Image(id(newest - 1)), uptime, &walk.images, &walk.policy, now);
+        assert_eq!((from(&death), death.mark()), (StartPoint::Image(id(newest)), None));
     }
 }
 
@@ -320,6 +332,7 @@ fn lives_that_end_alike_after_an_image_each_go_back_to_the_proven_one() {
     assert_eq!(walk.dies(5, CRASH).0, 1, "none of those since is taken, and none is marked");
     // From there it lives: what it takes then is the newest.
     walk.images.good.insert(0, id(7));
-    let lived = walk.history.after_death(CRASH, From::Image(id(1)), LATER, &walk.images, &walk.policy, Instant::now());
-    assert_eq!(from(&lived), From::Image(id(7)));
+    let lived =
+        walk.history.after_death(CRASH, StartPoint::Image(id(1)), LATER, &walk.images, &walk.policy, Instant::now());
+    assert_eq!(from(&lived), StartPoint::Image(id(7)));
 }

@@ -4,9 +4,9 @@ use std::time::Instant;
 
 use super::Setup;
 use super::control::Control;
+use super::job_api::JobApi;
 use super::line::Line;
 use super::state::Machine;
-use super::word::Word;
 use crate::published::Published;
 
 /// Both.
@@ -14,21 +14,21 @@ pub(super) struct Clients {
     /// What others ask for.
     pub(super) control: Control,
     /// What the job asks for.
-    pub(super) word: Word,
+    pub(super) job_api: JobApi,
 }
 
 impl Clients {
     pub(super) fn new(setup: &Setup) -> Clients {
-        Clients { control: Control::default(), word: Word::new(setup) }
+        Clients { control: Control::default(), job_api: JobApi::new(setup) }
     }
 
     /// What they are answered when they ask how things are.
     pub(super) fn show(&self, setup: &Setup, machine: &Machine<'_>, line: &Line, published: &Published) {
         self.control.show(published);
-        self.word.show(setup, machine, line, published);
+        self.job_api.show(setup, machine, line, published);
     }
 
     pub(super) fn next_wake(&self, now: Instant) -> Option<Instant> {
-        self.word.next_wake(now)
+        self.job_api.next_wake(now)
     }
 }

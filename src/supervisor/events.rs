@@ -6,8 +6,8 @@ use super::result::RunResult;
 use super::state::{Finish, State};
 use super::watch::interrupted;
 use super::{Owner, hooks, result};
-use crate::hooks::Report;
-use crate::policy::From;
+use crate::notifications::Report;
+use crate::policy::StartPoint;
 use crate::telemetry::events::{Event, What};
 use rekindle_base::Moved;
 use rekindle_engine::launch::Job;
@@ -16,7 +16,7 @@ use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 
 impl Owner<'_> {
-    /// The one door for what happened.
+    /// The one listener for what happened.
     pub(super) fn tell(&mut self, what: What) -> Event {
         let event = Event::now(&self.line.lineage, what);
         self.deadline.observe(&event);
@@ -86,10 +86,10 @@ impl Owner<'_> {
     }
 }
 
-pub(super) fn image_of(from: From) -> Option<ImageId> {
+pub(super) fn image_of(from: StartPoint) -> Option<ImageId> {
     match from {
-        From::Image(image) => Some(image),
-        From::Cold => None,
+        StartPoint::Image(image) => Some(image),
+        StartPoint::Cold => None,
     }
 }
 

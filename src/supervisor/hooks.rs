@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::metrics::Metrics;
 use super::{Message, Setup};
 use crate::config::Config;
-use crate::hooks::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner, Webhook};
+use crate::notifications::{Context, Document, Failures, Gate, Point, Report, Reporter, Runner, Webhook};
 use crate::telemetry::events::{Event, What};
 use rekindle_store::manifest::Reason;
 

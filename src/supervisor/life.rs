@@ -180,7 +180,7 @@ impl<J> JobLife<J> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::From;
+    use crate::policy::StartPoint;
     use crate::supervisor::state::Life;
     use crate::supervisor::unread::{AGAIN, PATIENCE};
 
@@ -227,7 +227,7 @@ mod tests {
     #[test]
     fn an_end_waits_for_the_images_for_a_while() {
         let now = Instant::now();
-        let state = State::Running(Life { from: From::Cold, since: now, next: None, failures: 0, missed: 0 });
+        let state = State::Running(Life { from: StartPoint::Cold, since: now, next: None, failures: 0, missed: 0 });
         let mut life = JobLife::new(now);
         life.begins(());
         life.ends(Ended::Exit(1));

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 use super::state::Event;
 use crate::config::ColdStart;
-use crate::policy::{Failure, From, Images};
+use crate::policy::{Failure, Images, StartPoint};
 use rekindle_store::{BadWhy, Image, ImageId, State};
 
 /// What has to be known of a copy of an image.
@@ -65,7 +65,7 @@ impl Target {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Begin {
     /// With this.
-    With(From),
+    With(StartPoint),
     /// From nothing, over images that cannot be used.
     OverImages,
     /// Not at all: there are images, none can be used, and nothing is started over them.
@@ -117,10 +117,10 @@ impl Line {
     /// What a run begins with that goes on with this line. The copies are sorted newest first.
     pub(crate) fn begin<'a>(&self, copies: impl IntoIterator<Item = Candidate<'a>> + Clone, cold: ColdStart) -> Begin {
         if let Some(newest) = copies.clone().into_iter().find(|copy| self.has(copy)) {
-            return Begin::With(From::Image(newest.id));
+            return Begin::With(StartPoint::Image(newest.id));
         }
         match (copies.into_iter().any(|copy| self.may_have(&copy)), cold) {
-            (false, _) => Begin::With(From::Cold),
+            (false, _) => Begin::With(StartPoint::Cold),
             (true, ColdStart::Allow) => Begin::OverImages,
             (true, ColdStart::NoImages | ColdStart::Never) => Begin::NoUsableImage,
         }
@@ -131,9 +131,9 @@ impl Line {
     }
 
     /// A start has worked. If it was the one of a rewind to an older image, its line is the job's now; answers that image.
-    pub(super) fn arrived(&mut self, from: From, lineage: impl FnOnce() -> String) -> Option<ImageId> {
+    pub(super) fn arrived(&mut self, from: StartPoint, lineage: impl FnOnce() -> String) -> Option<ImageId> {
         let target = self.target.take()?;
-        if from != From::Image(target.image) || !target.older {
+        if from != StartPoint::Image(target.image) || !target.older {
             return None;
         }
         self.lineage = lineage();

@@ -20,7 +20,8 @@ mod events;
 mod failed;
 mod holds;
 mod hooks;
-mod keep;
+mod images;
+mod job_api;
 mod lease;
 mod life;
 pub(crate) mod line;
@@ -48,7 +49,6 @@ mod transfers;
 mod unread;
 mod verify;
 mod watch;
-mod word;
 
 pub use result::RunResult;
 pub(crate) use rewind::new_lineage;
@@ -110,14 +110,14 @@ enum Message {
     Ended(u32),
     Started(Box<Result<StartedJob, StartFailure>>),
     Snapshot(Box<Result<Taken, snapshot::Error>>),
-    Persisted(Box<keep::Outcome>),
+    Persisted(Box<images::Outcome>),
     Replicated(Box<replicate::Report>),
     Watched(watch::Finding),
     Control(Box<control::Incoming>),
-    Word(Box<crate::word::Call>),
+    JobApi(Box<crate::job_api::Call>),
     /// What the scheduler says of the job's end.
     End(deadline::Answer),
-    Hook(crate::hooks::Report),
+    Hook(crate::notifications::Report),
     Verified(Box<verify::Report>),
     Rehearsed(Box<rehearse::Rehearsed>),
 }
@@ -287,7 +287,7 @@ impl Owner<'_> {
             self.checks.next_wake(self.setup),
             self.reporting.next_wake(now),
             self.transfers.next_wake(now),
-            self.setup.images.staging.as_ref().map(|_| now + keep::LOOK),
+            self.setup.images.staging.as_ref().map(|_| now + images::LOOK),
         ];
         wakes.into_iter().flatten().min().map_or(LONG, |at| at.saturating_duration_since(now).min(LONG))
     }
@@ -384,7 +384,7 @@ impl Owner<'_> {
             Message::Replicated(report) => self.replicated(*report),
             Message::Watched(finding) => self.watched(finding),
             Message::Control(incoming) => self.heard(*incoming),
-            Message::Word(call) => self.asked(*call),
+            Message::JobApi(call) => self.asked(*call),
             Message::End(answer) => self.end_is_known(answer),
             Message::Hook(report) => self.hook_failed(report),
             Message::Verified(report) => {

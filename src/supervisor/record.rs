@@ -38,7 +38,7 @@ impl Owner<'_> {
             exit_code,
             uptime: observed.uptime,
             failures: observed.failures,
-            restores: self.clients.word.restores(),
+            restores: self.clients.job_api.restores(),
         };
         self.setup.folder.write_record(&self.setup.lock, &record)
     }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use super::keep::shown;
+use super::images::shown;
 use super::state::State;
 use super::{Message, Owner, Setup};
 use crate::telemetry::events::What;
@@ -252,13 +252,13 @@ fn rehearse(setup: &Setup, image: ImageId, cancel: &AtomicBool) -> io::Result<Ou
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::From;
+    use crate::policy::StartPoint;
     use crate::supervisor::state::{Ending, Life};
 
     const HOUR: Duration = Duration::from_secs(3600);
 
     fn life(now: Instant) -> Life {
-        Life { from: From::Cold, since: now, next: None, failures: 0, missed: 0 }
+        Life { from: StartPoint::Cold, since: now, next: None, failures: 0, missed: 0 }
     }
 
     fn refused() -> Outcome {

@@ -9,7 +9,7 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use super::events::micros;
-use super::keep::shown;
+use super::images::shown;
 use super::state::Finish;
 use super::transfers::Destination;
 use super::{Message, Owner, Setup};

@@ -8,7 +8,7 @@ use super::state::Event;
 use super::{Message, Owner, Setup};
 use crate::control::Reply;
 use crate::control::protocol::{Code, Fault};
-use crate::policy::{From, Images};
+use crate::policy::{Images, StartPoint};
 use rekindle_base::chain;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
@@ -47,7 +47,7 @@ impl Owner<'_> {
     }
 
     /// A start has worked: if it was the one of a rewind, its line is the job's now.
-    pub(super) fn arrived(&mut self, from: From) {
+    pub(super) fn arrived(&mut self, from: StartPoint) {
         let Some(image) = self.line.arrived(from, new_lineage) else { return };
         self.reporting.published.lineage.clone_from(&self.line.lineage);
         // Whoever goes on after us must not go on from the newer images.

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use chrono::{DateTime, Utc};
 
 use crate::config::Config;
-use crate::policy::From;
+use crate::job_api::server::Socket;
+use crate::policy::StartPoint;
 use crate::scheduler::Scheduler;
 use crate::watch::beats::Beats;
-use crate::word::server::Socket;
 use rekindle_criu::Criu;
 use rekindle_engine::launch::{JobSpec, uplink};
 use rekindle_engine::parts::gpu::placement::Wishes;
@@ -68,7 +68,7 @@ pub struct Sockets {
     /// Where the job sends `WATCHDOG=1`.
     pub beats: Option<Beats>,
     /// Where the job asks for snapshots and holds.
-    pub word: Option<Socket>,
+    pub job_api: Option<Socket>,
 }
 
 /// Where images are made and how they are stored.
@@ -84,7 +84,7 @@ pub struct Places {
 #[derive(Debug)]
 pub struct Origin {
     /// What to begin with.
-    pub from: From,
+    pub from: StartPoint,
     /// Whether that image was asked for by name: nothing else is taken in its place.
     pub named: bool,
     /// An image of another lineage that this one began from, and may go back to.

@@ -8,13 +8,13 @@ use chrono::Utc;
 
 use super::events::image_of;
 use super::failed::{Failed, Lives, without_damaged};
-use super::keep::shown;
+use super::images::shown;
 use super::remarks::Said;
 use super::state::{Event, Obstacle, State};
 use super::{Message, Owner, Setup, replicate};
 use crate::config::{NetworkMode, PidNamespace};
-use crate::hooks::{Passed, Refused};
-use crate::policy::{Failure, From};
+use crate::notifications::{Passed, Refused};
+use crate::policy::{Failure, StartPoint};
 use crate::telemetry::events::What;
 use rekindle_base::Moved;
 use rekindle_base::chain;
@@ -44,18 +44,18 @@ pub(super) enum StartFailure {
 }
 
 impl Owner<'_> {
-    pub(super) fn start(&mut self, from: From) {
+    pub(super) fn start(&mut self, from: StartPoint) {
         let cancel = self.life.start_begins(Instant::now());
         let (setup, files, sender) = (Arc::clone(self.setup), self.files.clone(), self.sender.clone());
         let (said, progress) = (self.reporting.remarks.said.clone(), self.transfers.start_begins(from));
         let files_go = self.transfers.files_go();
         let wishes = self.wishes();
         let gate = match from {
-            From::Image(image) => {
+            StartPoint::Image(image) => {
                 let event = self.tell(What::RestoreBegan { image });
                 self.reporting.listeners.before_restore(&self.setup.config, &event)
             }
-            From::Cold => None,
+            StartPoint::Cold => None,
         };
         let work = move || {
             let cancelled = || cancel.load(Ordering::Relaxed);
@@ -66,8 +66,8 @@ impl Owner<'_> {
             }
             let result = match from {
                 _ if passed == Passed::CalledOff => Err(StartFailure::NotTried(None)),
-                From::Cold => launch_job(&setup, &files),
-                From::Image(id) => {
+                StartPoint::Cold => launch_job(&setup, &files),
+                StartPoint::Image(id) => {
                     // What is packed by now is looked up after this, and nothing else is before the job is back.
                     drop(files_go.lock().unwrap_or_else(PoisonError::into_inner));
                     restore_job(&setup, &files, id, &wishes, &said, &progress, &cancel)
@@ -94,7 +94,7 @@ impl Owner<'_> {
             self.word_of_life(image_of(from));
         }
         self.checks.proofs.end_of_life();
-        if let State::Starting { from: From::Image(image), .. } = self.machine.state() {
+        if let State::Starting { from: StartPoint::Image(image), .. } = self.machine.state() {
             self.checks.proofs.expect(*image, self.setup, Instant::now());
         }
         self.tell_start(&job, started.moved);
@@ -133,7 +133,7 @@ impl Owner<'_> {
     fn not_found(&self, error: &rekindle_store::Error) -> Event {
         let failed = || Event::StartFailed { why: chain(error) };
         match (error, self.machine.state()) {
-            (rekindle_store::Error::UnknownImage { .. }, State::Starting { from: From::Image(image), .. }) => {
+            (rekindle_store::Error::UnknownImage { .. }, State::Starting { from: StartPoint::Image(image), .. }) => {
                 self.images_to_go_on_from().map_or_else(|_| failed(), |images| Event::gone(*image, images))
             }
             _ => failed(),
@@ -264,7 +264,7 @@ fn network(setup: &Setup) -> Network<'_> {
 
 /// Has the job of this world reach its socket. Without it the job runs all the same.
 fn reach_socket(setup: &Setup, world: &World) {
-    let Some(word) = &setup.sockets.word else { return };
+    let Some(word) = &setup.sockets.job_api else { return };
     if let (Network::Private | Network::Uplink(_), Some(init)) = (network(setup), world.init())
         && let Err(error) = word.move_to(init.pid())
     {

@@ -40,7 +40,7 @@ use transitions::{suspended, waiting};
 
 use super::pace::Pace;
 use crate::config::Config;
-use crate::policy::{From, History};
+use crate::policy::{History, StartPoint};
 use rekindle_base::interval::{Choice, Failures};
 use rekindle_store::manifest::Reason;
 
@@ -98,7 +98,7 @@ pub struct Machine<'a> {
 impl<'a> Machine<'a> {
     /// Begins with `from`; carry out the actions.
     #[must_use]
-    pub fn new(config: &'a Config, from: From) -> (Machine<'a>, Vec<Action>) {
+    pub fn new(config: &'a Config, from: StartPoint) -> (Machine<'a>, Vec<Action>) {
         let machine = Machine {
             config,
             state: State::Starting { from, then: None },

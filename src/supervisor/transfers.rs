@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::replicate::Replication;
-use crate::policy::From;
+use crate::policy::StartPoint;
 use crate::published::{Persisting, Published};
 use rekindle_store::persist::Progress;
 use rekindle_store::{Image, ImageId};
@@ -116,11 +116,11 @@ impl<I> Transfers<I> {
     // ---- into a job ----
 
     /// A start begins. It calls off the packing of plain files, which it may read.
-    pub(super) fn start_begins(&mut self, from: From) -> Arc<Progress> {
+    pub(super) fn start_begins(&mut self, from: StartPoint) -> Arc<Progress> {
         let progress = Arc::<Progress>::default();
         self.restoring = match from {
-            From::Image(image) => Some(Moving { image, progress: Arc::clone(&progress) }),
-            From::Cold => None,
+            StartPoint::Image(image) => Some(Moving { image, progress: Arc::clone(&progress) }),
+            StartPoint::Cold => None,
         };
         if let Some(persist) = self.persist.as_ref().filter(|persist| persist.source == Source::PlainFiles) {
             persist.cancel.store(true, Ordering::Relaxed);
@@ -186,11 +186,11 @@ mod tests {
     fn a_restart_calls_off_packing_and_nothing_else() {
         let mut transfers = Transfers::<()>::default();
         let staged = transfers.store_begins(id(1), Source::Memory);
-        transfers.start_begins(From::Image(id(1)));
+        transfers.start_begins(StartPoint::Image(id(1)));
         assert!(!staged.cancel.load(Ordering::Relaxed), "from memory to the store");
         transfers.store_ends();
         let loose = transfers.store_begins(id(1), Source::PlainFiles);
-        transfers.start_begins(From::Cold);
+        transfers.start_begins(StartPoint::Cold);
         assert!(loose.cancel.load(Ordering::Relaxed));
     }
 
@@ -198,9 +198,9 @@ mod tests {
     fn plain_files_are_packed_only_while_nobody_may_read_them() {
         let mut transfers = Transfers::<()>::default();
         assert!(transfers.may_pack());
-        transfers.start_begins(From::Cold);
+        transfers.start_begins(StartPoint::Cold);
         assert!(transfers.may_pack() && !transfers.is_restoring(), "no image is read");
-        transfers.start_begins(From::Image(id(1)));
+        transfers.start_begins(StartPoint::Image(id(1)));
         assert!(!transfers.may_pack() && transfers.is_restoring());
         transfers.start_ends();
         transfers.store_begins(id(1), Source::PlainFiles);

@@ -52,13 +52,13 @@ impl Unread {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::From;
+    use crate::policy::StartPoint;
     use crate::supervisor::state::{Ending, Life, Stop};
 
     #[test]
     fn an_end_waits_for_the_images_while_there_is_hope_and_use() {
         let now = Instant::now();
-        let life = Life { from: From::Cold, since: now, next: None, failures: 0, missed: 0 };
+        let life = Life { from: StartPoint::Cold, since: now, next: None, failures: 0, missed: 0 };
         let ending = |stop| State::Ending { stop, deadline: None, life: life.clone() };
         let running = State::Running(life.clone());
         let mut unread = Unread::default();

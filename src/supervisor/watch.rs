@@ -8,7 +8,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use super::events::micros;
-use super::keep::shown;
+use super::images::shown;
 use super::line::Target;
 use super::state::{Ending, Event, State, Stop, Verdict};
 use super::{Message, Owner, Setup};
@@ -17,8 +17,8 @@ use crate::policy::rules::{self, Case};
 use crate::published::{JobState, LastEnd, Published};
 use crate::telemetry::events::What;
 use crate::watch::gpu::{self, Fault};
+use crate::watch::hang_detector::{self, HangDetector, Order};
 use crate::watch::lines::{self, Hit, Turn};
-use crate::watch::vigil::{self, Order, Vigil};
 use crate::watch::witness::Witness;
 use rekindle_base::cause::{Cause, Facts, Missing, judge};
 use rekindle_base::chain;
@@ -30,7 +30,7 @@ use rekindle_os::spawn::Ended;
 /// What the threads that watch the job report.
 pub(super) enum Finding {
     /// Of this life.
-    Vigil(u32, vigil::Finding),
+    HangDetector(u32, hang_detector::Finding),
     Line(Hit),
     Fault(Fault),
 }
@@ -45,7 +45,7 @@ pub(super) struct Watch {
     /// What is to be done once the job runs again: nothing else is done while a snapshot is taken.
     pending: Option<Verdict>,
     /// The thread that watches for hangs, and whether its clocks count.
-    vigil: Option<mpsc::Sender<Order>>,
+    detector: Option<mpsc::Sender<Order>>,
     going: bool,
     output: Output,
     pub(super) gpus: Gpus,
@@ -163,8 +163,8 @@ impl Watch {
     }
 
     fn order(&self, order: Order) {
-        if let Some(vigil) = &self.vigil {
-            let _ = vigil.send(order);
+        if let Some(detector) = &self.detector {
+            let _ = detector.send(order);
         }
     }
 
@@ -240,10 +240,10 @@ impl Watch {
             && ended != Ended::Exit(0)
             && let Some(mut witness) = self.witness.take()
         {
-            let testimony = witness.testify();
-            facts.memory = testimony.memory;
-            facts.xids = self.gpus.recent(now).chain(testimony.faults.iter().map(|(_, xid)| *xid)).collect();
-            testimony.faults.iter().for_each(|(gpu, xid)| self.gpus.mark_unfit(gpu, *xid));
+            let evidence = witness.testify();
+            facts.memory = evidence.memory;
+            facts.xids = self.gpus.recent(now).chain(evidence.faults.iter().map(|(_, xid)| *xid)).collect();
+            evidence.faults.iter().for_each(|(gpu, xid)| self.gpus.mark_unfit(gpu, *xid));
         }
         let cause = judge(ended, &facts);
         self.work.life_ends(cause == Cause::Completed, now);
@@ -265,13 +265,13 @@ impl Owner<'_> {
         self.watch.output.from = self.output_lengths();
         let setup = Arc::clone(self.setup);
         let beats = setup.sockets.beats.as_ref().map(|beats| beats.count()).unwrap_or_default();
-        if let Some(vigil) = Vigil::new(&setup.config.watch, &self.files, setup.folder.log_dir(), beats) {
+        if let Some(detector) = HangDetector::new(&setup.config.watch, &self.files, setup.folder.log_dir(), beats) {
             let (orders, told) = mpsc::channel();
-            self.watch.vigil = Some(orders);
+            self.watch.detector = Some(orders);
             let sender = self.sender.clone();
             self.spawn("watch", move || {
-                vigil.keep(&told, |life, finding| {
-                    let _ = sender.send(Message::Watched(Finding::Vigil(life, finding)));
+                detector.keep(&told, |life, finding| {
+                    let _ = sender.send(Message::Watched(Finding::HangDetector(life, finding)));
                 });
             });
         }
@@ -315,25 +315,25 @@ impl Owner<'_> {
 
     pub(super) fn watched(&mut self, finding: Finding) {
         match finding {
-            Finding::Vigil(life, finding) if self.life.is_present(life) => self.noticed(finding),
+            Finding::HangDetector(life, finding) if self.life.is_present(life) => self.noticed(finding),
             Finding::Line(hit) if self.life.is_present(hit.life) && self.life.ended().is_none() => self.matched(&hit),
             Finding::Fault(fault) => self.faulted(&fault),
-            Finding::Vigil(..) | Finding::Line(_) => {}
+            Finding::HangDetector(..) | Finding::Line(_) => {}
         }
     }
 
-    fn noticed(&mut self, finding: vigil::Finding) {
+    fn noticed(&mut self, finding: hang_detector::Finding) {
         match finding {
-            vigil::Finding::Silent(idle) => tracing::warn!("the job has printed nothing for {}", shown(idle)),
-            vigil::Finding::GoesOn(what) => {
+            hang_detector::Finding::Silent(idle) => tracing::warn!("the job has printed nothing for {}", shown(idle)),
+            hang_detector::Finding::GoesOn(what) => {
                 tracing::info!("the job goes on, of which it was said that {what}");
                 self.reporting.published.hang = None;
                 self.tell(What::GoesOn { what });
                 self.publish();
             }
             // A snapshot, or the end, came in between.
-            vigil::Finding::Hung { .. } if !matches!(self.machine.state(), State::Running(_)) => {}
-            vigil::Finding::Hung { what, idle, stacks } => {
+            hang_detector::Finding::Hung { .. } if !matches!(self.machine.state(), State::Running(_)) => {}
+            hang_detector::Finding::Hung { what, idle, stacks } => {
                 let name = stacks.as_deref().and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
                 self.hung(what, idle, name);
             }
@@ -483,12 +483,12 @@ pub(super) fn interrupted(setup: &Setup) -> Option<LastEnd> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::From;
+    use crate::policy::StartPoint;
     use crate::supervisor::state::Life;
     use rekindle_store::ImageId;
 
     fn life(now: Instant) -> Life {
-        Life { from: From::Cold, since: now, next: None, failures: 0, missed: 0 }
+        Life { from: StartPoint::Cold, since: now, next: None, failures: 0, missed: 0 }
     }
 
     fn ending(stop: Ending, now: Instant) -> State {

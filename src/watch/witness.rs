@@ -30,7 +30,7 @@ fn uptime() -> Option<Duration> {
 
 /// What was seen.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Testimony {
+pub(crate) struct DeathEvidence {
     /// Of want of memory.
     pub memory: MemoryFacts,
     /// Faults of GPUs that the log tells, with the GPU's PCI address; not those of processes that are known as others.
@@ -56,17 +56,17 @@ impl Witness {
 
     /// What happened until now. Reads the kernel's log, which takes some milliseconds where it is full.
     #[must_use]
-    pub(crate) fn testify(&mut self) -> Testimony {
+    pub(crate) fn testify(&mut self) -> DeathEvidence {
         let counted = cgroup::kills(&self.counters) > self.kills;
         let now = uptime().unwrap_or_default();
         let fresh = |(at, notice): (Duration, Notice)| (at + RECENT >= now).then_some(notice);
         let notices: Option<Vec<Notice>> =
             self.log.as_mut().map(|log| log.read().into_iter().filter_map(fresh).collect());
-        testimony(counted, notices.as_deref(), &self.pids)
+        evidence(counted, notices.as_deref(), &self.pids)
     }
 }
 
-fn testimony(counted: bool, notices: Option<&[Notice]>, pids: &[i32]) -> Testimony {
+fn evidence(counted: bool, notices: Option<&[Notice]>, pids: &[i32]) -> DeathEvidence {
     let mut logged = notices.map(|_| false);
     let mut faults = Vec::new();
     for notice in notices.unwrap_or_default() {
@@ -82,7 +82,7 @@ fn testimony(counted: bool, notices: Option<&[Notice]>, pids: &[i32]) -> Testimo
             }
         }
     }
-    Testimony { memory: MemoryFacts { counted, logged }, faults }
+    DeathEvidence { memory: MemoryFacts { counted, logged }, faults }
 }
 
 /// One that has ended may have been the job's.
@@ -97,17 +97,17 @@ mod tests {
     #[test]
     fn only_what_concerns_the_job_is_told() {
         let killed = |pid| Notice::OutOfMemory { pid, name: "x".into() };
-        let logged = |counted, notices: &[Notice]| testimony(counted, Some(notices), &[7]).memory.logged;
+        let logged = |counted, notices: &[Notice]| evidence(counted, Some(notices), &[7]).memory.logged;
         assert_eq!(logged(false, &[killed(7)]), Some(true));
         assert_eq!(logged(false, &[killed(8)]), Some(false), "another's");
         assert_eq!(logged(true, &[killed(8)]), Some(true), "counted in its group");
         assert_eq!(logged(true, &[]), Some(false));
-        assert_eq!(testimony(true, None, &[]).memory, MemoryFacts { counted: true, logged: None });
+        assert_eq!(evidence(true, None, &[]).memory, MemoryFacts { counted: true, logged: None });
 
         let fault = |xid, pid| Notice::Xid { gpu: "0000:3b:00".into(), xid, pid };
         let alive = i32::try_from(std::process::id()).unwrap();
         let notices = [fault(31, Some(7)), fault(13, Some(alive)), fault(79, None)];
-        let told = testimony(false, Some(&notices), &[7]).faults;
+        let told = evidence(false, Some(&notices), &[7]).faults;
         assert_eq!(
             told,
             [("0000:3b:00".into(), 31), ("0000:3b:00".into(), 79)],

@@ -15,6 +15,14 @@ fn a_removed_key_says_what_to_do() {
 }
 
 #[test]
+fn a_table_with_another_name_now_says_which() {
+    assert_eq!(problems("version = 1\n[word]\nmax-hold = \"2m\"\n"), ["2: [word] was removed: use [job-api]"]);
+    let (name, value) = ("REKINDLE_WORD_MAX_HOLD", "2m");
+    let error = load_layers("version = 1\n", &[(name, value)], &Overrides::default()).unwrap_err().to_string();
+    assert!(error.contains("was removed: use job-api.max-hold"), "{error}");
+}
+
+#[test]
 fn each_rule_refuses_with_key_value_and_rule() {
     let duration = "must be a duration with a unit, such as \"90s\" or \"10m\"";
     let path = "must be an absolute path, because the job and a restart may stand in another folder";
@@ -116,7 +124,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("snapshot", "staging", "\"disk\"", "must be \"ram\" or \"store\""),
         ("snapshot", "staging-directory", "\"run\"", path),
         ("control", "directory", "\"run\"", path),
-        ("word", "max-hold", "\"0s\"", "must be at least 1s"),
+        ("job-api", "max-hold", "\"0s\"", "must be at least 1s"),
         ("snapshot", "interposer", "\"on\"", "must be \"auto\" or \"off\""),
         ("store", "directory", "\"images\"", path),
         ("store", "directory", "\"/a\\u0000b\"", "must not contain a zero byte"),

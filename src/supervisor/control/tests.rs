@@ -4,7 +4,7 @@ use std::time::Duration;
 use super::*;
 use crate::config::Config;
 use crate::control::protocol;
-use crate::policy::{From, Images};
+use crate::policy::{Images, StartPoint};
 
 type Said = Receiver<Result<Answer, Fault>>;
 
@@ -25,7 +25,7 @@ struct Asker<'a> {
 
 impl<'a> Asker<'a> {
     fn new(config: &'a Config) -> Asker<'a> {
-        let (mut machine, _) = Machine::new(config, From::Cold);
+        let (mut machine, _) = Machine::new(config, StartPoint::Cold);
         machine.step(Event::Started, Instant::now());
         Asker { control: Control::default(), machine, stops: Stops::default() }
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use crate::policy::From;
+use crate::policy::StartPoint;
 use crate::supervisor::line::Candidate;
 use rekindle_os::spawn::Ended;
 use rekindle_store::{BadWhy, ImageId};
@@ -177,7 +177,7 @@ pub(super) fn candidate<'a>((image, copy): &(&'a Image, Copy)) -> Candidate<'a> 
 pub(super) struct Job {
     /// Counts lives, of all runs.
     pub(super) life: u32,
-    pub(super) from: From,
+    pub(super) from: StartPoint,
     pub(super) since: Instant,
     /// The work that it began with.
     pub(super) work: Duration,

@@ -8,7 +8,7 @@ use super::model::{End, candidate};
 use super::restores::Trouble;
 use super::world::World;
 use crate::config::ColdStart;
-use crate::policy::{Failure, From, Mark};
+use crate::policy::{Failure, Mark, StartPoint};
 use crate::supervisor::line::{Candidate, Line};
 use crate::supervisor::state::{Ending, Event, State};
 use rekindle_os::spawn::Ended;
@@ -115,9 +115,9 @@ impl Oracle {
         self.violation.get_or_insert(what);
     }
 
-    pub(super) fn run_begins(&mut self, named: Option<From>) {
+    pub(super) fn run_begins(&mut self, named: Option<StartPoint>) {
         self.failures.machine_failed = false;
-        self.asked = named.and_then(|from| if let From::Image(id) = from { Some(id) } else { None });
+        self.asked = named.and_then(|from| if let StartPoint::Image(id) = from { Some(id) } else { None });
     }
 
     /// What it knew is gone with it.
@@ -183,12 +183,12 @@ impl Oracle {
 impl World {
     // ---- what the oracle sees ----
 
-    pub(super) fn oracle_sees_life(&mut self, from: From) {
+    pub(super) fn oracle_sees_life(&mut self, from: StartPoint) {
         (self.oracle.asked, self.oracle.failures.failed) = (None, None);
         self.oracle.ever_stored.retain(|id| self.ground.is_stored(*id));
         self.oracle.alive.clear();
         self.oracle.failures.missed = 0;
-        if let From::Image(id) = from {
+        if let StartPoint::Image(id) = from {
             self.oracle.alive.push((id, self.now));
         }
     }
@@ -218,7 +218,7 @@ impl World {
             self.oracle.failures.against.values_mut().for_each(|it| (it.failures, it.passed) = (0, false));
             self.oracle.failures.row = None;
         }
-        let From::Image(id) = job.from else { return };
+        let StartPoint::Image(id) = job.from else { return };
         let from_outside =
             matches!(end.ended, Ended::Signal(libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP));
         let seen = match ending {
@@ -404,13 +404,13 @@ impl World {
     }
 
     /// A life is about to begin.
-    pub(super) fn check_start(&mut self, from: From) {
+    pub(super) fn check_start(&mut self, from: StartPoint) {
         let Some(line) = self.line() else { return };
         let copies = self.ground.copies();
         let chosen = match from {
-            From::Image(id) if self.oracle.asked == Some(id) => return,
-            From::Image(id) => Some(id),
-            From::Cold => None,
+            StartPoint::Image(id) if self.oracle.asked == Some(id) => return,
+            StartPoint::Image(id) => Some(id),
+            StartPoint::Cold => None,
         };
         let justified = |id: &ImageId| {
             self.oracle.failures.against.get(id).is_some_and(|against| against.passed || against.failures >= TRIES)
@@ -425,7 +425,7 @@ impl World {
                 .oracle
                 .violate(format!("the job begins from {from}, and nothing speaks against image {better}"));
         }
-        if from == From::Cold && any && self.config.restart.cold_start == ColdStart::NoImages {
+        if from == StartPoint::Cold && any && self.config.restart.cold_start == ColdStart::NoImages {
             return self.oracle.violate("the job begins from nothing over its images".into());
         }
         let marked = |id: ImageId| self.oracle.failures.against.get(&id).is_some_and(|against| against.marked);

@@ -6,7 +6,7 @@ use super::model::candidate;
 use super::plants::Plant;
 use super::run::Run;
 use super::world::{Happening, World, tell};
-use crate::policy::{Failure, From};
+use crate::policy::{Failure, StartPoint};
 use crate::supervisor::failed::{Failed, Lives, without_damaged};
 use crate::supervisor::line::Target;
 use crate::supervisor::state::{Event, Obstacle, State, Wish};
@@ -20,7 +20,7 @@ use rekindle_store::{BadWhy, ImageId};
 #[derive(Debug)]
 pub(super) struct Restore {
     pub(super) op: u32,
-    from: From,
+    from: StartPoint,
     cancelled: bool,
     pub(super) trouble: Option<Trouble>,
 }
@@ -65,7 +65,7 @@ impl Trouble {
 impl World {
     // ---- a start ----
 
-    pub(super) fn start(&mut self, from: From) {
+    pub(super) fn start(&mut self, from: StartPoint) {
         self.check_start(from);
         let op = self.number();
         let trouble = self.oracle.armed.take();
@@ -74,9 +74,9 @@ impl World {
         run.work.persist.iter_mut().filter(|persist| persist.loose).for_each(|persist| persist.cancelled = true);
         run.work.start = Some(Restore { op, from, cancelled: false, trouble });
         let takes = match (from, trouble) {
-            (From::Cold, _) => self.random.millis(20, 100),
-            (From::Image(_), Some(Trouble::Slow)) => self.config.restart.restore_timeout,
-            (From::Image(_), _) => self.random.millis(200, 5000),
+            (StartPoint::Cold, _) => self.random.millis(20, 100),
+            (StartPoint::Image(_), Some(Trouble::Slow)) => self.config.restart.restore_timeout,
+            (StartPoint::Image(_), _) => self.random.millis(200, 5000),
         };
         tell!(self, "a start from {from}{}", trouble.map(|it| format!(", with {it:?}")).unwrap_or_default());
         self.after(takes, Happening::Restored { op });
@@ -102,8 +102,8 @@ impl World {
             return;
         };
         let result = match start.from {
-            From::Cold => Ok(()),
-            From::Image(id) => self.restore(id, &start),
+            StartPoint::Cold => Ok(()),
+            StartPoint::Image(id) => self.restore(id, &start),
         };
         match result {
             Ok(()) => self.started(start.from),
@@ -213,7 +213,7 @@ impl World {
         true
     }
 
-    fn started(&mut self, from: From) {
+    fn started(&mut self, from: StartPoint) {
         tell!(self, "the job runs, from {from}");
         let (now, lineage) = (self.now, self.lineage());
         self.bring_to_life(from);
@@ -225,7 +225,7 @@ impl World {
             run.lineage = lineage;
         }
         run.proofs.end_of_life();
-        if let From::Image(id) = from {
+        if let StartPoint::Image(id) = from {
             run.proofs.wait_for(id, now);
         }
         self.record(false);

@@ -11,7 +11,7 @@ use super::restores::Restore;
 use super::snapshots::{Persist, Shot};
 use super::world::{Happening, World, tell};
 use crate::config::Staging;
-use crate::policy::{From, Images, Mark};
+use crate::policy::{Images, Mark, StartPoint};
 use crate::supervisor::line::{Begin, Line};
 use crate::supervisor::memory::{self, AtTheEnd};
 use crate::supervisor::proof::{Proofs, counts};
@@ -75,7 +75,7 @@ impl World {
         let record = self.ground.record.clone().filter(|record| !record.completed);
         let Some(record) = record else {
             let lineage = self.lineage();
-            return self.supervise(From::Cold, lineage, None, false);
+            return self.supervise(StartPoint::Cold, lineage, None, false);
         };
         let line = Line::new(record.lineage.to_string(), record.base);
         let again: Vec<ImageId> = self
@@ -90,9 +90,9 @@ impl World {
         let begin = line.begin(self.ground.copies().iter().map(candidate), self.config.restart.cold_start);
         match begin {
             Begin::With(from) => self.supervise(from, record.lineage, record.base, false),
-            Begin::OverImages => self.supervise(From::Cold, record.lineage, record.base, false),
+            Begin::OverImages => self.supervise(StartPoint::Cold, record.lineage, record.base, false),
             Begin::NoUsableImage if self.plant == Some(Plant::ColdOverImages) => {
-                self.supervise(From::Cold, record.lineage, record.base, false);
+                self.supervise(StartPoint::Cold, record.lineage, record.base, false);
             }
             Begin::NoUsableImage => {
                 tell!(self, "no run begins: no image can be used");
@@ -108,14 +108,14 @@ impl World {
         let Some(lineage) = self.ground.image(id).map(|image| Rc::clone(&image.lineage)) else { return };
         self.set_mark(id, None);
         if newest == Some(id) {
-            self.supervise(From::Image(id), lineage, None, true);
+            self.supervise(StartPoint::Image(id), lineage, None, true);
         } else {
             let lineage = self.lineage();
-            self.supervise(From::Image(id), lineage, Some(id), true);
+            self.supervise(StartPoint::Image(id), lineage, Some(id), true);
         }
     }
 
-    fn supervise(&mut self, from: From, lineage: Rc<str>, base: Option<ImageId>, named: bool) {
+    fn supervise(&mut self, from: StartPoint, lineage: Rc<str>, base: Option<ImageId>, named: bool) {
         tell!(self, "a run begins from {from}, of {lineage}{}", if named { ", as asked" } else { "" });
         self.ground.area |= self.config.snapshot.staging == Staging::Ram;
         let (machine, actions) = Machine::new(self.config, from);
@@ -420,11 +420,11 @@ impl World {
     }
 
     /// A life of the job begins.
-    pub(super) fn bring_to_life(&mut self, from: From) {
+    pub(super) fn bring_to_life(&mut self, from: StartPoint) {
         let life = self.number();
         let image = match from {
-            From::Image(id) => self.ground.image(id).cloned(),
-            From::Cold => None,
+            StartPoint::Image(id) => self.ground.image(id).cloned(),
+            StartPoint::Cold => None,
         };
         let work = image.as_ref().map_or(Duration::ZERO, |image| image.work);
         let doom = image.as_ref().and_then(|image| image.doom);

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::policy::{Failure, From, Images, Mark};
+use crate::policy::{Failure, Images, Mark, StartPoint};
 use rekindle_engine::snapshot;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
@@ -192,7 +192,7 @@ pub enum Harm {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Action {
     /// Launch or restore.
-    Start(From),
+    Start(StartPoint),
     /// Take a snapshot.
     Snapshot(Reason),
     /// Give up the snapshot or the start that is under way.
@@ -213,7 +213,7 @@ pub enum Action {
     /// Say why it is tried again, and when.
     Announce {
         /// From what.
-        from: From,
+        from: StartPoint,
         /// After this long.
         after: Duration,
     },

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::events::Stop;
-use crate::policy::From;
+use crate::policy::StartPoint;
 use crate::published::JobState;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
@@ -14,7 +14,7 @@ pub enum State {
     /// It is being launched or restored.
     Starting {
         /// From what.
-        from: From,
+        from: StartPoint,
         /// What was asked for meanwhile; never a suspension.
         then: Option<Then>,
     },
@@ -41,14 +41,14 @@ pub enum State {
     /// The next try comes later.
     Waiting {
         /// From what.
-        from: From,
+        from: StartPoint,
         /// When.
         until: Instant,
     },
     /// It has given back what it used, and waits to be called back.
     Suspended {
         /// From what.
-        from: From,
+        from: StartPoint,
     },
     /// All is over.
     Done,
@@ -84,7 +84,7 @@ pub enum Ending {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Life {
     /// What it began with.
-    pub from: From,
+    pub from: StartPoint,
     /// When it began.
     pub since: Instant,
     /// When the next snapshot is due.
@@ -142,8 +142,8 @@ impl State {
     #[must_use]
     pub fn published(&self) -> JobState {
         match self {
-            State::Starting { from: From::Cold, .. } => JobState::Starting,
-            State::Starting { from: From::Image(_), .. } => JobState::Restoring,
+            State::Starting { from: StartPoint::Cold, .. } => JobState::Starting,
+            State::Starting { from: StartPoint::Image(_), .. } => JobState::Restoring,
             State::Running(_) => JobState::Running,
             State::Snapshotting { .. } => JobState::Snapshotting,
             State::Ending { stop: Ending::Suspend, .. } => JobState::Suspending,

@@ -23,7 +23,7 @@ impl Bench {
     }
 
     fn run(&self, events: &[(u64, Event)]) -> (State, Vec<Action>) {
-        let (mut machine, mut actions) = Machine::new(&self.config, From::Cold);
+        let (mut machine, mut actions) = Machine::new(&self.config, StartPoint::Cold);
         let mut now = Instant::now();
         for (seconds, event) in events {
             now += Duration::from_secs(*seconds);
@@ -47,7 +47,8 @@ fn the_happy_path() {
     let events = [(0, Event::Started), (600, Event::Tick), (1, TAKEN), (10, exit)];
     let (state, actions) = Bench::new().run(&events);
     assert_eq!(state, State::Done);
-    let expected = [Action::Start(From::Cold), Action::Snapshot(Reason::Interval), Action::Finish(Finish::Completed)];
+    let expected =
+        [Action::Start(StartPoint::Cold), Action::Snapshot(Reason::Interval), Action::Finish(Finish::Completed)];
     assert_eq!(actions, expected);
 }
 
@@ -56,7 +57,7 @@ fn the_next_snapshot_is_an_interval_after_the_last() {
     let bench = Bench::new();
     let (state, _) = bench.run(&[(0, Event::Started), (599, Event::Tick)]);
     assert_eq!(state.name(), "running", "too early");
-    let (mut machine, _) = Machine::new(&bench.config, From::Cold);
+    let (mut machine, _) = Machine::new(&bench.config, StartPoint::Cold);
     let now = Instant::now();
     machine.step(Event::Started, now);
     let due = machine.state().deadline().unwrap();
@@ -69,7 +70,7 @@ fn the_next_snapshot_is_an_interval_after_the_last() {
 
 /// A machine that chooses its interval, with a job that runs.
 fn choosing(config: &Config, failures: Failures, now: Instant) -> Machine<'_> {
-    let (machine, _) = Machine::new(config, From::Cold);
+    let (machine, _) = Machine::new(config, StartPoint::Cold);
     let mut machine = machine.recalling(Pace::recalled(failures, []));
     machine.step(Event::Started, now);
     machine
@@ -131,7 +132,7 @@ fn what_counts_as_a_failure() {
 #[test]
 fn failed_snapshots_back_off_and_recover() {
     let bench = Bench::new();
-    let (mut machine, _) = Machine::new(&bench.config, From::Cold);
+    let (mut machine, _) = Machine::new(&bench.config, StartPoint::Cold);
     let now = Instant::now();
     machine.step(Event::Started, now);
     let mut waits = Vec::new();
@@ -151,7 +152,7 @@ fn failed_snapshots_back_off_and_recover() {
 #[test]
 fn a_snapshot_that_failed_for_a_moment_is_tried_again_soon() {
     let config = Config::default();
-    let (mut machine, _) = Machine::new(&config, From::Cold);
+    let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
     let now = Instant::now();
     machine.step(Event::Started, now);
     let mut waits = Vec::new();
@@ -230,7 +231,7 @@ fn an_end_during_a_snapshot_counts_once_it_is_over() {
     assert!(actions.contains(&Action::Cancel));
     assert_eq!(state.name(), "running", "its end is reported anew");
     let (state, actions) = bench.run(&[events.as_slice(), &[(0, killed(&[3]))]].concat());
-    assert!(matches!(state, State::Waiting { from: From::Image(i), .. } if i == id(3)), "{actions:?}");
+    assert!(matches!(state, State::Waiting { from: StartPoint::Image(i), .. } if i == id(3)), "{actions:?}");
 }
 
 #[test]
@@ -238,7 +239,7 @@ fn a_job_that_was_lost_in_a_snapshot_comes_back() {
     let events = [(0, Event::Started), (600, Event::Tick), (0, Event::SnapshotFailed(Harm::Lost)), (0, killed(&[2]))];
     let (state, actions) = Bench::new().run(&events);
     assert_eq!(actions[2], Action::Kill);
-    assert!(matches!(state, State::Waiting { from: From::Image(i), .. } if i == id(2)));
+    assert!(matches!(state, State::Waiting { from: StartPoint::Image(i), .. } if i == id(2)));
 }
 
 const PERSISTED: Event = Event::PersistEnded(Some(Duration::from_secs(40)));
@@ -281,9 +282,9 @@ fn a_verdict_takes_the_place_of_the_decision_for_one_end() {
     let judged = |verdict| Event::Judged(verdict);
     // 2 is never worth another try by itself.
     let (state, _) = last(&[judged(Verdict::Restart), exit(2)]);
-    assert!(matches!(state, State::Waiting { from: From::Image(i), .. } if i == id(3)), "{state:?}");
+    assert!(matches!(state, State::Waiting { from: StartPoint::Image(i), .. } if i == id(3)), "{state:?}");
     let (_, actions) = last(&[judged(Verdict::Rewind(id(2))), exit(1)]);
-    assert_eq!(actions.last(), Some(&Action::Start(From::Image(id(2)))));
+    assert_eq!(actions.last(), Some(&Action::Start(StartPoint::Image(id(2)))));
     let (_, actions) = last(&[judged(Verdict::Stop), exit(1)]);
     assert_eq!(actions.last(), Some(&Action::Finish(Finish::Stopped(Stop::Requeue))));
     let why = || "rule 1".to_string();
@@ -297,7 +298,7 @@ fn a_verdict_takes_the_place_of_the_decision_for_one_end() {
     // One that runs is killed first.
     let (state, actions) = last(&[Event::Condemn(Verdict::Restart), killed(&[3])]);
     assert_eq!(actions[1], Action::Kill);
-    assert!(matches!(state, State::Waiting { from: From::Image(i), .. } if i == id(3)), "{state:?}");
+    assert!(matches!(state, State::Waiting { from: StartPoint::Image(i), .. } if i == id(3)), "{state:?}");
     let (_, actions) = last(&[Event::Condemn(Verdict::GiveUp { why: why() }), killed(&[3])]);
     assert_eq!(actions.last(), failed(Ended::Signal(9)).as_ref());
     let (_, actions) = last(&[Event::Condemn(Verdict::Restart), Event::Stop(TERM), killed(&[3])]);
@@ -313,8 +314,8 @@ fn an_image_that_went_while_its_restart_waited_is_not_waited_for() {
     let gone = || Event::gone(id(2), Images::good([id(1)]));
     let died = [(0, Event::Started), (60, killed(&[2, 1])), (60, Event::Tick), (0, gone())];
     let (state, actions) = Bench::new().run(&died);
-    assert!(matches!(state, State::Waiting { from: From::Image(i), .. } if i == id(1)), "{state:?}");
-    let next = Action::Announce { from: From::Image(id(1)), after: Duration::ZERO };
+    assert!(matches!(state, State::Waiting { from: StartPoint::Image(i), .. } if i == id(1)), "{state:?}");
+    let next = Action::Announce { from: StartPoint::Image(id(1)), after: Duration::ZERO };
     assert_eq!(actions.last(), Some(&next), "no attempt is counted");
 }
 
@@ -327,7 +328,7 @@ fn rewind(n: u32) -> Event {
 #[test]
 fn a_rewind_ends_the_life_that_there_is_and_starts_the_next_at_once() {
     let bench = Bench::new();
-    let start = |n| Action::Start(From::Image(id(n)));
+    let start = |n| Action::Start(StartPoint::Image(id(n)));
     let then = |events: &[(u64, Event)]| bench.run(events).1[1..].to_vec();
     let running = [(0, Event::Started), (5, rewind(1)), (0, killed(&[3, 2, 1]))];
     assert_eq!(then(&running), [Action::Kill, start(1)]);
@@ -366,12 +367,12 @@ fn what_is_asked_for_by_name_is_not_replaced_by_something_else() {
         images: Images::good(good.iter().map(|n| id(*n))),
     };
     let refused = || Failure::Refused("bad size".into());
-    let (machine, _) = Machine::new(&config, From::Image(id(1)));
+    let (machine, _) = Machine::new(&config, StartPoint::Image(id(1)));
     let mut machine = machine.asked_for();
     // A second try is another thing.
     let first = machine.step(failed(1, refused(), &[1]), now);
     assert!(
-        matches!(first[..], [Action::NotRestored { .. }, Action::Announce { from: From::Image(i), .. }] if i == id(1)),
+        matches!(first[..], [Action::NotRestored { .. }, Action::Announce { from: StartPoint::Image(i), .. }] if i == id(1)),
         "{first:?}"
     );
     machine.step(Event::Tick, now + Duration::from_secs(60));
@@ -380,19 +381,19 @@ fn what_is_asked_for_by_name_is_not_replaced_by_something_else() {
     assert!(mark.image == id(1) && why.contains("asked for by name") && why.contains("bad size"), "{why}");
     assert_eq!(machine.state(), &State::Done);
     // Once it ran, an end is one as any other.
-    let (machine, _) = Machine::new(&config, From::Image(id(1)));
+    let (machine, _) = Machine::new(&config, StartPoint::Image(id(1)));
     let mut machine = machine.asked_for();
     machine.step(Event::Started, now);
     machine.step(killed(&[1]), now + Duration::from_secs(60));
     machine.step(Event::Tick, now + Duration::from_secs(120));
     let actions = machine.step(failed(1, Failure::Damaged, &[]), now);
-    assert!(matches!(actions[..], [Action::Announce { from: From::Cold, .. }]), "{actions:?}");
+    assert!(matches!(actions[..], [Action::Announce { from: StartPoint::Cold, .. }]), "{actions:?}");
     // A rewind goes back to where the job was, and never to its beginning.
     for (good, ends) in [(&[2][..], false), (&[], true)] {
-        let (mut machine, _) = Machine::new(&config, From::Cold);
+        let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
         machine.step(Event::Started, now);
         machine.step(rewind(1), now);
-        assert_eq!(machine.step(killed(&[2, 1]), now), [Action::Start(From::Image(id(1)))]);
+        assert_eq!(machine.step(killed(&[2, 1]), now), [Action::Start(StartPoint::Image(id(1)))]);
         let actions = machine.step(failed(1, Failure::NotNow("no".into()), good), now);
         assert_eq!(machine.state() == &State::Done, ends, "{actions:?}");
     }
@@ -406,13 +407,13 @@ fn a_rewind_is_no_failure() {
     for n in 1..50 {
         let later = now + Duration::from_secs(60 * n);
         machine.step(rewind(1), later);
-        assert_eq!(machine.step(killed(&[1]), later), [Action::Start(From::Image(id(1)))]);
+        assert_eq!(machine.step(killed(&[1]), later), [Action::Start(StartPoint::Image(id(1)))]);
         machine.step(Event::Started, later);
     }
     assert_eq!(machine.failures(now + Duration::from_secs(3000)).failures, 0);
     // Not one of them is counted against restart.max-restarts, and the image is as good as it was.
     let actions = machine.step(killed(&[1]), now + Duration::from_secs(3000));
-    assert!(matches!(actions[..], [Action::Announce { from: From::Image(i), .. }] if i == id(1)), "{actions:?}");
+    assert!(matches!(actions[..], [Action::Announce { from: StartPoint::Image(i), .. }] if i == id(1)), "{actions:?}");
 }
 
 #[test]
@@ -420,13 +421,13 @@ fn a_suspended_job_rests_until_it_is_called_back() {
     let bench = Bench::new();
     let suspended = [(0, Event::Started), (5, Event::Suspend), (1, TAKEN), (0, killed(&[4, 3]))];
     let (state, actions) = bench.run(&suspended);
-    assert_eq!(state, State::Suspended { from: From::Image(id(4)) });
+    assert_eq!(state, State::Suspended { from: StartPoint::Image(id(4)) });
     assert_eq!(actions[1..], [Action::Snapshot(Reason::Request), Action::Kill]);
     let then = |more: &[(u64, Event)]| bench.run(&[&suspended, more].concat()).1[3..].to_vec();
     let quiet = [(9000, Event::Tick), (0, NOW), (0, ASKED), (0, Event::Suspend), (0, PERSISTED)];
     assert_eq!(then(&quiet), []);
-    assert_eq!(then(&[(9, Event::Resume)]), [Action::Start(From::Image(id(4)))]);
-    assert_eq!(then(&[(9, rewind(3))]), [Action::Start(From::Image(id(3)))]);
+    assert_eq!(then(&[(9, Event::Resume)]), [Action::Start(StartPoint::Image(id(4)))]);
+    assert_eq!(then(&[(9, rewind(3))]), [Action::Start(StartPoint::Image(id(3)))]);
     assert_eq!(then(&[(9, Event::Stop(TERM))]), [Action::Finish(Finish::Stopped(TERM))]);
 }
 
@@ -466,7 +467,7 @@ fn what_can_not_be_had_is_refused() {
     let config = Config::default();
     let now = Instant::now();
     let after = |events: &[Event]| {
-        let (mut machine, _) = Machine::new(&config, From::Cold);
+        let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
         events.iter().for_each(|event| drop(machine.step(event.clone(), now)));
         [Wish::Snapshot, Wish::Suspend, Wish::Resume, Wish::Rewind].map(|wish| machine.admits(wish).is_ok())
     };
@@ -487,7 +488,7 @@ fn a_stop_with_a_time_of_its_own_is_bound_by_that() {
     let config = Config::default();
     let now = Instant::now();
     let until = now + Duration::from_secs(300);
-    let (mut machine, _) = Machine::new(&config, From::Cold);
+    let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
     machine.step(Event::Started, now);
     assert_eq!(machine.step(Event::StopBy(Stop::Requeue, until), now), [Action::Snapshot(Reason::Final)]);
     assert_eq!(machine.deadline(), Some(until));
@@ -497,7 +498,7 @@ fn a_stop_with_a_time_of_its_own_is_bound_by_that() {
     assert_eq!(machine.step(Event::Tick, until), [Action::Cancel, Action::Kill]);
     assert_eq!(machine.step(killed(&[]), until), [Action::Finish(Finish::Stopped(Stop::Requeue))]);
     // It waits for the image before it as any other does.
-    let (mut machine, _) = Machine::new(&config, From::Cold);
+    let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
     machine.step(Event::Started, now);
     machine.step(Event::PersistBegan, now);
     assert_eq!(machine.step(Event::StopBy(Stop::Requeue, until), now), []);
@@ -510,7 +511,7 @@ fn near_the_last_snapshot_none_is_begun_by_the_interval() {
     let config = Config::default();
     let now = Instant::now();
     let due = now + Duration::from_secs(600);
-    let (mut machine, _) = Machine::new(&config, From::Cold);
+    let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
     machine.step(Event::Started, now);
     machine.no_interval_from(Some(due));
     assert_eq!((machine.deadline(), machine.step(Event::Tick, due)), (None, vec![]));
@@ -521,7 +522,7 @@ fn near_the_last_snapshot_none_is_begun_by_the_interval() {
     assert_eq!(machine.step(NOW, due), [Action::Snapshot(Reason::Signal)], "who asks gets one");
     machine.step(TAKEN, due);
     // It was put off: there is time again.
-    let (mut machine, _) = Machine::new(&config, From::Cold);
+    let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
     machine.step(Event::Started, now);
     machine.no_interval_from(Some(due));
     machine.no_interval_from(Some(due + Duration::from_millis(1)));
@@ -549,7 +550,7 @@ fn every_stop_ends_every_state() {
     for (name, before) in states {
         for stop in [Event::Stop(TERM), Event::StopNow(TERM), Event::StopBy(Stop::Requeue, until)] {
             for twice in [None, Some(Event::StopNow(TERM))] {
-                let (mut machine, _) = Machine::new(&config, From::Cold);
+                let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
                 let mut actions: Vec<Action> =
                     before.iter().flat_map(|event| machine.step(event.clone(), now)).collect();
                 assert_eq!(machine.state().name(), name, "{before:?}");

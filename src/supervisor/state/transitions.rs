@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use super::events::{Action, Event, Finish, Harm, NO_USABLE_IMAGE, Stop, Verdict};
 use super::states::{Ending, Life, State, Then};
 use super::{Asked, Machine, Postponed};
-use crate::policy::{Death, Decision, Failure, From, Images, Mark};
+use crate::policy::{Death, Decision, Failure, Images, Mark, StartPoint};
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 use rekindle_store::manifest::Reason;
@@ -17,7 +17,7 @@ const MISSED: Duration = Duration::from_secs(1);
 impl Machine<'_> {
     pub(super) fn starting(
         &mut self,
-        from: From,
+        from: StartPoint,
         then: Option<Then>,
         event: Event,
         now: Instant,
@@ -43,7 +43,7 @@ impl Machine<'_> {
             (
                 Event::ImageFailed { .. } | Event::StartFailed { .. } | Event::Impossible { .. } | Event::Ended { .. },
                 Some(Then::Rewind(image)),
-            ) => start(From::Image(image)),
+            ) => start(StartPoint::Image(image)),
             (Event::ImageFailed { image, failure, images }, _) => self.not_restored(image, &failure, &images, now),
             (Event::StartFailed { why }, _) => {
                 let decision = self.history.after_machine_failure(from, &why, &self.config.restart);
@@ -73,11 +73,11 @@ impl Machine<'_> {
             (Some(why), None) => vec![Action::NotRestored { image, why: why.into() }],
             _ => vec![],
         };
-        let other = |wanted: fn(&From, ImageId) -> bool| matches!(&decision, Decision::Again { from, .. } if wanted(from, image));
+        let other = |wanted: fn(&StartPoint, ImageId) -> bool| matches!(&decision, Decision::Again { from, .. } if wanted(from, image));
         let stops = match self.asked {
             // What somebody names is not replaced by something else.
-            Some(Asked::Restore) => other(|from, image| *from != From::Image(image)),
-            Some(Asked::Rewind) => other(|from, _| *from == From::Cold),
+            Some(Asked::Restore) => other(|from, image| *from != StartPoint::Image(image)),
+            Some(Asked::Rewind) => other(|from, _| *from == StartPoint::Cold),
             None => false,
         };
         let (state, actions) = if stops {
@@ -270,7 +270,7 @@ impl Machine<'_> {
         now: Instant,
     ) -> (State, Vec<Action>) {
         match (event, stop) {
-            (Event::Ended { .. }, Ending::Rewind(image)) => start(From::Image(image)),
+            (Event::Ended { .. }, Ending::Rewind(image)) => start(StartPoint::Image(image)),
             // It was at its end when it was to be killed. After a SIGTERM an exit with 0 says nothing of the kind: many
             // programs end so when they are told to, and their work is not done.
             (Event::Ended { ended: Ended::Exit(0), .. }, _) if deadline.is_none() => finish(Finish::Completed),
@@ -278,7 +278,7 @@ impl Machine<'_> {
             (Event::Ended { images, .. }, Ending::Lost) => self.died(Death::Lost, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Condemned) => self.died(Death::Judged, &life, &images, now),
             (Event::Ended { images, .. }, Ending::Suspend) => {
-                let from = images.good.first().map_or(life.from, |image| From::Image(*image));
+                let from = images.good.first().map_or(life.from, |image| StartPoint::Image(*image));
                 (State::Suspended { from }, vec![])
             }
             (
@@ -305,7 +305,7 @@ impl Machine<'_> {
             match self.verdict.take() {
                 Some(Verdict::GiveUp { why }) => return decided(Decision::GiveUp { why, mark: None }, last, now),
                 Some(Verdict::Stop) => return finish(Finish::Stopped(Stop::Requeue)),
-                Some(Verdict::Rewind(image)) => return start(From::Image(image)),
+                Some(Verdict::Rewind(image)) => return start(StartPoint::Image(image)),
                 Some(Verdict::Restart) => death = Death::Judged,
                 None => {}
             }
@@ -331,26 +331,26 @@ impl Machine<'_> {
     }
 }
 
-pub(super) fn waiting(from: From, until: Instant, event: Event, now: Instant) -> (State, Vec<Action>) {
+pub(super) fn waiting(from: StartPoint, until: Instant, event: Event, now: Instant) -> (State, Vec<Action>) {
     match event {
         Event::Tick if until <= now => start(from),
-        Event::Rewind { image } => start(From::Image(image)),
+        Event::Rewind { image } => start(StartPoint::Image(image)),
         Event::Suspend => (State::Suspended { from }, vec![]),
         Event::StopBy(stop, _) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
         _ => (State::Waiting { from, until }, vec![]),
     }
 }
 
-pub(super) fn suspended(from: From, event: Event) -> (State, Vec<Action>) {
+pub(super) fn suspended(from: StartPoint, event: Event) -> (State, Vec<Action>) {
     match event {
         Event::Resume => start(from),
-        Event::Rewind { image } => start(From::Image(image)),
+        Event::Rewind { image } => start(StartPoint::Image(image)),
         Event::StopBy(stop, _) | Event::StopNow(stop) => finish(Finish::Stopped(stop)),
         _ => (State::Suspended { from }, vec![]),
     }
 }
 
-fn start(from: From) -> (State, Vec<Action>) {
+fn start(from: StartPoint) -> (State, Vec<Action>) {
     (State::Starting { from, then: None }, vec![Action::Start(from)])
 }
 

@@ -4,7 +4,7 @@ use super::*;
 
 /// A job that runs, and holds snapshots off from now on for a minute.
 fn holding(config: &Config, now: Instant) -> Machine<'_> {
-    let (mut machine, _) = Machine::new(config, From::Cold);
+    let (mut machine, _) = Machine::new(config, StartPoint::Cold);
     machine.step(Event::Started, now);
     machine.step(Event::Hold(now + Duration::from_secs(60)), now);
     machine
@@ -62,7 +62,7 @@ fn what_waits_is_not_put_off_further() {
     machine.step(Event::Hold(after(30)), now);
     assert_eq!(machine.held(), Some(after(30)), "one of two let go");
     // Where it waits for the store, a hold is no matter, and bounds the wait from its end on.
-    let (mut machine, _) = Machine::new(&config, From::Cold);
+    let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
     machine.step(Event::Started, now);
     machine.step(Event::PersistBegan, now);
     machine.step(NOW, now);

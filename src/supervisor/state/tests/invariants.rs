@@ -67,7 +67,7 @@ proptest! {
         config in prop_oneof![Just(Config::default()), Just(auto())],
         quiet in proptest::option::of(0u64..9000),
     ) {
-        let (mut machine, first) = Machine::new(&config, From::Cold);
+        let (mut machine, first) = Machine::new(&config, StartPoint::Cold);
         let mut now = Instant::now();
         machine.no_interval_from(quiet.map(|after| now + Duration::from_secs(after)));
         let (mut alive, mut starting, mut snapshot, mut finished) = (false, false, false, 0);

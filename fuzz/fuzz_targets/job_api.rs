@@ -2,7 +2,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use rekindle::word::protocol::{Letter, MAX_REQUEST, Request, answer};
+use rekindle::job_api::protocol::{Letter, MAX_REQUEST, Request, answer};
 
 fuzz_target!(|bytes: &[u8]| {
     // What is longer does not get as far.

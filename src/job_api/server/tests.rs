@@ -50,7 +50,7 @@ fn facts() -> Facts {
     }
 }
 
-/// As docs/word.md has it.
+/// As docs/job-api.md has it.
 fn client() -> UnixDatagram {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let name = format!("rekindle-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::SeqCst));

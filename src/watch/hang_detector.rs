@@ -49,7 +49,7 @@ pub(crate) enum Finding {
 
 /// What is looked at.
 #[derive(Debug)]
-pub(crate) struct Vigil {
+pub(crate) struct HangDetector {
     clocks: Vec<(Missing, Clock)>,
     silence: Option<Clock>,
     files: [PathBuf; 2],
@@ -73,10 +73,15 @@ struct Seen {
     beats: u64,
 }
 
-impl Vigil {
+impl HangDetector {
     /// What the configuration asks for; none where that is nothing.
     #[must_use]
-    pub(crate) fn new(watch: &Watch, files: &output::Files, logs: PathBuf, beats: Arc<AtomicU64>) -> Option<Vigil> {
+    pub(crate) fn new(
+        watch: &Watch,
+        files: &output::Files,
+        logs: PathBuf,
+        beats: Arc<AtomicU64>,
+    ) -> Option<HangDetector> {
         let wanted = [
             (Missing::Output, watch.no_output_for),
             (Missing::Work, watch.no_cpu_for),
@@ -91,7 +96,7 @@ impl Vigil {
         let pause = (shortest / 10).clamp(Duration::from_millis(20), longest);
         let files = [files.stdout.clone(), files.stderr.clone()];
         let (seen, gpu) = (Seen::default(), GpuWork::default());
-        Some(Vigil { clocks, silence, files, beats, logs, pause, life: 0, root: None, seen, gpu })
+        Some(HangDetector { clocks, silence, files, beats, logs, pause, life: 0, root: None, seen, gpu })
     }
 
     /// Watches until nobody gives orders any more.
@@ -226,9 +231,9 @@ mod tests {
     fn nothing_is_watched_where_nothing_is_asked_for() {
         let dir = tempfile::tempdir().unwrap();
         let files = output::Files::create(dir.path(), output::Bounds::default()).unwrap();
-        let vigil = |watch: &Watch| Vigil::new(watch, &files, dir.path().into(), Arc::default());
+        let detector = |watch: &Watch| HangDetector::new(watch, &files, dir.path().into(), Arc::default());
         let off = Watch { log_silence_after: crate::config::watch::Patience::Off, ..Watch::default() };
-        assert!(vigil(&off).is_none());
-        assert_eq!(vigil(&Watch::default()).unwrap().pause, Duration::from_secs(60));
+        assert!(detector(&off).is_none());
+        assert_eq!(detector(&Watch::default()).unwrap().pause, Duration::from_secs(60));
     }
 }

@@ -1,4 +1,4 @@
-//! `[word]`: what a job may ask of its supervisor.
+//! `[job-api]`: what a job may ask of its supervisor.
 
 use std::time::Duration;
 
@@ -6,17 +6,17 @@ use serde::{Deserialize, Serialize};
 
 use super::value::duration;
 
-/// `[word]`: what a job may ask of its supervisor.
+/// `[job-api]`: what a job may ask of its supervisor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
-pub struct Word {
+pub struct JobApi {
     /// How long a job may have snapshots wait at a time.
     #[serde(with = "duration")]
     pub max_hold: Duration,
 }
 
-impl Default for Word {
-    fn default() -> Word {
-        Word { max_hold: Duration::from_secs(60) }
+impl Default for JobApi {
+    fn default() -> JobApi {
+        JobApi { max_hold: Duration::from_secs(60) }
     }
 }

@@ -1,4 +1,4 @@
-//! A word of the job with its supervisor (docs/word.md): the job asks for a snapshot, holds snapshots off, and learns that it
+//! A word of the job with its supervisor (docs/job-api.md): the job asks for a snapshot, holds snapshots off, and learns that it
 //! was brought back.
 //!
 //! - [`protocol`]: requests and answers, one datagram with one JSON object each.

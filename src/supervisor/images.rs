@@ -14,7 +14,7 @@ use super::state::{Event, Finish, State};
 use super::transfers::{self, Destination, PROGRESS, Source};
 use super::{Message, Owner, Setup};
 use crate::control::protocol::Snapped;
-use crate::hooks::Passed;
+use crate::notifications::Passed;
 use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_criu::Log;
@@ -60,7 +60,7 @@ impl Owner<'_> {
         let (interval, deaths) = (self.machine.choice().cloned(), Arc::clone(self.life.deaths()));
         self.clients.control.snapshot_begins();
         self.check_holds();
-        self.clients.word.snapshot_begins();
+        self.clients.job_api.snapshot_begins();
         let event = self.tell(What::SnapshotBegan { reason });
         let gate = self.reporting.listeners.before_snapshot(&self.setup.config, &event, reason);
         let launch = Launch { lineage: self.line.lineage.clone(), ..self.setup.program.launch.clone() };
@@ -103,7 +103,7 @@ impl Owner<'_> {
                 self.checks.proofs.expect(taken.image.id, self.setup, Instant::now());
                 self.tell_snapshot(&taken);
                 self.answer_taken(&taken);
-                self.clients.word.snapshot_ends(None);
+                self.clients.job_api.snapshot_ends(None);
                 // One that is in the store as plain files is packed, which saves space only.
                 let persist = (!taken.image.is_staged()).then_some(taken.persist);
                 if persist.is_some() {
@@ -117,7 +117,7 @@ impl Owner<'_> {
                 let stops = self.machine.is_stopping();
                 let (lost, event) = (error.job_is_lost(), Event::not_taken(&error));
                 self.clients.control.snapshot_failed(&chain(&error));
-                self.clients.word.snapshot_ends(Some(chain(&error)));
+                self.clients.job_api.snapshot_ends(Some(chain(&error)));
                 if self.life.ended().is_none() {
                     let why = chain(&error);
                     self.keep_criu_log("dump", error.criu_log());

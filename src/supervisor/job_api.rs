@@ -1,4 +1,4 @@
-//! What the job asks of its supervisor, and what it is told (docs/word.md).
+//! What the job asks of its supervisor, and what it is told (docs/job-api.md).
 //!
 //! A snapshot that the job asks for is the next one that begins: it has a number, and the job looks whether that one is over.
 //! A life that ends takes its holds ([`super::holds`]) with it.
@@ -10,16 +10,16 @@ use nix::sys::utsname::uname;
 
 use super::events::micros;
 use super::holds::{self, Change, HOLDERS, Holder, Holds, How};
-use super::keep::shown;
+use super::images::shown;
 use super::line::Line;
 use super::state::{Event, Machine, Wish};
 use super::{Message, Owner, Setup};
 use crate::control::protocol::{Code, Fault};
+use crate::job_api::protocol::{Answer, Facts, Gpu, Request};
+use crate::job_api::server::Server;
+use crate::job_api::{Call, Reply};
 use crate::published::Published;
 use crate::telemetry::events::What;
-use crate::word::protocol::{Answer, Facts, Gpu, Request};
-use crate::word::server::Server;
-use crate::word::{Call, Reply};
 use rekindle_cuda::nvml::GpuInventory;
 use rekindle_store::manifest::Reason;
 use rekindle_store::{ImageId, Outcome};
@@ -44,7 +44,7 @@ struct Count {
 
 /// What is known for the job, and what it asked for.
 #[derive(Debug, Default)]
-pub(super) struct Word {
+pub(super) struct JobApi {
     server: Option<Server>,
     life: Life,
     /// How often the run was restored, under every supervisor.
@@ -65,11 +65,11 @@ pub(super) enum Todo {
     Held(Reply, Answer),
 }
 
-impl Word {
-    pub(super) fn new(setup: &Setup) -> Word {
+impl JobApi {
+    pub(super) fn new(setup: &Setup) -> JobApi {
         let record = setup.folder.record().ok().flatten();
         let record = record.filter(|record| record.lineage == setup.program.launch.lineage);
-        Word { restores: record.map_or(0, |record| record.restores), ..Word::default() }
+        JobApi { restores: record.map_or(0, |record| record.restores), ..JobApi::default() }
     }
 
     pub(super) fn restores(&self) -> u32 {
@@ -173,18 +173,18 @@ fn not_admitted(machine: &Machine<'_>, why: &str) -> Fault {
 impl Owner<'_> {
     /// Serves the job's socket, where it has one.
     pub(super) fn open_word(&mut self) {
-        let Some(socket) = &self.setup.sockets.word else { return };
+        let Some(socket) = &self.setup.sockets.job_api else { return };
         let sender = self.sender.clone();
-        let deliver = move |call| sender.send(Message::Word(Box::new(call))).is_ok();
+        let deliver = move |call| sender.send(Message::JobApi(Box::new(call))).is_ok();
         match Server::start(socket, Box::new(deliver)) {
-            Ok(server) => self.clients.word.server = Some(server),
+            Ok(server) => self.clients.job_api.server = Some(server),
             Err(error) => tracing::warn!("the job cannot ask for anything (REKINDLE_SOCKET): {error}"),
         }
     }
 
     pub(super) fn close_word(&mut self) {
-        self.clients.word.server = None;
-        if let Some(socket) = &self.setup.sockets.word {
+        self.clients.job_api.server = None;
+        if let Some(socket) = &self.setup.sockets.job_api {
             socket.close();
         }
     }
@@ -193,7 +193,7 @@ impl Owner<'_> {
     pub(super) fn word_of_life(&mut self, from: Option<ImageId>) {
         let now = Utc::now();
         let name = format!("{}-{}-{}", now.format("%Y%m%dT%H%M%S%6fZ"), std::process::id(), self.life.number());
-        if self.clients.word.life_begins(name, from, gpus(), now)
+        if self.clients.job_api.life_begins(name, from, gpus(), now)
             && let Err(error) = self.record(Outcome::Running, None)
         {
             tracing::debug!("the restore was not counted: {error}");
@@ -201,7 +201,7 @@ impl Owner<'_> {
     }
 
     pub(super) fn asked(&mut self, call: Call) {
-        match self.clients.word.asked(call, &self.machine, self.setup.config.word.max_hold, Instant::now()) {
+        match self.clients.job_api.asked(call, &self.machine, self.setup.config.job_api.max_hold, Instant::now()) {
             Todo::Nothing => {}
             Todo::Snapshot => self.step_quietly(Event::SnapshotNow(Reason::Request)),
             Todo::Released => self.holders_changed(),
@@ -213,7 +213,7 @@ impl Owner<'_> {
     }
 
     fn holders_changed(&mut self) {
-        self.step_quietly(self.clients.word.holds.bound().map_or(Event::Release, Event::Hold));
+        self.step_quietly(self.clients.job_api.holds.bound().map_or(Event::Release, Event::Hold));
     }
 
     /// The machine is told. What that leads to is carried out, and nothing is published for its own sake: a job may do this at
@@ -229,7 +229,7 @@ impl Owner<'_> {
     /// Says when a snapshot waits for those who hold it off, and when it does not any more.
     pub(super) fn check_holds(&mut self) {
         let facts = holds::Facts::of(&self.machine);
-        match self.clients.word.holds.check(facts, Holder::lives, Instant::now()) {
+        match self.clients.job_api.holds.check(facts, Holder::lives, Instant::now()) {
             None => {}
             Some(Change::Died) => self.holders_changed(),
             Some(Change::Waits { reason, pids, bound }) => {
@@ -273,7 +273,7 @@ mod tests {
 
     use super::*;
     use crate::config::Config;
-    use crate::policy::From;
+    use crate::policy::StartPoint;
 
     type Said = Result<Answer, Fault>;
 
@@ -284,7 +284,7 @@ mod tests {
     }
 
     /// Asks a job's supervisor in the life "l". Answers what was said at once, if anything.
-    fn ask(word: &mut Word, machine: &Machine<'_>, request: Request, life: &str) -> (Todo, Option<Said>) {
+    fn ask(word: &mut JobApi, machine: &Machine<'_>, request: Request, life: &str) -> (Todo, Option<Said>) {
         let (call, said) = call(request, life);
         let todo = word.asked(call, machine, Duration::from_secs(60), Instant::now());
         (todo, said.try_recv().ok())
@@ -293,8 +293,8 @@ mod tests {
     #[test]
     fn a_request_is_of_a_life_that_runs() {
         let config = Config::default();
-        let (mut machine, _) = Machine::new(&config, From::Cold);
-        let mut word = Word::default();
+        let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
+        let mut word = JobApi::default();
         assert!(!word.life_begins("l".into(), None, Vec::new(), Utc::now()));
         let refused = |said: Option<Said>| said.unwrap().unwrap_err().code;
         let (todo, said) = ask(&mut word, &machine, Request::Snapshot, "l");
@@ -311,9 +311,9 @@ mod tests {
     #[test]
     fn a_hold_is_bounded_and_confirmed_after_the_machine_knows_of_it() {
         let config = Config::default();
-        let (mut machine, _) = Machine::new(&config, From::Cold);
+        let (mut machine, _) = Machine::new(&config, StartPoint::Cold);
         machine.step(Event::Started, Instant::now());
-        let mut word = Word::default();
+        let mut word = JobApi::default();
         let hold = Request::Hold { holder: "h".into(), time: Duration::from_secs(600) };
         let (todo, said) = ask(&mut word, &machine, hold, "");
         assert!(matches!(todo, Todo::Held(_, Answer::Held { seconds: 60.0, .. })) && said.is_none());

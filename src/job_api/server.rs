@@ -23,7 +23,7 @@ use nix::unistd::Uid;
 
 use super::protocol::{self, Answer, Facts, Letter, MAX_REQUEST, Request};
 use super::{Call, Reply};
-use crate::control::address::Letterbox;
+use crate::control::address::SocketPath;
 use crate::control::protocol::{Code, Fault};
 
 /// A training loop asks once a step, or less. What waits in the socket (net.unix.max_dgram_qlen, 512 where systemd runs) is
@@ -56,13 +56,13 @@ pub struct Socket {
     user: Option<u32>,
     path: PathBuf,
     /// Its name in the file system; none once it is closed.
-    letterbox: Mutex<Option<Letterbox>>,
-    door: Arc<Door>,
+    bound: Mutex<Option<SocketPath>>,
+    listener: Arc<Listener>,
 }
 
 /// What the thread that reads waits at.
 #[derive(Debug)]
-struct Door {
+struct Listener {
     socket: Mutex<Arc<UnixDatagram>>,
     wake: EventFd,
 }
@@ -73,11 +73,11 @@ impl Socket {
     /// # Errors
     /// The step that failed.
     pub fn bind(directory: &Path, name: &str, user: Option<u32>) -> io::Result<Socket> {
-        let (letterbox, socket) = open(directory, name, user)?;
+        let (bound, socket) = open(directory, name, user)?;
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
-        let door = Arc::new(Door { socket: Mutex::new(socket), wake });
-        let (directory, name, path) = (directory.to_owned(), name.to_owned(), letterbox.path().to_owned());
-        Ok(Socket { directory, name, user, path, letterbox: Mutex::new(Some(letterbox)), door })
+        let listener = Arc::new(Listener { socket: Mutex::new(socket), wake });
+        let (directory, name, path) = (directory.to_owned(), name.to_owned(), bound.path().to_owned());
+        Ok(Socket { directory, name, user, path, bound: Mutex::new(Some(bound)), listener })
     }
 
     /// Binds it anew in the network namespace of this process, for a job that will be in that one: abstract names are
@@ -96,16 +96,16 @@ impl Socket {
             let thread = std::thread::Builder::new().name("word-bind".into()).spawn_scoped(scope, bind)?;
             thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that binds it died")))
         });
-        let (letterbox, socket) = bound?;
-        *lock(&self.door.socket) = socket;
-        *lock(&self.letterbox) = Some(letterbox);
-        let _ = self.door.wake.write(1);
+        let (bound, socket) = bound?;
+        *lock(&self.listener.socket) = socket;
+        *lock(&self.bound) = Some(bound);
+        let _ = self.listener.wake.write(1);
         Ok(())
     }
 
     /// Takes its name away: whoever still has this value, the job is over.
     pub fn close(&self) {
-        *lock(&self.letterbox) = None;
+        *lock(&self.bound) = None;
     }
 
     /// Where it is.
@@ -115,21 +115,21 @@ impl Socket {
     }
 }
 
-fn open(directory: &Path, name: &str, user: Option<u32>) -> io::Result<(Letterbox, Arc<UnixDatagram>)> {
-    let letterbox = Letterbox::new(directory, name, user)?;
-    setsockopt(letterbox.socket(), sockopt::PassCred, &true)?;
+fn open(directory: &Path, name: &str, user: Option<u32>) -> io::Result<(SocketPath, Arc<UnixDatagram>)> {
+    let path = SocketPath::new(directory, name, user)?;
+    setsockopt(path.socket(), sockopt::PassCred, &true)?;
     // Where that is not allowed the kernel gives what it does.
-    setsockopt(letterbox.socket(), sockopt::SndBufForce, &UNREAD)
-        .or_else(|_| setsockopt(letterbox.socket(), sockopt::SndBuf, &UNREAD))?;
-    let socket = Arc::new(letterbox.socket().try_clone()?);
-    Ok((letterbox, socket))
+    setsockopt(path.socket(), sockopt::SndBufForce, &UNREAD)
+        .or_else(|_| setsockopt(path.socket(), sockopt::SndBuf, &UNREAD))?;
+    let socket = Arc::new(path.socket().try_clone()?);
+    Ok((path, socket))
 }
 
 /// A socket that is served until this is dropped.
 #[derive(Debug)]
 pub struct Server {
     facts: Arc<Mutex<Option<Facts>>>,
-    door: Arc<Door>,
+    listener: Arc<Listener>,
     ended: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -142,7 +142,7 @@ impl Server {
     pub fn start(socket: &Socket, deliver: Deliver) -> io::Result<Server> {
         let (facts, ended) = (Arc::<Mutex<Option<Facts>>>::default(), Arc::new(AtomicBool::new(false)));
         let mut reader = Reader {
-            door: Arc::clone(&socket.door),
+            listener: Arc::clone(&socket.listener),
             user: socket.user.unwrap_or_else(|| Uid::effective().as_raw()),
             facts: Arc::clone(&facts),
             deliver,
@@ -157,7 +157,7 @@ impl Server {
             }
         };
         let thread = std::thread::Builder::new().name("word".into()).spawn(run)?;
-        Ok(Server { facts, door: Arc::clone(&socket.door), ended, thread: Some(thread) })
+        Ok(Server { facts, listener: Arc::clone(&socket.listener), ended, thread: Some(thread) })
     }
 
     /// What `state` answers from now on; nothing while there is no job.
@@ -169,7 +169,7 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.ended.store(true, Ordering::SeqCst);
-        let _ = self.door.wake.write(1);
+        let _ = self.listener.wake.write(1);
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }
@@ -207,7 +207,7 @@ impl Drop for Pending {
 }
 
 struct Reader {
-    door: Arc<Door>,
+    listener: Arc<Listener>,
     user: u32,
     facts: Arc<Mutex<Option<Facts>>>,
     deliver: Deliver,
@@ -235,9 +235,9 @@ impl Reader {
                 "the job asks its supervisor for something more than {PER_SECOND} times a second: it has to wait"
             );
         }
-        let socket = Arc::clone(&lock(&self.door.socket));
+        let socket = Arc::clone(&lock(&self.listener.socket));
         let wanted = if pause.is_some() { PollFlags::empty() } else { PollFlags::POLLIN };
-        let mut fds = [PollFd::new(self.door.wake.as_fd(), PollFlags::POLLIN), PollFd::new(socket.as_fd(), wanted)];
+        let mut fds = [PollFd::new(self.listener.wake.as_fd(), PollFlags::POLLIN), PollFd::new(socket.as_fd(), wanted)];
         // Rounded up, so that the window is over then.
         let timeout = pause.map_or(PollTimeout::NONE, |pause| {
             PollTimeout::try_from(pause + Duration::from_millis(1)).unwrap_or(PollTimeout::MAX)
@@ -247,7 +247,7 @@ impl Reader {
             Err(_) => return std::thread::sleep(PAUSE),
         }
         // It is over, or there is another socket.
-        let _ = self.door.wake.read();
+        let _ = self.listener.wake.read();
         let readable = fds.get(1).and_then(PollFd::any).unwrap_or(false);
         if !readable || pause.is_some() {
             return;

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A training loop that uses rekindle's job API.
 
-    rekindle run -- python3 examples/word_loop.py
+    rekindle run -- python3 examples/job_api.py
 
 It asks for a snapshot before each "epoch", blocks snapshots while it writes its own "checkpoint", and reconnects after a
 restore. It also runs without rekindle.
