@@ -21,17 +21,11 @@ struct Bench {
 
 /// Answers None where something is missing; fails where it must be there.
 fn bench() -> Option<Bench> {
-    let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-    let missing = [
-        ("root", !nix::unistd::geteuid().is_root()),
-        ("criu", std::env::var_os("REKINDLE_CRIU").is_none()),
-        ("python", !Path::new("/usr/bin/python3").exists()),
-    ];
-    if let Some((name, _)) = missing.into_iter().find(|(_, absent)| *absent) {
-        assert!(!required.split(',').any(|r| r == name), "REKINDLE_TEST_REQUIRE names {name}");
-        eprintln!("SKIP: no {name}");
+    let python = Path::new("/usr/bin/python3").exists();
+    if !rekindle_testing::root() || !rekindle_testing::require("python", python, "there is no /usr/bin/python3") {
         return None;
     }
+    rekindle_testing::criu()?;
     Some(Bench { folder: tempfile::tempdir().unwrap() })
 }
 

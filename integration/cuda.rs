@@ -418,7 +418,7 @@ fn no_driver_is_told_in_words() {
 
 #[test]
 fn a_process_of_another_namespace_is_addressed_by_its_outer_pid() {
-    if gate("root", nix::unistd::geteuid().is_root().then_some(())).is_none() {
+    if !rekindle_testing::root() {
         return;
     }
     let standin = Standin::new();
@@ -437,23 +437,15 @@ fn a_process_of_another_namespace_is_addressed_by_its_outer_pid() {
     job.assert_counts();
 }
 
-/// What a test needs and this machine has or not: says SKIP, or fails where it is required.
-fn gate<T>(name: &str, found: Option<T>) -> Option<T> {
-    if found.is_none() {
-        let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-        assert!(!required.split(',').any(|gate| gate == name), "REKINDLE_TEST_REQUIRE wants {name}, it is not here");
-        eprintln!("SKIP: needs {name}");
-    }
-    found
-}
-
 /// CRIU and the root that it needs.
 fn criu() -> Option<std::path::PathBuf> {
-    gate("root", nix::unistd::geteuid().is_root().then_some(()))?;
+    if !rekindle_testing::root() {
+        return None;
+    }
     let path = std::env::var_os("PATH").unwrap_or_default();
     let named = std::env::var_os("REKINDLE_CRIU").map(Into::into);
     let on_path = || std::env::split_paths(&path).map(|dir| dir.join("criu")).find(|file| file.is_file());
-    gate("criu", named.or_else(on_path))
+    rekindle_testing::needs("criu", named.or_else(on_path), "there is no CRIU")
 }
 
 /// A process that is not a child of this test.

@@ -67,29 +67,7 @@ fn row(report: &Value, check: &str) -> Row {
     Row { state: text("state").unwrap(), found: text("found").unwrap(), fix: text("fix") }
 }
 
-fn required(what: &str) -> bool {
-    std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default().split(',').any(|word| word == what)
-}
-
-/// Whether this is root; says SKIP where not.
-fn root() -> bool {
-    let root = nix::unistd::geteuid().is_root();
-    if !root {
-        eprintln!("SKIP: needs root");
-        assert!(!required("root"), "REKINDLE_TEST_REQUIRE names root, and this is not root");
-    }
-    root
-}
-
-/// The CRIU to test with; says SKIP where there is none.
-fn criu() -> Option<PathBuf> {
-    let criu = std::env::var_os("REKINDLE_CRIU").map(PathBuf::from);
-    if criu.is_none() {
-        eprintln!("SKIP: needs CRIU, named by REKINDLE_CRIU");
-        assert!(!required("criu"), "REKINDLE_TEST_REQUIRE names criu, and REKINDLE_CRIU is not set");
-    }
-    criu
-}
+use rekindle_testing::{criu, require, root};
 
 const ROWS: [&str; 28] = [
     "kernel.checkpoint-restore",
@@ -299,8 +277,7 @@ fn a_store_that_nothing_can_be_run_from_is_missing_with_the_mount_named() {
     let output = command.output().unwrap();
     if output.status.code() == Some(99) {
         let why = String::from_utf8_lossy(&output.stderr).into_owned();
-        eprintln!("SKIP: nothing can be mounted here: {why}");
-        assert!(!required("root"), "REKINDLE_TEST_REQUIRE names root, and root cannot mount: {why}");
+        let _ = require("root", false, &format!("nothing can be mounted here: {why}"));
         return;
     }
     assert_eq!(output.status.code(), Some(69));

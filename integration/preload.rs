@@ -124,10 +124,7 @@ struct Tmpfs(tempfile::TempDir);
 
 /// None where this is not root.
 fn tmpfs(options: &str) -> Option<Tmpfs> {
-    if !nix::unistd::geteuid().is_root() {
-        let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-        assert!(!required.split(',').any(|it| it == "root"), "REKINDLE_TEST_REQUIRE names root");
-        eprintln!("SKIP: mounting needs root");
+    if !rekindle_testing::root() {
         return None;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -276,13 +273,7 @@ fn redirections(pid: i32) -> usize {
 
 /// None where root or CRIU is missing.
 fn criu() -> Option<std::ffi::OsString> {
-    let criu = std::env::var_os("REKINDLE_CRIU").filter(|_| nix::unistd::geteuid().is_root());
-    let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-    assert!(criu.is_some() || !required.split(',').any(|it| it == "criu"), "REKINDLE_TEST_REQUIRE names criu");
-    if criu.is_none() {
-        eprintln!("SKIP: needs root and REKINDLE_CRIU");
-    }
-    criu
+    if rekindle_testing::root() { rekindle_testing::criu().map(Into::into) } else { None }
 }
 
 /// Ends what is not a child of this test.

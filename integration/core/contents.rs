@@ -176,13 +176,8 @@ impl Disk {
         if does(&format!("mkfs.{kind}"), &["-q", image]) && does("mount", &["-o", "loop", image, path]) {
             return Some(Disk(folder));
         }
-        let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-        assert!(
-            !required.split(',').any(|it| it == "disks"),
-            "REKINDLE_TEST_REQUIRE names disks: no {kind} can be made"
-        );
-        eprintln!("SKIP: no {kind} can be made; scripts/deps.sh disks installs the program");
-        None
+        let why = format!("no {kind} can be made; scripts/deps.sh disks installs the program");
+        rekindle_testing::needs("disks", None, &why)
     }
 }
 

@@ -11,12 +11,8 @@ use crate::supervisor::{Lab, Running, numbers, tail};
 fn lab(program: Option<PathBuf>, user: &str) -> Option<(Lab, PathBuf)> {
     let lab = Lab::new()?;
     let found = program.zip(nix::unistd::User::from_name(user).unwrap());
-    let Some((program, user)) = found else {
-        let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-        assert!(!required.split(',').any(|it| it == "databases"), "REKINDLE_TEST_REQUIRE names databases");
-        eprintln!("SKIP: the server or its user {user} is missing; scripts/deps.sh databases installs them");
-        return None;
-    };
+    let why = format!("the server or its user {user} is missing; scripts/deps.sh databases installs them");
+    let (program, user) = rekindle_testing::needs("databases", found, &why)?;
     let folder = lab.file("data");
     fs::create_dir(&folder).unwrap();
     nix::unistd::chown(&folder, Some(user.uid), Some(user.gid)).unwrap();

@@ -13,13 +13,8 @@ use crate::supervisor::{LIMIT, Lab};
 /// A Python with prometheus_client: what `scripts/deps.sh prometheus` made.
 fn parser() -> Option<PathBuf> {
     let python = Path::new(env!("CARGO_MANIFEST_DIR")).join(".deps/prometheus/bin/python");
-    if python.is_file() {
-        return Some(python);
-    }
-    let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-    assert!(!required.split(',').any(|name| name == "prometheus"), "there is no {}", python.display());
-    eprintln!("SKIP: the text is not parsed, there is no {}", python.display());
-    None
+    let why = format!("there is no {}; scripts/deps.sh prometheus makes it", python.display());
+    rekindle_testing::needs("prometheus", Some(python).filter(|python| python.is_file()), &why)
 }
 
 const SCRIPT: &str = "

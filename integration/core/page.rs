@@ -17,12 +17,7 @@ const WIDTHS: [u32; 2] = [360, 1280];
 fn browser() -> Option<&'static str> {
     let is_there = |name: &&str| Command::new(name).arg("--version").output().is_ok_and(|out| out.status.success());
     let found = ["chromium", "chromium-browser", "google-chrome"].into_iter().find(is_there);
-    let required = std::env::var("REKINDLE_TEST_REQUIRE").is_ok_and(|all| all.split(',').any(|it| it == "chromium"));
-    assert!(found.is_some() || !required, "REKINDLE_TEST_REQUIRE names chromium, and there is none");
-    if found.is_none() {
-        eprintln!("SKIP: there is no Chromium");
-    }
-    found
+    rekindle_testing::needs("chromium", found, "there is no Chromium")
 }
 
 /// Two weeks with everything that can happen, and the longest words.

@@ -8,16 +8,11 @@ use crate::supervisor::{Lab, Running, job_file, python};
 /// The Python of `scripts/deps.sh stacks`. Says SKIP where it is not there, or fails where it must be.
 fn environment() -> Option<PathBuf> {
     let found = Path::new(env!("CARGO_MANIFEST_DIR")).join(".deps/stacks/bin/python");
-    if found.is_file() {
-        return Some(found);
-    }
-    let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-    assert!(
-        !required.split(',').any(|it| it == "stacks"),
-        "REKINDLE_TEST_REQUIRE names stacks: run scripts/deps.sh stacks"
-    );
-    eprintln!("SKIP: scripts/deps.sh stacks installs what this needs");
-    None
+    rekindle_testing::needs(
+        "stacks",
+        Some(found).filter(|found| found.is_file()),
+        "scripts/deps.sh stacks installs what this needs",
+    )
 }
 
 fn job(lab: &Lab, python: &Path, kind: &str) -> Vec<String> {

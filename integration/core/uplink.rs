@@ -13,12 +13,9 @@ use crate::supervisor::{Lab, Running, alive, kill, wait_for};
 /// A lab with an uplink. Says SKIP where slirp4netns is not there, or fails where it must be.
 fn lab() -> Option<Lab> {
     let lab = Lab::new()?;
-    if let Err(missing) = rekindle_engine::launch::uplink::find() {
-        let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-        assert!(!required.split(',').any(|it| it == "uplink"), "REKINDLE_TEST_REQUIRE names uplink: {missing}");
-        eprintln!("SKIP: {missing}; scripts/deps.sh uplink installs it");
-        return None;
-    }
+    let found = rekindle_engine::launch::uplink::find();
+    let why = found.as_ref().err().map(|missing| format!("{missing}; scripts/deps.sh uplink installs it"));
+    rekindle_testing::needs("uplink", found.ok(), &why.unwrap_or_default())?;
     if outside().is_none() {
         eprintln!("SKIP: the machine has no address but on loopback");
         return None;

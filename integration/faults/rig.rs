@@ -16,16 +16,6 @@ use crate::standin::Standin;
 /// Longer than anything here takes, on a machine that does something else besides.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What a test needs and this machine has or not: says SKIP, or fails where it is required.
-fn gate<T>(name: &str, found: Option<T>) -> Option<T> {
-    if found.is_none() {
-        let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-        assert!(!required.split(',').any(|gate| gate == name), "REKINDLE_TEST_REQUIRE wants {name}, it is not here");
-        eprintln!("SKIP: needs {name}");
-    }
-    found
-}
-
 /// A job, and what it is run with.
 pub(crate) struct Rig {
     pub(crate) standin: Standin,
@@ -47,8 +37,10 @@ pub(crate) struct Rig {
 impl Rig {
     /// A job of one process. None, with a word, where there is no root or no CRIU.
     pub(crate) fn new() -> Option<Rig> {
-        gate("root", nix::unistd::geteuid().is_root().then_some(()))?;
-        let criu = gate("criu", std::env::var_os("REKINDLE_CRIU"))?;
+        if !rekindle_testing::root() {
+            return None;
+        }
+        let criu = rekindle_testing::criu()?;
         let dir = tempfile::Builder::new().prefix("rekindle-faults-").tempdir().unwrap();
         fs::create_dir(dir.path().join("store")).unwrap();
         fs::set_permissions(dir.path().join("store"), fs::Permissions::from_mode(0o700)).unwrap();

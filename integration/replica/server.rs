@@ -12,13 +12,11 @@ pub(crate) const BUCKET: &str = "rekindle-test";
 fn python() -> Option<PathBuf> {
     let installed = || PathBuf::from(env!("CARGO_MANIFEST_DIR")).join(".deps/s3/bin/python");
     let python = std::env::var_os("REKINDLE_S3_PYTHON").map_or_else(installed, PathBuf::from);
-    if python.exists() {
-        return Some(python);
-    }
-    let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-    assert!(!required.split(',').any(|it| it == "s3"), "REKINDLE_TEST_REQUIRE names s3: run scripts/deps.sh s3");
-    eprintln!("SKIP: there is no S3 server; scripts/deps.sh s3 gets one");
-    None
+    rekindle_testing::needs(
+        "s3",
+        Some(python).filter(|python| python.exists()),
+        "there is no S3 server; scripts/deps.sh s3 gets one",
+    )
 }
 
 /// The server; it ends when this is dropped, or when the test is killed.

@@ -23,12 +23,9 @@ pub(crate) struct Cluster {
 fn has_slurm() -> bool {
     let paths = std::env::var("PATH").unwrap_or_default() + ":/usr/sbin";
     let found = |name: &&str| std::env::split_paths(&paths).any(|dir| dir.join(name).is_file());
-    let Some(missing) = PROGRAMS.iter().find(|name| !found(name)) else { return true };
-    let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-    let named = required.split(',').any(|name| name == "slurm");
-    assert!(!named, "REKINDLE_TEST_REQUIRE names slurm, and there is no {missing}: run scripts/deps.sh slurm");
-    eprintln!("SKIP: there is no {missing}; scripts/deps.sh slurm gets Slurm");
-    false
+    let missing = PROGRAMS.iter().find(|name| !found(name));
+    let why = missing.map(|missing| format!("there is no {missing}; scripts/deps.sh slurm gets Slurm"));
+    rekindle_testing::require("slurm", missing.is_none(), &why.unwrap_or_default())
 }
 
 /// It dies with the thread that started it, however that ends.

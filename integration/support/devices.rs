@@ -40,15 +40,12 @@ impl StandIns {
             .collect();
         blocks.sort();
         let found = (characters.next(), characters.next(), blocks.into_iter().find(opens));
-        let (Some(control), Some(other), Some(memory)) = found else {
-            let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-            assert!(
-                !required.split(',').any(|gate| gate == "devices"),
-                "REKINDLE_TEST_REQUIRE wants devices: {found:?}"
-            );
-            eprintln!("SKIP: needs two character devices and a block device: {found:?}");
-            return None;
+        let why = format!("this needs two character devices and a block device: {found:?}");
+        let all = match found {
+            (Some(control), Some(other), Some(memory)) => Some((control, other, memory)),
+            _ => None,
         };
+        let (control, other, memory) = rekindle_testing::needs("devices", all, &why)?;
         let variable = format!("nvidia={} nvidia-uvm={}", named('c', &control), named('b', &memory));
         Some(StandIns { control, memory, other, variable })
     }

@@ -42,20 +42,9 @@ const CONFIG: &[(&str, &str)] = &[
 
 /// Says SKIP and answers false where something that a test needs is not there; fails where it must be.
 pub(crate) fn gate() -> bool {
-    let missing = [
-        ("root", !nix::unistd::geteuid().is_root(), "not root"),
-        ("criu", std::env::var_os("REKINDLE_CRIU").is_none(), "REKINDLE_CRIU names no CRIU"),
-        ("python", python().is_none(), "there is no python3"),
-    ];
-    let required = std::env::var("REKINDLE_TEST_REQUIRE").unwrap_or_default();
-    for (name, absent, why) in missing {
-        if absent {
-            assert!(!required.split(',').any(|r| r == name), "REKINDLE_TEST_REQUIRE names {name}: {why}");
-            eprintln!("SKIP: {why}");
-            return false;
-        }
-    }
-    true
+    rekindle_testing::root()
+        && rekindle_testing::criu().is_some()
+        && rekindle_testing::require("python", python().is_some(), "there is no python3")
 }
 
 /// A Python that other users can run too, where there is one; never a shell script in front of it.

@@ -20,8 +20,24 @@ pub fn require(what: &str, met: bool, why: &str) -> bool {
     met
 }
 
+/// What a test needs, where it was found; `why` says what is missing and how to get it.
+///
+/// # Panics
+/// Where it is required and was not found.
+#[must_use]
+pub fn needs<T>(what: &str, found: Option<T>, why: &str) -> Option<T> {
+    let _ = require(what, found.is_some(), why);
+    found
+}
+
 /// Whether this is root.
 #[must_use]
 pub fn root() -> bool {
-    require("root", nix::unistd::geteuid().is_root(), "needs root")
+    require("root", nix::unistd::geteuid().is_root(), "this needs root")
+}
+
+/// The CRIU to test with.
+#[must_use]
+pub fn criu() -> Option<std::path::PathBuf> {
+    needs("criu", std::env::var_os("REKINDLE_CRIU").map(Into::into), "REKINDLE_CRIU names no CRIU")
 }
