@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 
 from faults import FAULTS, MOMENTS, below, wait_for_moment  # noqa: E402
 from supervised import Failed, Job, wait_for  # noqa: E402

@@ -55,7 +55,7 @@ fn main() -> anyhow::Result<()> {
         ["entries", store, packs] => entries(Path::new(store), packs.parse()?)?,
         ["scrub", store] => scrub(Path::new(store))?,
         ["verify", store, threads] => verify(Path::new(store), count(threads)?)?,
-        _ => anyhow::bail!("usage: see the head of integration/bench-store/main.rs"),
+        _ => anyhow::bail!("usage: see the head of integration/bench/store/main.rs"),
     };
     writeln!(io::stdout(), "{answer}")?;
     Ok(())

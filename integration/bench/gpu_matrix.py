@@ -120,7 +120,7 @@ class Matrix:
     def touch(self):
         """Has host memory used once, by another process: where it is not there, that one dies."""
         if self.args.touch:
-            script = [sys.executable, "-B", str(ROOT / "integration/host.py"), str(int(self.args.touch * 2**30))]
+            script = [sys.executable, "-B", str(ROOT / "integration/bench/host.py"), str(int(self.args.touch * 2**30))]
             try:
                 done = subprocess.run(script, capture_output=True, text=True, timeout=150, check=False)
             except subprocess.TimeoutExpired:

@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 # Where rekindle mounts the staging area of a job, `<job>-<hash>`.
 AREAS = Path("/run/rekindle")
 PHASES = ["lock", "checkpoint", "dump", "restore", "unlock"]

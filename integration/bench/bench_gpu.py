@@ -355,7 +355,7 @@ def describe_steps(found):
 
 def touch(bench, gib):
     """Has so much host memory touched once, by another process: where it is not there, that one dies."""
-    script = [sys.executable, "-B", str(ROOT / "integration/host.py"), str(int(gib * GIB))]
+    script = [sys.executable, "-B", str(ROOT / "integration/bench/host.py"), str(int(gib * GIB))]
     try:
         done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=False)
         said = f"host memory, touched once before: {done.stdout.strip() or f'failed with {done.returncode}'}"

@@ -27,7 +27,7 @@ pub(crate) struct Server {
 
 impl Server {
     pub(crate) fn start() -> Option<Server> {
-        let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("integration/replica/server.py");
+        let script = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("integration/tests/replica/server.py");
         let mut command = Command::new(python()?);
         // It ends when its standard input does.
         command.arg(script).arg(BUCKET).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
