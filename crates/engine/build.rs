@@ -1,5 +1,5 @@
-//! Compiles the reaper, the interposer and CRIU's plugin and leaves them in OUT_DIR, where `launch::reaper`,
-//! `launch::interposer` and `launch::plugin` embed them: rekindle is one self-contained file.
+//! Compiles the reaper, the interposer and CRIU's plugin into OUT_DIR. `launch::reaper`, `launch::interposer` and
+//! `launch::plugin` embed them, so that rekindle is one self-contained file.
 
 use std::path::PathBuf;
 use std::process::Command;

@@ -1,7 +1,7 @@
-//! Why a life of the job ended: one word for it, made from facts by a pure function.
+//! Why a life of the job ended: one value, decided from facts by a pure function.
 //!
-//! It is for people, rules (`[[rules]]`), hooks and the result file; what is done next is decided by
-//! [`policy`](crate::policy) and by the rules.
+//! The value is for people, rules (`[[rules]]`), hooks and the result file. The policy of the supervisor and the rules
+//! decide what happens next.
 
 use std::fmt;
 
@@ -95,19 +95,19 @@ impl fmt::Display for Cause {
             Cause::Completed => f.write_str("it completed"),
             Cause::Exit { code } => write!(f, "it exited with code {code}"),
             Cause::Signal { signal } => write!(f, "{} ended it", Ended::Signal(*signal)),
-            Cause::OutOfMemory => f.write_str("out of memory: the kernel killed it, or a part of it"),
+            Cause::OutOfMemory => f.write_str("out of memory: the kernel killed it, or one of its processes"),
             Cause::GpuFault { xid } => write!(f, "a GPU failed: {}", xid::in_words(*xid)),
             Cause::Hang { what } => write!(f, "it hung: {what}"),
-            Cause::SnapshotLost => f.write_str("a snapshot could not set it going again"),
-            Cause::MemoryLost => f.write_str("the rest of its memory did not come"),
+            Cause::SnapshotLost => f.write_str("it could not be resumed after a snapshot"),
+            Cause::MemoryLost => f.write_str("the rest of its memory could not be loaded"),
             Cause::BadTraining { rule } => write!(f, "its training went wrong, by rule {rule}"),
             Cause::Rule { rule } => write!(f, "its output matched rule {rule}"),
             Cause::Requested => f.write_str("it was asked to stop"),
             Cause::Suspended => f.write_str("it was suspended"),
-            Cause::Rewound => f.write_str("it was asked to go back to an image"),
+            Cause::Rewound => f.write_str("it was rewound to an image"),
             Cause::SupervisorKilled => f.write_str("rekindle was killed"),
             Cause::MachineRestart => f.write_str("the machine went down"),
-            Cause::Unknown => f.write_str("a reason that this version of rekindle does not know"),
+            Cause::Unknown => f.write_str("a reason unknown to this version of rekindle"),
         }
     }
 }

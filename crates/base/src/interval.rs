@@ -1,26 +1,30 @@
-//! `snapshot.interval = "auto"`: how long to wait until the next snapshot, chosen from what was measured.
+//! `snapshot.interval = "auto"`: computes the time until the next snapshot from measurements.
 //!
-//! A snapshot costs its freeze, d; a failure costs the work since the last image, half an interval on average, every M
-//! (the mean time between failures). The sum of both is least near Young's T = sqrt(2 d M) (CACM 17(9), 1974), which
-//! Daly made exact to a higher order (FGCS 22(3), 2006): for d < 2M
+//! A snapshot costs its freeze, d. A failure costs the work since the last image, which is half an interval on average.
+//! M is the mean time between failures. The sum of both costs is smallest near Young's T = sqrt(2 d M) (CACM 17(9),
+//! 1974). Daly refined it (FGCS 22(3), 2006): for d < 2M
 //!
 //! ```text
 //! T = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d,    else T = M
 //! ```
 //!
-//! T is the time that the job runs between two snapshots: from the end of one freeze to the begin of the next. Then, in
-//! this order: T is kept between [`SHORTEST`] and [`LONGEST`]; it is raised until freezes take no more than
-//! `snapshot.max-overhead` of the time, d / (T + d); and it is no shorter than the last copy of an image to the store
-//! took, because no two are made at once. The last two may go beyond [`LONGEST`]: one is the user's word, the other
-//! cannot be helped.
+//! T is the time that the job runs between two snapshots: from the end of one freeze to the beginning of the next. T is
+//! then adjusted, in this order:
 //!
-//! - d is the median of the last [`FREEZES`] freezes that were measured; of an even number the larger one of the middle,
-//!   because a first image is often taken before the job holds all its memory. A freeze of zero was not measured.
-//! - M is configured, or (time the job has run + [`PRIOR`]) / (failures + 1): one over the mean rate by a Gamma
-//!   distribution that began with one failure in [`PRIOR`]. See [`Failures`] for what counts.
-//! - While no freeze is known, the first snapshot comes after [`FIRST`], or a tenth of M where that is sooner.
+//! 1. T is limited to between [`SHORTEST`] and [`LONGEST`].
+//! 2. T is raised until freezes take at most `snapshot.max-overhead` of the time, d / (T + d).
+//! 3. T is raised to the time that storing the last image took, because only one image is stored at a time.
 //!
-//! Everything here is pure: facts come in, a [`Choice`] that can show its arithmetic comes out.
+//! Steps 2 and 3 may exceed [`LONGEST`]: the user asked for the first, and the second is a limit of the disk.
+//!
+//! - d is the median of the last [`FREEZES`] freezes. For an even number it is the larger one of the middle, because a
+//!   first image is often taken before the job has all its memory. A freeze of zero was not measured and does not
+//!   count.
+//! - M is configured, or it is (run time of the job + [`PRIOR`]) / (failures + 1): the inverse of the mean rate of a
+//!   Gamma distribution that starts with one failure in [`PRIOR`]. [`Failures`] says what counts as a failure.
+//! - While no freeze is known, the first snapshot is taken after [`FIRST`], or after a tenth of M if that is sooner.
+//!
+//! Everything here is pure: facts go in, and a [`Choice`] that can show its arithmetic comes out.
 
 mod shown;
 

@@ -1,5 +1,5 @@
-//! Durations in JSON as whole microseconds, under a name that ends in `_us`. One that does not fit is the largest that
-//! does: 584,942 years.
+//! Durations in JSON as whole microseconds, under a name that ends in `_us`. A longer duration is written as the
+//! maximum, 584,942 years.
 
 use std::time::Duration;
 

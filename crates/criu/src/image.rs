@@ -94,7 +94,7 @@ impl Records {
         let mut records = Records { path, bytes, at: 0 };
         let first = records.word();
         if !matches!(first, Some(COMMON | SERVICE)) || records.word() != Some(magic) {
-            return Err(damaged(&records.path, "not the magic number CRIU writes"));
+            return Err(damaged(&records.path, "it does not begin with CRIU's magic number"));
         }
         Ok(records)
     }

@@ -57,14 +57,14 @@ impl Version {
 pub enum FindError {
     /// None was found.
     #[error(
-        "no criu found (looked at {looked}): install CRIU 4.2 or newer, or name it with criu.path or REKINDLE_CRIU"
+        "criu not found (searched {looked}): install CRIU 4.2 or newer, or set criu.path or REKINDLE_CRIU"
     )]
     None {
         /// Where it was looked for.
         looked: String,
     },
     /// The one that was named cannot be run.
-    #[error("cannot run {path}: install CRIU 4.2 or newer, or name another with criu.path or REKINDLE_CRIU")]
+    #[error("cannot run {path}: install CRIU 4.2 or newer, or set criu.path or REKINDLE_CRIU")]
     Run {
         /// The executable.
         path: PathBuf,
@@ -73,7 +73,7 @@ pub enum FindError {
         source: io::Error,
     },
     /// It does not say its version.
-    #[error("{path} --version says {said:?}, not a version: is it CRIU?")]
+    #[error("{path} --version printed {said:?}, which is not a version: is it CRIU?")]
     Answer {
         /// The executable.
         path: PathBuf,
@@ -160,7 +160,7 @@ pub fn required(kernel: &str) -> (Version, String) {
     } else if release >= Version(6, 13, 0) {
         (Version(4, 1, 0), format!("kernel {kernel} needs 4.1 for its vDSO"))
     } else {
-        (MINIMUM, "older ones lack what rekindle uses".into())
+        (MINIMUM, "older versions lack features that rekindle needs".into())
     }
 }
 

@@ -129,7 +129,7 @@ pub enum RunError {
     #[error("cannot start CRIU")]
     Start(#[source] spawn::Error),
     /// The socket, the pipe or a wait failed.
-    #[error("cannot talk to CRIU: {what}")]
+    #[error("cannot communicate with CRIU: {what}")]
     Talk {
         /// The call.
         what: &'static str,
@@ -160,7 +160,7 @@ pub enum RunError {
         log: Log,
     },
     /// A task died while it was dumped or restored, and CRIU did not notice.
-    #[error("process {pid} of the job ended ({ended}) while CRIU was at work on it: {}", reason(log))]
+    #[error("process {pid} of the job ended ({ended}) while CRIU worked on it: {}", reason(log))]
     TaskDied {
         /// Its pid in the namespace.
         pid: i32,
@@ -176,7 +176,7 @@ pub enum RunError {
         what: String,
     },
     /// It would work on a user's files with root's rights.
-    #[error("{} would restore this job with root's rights over files, not those of its user: {why}. It must be able to load shared objects and plugins: use a CRIU that is linked dynamically, as distributions have it", path.display())]
+    #[error("{} would open the job's files with root's rights, not with those of the job's user: {why}. CRIU must be able to load shared objects and plugins: use a dynamically linked CRIU, such as your distribution's", path.display())]
     Unrestricted {
         /// The executable.
         path: PathBuf,
@@ -187,7 +187,7 @@ pub enum RunError {
     #[error("cancelled")]
     Cancelled,
     /// The restored process cannot be found among our children.
-    #[error("CRIU reports success, but the restored process {pid} is not there")]
+    #[error("CRIU reports success, but the restored process {pid} does not exist")]
     Lost {
         /// Its pid in the namespace.
         pid: i32,

@@ -252,7 +252,7 @@ mod tests {
         let error = check(tid).unwrap_err();
         drop(stop);
         thread.join().unwrap();
-        assert!(error.to_string().ends_with(&format!("give the pid {}", std::process::id())), "{error}");
+        assert!(error.to_string().ends_with(&format!("use the pid {}", std::process::id())), "{error}");
     }
 
     #[test]

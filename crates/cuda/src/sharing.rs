@@ -36,7 +36,7 @@ use table::{Import, Tag};
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// It has memory of another process that cannot be let go.
-    #[error("process {pid} has GPU memory of another process mapped, which its restore would not survive: {why}")]
+    #[error("process {pid} has GPU memory of another process mapped, which cannot be restored: {why}")]
     Unmanaged {
         /// The process, as the job sees it.
         pid: i32,
@@ -44,7 +44,7 @@ pub enum Error {
         why: Obstacle,
     },
     /// A keeper gave no answer in time.
-    #[error("process {pid}: the GPU memory of other processes cannot be let go just now: {source}")]
+    #[error("process {pid}: cannot release other processes' GPU memory now: {source}")]
     Busy {
         /// The process, as the job sees it.
         pid: i32,
@@ -94,10 +94,10 @@ impl fmt::Display for Obstacle {
                 "{count} pieces by CUDA IPC (cudaIpcOpenMemHandle, tensors sent between processes); for NCCL unset \
                  NCCL_CUMEM_ENABLE, or set NCCL_P2P_DISABLE=1"
             ),
-            Obstacle::NoExporter => f.write_str("it belongs to a process outside the job, or one that has given it up"),
-            Obstacle::Untracked => f.write_str("more of it than rekindle can keep track of"),
+            Obstacle::NoExporter => f.write_str("it belongs to a process outside the job, or to one that has released it"),
+            Obstacle::Untracked => f.write_str("it has more of it than rekindle can track"),
             Obstacle::Multicast => f.write_str("NVLink multicast; for NCCL set NCCL_NVLS_ENABLE=0"),
-            Obstacle::NoKeeper => f.write_str("the interposer could not start its thread there"),
+            Obstacle::NoKeeper => f.write_str("the interposer could not start its thread in the process"),
         }
     }
 }
@@ -186,7 +186,7 @@ pub fn check_announced(all: &[Sharing]) -> Result<(), Error> {
     match all.iter().find(|one| one.table().is_locked.load(Relaxed) == 0) {
         None => Ok(()),
         Some(one) => {
-            let source = std::io::Error::other("it has just begun to share");
+            let source = std::io::Error::other("it has just started to share memory");
             Err(Error::Busy { pid: one.inner(), source })
         }
     }
@@ -200,18 +200,18 @@ pub fn check_announced(all: &[Sharing]) -> Result<(), Error> {
 pub fn let_go(all: &[Sharing]) -> Result<(), Error> {
     check(all)?;
     if let Some(one) = all.iter().find(|one| one.table().under_way.load(Relaxed) != 0) {
-        let source = std::io::Error::other("a call that has to do with it is under way");
+        let source = std::io::Error::other("a driver call on shared memory is in progress");
         return Err(Error::Busy { pid: one.inner(), source });
     }
     let sessions = open(all)?;
     // A thread that stopped with a lock of the driver's would keep a keeper from its work. Then nothing has happened yet.
-    each(&sessions, |session| session.ask(table::PROBE, "use the memory of others"))?;
-    each(&sessions, |session| session.ask(table::RELEASE, "let go of the memory of others"))?;
+    each(&sessions, |session| session.ask(table::PROBE, "use other processes' memory"))?;
+    each(&sessions, |session| session.ask(table::RELEASE, "release other processes' memory"))?;
     drop(sessions);
     // What the driver itself knows of: a call of the program's may have been between the driver and our note of it.
     match all.iter().find(|one| one.table().foreign.load(Relaxed) != 0) {
         Some(one) => {
-            let source = std::io::Error::other("it is changing");
+            let source = std::io::Error::other("what it shares is changing");
             Err(Error::Busy { pid: one.inner(), source })
         }
         None => Ok(()),
@@ -242,7 +242,7 @@ pub fn take_again(all: &[Sharing]) -> Result<(), Error> {
     while wanted.iter().any(|queue| !queue.is_empty()) {
         hand_over(&sessions, &mut wanted)?;
     }
-    each(&sessions, |session| session.ask(table::MAP, "map the memory of others again"))
+    each(&sessions, |session| session.ask(table::MAP, "map other processes' memory again"))
 }
 
 /// An export that is wanted, and where.

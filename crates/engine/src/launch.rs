@@ -1,8 +1,8 @@
-//! The job's world and its start.
+//! The start of the job, and its environment.
 //!
-//! Owns: the namespaces, the reaper, who the job runs as and what it is given. Invariants: every descriptor the job gets
-//! is opened inside its mount namespace; it gets standard input, output and error and nothing else of ours. When the
-//! power goes, nothing here needs mending: a job is started anew or restored from an image.
+//! Owns the namespaces, the reaper, the job's user, and what the job is given. Invariants: every descriptor that the
+//! job gets is opened inside its mount namespace; the job gets standard input, output and error and no other descriptor
+//! of ours. After a power cut nothing here needs repair: a job is started from the beginning or restored from an image.
 
 pub mod embedded;
 pub mod gpus;

@@ -1,9 +1,9 @@
-//! Why did it end, is it worth another try, from which image; put the files back, restore.
+//! Restores a job: compare, put the files back, restore the processes.
 //!
-//! [`policy`] decides and [`compat`] compares, and both touch nothing; [`restore`] carries out. Invariants: an image is read and verified, never
-//! written to or used up; when a restore fails nothing of the half-restored job is left; files of the user are cut only
-//! after what is cut was copied beside them. When the power goes in the middle, the next run begins again with the same
-//! image, and finds files that were put back already as they should be.
+//! `policy` decides and [`compat`] compares, and both change nothing; [`restore`] does the work. Invariants: an image
+//! is read and verified, never changed. If a restore fails, nothing of the half-restored job remains. Files of the user
+//! are cut only after the tail was copied beside them. After a power cut, the next run starts again with the same
+//! image, and finds the files that were already put back in the right state.
 
 pub mod compat;
 mod error;
@@ -155,9 +155,9 @@ pub fn restore(
     if request.network == Network::Host {
         match timed.run("ports", || tcp::put_back::free(&request.image.dir.join(CRIU_DIR))) {
             Ok(0) => {}
-            Ok(ended) => tracing::debug!("ended {ended} connections of dead processes of the job"),
+            Ok(ended) => tracing::debug!("closed {ended} connections of dead processes of the job"),
             // CRIU says which port it is, if one is in the way.
-            Err(error) => tracing::debug!("cannot look for connections of dead processes of the job: {error}"),
+            Err(error) => tracing::debug!("cannot find connections of dead processes of the job: {error}"),
         }
     }
     (request.prepare.0)(&world);
@@ -234,7 +234,7 @@ fn put_files_back(request: &Request<'_>, manifest: &Manifest) -> Result<Vec<PutB
     recreate(request.image, manifest)?;
     let made = rollback::make_folders(manifest, request.identity)?;
     if made > 0 {
-        tracing::info!("{made} folders that the job had removed since were made again");
+        tracing::info!("created {made} folders that the job had removed since the snapshot");
     }
     Ok(rollback::put_back(request.image, manifest, request.folder, request.identity, request.output)?)
 }

@@ -1,4 +1,5 @@
-//! Control groups: how much more memory a process may use before its own kills something, and which a job made.
+//! Control groups: how much more memory a process may use before the kernel kills something in its group, and which
+//! groups a job made.
 
 mod folder;
 mod hierarchy;

@@ -1,4 +1,4 @@
-//! A clock that goes on while the machine sleeps.
+//! A clock that also counts the time in which the machine sleeps.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::time::Duration;

@@ -1,12 +1,13 @@
-//! Large files past the page cache: what a store reads and writes by the gigabyte must not push the job's own files out
-//! of it, and is slower through it (each page is copied once more, and written back at a moment that nobody chose).
+//! Large files that bypass the page cache. A store reads and writes gigabytes. Through the cache, this would evict the
+//! job's own files. It would also be slower, because each page is copied once more and written back at an uncontrolled
+//! time.
 //!
-//! `O_DIRECT` wants memory, offsets and lengths that are multiples of [`ALIGN`]. It is set on an open file by fcntl(2),
-//! not at open(2), which creates the file before it refuses the flag. Where the file system does not take it, then or at
-//! the first read or write (EINVAL), the file is used as any other, but what was read or written is dropped from the cache
-//! behind us.
+//! `O_DIRECT` needs memory, offsets and lengths that are multiples of [`ALIGN`]. It is set on an open file with
+//! fcntl(2), because open(2) creates the file before it refuses the flag. If the file system does not support it
+//! (EINVAL, then or at the first read or write), the file is used normally, and what was read or written is dropped
+//! from the cache afterwards.
 //!
-//! When the power goes, a file has what was written before the last [`DirectFile::sync`].
+//! After a power cut, a file has what was written before the last [`DirectFile::sync`].
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs::{File, Permissions};
@@ -177,7 +178,7 @@ impl DirectFile {
     /// Those of pread(2).
     pub fn read_at<'a>(&self, into: &'a mut Aligned, offset: u64, len: usize) -> io::Result<&'a mut [u8]> {
         let (from, skip, whole) = span(offset, len);
-        let target = into.get_mut(..whole).ok_or_else(|| io::Error::other("a span that is larger than the buffer"))?;
+        let target = into.get_mut(..whole).ok_or_else(|| io::Error::other("the span is larger than the buffer"))?;
         let got = match self.fill(target, from) {
             Err(error) if self.refused(&error) => self.fill(target, from)?,
             got => got?,

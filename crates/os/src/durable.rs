@@ -1,9 +1,9 @@
-//! Durable writes: the one place that renames.
+//! Durable writes: the only place that renames.
 //!
-//! After a power cut a reader finds either what was there before or all of what replaced it, never a mixture, and once
-//! a function here has returned, the new state is the one that it finds. That takes four steps, in this order: write
-//! under a temporary name in the same directory, fsync the file, rename it, fsync the directory. A temporary name
-//! starts with [`TEMP_PREFIX`]; what a crash leaves under such a name is rubbish.
+//! After a power cut a reader finds either the old state or all of the new one, never a mixture. Once a function here
+//! has returned, the reader finds the new one. This takes four steps, in this order: write under a temporary name in
+//! the same directory, fsync the file, rename it, fsync the directory. A temporary name starts with [`TEMP_PREFIX`]; a
+//! file that a crash left under such a name is rubbish.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -235,7 +235,7 @@ fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
 }
 
 fn temp_name(path: &Path) -> io::Result<PathBuf> {
-    let name = path.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the path names no file"))?;
+    let name = path.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the path has no file name"))?;
     let mut temp = OsString::from(TEMP_PREFIX);
     temp.push(name);
     temp.push(format!("-{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed)));

@@ -1,4 +1,4 @@
-//! The build-id of an ELF file, found the way CRIU finds it (`get_build_id` in criu/files-reg.c), for the same verdict.
+//! The build-id of an ELF file. It is found as CRIU finds it (`get_build_id` in criu/files-reg.c), so that both agree.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

@@ -112,7 +112,7 @@ pub fn own_all_addresses(pid: i32) -> io::Result<()> {
         let _ = route_all_to_loopback(libc::AF_INET6);
         Ok(())
     };
-    std::thread::spawn(work).join().unwrap_or_else(|_| Err(io::Error::other("the thread died")))
+    std::thread::spawn(work).join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
 }
 
 /// `ip route add local default dev lo` (rtnetlink(7)).

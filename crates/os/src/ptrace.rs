@@ -268,7 +268,7 @@ pub fn stop(pid: i32, limit: Duration) -> io::Result<bool> {
     while !is_stopped(pid) {
         if Instant::now() > deadline || process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
             let _ = signal(pid, libc::SIGCONT);
-            return Err(io::Error::other(format!("the threads of process {pid} do not stop")));
+            return Err(io::Error::other(format!("cannot stop the threads of process {pid}")));
         }
         std::thread::sleep(Duration::from_micros(200));
     }

@@ -153,7 +153,7 @@ fn error(message: &[u8]) -> io::Result<()> {
     match word(message, HEADER).map(u32::cast_signed) {
         Some(0) => Ok(()),
         Some(code) => Err(io::Error::from_raw_os_error(code.wrapping_neg())),
-        None => Err(io::Error::other("netlink: an answer is cut")),
+        None => Err(io::Error::other("netlink: an answer is truncated")),
     }
 }
 

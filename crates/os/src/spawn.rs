@@ -298,7 +298,7 @@ impl Spawn {
     }
 
     fn lost(&self) -> Error {
-        self.fork_error(io::Error::other("the forking thread is gone"))
+        self.fork_error(io::Error::other("the forking thread has ended"))
     }
 
     fn fork_error(&self, source: io::Error) -> Error {

@@ -174,7 +174,7 @@ pub fn enter(base: &Path, limit: u64) -> Result<Vec<PathBuf>, Error> {
         match place.plan() {
             Plan::Overlay if overlay(number, place, &target).is_ok() => {}
             Plan::Overlay if place.point == Path::new("/") => {
-                overlay(number, place, &target).map_err(failed("lay a file system in memory over /"))?;
+                overlay(number, place, &target).map_err(failed("mount an overlay in memory over /"))?;
             }
             _ => {
                 bind(place, &target)?;

@@ -42,7 +42,7 @@ impl std::fmt::Display for What {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum FormatError {
     /// It does not begin as it must.
-    #[error("this is no {0} of rekindle: it begins with something else")]
+    #[error("not a rekindle {0}: wrong magic number")]
     NotOurs(What),
     /// Written by a newer rekindle.
     #[error(
@@ -57,7 +57,7 @@ pub enum FormatError {
         known: u32,
     },
     /// A size that no writer makes.
-    #[error("this {what} is damaged: its {field} is {found}, and at most {bound} is possible")]
+    #[error("this {what} is damaged: its {field} is {found}, and the maximum is {bound}")]
     OutOfBounds {
         /// What.
         what: What,
@@ -69,7 +69,7 @@ pub enum FormatError {
         bound: u64,
     },
     /// The end is missing.
-    #[error("this {what} is cut: it has {found} bytes of {expected}")]
+    #[error("this {what} is truncated: it has {found} of {expected} bytes")]
     Truncated {
         /// What.
         what: What,
@@ -90,7 +90,7 @@ pub enum FormatError {
     #[error("this {0} is damaged: the checksum does not match")]
     Checksum(What),
     /// The checksum is right, and the content cannot be.
-    #[error("this {what} is damaged: its {field} is impossible")]
+    #[error("this {what} is damaged: its {field} is invalid")]
     Field {
         /// What.
         what: What,
@@ -98,24 +98,24 @@ pub enum FormatError {
         field: &'static str,
     },
     /// Another chunk than the one that was looked for.
-    #[error("this record holds another chunk than the index says")]
+    #[error("this record contains another chunk than its index says")]
     OtherChunk,
     /// Compressed bytes that do not decompress to what they should.
-    #[error("this chunk is damaged: it does not decompress: {0}")]
+    #[error("this chunk is damaged: it cannot be decompressed: {0}")]
     Undecodable(String),
     /// Sealed bytes that the key does not open.
     #[error("this chunk is damaged: it is not what was encrypted with this key")]
     Unsealed,
     /// Encrypted, and there is no key.
-    #[error("this pack is encrypted; name the key file with store.encryption-key")]
+    #[error("this pack is encrypted; set store.encryption-key to the key file")]
     NoKey,
     /// Not encrypted, though there is a key.
     #[error(
-        "this pack is not encrypted, though store.encryption-key is set: anyone who can write the store or the replica could have made it; set store.accept-unsigned = true if it is from before there was a key"
+        "this pack is not encrypted, but store.encryption-key is set: anyone who can write the store or the replica could have made it; set store.accept-unsigned = true if it is older than the key"
     )]
     Plain,
     /// Encrypted with another key.
-    #[error("this pack is encrypted with another key (its id is {}); name the right one with store.encryption-key", blake3_hex(.0))]
+    #[error("this pack is encrypted with another key (its id is {}); set store.encryption-key to the right key file", blake3_hex(.0))]
     OtherKey([u8; 16]),
 }
 

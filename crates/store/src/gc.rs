@@ -82,7 +82,7 @@ pub enum Error {
     Store(#[from] StoreError),
     /// What an image needs cannot be told.
     #[error(
-        "nothing is swept while it is not known what image {image} needs: {why}; `rekindle repair` helps where it is damaged"
+        "no unneeded content is removed while it is unknown what image {image} needs: {why}; if it is damaged, run `rekindle repair`"
     )]
     Image {
         /// Which.
@@ -91,7 +91,7 @@ pub enum Error {
         why: String,
     },
     /// What is in a pack cannot be told.
-    #[error("nothing is swept while pack {pack} cannot be read: {why}; `rekindle repair` helps where it is damaged")]
+    #[error("no unneeded content is removed while pack {pack} cannot be read: {why}; if it is damaged, run `rekindle repair`")]
     Pack {
         /// Which.
         pack: PackName,
@@ -102,7 +102,7 @@ pub enum Error {
     #[error(transparent)]
     File(#[from] FileError),
     /// What is needed of a pack cannot be copied; the pack stays.
-    #[error("cannot copy what is needed of pack {pack}")]
+    #[error("cannot copy the needed content of pack {pack}")]
     Copy {
         /// Which.
         pack: PackName,
@@ -178,7 +178,7 @@ fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected
         let why = match &problem.lost {
             Lost::Nothing => None,
             Lost::From { offset, pack_len, why } => {
-                Some(format!("{why}, so {} of its {pack_len} bytes cannot be used", pack_len.saturating_sub(*offset)))
+                Some(format!("{why}, so {} of its {pack_len} bytes are unusable", pack_len.saturating_sub(*offset)))
             }
             Lost::All(why) => Some(rekindle_base::chain(why)),
         };

@@ -133,7 +133,7 @@ impl fmt::Display for Healed {
         let outcomes = [
             (self.from_copies, "taken from another pack"),
             (self.from_replica, "taken from the replica and stored again"),
-            (u64::try_from(self.lost.len()).unwrap_or(u64::MAX), "lost: no whole copy was found"),
+            (u64::try_from(self.lost.len()).unwrap_or(u64::MAX), "lost: no intact copy was found"),
         ];
         let said: Vec<String> =
             outcomes.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}")).collect();
@@ -141,7 +141,7 @@ impl fmt::Display for Healed {
             write!(f, "{}{}", if all > 0 { ": " } else { "" }, said.join(", "))?;
         }
         match &self.replica_failure {
-            Some(why) => write!(f, "; the replica was of no help: {why}"),
+            Some(why) => write!(f, "; the replica could not replace it: {why}"),
             None => Ok(()),
         }
     }
@@ -270,7 +270,7 @@ impl<'a> Work<'a> {
     fn first_of(&self, at: &Location, error: &CopyError) -> String {
         match error {
             CopyError::Read(source) if is_failing(source) => {
-                format!("byte {}: {source}: the disk is failing, see the kernel log and replace the disk", at.offset)
+                format!("byte {}: {source}: the disk is failing; see the kernel log, and replace the disk", at.offset)
             }
             CopyError::Read(source) => format!("byte {}: {source}", at.offset),
             CopyError::Damaged { source, .. } => format!("byte {}: {source}", at.offset),

@@ -69,10 +69,10 @@ pub enum ManifestError {
     )]
     Newer(u32),
     /// Version 0 was never written.
-    #[error("its manifest has the impossible version 0")]
+    #[error("its manifest has version 0, which is invalid")]
     VersionZero,
     /// The version is outside of what the hash covers.
-    #[error("its {FILE_NAME} is damaged: version {0} does not go with what is in it")]
+    #[error("its {FILE_NAME} is damaged: version {0} does not match its content")]
     WrongVersion(u32),
     /// The content is not what was written.
     #[error("its {FILE_NAME} is damaged: the checksum does not match")]
@@ -93,7 +93,7 @@ pub enum ManifestError {
     #[error("its manifest names the part \"{0}\" twice")]
     PartTwice(String),
     /// A file that a restore has to put somewhere has no part.
-    #[error("its manifest wants a file put back from \"{0}\", which is not among the parts")]
+    #[error("its manifest restores a file from the part \"{0}\", which it does not list")]
     NoSuchPart(String),
 }
 

@@ -109,9 +109,9 @@ impl Seen {
 
     fn write(&self, runs: Vec<Newest>) -> Result<(), FileError> {
         let dir = self.path.parent().unwrap_or(&self.path);
-        DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(failed("make", dir))?;
+        DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(failed("create", dir))?;
         let bytes = serde_json::to_vec_pretty(&OnDisk { version: VERSION, runs });
-        let bytes = bytes.map_err(|error| failed("describe", &self.path)(error.into()))?;
+        let bytes = bytes.map_err(|error| failed("encode", &self.path)(error.into()))?;
         durable::write_file(&self.path, &bytes, 0o600).map_err(failed("write", &self.path))
     }
 }

@@ -36,7 +36,7 @@ pub struct Tag(String);
 /// A text that is no tag.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "\"{0}\" is no tag: it must be 1 to 64 characters from A-Z a-z 0-9 . _ -, not begin with -, and be no number, image id or \"latest\""
+    "\"{0}\" is not a tag: a tag has 1 to 64 characters of A-Z a-z 0-9 . _ -, does not start with -, and is not a number, an image id or \"latest\""
 )]
 pub struct NoTag(String);
 

@@ -52,7 +52,7 @@ pub enum Error {
     #[error(transparent)]
     Store(#[from] super::Error),
     /// A chunk cannot be had.
-    #[error("image {id} cannot be unpacked: byte {offset} of \"{part}\" cannot be had")]
+    #[error("image {id} cannot be unpacked: byte {offset} of \"{part}\" cannot be read")]
     Chunk {
         /// Which image.
         id: ImageId,
@@ -64,7 +64,7 @@ pub enum Error {
         source: Box<ReadChunkError>,
     },
     /// A chunk is whole nowhere here, and may be in the replica, or could not be stored again.
-    #[error("image {id} cannot be unpacked now: content of it is damaged here, and was not replaced: {why}")]
+    #[error("image {id} cannot be unpacked now: some of its content is damaged and was not replaced: {why}")]
     NotHealed {
         /// Which image.
         id: ImageId,
@@ -226,7 +226,7 @@ impl Unpacking<'_> {
                 let why = chain(&error);
                 let Some(first) = first else {
                     // All that was wanted is there already.
-                    tracing::warn!("damaged content of the store was not replaced: {why}");
+                    tracing::warn!("cannot replace damaged content of the store: {why}");
                     return Ok(None);
                 };
                 return Err(Error::NotHealed { id: image.id, why, source: first.into() });

@@ -119,7 +119,7 @@ impl std::fmt::Display for Finding {
             Finding::Unreadable { why } => write!(f, "unreadable: {why}"),
             Finding::Extra => f.pad("not in the manifest"),
             Finding::Chunks { count, offset, why } => {
-                write!(f, "{count} chunks cannot be had, the first at byte {offset}: {why}")
+                write!(f, "{count} chunks cannot be read, the first at byte {offset}: {why}")
             }
             Finding::Broken { why } => write!(f, "broken: {why}"),
         }

@@ -13,7 +13,7 @@ pub const MANIFEST: &str = include_str!("manifest.json");
 #[must_use]
 pub fn require(what: &str, met: bool, why: &str) -> bool {
     let required = std::env::var("REKINDLE_TEST_REQUIRE").is_ok_and(|all| all.split(',').any(|it| it == what));
-    assert!(met || !required, "REKINDLE_TEST_REQUIRE wants {what}: {why}");
+    assert!(met || !required, "REKINDLE_TEST_REQUIRE requires {what}: {why}");
     if !met {
         eprintln!("SKIP: {why}");
     }

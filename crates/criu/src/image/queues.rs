@@ -69,7 +69,7 @@ pub fn keep_in_flight(dir: &Path) -> Result<Queues, Error> {
     let (mut found, mut behind) = (Queues::default(), Vec::new());
     for (receiver, queue) in &scene.queues {
         let socket = scene.socket(*receiver);
-        let socket = socket.ok_or_else(|| damaged(&path, format!("no socket {receiver}, which has a queue")))?;
+        let socket = socket.ok_or_else(|| damaged(&path, format!("it has no socket {receiver}, which has queued data")))?;
         found.descriptors.insert(socket.ino, queue.files.len());
         match scene.judge(*receiver, socket) {
             Verdict::Right => {}

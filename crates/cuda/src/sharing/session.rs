@@ -50,7 +50,7 @@ impl<'a> Session<'a> {
         let keeper = table.keeper.load(Acquire);
         let is_it = |tid: &i32| process::inner_pid(*tid) == Some(keeper);
         let thread = process::threads(pid).into_iter().find(is_it);
-        let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread there"))?;
+        let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread in the process"))?;
         // The thread that the driver works with may still be on its way back to the others.
         ptrace::stop(pid, PATIENCE)?;
         let alone = Alone::run(thread)?;
@@ -84,7 +84,7 @@ impl<'a> Session<'a> {
 
     /// Exports these entries again. All are asked for before the first answer is read, so that the keeper need not sleep.
     pub(super) fn export(&self, entries: &[u32]) -> Result<Vec<OwnedFd>, Error> {
-        let doing = "export memory for others again";
+        let doing = "export its memory to other processes again";
         entries.iter().try_for_each(|index| self.send(Request { what: table::EXPORT, index: *index }, None))?;
         let missing = || Error::Driver { pid: self.sharing.inner(), what: doing, code: -1 };
         entries.iter().map(|_| self.receive(doing)?.ok_or_else(missing)).collect()
@@ -96,7 +96,7 @@ impl<'a> Session<'a> {
         // No more at once than the socket holds: else each would wait for the other.
         for some in entries.chunks(super::AT_ONCE) {
             some.iter().try_for_each(|(index, memory)| self.send(request(*index), Some(memory)))?;
-            some.iter().try_for_each(|_| self.receive("import the memory of others again").map(drop))?;
+            some.iter().try_for_each(|_| self.receive("import other processes' memory again").map(drop))?;
         }
         Ok(())
     }
@@ -148,10 +148,10 @@ fn receive(socket: RawFd) -> io::Result<(Reply, Option<OwnedFd>)> {
         }
     }
     if length != size_of::<Reply>() {
-        return Err(io::Error::other("the interposer's thread has gone"));
+        return Err(io::Error::other("the interposer's thread has ended"));
     }
     let [[a, b, c, d], [e, f, g, h]] = bytes.as_chunks::<4>().0 else {
-        return Err(io::Error::other("an answer of another size"));
+        return Err(io::Error::other("the answer has the wrong size"));
     };
     let reply = Reply { code: i32::from_ne_bytes([*a, *b, *c, *d]), count: u32::from_ne_bytes([*e, *f, *g, *h]) };
     Ok((reply, descriptors.pop()))

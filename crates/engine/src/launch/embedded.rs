@@ -1,7 +1,7 @@
-//! Executable files of ours that are embedded in our own, and unpacked by content hash.
+//! Executable files that are embedded in rekindle, and unpacked under a name that contains the hash of their content.
 //!
-//! A job maps them, so every image names them, and CRIU wants the same file at the same path at a restore. Their names
-//! therefore hold the hash of their content: another version of rekindle unpacks another file and leaves this one alone.
+//! A job maps these files, so every image names them, and CRIU needs the same file at the same path for a restore. With
+//! the hash in its name, a file of another version does not replace this one.
 
 use std::io;
 use std::os::unix::fs::PermissionsExt;
@@ -12,7 +12,7 @@ use rekindle_os::durable;
 
 /// A file cannot be put in place.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot put the {name} at {path}")]
+#[error("cannot write the {name} to {path}")]
 pub struct Error {
     name: &'static str,
     path: PathBuf,
@@ -76,7 +76,7 @@ pub(crate) fn put_back(path: &Path, content: &[u8]) -> io::Result<()> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let kind = MAPPED.iter().find(|kind| kind.name_of(content) == name);
     let kind = kind.ok_or_else(|| {
-        io::Error::new(io::ErrorKind::InvalidData, "what the image has for it is another file than its name says")
+        io::Error::new(io::ErrorKind::InvalidData, "its content in the image does not match the hash in its name")
     })?;
     put(path, content, kind.mode)
 }

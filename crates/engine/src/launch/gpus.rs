@@ -1,9 +1,10 @@
-//! GPUs before a kill, for the drivers that need it.
+//! Releases GPUs before a kill, for the drivers that need it.
 //!
-//! Driver 595 (595.71.05, open kernel modules) hangs the whole machine, without a word in any log, when a process is killed that
-//! holds a GPU and was restored by the driver before: NVIDIA/cuda-checkpoint#53. One that is checkpointed holds none, and can be
-//! killed. So there each CUDA process is locked and checkpointed before rekindle kills it. That is done as well as it can be:
-//! a process that will not, or takes too long, is killed all the same, and one that dies by itself is beyond reach.
+//! Driver 595 (595.71.05, open kernel modules) hangs the whole machine, with nothing in any log, if a process is killed
+//! that uses a GPU and was restored by the driver before: NVIDIA/cuda-checkpoint#53. A checkpointed process uses no GPU
+//! and can be killed. So with such a driver rekindle locks and checkpoints each CUDA process before it kills the
+//! process. This is best effort: a process that refuses or takes too long is killed all the same, and nothing can be
+//! done for a process that dies by itself.
 
 use std::ops::RangeInclusive;
 use std::sync::mpsc;
@@ -42,7 +43,7 @@ pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
         // No call of the driver can be called off: a thread that waits in one for ever ends with the kill of its process.
         let work = move || drop(done.send((pid, checkpoint(pid))));
         if let Err(error) = thread::Builder::new().name("let-go".into()).spawn(work) {
-            tracing::warn!("process {pid} is killed while it may hold a GPU: {error}");
+            tracing::warn!("killing process {pid} while it may be using a GPU: {error}");
         }
     }
     drop(done);
@@ -50,12 +51,12 @@ pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
         match results.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok((_, Ok(()))) => {}
             Ok((pid, Err(error))) => {
-                tracing::warn!("process {pid} is killed while it may hold a GPU: {}", chain(&error))
+                tracing::warn!("killing process {pid} while it may be using a GPU: {}", chain(&error))
             }
             Err(mpsc::RecvTimeoutError::Disconnected) => return,
             Err(mpsc::RecvTimeoutError::Timeout) => {
                 let limit = humantime::format_duration(LIMIT);
-                tracing::warn!("the job is killed while it may hold a GPU: the driver took longer than {limit}");
+                tracing::warn!("killing the job while it may be using a GPU: the driver took longer than {limit}");
                 return;
             }
         }

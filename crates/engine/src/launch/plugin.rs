@@ -1,4 +1,4 @@
-//! The plugin that CRIU loads: its file. What it does is in its own documentation (`native/plugin/src/lib.rs`).
+//! The file of the plugin that CRIU loads. `native/plugin/src/lib.rs` documents what it does.
 
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -11,7 +11,7 @@ pub(crate) const PLUGIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rekin
 
 /// The plugin cannot be put in place.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot put CRIU's plugin at {}", path.display())]
+#[error("cannot write CRIU's plugin to {}", path.display())]
 pub struct Error {
     path: PathBuf,
     #[source]

@@ -1,4 +1,4 @@
-//! The reaper's executable. It is the root of every job's tree, and so part of every image.
+//! The reaper's executable. It is the root of every job's process tree, and so part of every image.
 
 use std::fs::File;
 use std::io::{self, Read};

@@ -1,13 +1,13 @@
-//! A job's output file as another process reads it: from its beginning, or on and on.
+//! Reads a job's output file from another process: from its beginning, or continuously.
 //!
-//! The supervisor's own follower is told when a file is rotated or put back to an image ([`super::output`]). One from
-//! outside finds out by what it has shown last: when that is no longer where it was, the file was rotated, and what comes
-//! next is in NAME.1, or it was cut, and what differs from what was shown is new. What a job says again after a restart is
-//! not shown twice: nothing comes until it says something else, or more; but where so much of it comes at once that it is
-//! rotated before it was looked at.
+//! The supervisor's own follower is told when a file is rotated or cut ([`super::output`]). A reader from outside
+//! recognises this by the bytes that it showed last. If these are no longer at their place, the file was rotated (then
+//! the next bytes are in NAME.1) or cut (then what differs from the bytes already shown is new). Output that a job
+//! repeats after a restart is not shown twice: nothing is shown until the output differs or is longer. The exception is
+//! a job that repeats so much at once that it is rotated before this reader looks.
 //!
-//! Between snapshots a file is rotated without becoming shorter: its beginning becomes a hole. Holes are never shown, and
-//! nothing is read that is as long as a file says it is: the job can make it longer than any disk.
+//! Between snapshots a file is rotated without becoming shorter: its first part becomes a hole. Holes are never shown,
+//! and nothing here reads by the file's length: the job can make the file longer than any disk.
 
 use std::fs::{File, Metadata};
 use std::io::{self, Write};

@@ -1,19 +1,21 @@
-//! The way out of a private network: slirp4netns, outside of the job.
+//! The connection of a private network to the outside: slirp4netns, which runs outside the job.
 //!
-//! It opens a tap device in the job's network namespace, gives it its addresses there, and makes of what comes out of it
-//! sockets of its own in the network of the supervisor. Invariants:
-//! - there is one a world, ready before the job runs and before CRIU binds what was bound at its address; it ends with the
-//!   world, and with the supervisor (parent-death signal), and no process of the job's world is its child or parent;
-//! - addresses are the same in each world, so the job's sockets find theirs again;
-//! - one that dies is started again, and costs the job its connections to the outside at most.
+//! It opens a tap device in the job's network namespace, configures its addresses, and forwards its traffic through
+//! sockets in the supervisor's network. Invariants:
+//! - There is one for each world. It is ready before the job runs, and before CRIU binds sockets at its address. It
+//!   ends with the world and with the supervisor (parent-death signal), and no process of the job's world is its child
+//!   or parent.
+//! - Addresses are the same in each world, so the job's sockets are valid after a restore.
+//! - If it dies, it is started again. At most the job loses its connections to the outside.
 //!
-//! It reads whatever the job sends, so it has no rights: it runs as a user that is neither root nor the job's, without a
-//! capability, without our environment, and filters its own system calls (no execve, mount, ptrace). To open its device in the
-//! job's network it needs rights there, which is why that network belongs to a user namespace that this user owns
-//! ([`netns`]): it has all rights over the job's network, and none over anything else.
+//! It reads whatever the job sends, so it has no rights: it runs as a user that is neither root nor the job's user,
+//! without capabilities and without our environment, and filters its own system calls (no execve, mount, ptrace). It
+//! needs rights in the job's network to open its device there. Therefore that network belongs to a user namespace of
+//! this user ([`netns`]), with all rights over the job's network and none over anything else.
 //!
-//! slirp4netns (1.2.0) is told not to go into its sandbox: that takes all mounts below /run along for as long as it lives,
-//! images in memory among them, which would keep their memory when they are unmounted; and it has it become root there.
+//! slirp4netns (1.2.0) is told not to enter its sandbox, for two reasons. The sandbox copies all mounts below /run for
+//! as long as it lives, images in memory among them, whose memory would then not be freed when they are unmounted. And
+//! slirp4netns becomes root in it.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -63,12 +65,12 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 pub enum Missing {
     /// The program.
     #[error(
-        "network.uplink = \"user\" needs {PROGRAM}, and there is none in PATH: install it (Debian, Ubuntu, Fedora: package {PROGRAM})"
+        "network.uplink = \"user\" needs {PROGRAM}, which is not in PATH: install it (Debian, Ubuntu, Fedora: package {PROGRAM})"
     )]
     Program,
     /// The kernel's tap devices.
     #[error(
-        "network.uplink = \"user\" needs /dev/net/tun, which is not there: run `modprobe tun`, or give it to the container (Docker: --device /dev/net/tun)"
+        "network.uplink = \"user\" needs /dev/net/tun, which does not exist: run `modprobe tun`, or pass the device to the container (Docker: --device /dev/net/tun)"
     )]
     Device,
 }
@@ -81,7 +83,7 @@ pub enum Error {
     Reach(#[source] io::Error),
     /// The job's network cannot be made.
     #[error(
-        "cannot make a network that belongs to user {user}, as whom {PROGRAM} runs; it takes user namespaces (sysctl user.max_user_namespaces)"
+        "cannot create a network for user {user}, as which {PROGRAM} runs; user namespaces must be allowed (sysctl user.max_user_namespaces)"
     )]
     Network {
         /// The user.
@@ -332,7 +334,7 @@ impl Shared {
                 }
                 pause = if steady.elapsed() >= STEADY { Duration::ZERO } else { pause };
                 tracing::warn!(
-                    "the job's uplink has died ({how}){}: its connections to the outside are lost, and it is started again",
+                    "the job's uplink died ({how}){}: its connections to the outside are lost; starting it again",
                     quoted(&said)
                 );
             }
@@ -346,12 +348,12 @@ impl Shared {
             pause = (pause * 2).clamp(PAUSE, LONGEST_PAUSE);
             match self.begin() {
                 Ok(ready) => {
-                    tracing::info!("the job's uplink is there again");
+                    tracing::info!("the job's uplink works again");
                     current = Some(ready);
                 }
                 Err(_) if self.state().over => return,
                 Err(error) => tracing::warn!(
-                    "the job has no uplink; the next try is in {}: {}",
+                    "cannot start the job's uplink; trying again in {}: {}",
                     humantime::format_duration(pause),
                     chain(&error)
                 ),

@@ -1,13 +1,14 @@
-//! Descriptors that the job's processes have sent each other through UNIX sockets, and not received.
+//! Descriptors in flight: the job's processes have sent them to each other through UNIX sockets, and not received them
+//! yet.
 //!
 //! ```text
-//!  preflight   some are on their way? most are for microseconds: wait a little     job runs
-//!  dump        CRIU writes them; what a restore by it would lose or exchange       job stands still
-//!              fails this attempt, the rest is put into its order in the image
-//!  afterwards  wait until it moves, and take the snapshot anew                      job runs
+//!  preflight   some in flight? most are for microseconds only: wait a little          job runs
+//!  dump        CRIU writes them. Those that it would lose or mix up in a restore
+//!              fail this attempt; the others are put in order in the image            job is frozen
+//!  afterwards  wait until they move, and take the snapshot again                      job runs
 //! ```
 //!
-//! The kernel says in /proc/PID/fdinfo how many wait in a socket (`scm_fds`, Linux 5.6 and newer).
+//! /proc/PID/fdinfo says how many wait in a socket (`scm_fds`, Linux 5.6 and newer).
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
@@ -39,11 +40,11 @@ impl std::fmt::Display for InFlight {
                 Some(name) => format!("process {pid} ({name})"),
                 None => format!("process {pid}"),
             },
-            None => "a socket that is on its way itself".to_owned(),
+            None => "a socket that is itself in flight".to_owned(),
         };
         write!(
             f,
-            "descriptors are on their way through UNIX sockets (SCM_RIGHTS), and CRIU would lose or exchange them: "
+            "file descriptors are in flight in UNIX sockets (SCM_RIGHTS), and CRIU would lose them or mix them up: "
         )?;
         for (at, stuck) in self.all.iter().enumerate() {
             let comma = if at == 0 { "" } else { ", " };
@@ -52,7 +53,7 @@ impl std::fmt::Display for InFlight {
                 write!(f, " from {}", process(stuck.sender))?;
             }
         }
-        write!(f, "; a snapshot works once they are received")
+        write!(f, "; a snapshot is possible once they are received")
     }
 }
 
@@ -90,7 +91,7 @@ impl InFlight {
 /// Waits a little for descriptors that are on their way between these processes. Most of them would do no harm.
 pub(crate) fn let_pass(tree: &[i32], cancelled: &dyn Fn() -> bool) {
     if !until(PATIENCE, || cancelled() || waiting(tree).is_empty()) {
-        tracing::debug!(sockets = ?waiting(tree), "descriptors are on their way and not received");
+        tracing::debug!(sockets = ?waiting(tree), "file descriptors are in flight in UNIX sockets");
     }
 }
 
@@ -190,7 +191,7 @@ mod tests {
         assert_eq!(count(), None);
         assert!(in_flight.moves(me, 2, &|| false));
         let text = in_flight.to_string();
-        assert!(text.contains("exchange them: 2 to process 7 (a) from process 8; a snapshot works once"), "{text}");
+        assert!(text.contains("mix them up: 2 to process 7 (a) from process 8; a snapshot is possible once"), "{text}");
     }
 
     #[test]

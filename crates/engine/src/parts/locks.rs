@@ -1,7 +1,7 @@
-//! Locks on files that CRIU loses ([`image::lost_locks`]), taken again before the job runs.
+//! File locks that CRIU loses ([`image::lost_locks`]), taken again before the job runs.
 //!
-//! Each process that uses a file with a lost lock is stopped from the moment that CRIU lets it go until all such locks are
-//! held again. Otherwise a process that held none could take one first.
+//! Each process that uses a file with a lost lock is stopped from the moment that CRIU resumes it until all such locks
+//! are taken. Otherwise another process could take one first.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A process could not take a lock again.
 #[derive(Debug, thiserror::Error)]
-#[error("process {pid} cannot take its lock on {} again: see who holds it (lslocks)", path.display())]
+#[error("process {pid} cannot lock {} again: another process has the lock; find it with lslocks", path.display())]
 pub struct Error {
     pid: i32,
     path: PathBuf,

@@ -1,4 +1,4 @@
-//! Why an image was not restored, and who is to blame.
+//! Why an image was not restored, and what the cause is.
 
 use std::path::PathBuf;
 
@@ -33,7 +33,7 @@ pub enum Error {
         what: String,
     },
     /// The image does not fit this machine; nothing was started.
-    #[error("image {id} cannot be restored on this machine as it is: {}", compat::summary(differences))]
+    #[error("image {id} cannot be restored on this machine: {}", compat::summary(differences))]
     Misfit {
         /// The image.
         id: rekindle_store::ImageId,
@@ -44,7 +44,7 @@ pub enum Error {
     #[error(transparent)]
     OtherUser(#[from] super::OtherUser),
     /// What was restored is or has what the job may not; it did not run.
-    #[error("image {id} is refused, and nothing of it has run: {why}")]
+    #[error("image {id} is refused, and none of it has run: {why}")]
     Refused {
         /// The image.
         id: rekindle_store::ImageId,
@@ -68,7 +68,7 @@ pub enum Error {
     #[error(transparent)]
     Staging(rekindle_store::staging::Error),
     /// The image wants a file put where rekindle puts none; nothing was done.
-    #[error("the image wants a file put at {}, which {why}", path.display())]
+    #[error("the image would create {}, which {why}", path.display())]
     NotOurs {
         /// Where.
         path: PathBuf,

@@ -1,22 +1,22 @@
-//! Processes of the job that a signal has ended, and that nobody has waited for.
+//! Processes of the job that a signal killed, and whose parent has not waited for them.
 //!
 //! ```text
-//!  preflight   a process was killed just now? it is not tried                       job runs
-//!  dump        a process was killed before the freeze, and its parent has yet to
-//!              hear of it: fails this attempt                                       job stands still
-//!  afterwards  wait until the parent has waited for it, and a moment more for what
-//!              it does then; take the snapshot anew, if the job still runs          job runs
+//!  preflight   a process was killed just now? no snapshot                           job runs
+//!  dump        a process was killed before the freeze, and its parent does not
+//!              know yet: this attempt fails                                         job is frozen
+//!  afterwards  wait until the parent has waited for it, and a moment more for its
+//!              reaction; take the snapshot again, if the job still runs             job runs
 //! ```
 //!
-//! Such a death is often the end of the whole job: a parent that hears of it gives up. An image that is taken between the
-//! death and the moment in which the parent hears of it dies like that after each restore. A parent that hears of it while
-//! the job runs either carries on, and then the next image has nothing of it, or ends the job, and then the image before
-//! the death is restored.
+//! Such a death often ends the whole job, because the parent gives up. An image taken between the death and the
+//! parent's wait(2) would end the same after each restore. If the parent learns of the death while the job runs, it
+//! either continues, and the next image is clean; or it ends the job, and the image before the death is restored.
 //!
-//! A parent may also never wait for its children. So one that has been dead for [`PATIENCE`] and was not waited for does
-//! not hold up a snapshot, nor does any once all of this has taken [`LIMIT`].
+//! A parent may also never wait for its children. So a process that has been dead for [`PATIENCE`] does not delay a
+//! snapshot, and neither does any once all of this has taken [`LIMIT`].
 //!
-//! A process that is gone is none of this: the kernel keeps one until its parent has waited for it, or does not want to.
+//! A process that is gone is not affected: the kernel has a dead process only until its parent has waited for it, or
+//! ignores it.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -55,9 +55,9 @@ struct Dead {
 impl std::fmt::Display for Unnoticed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let each = self.0.iter().map(|Dead { pid, name, signal }| {
-            format!("process {pid} ({name}) was ended by {}", Ended::Signal(*signal))
+            format!("process {pid} ({name}) was killed by {}", Ended::Signal(*signal))
         });
-        write!(f, "{}, and its parent has not waited for it", each.collect::<Vec<_>>().join(", "))
+        write!(f, "{}, and its parent has not collected its exit status", each.collect::<Vec<_>>().join(", "))
     }
 }
 
@@ -153,7 +153,7 @@ mod tests {
             assert!(Instant::now() < deadline);
         }
         let words = deaths.look(me).fresh.unwrap().to_string();
-        assert!(words.contains(&format!("process {pid} (sleep) was ended by signal SIGKILL")), "{words}");
+        assert!(words.contains(&format!("process {pid} (sleep) was killed by signal SIGKILL")), "{words}");
         child.wait().unwrap();
         let look = deaths.look(me);
         assert!(!sees(&look.fresh) && !sees(&look.old));

@@ -1,4 +1,4 @@
-//! What is recorded at the very moment of the image, while CRIU holds all tasks.
+//! Records the state at the moment of the image, while CRIU has all tasks stopped.
 
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
@@ -130,7 +130,7 @@ impl Still<'_, '_> {
         let contents = &mut self.seen.contents;
         let mut captured = contents
             .capture(&mut open_files, mapped, view, self.image)
-            .map_err(|error| format!("cannot copy the files that the job writes to: {error}"))?;
+            .map_err(|error| format!("cannot copy the files that the job writes: {error}"))?;
         notes.append(&mut captured.notes);
         let read = criu::image::checked_files(dir).map_err(|e| chain(&e))?.into_iter().map(|file| file.path);
         let read = read.filter(|path| !open_files.iter().any(|open| open.path == *path)).collect();
@@ -144,7 +144,7 @@ impl Still<'_, '_> {
 
     fn note_access(&self) -> Result<access::Noted, String> {
         let corrected = criu::image::correct_access(self.dir).map_err(|e| chain(&e))?;
-        tracing::debug!(corrected, "mappings of files that CRIU took for read-only");
+        tracing::debug!(corrected, "corrected file mappings that CRIU recorded as read-only");
         let privileges = self.env.subject.options.privileges;
         access::note(self.env.root(), self.env.user(), privileges).map_err(|error| chain(&error))
     }

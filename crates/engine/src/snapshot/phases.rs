@@ -1,7 +1,7 @@
-//! The phases in their order, with their undo, and what each hands to the next.
+//! The phases in their order, with their undo, and the data that each passes to the next.
 //!
-//! What is found while the job runs ([`Seen`], [`Gpus`], [`Ready`]) needs no undo but to be dropped. The phases of the freeze
-//! are a table with an undo each.
+//! Results of the phases before the freeze ([`Seen`], [`Gpus`], [`Ready`]) need no undo: they are dropped. The phases
+//! of the freeze are a table with an undo each.
 
 use std::time::{Duration, Instant};
 
@@ -170,7 +170,7 @@ impl Freeze<'_> {
         let image = self.ready.target.dir().to_path_buf();
         let dir = image.join(CRIU_DIR);
         let io = |what: &str| {
-            let what = format!("dump: {what}");
+            let what = format!("dump: cannot {what}");
             move |source| Error::Io { what, source }
         };
         let scratch = subject.folder.scratch_dir().map_err(Error::Store)?;
@@ -221,12 +221,12 @@ impl Freeze<'_> {
             (Err(_), Some(Wrong::Unnoticed(found))) => return Err(Error::Unnoticed(found)),
             (Err(error), None) => return Err(error.into()),
         };
-        let silent = || Error::Guard("CRIU ended its dump without a word at the moment of the image".into());
+        let silent = || Error::Guard("CRIU ended the dump and did not report the point at which the job was frozen".into());
         let moment = moment.ok_or_else(silent)?;
         let frozen = criu::image::frozen_time(&scratch).unwrap_or_default();
-        std::fs::write(image.join("dump.log"), log.text()).map_err(io("keep CRIU's log"))?;
+        std::fs::write(image.join("dump.log"), log.text()).map_err(io("save CRIU's log"))?;
         let ours = record::ours(&subject.ours, env.root());
-        let recreate = record::keep_ours(&image, &ours).map_err(io("keep our files"))?;
+        let recreate = record::keep_ours(&image, &ours).map_err(io("save rekindle's own files"))?;
         self.dumped = Some(Dumped { moment, drained, frozen, recreate });
         Ok(())
     }

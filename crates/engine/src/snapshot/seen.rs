@@ -1,4 +1,4 @@
-//! What is known of the job before anything of it stands still: the phases `preflight` and `find`.
+//! What is known of the job before anything of it is stopped: the phases `preflight` and `find`.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -100,7 +100,7 @@ impl Gpus {
 }
 
 pub(super) fn copied(source: std::io::Error) -> Error {
-    Error::Io { what: "cannot copy the files that the job writes to".into(), source }
+    Error::Io { what: "cannot copy the files that the job writes".into(), source }
 }
 
 impl<'a> Env<'a> {

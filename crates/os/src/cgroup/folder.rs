@@ -1,7 +1,7 @@
-//! A control group as a folder: looked at, made, set and entered.
+//! A control group as a folder: read, created, configured and entered.
 //!
-//! All of it goes by open descriptors and single names, so that no link leads elsewhere. Who may do it is for the kernel to
-//! say, by the rights over files of the thread that asks.
+//! Everything here uses open descriptors and single names, so no symbolic link can lead elsewhere. The kernel decides
+//! who may do what, by the file rights of the calling thread.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Metadata, Permissions};

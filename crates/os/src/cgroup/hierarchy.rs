@@ -1,4 +1,4 @@
-//! The hierarchies of control groups, where this process is in each, and where that is on disk.
+//! The control group hierarchies, the group of this process in each, and the folder of that group.
 
 use std::io;
 use std::path::{Path, PathBuf};

@@ -31,7 +31,7 @@ pub struct PosixLock {
 pub fn take_lock(pid: i32, fd: i32, lock: PosixLock) -> io::Result<()> {
     let is_stopped = |tid: &i32| process::state(*tid) == Some('T');
     let thread = process::threads(pid).into_iter().find(is_stopped);
-    let mut guest = Guest::enter(pid, thread.ok_or_else(|| io::Error::other("it is not stopped"))?)?;
+    let mut guest = Guest::enter(pid, thread.ok_or_else(|| io::Error::other("the process is not stopped"))?)?;
     guest.take_lock(fd, lock)
 }
 
@@ -125,7 +125,7 @@ impl Guest {
                 };
             }
         }
-        Err(io::Error::other("it makes no step"))
+        Err(io::Error::other("the process does not execute a step"))
     }
 }
 
@@ -173,7 +173,7 @@ fn find_syscall(pid: i32, memory: &File) -> io::Result<u64> {
             }
         }
     }
-    Err(io::Error::other("its program has no system call"))
+    Err(io::Error::other("its program has no system call instruction"))
 }
 
 #[cfg(test)]

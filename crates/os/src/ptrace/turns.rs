@@ -31,7 +31,7 @@ pub fn lend(pid: i32, tid: i32, patience: Duration, over: &Receiver<()>) {
     let (began, mut round, mut before) = (Instant::now(), 0, None);
     while over.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         if began.elapsed() > patience {
-            tracing::warn!(pid, "the driver's thread waits for {patience:?}: all threads of the process are let go on");
+            tracing::warn!(pid, "the driver's thread has waited for {patience:?}: resuming all threads of the process");
             let _ = go_on(pid);
             return;
         }

@@ -22,9 +22,9 @@ const STEPS: [&str; 13] = [
     "resetting signals",
     "execve",
     "setting the parent-death signal",
-    "becoming another user",
+    "switching to another user",
     "setting no-new-privileges",
-    "making a device for tunnels",
+    "creating the tunnel device",
 ];
 
 /// What the child writes to the report pipe when a step fails: its number, then errno.

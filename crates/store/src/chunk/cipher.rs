@@ -49,7 +49,7 @@ pub enum KeyError {
         source: io::Error,
     },
     /// Others can read or write it.
-    #[error("the key file {} has mode {mode:04o}: others can use it; mend it with: chmod 600 '{}'", .path.display(), .path.display())]
+    #[error("the key file {} has mode {mode:04o}: others can use it; run `chmod 600 '{}'`", .path.display(), .path.display())]
     OthersCanRead {
         /// The file.
         path: PathBuf,
@@ -57,7 +57,7 @@ pub enum KeyError {
         mode: u32,
     },
     /// It belongs to somebody else.
-    #[error("the key file {} belongs to user {owner}; mend it with: chown {we} '{}'", .path.display(), .path.display())]
+    #[error("the key file {} belongs to user {owner}; run `chown {we} '{}'`", .path.display(), .path.display())]
     OtherOwner {
         /// The file.
         path: PathBuf,
@@ -67,7 +67,7 @@ pub enum KeyError {
         we: u32,
     },
     /// Neither 32 bytes nor 64 digits. What is in it is not shown.
-    #[error("the key file {} holds no key: 32 raw bytes or 64 hexadecimal digits are one", .path.display())]
+    #[error("{} is not a key file: it needs 32 raw bytes or 64 hex digits", .path.display())]
     NoKey {
         /// The file.
         path: PathBuf,

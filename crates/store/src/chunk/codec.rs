@@ -224,7 +224,7 @@ pub fn decode(codec: Codec, stored: &[u8], raw_len: usize, into: &mut Vec<u8>) -
     };
     match written {
         Ok(n) if n == raw_len => Ok(()),
-        Ok(n) => Err(FormatError::Undecodable(format!("{n} bytes instead of {raw_len}"))),
+        Ok(n) => Err(FormatError::Undecodable(format!("it has {n} bytes instead of {raw_len}"))),
         Err(why) => Err(FormatError::Undecodable(why)),
     }
 }

@@ -198,7 +198,7 @@ impl ChunkMap {
         let sum = |part: &[Extent]| part.iter().try_fold(0_u64, |sum, extent| sum.checked_add(extent.len()));
         match self.parts.iter().zip(&manifest.parts).all(|(extents, part)| sum(extents) == Some(part.size)) {
             true => Ok(()),
-            false => wrong("sum of a part"),
+            false => wrong("size of a part"),
         }
     }
 }

@@ -62,7 +62,7 @@ impl Needed {
         for info in index.packs() {
             let pack = packs.pack_index(info.name).map_err(|problem| Error::Pack {
                 pack: info.name,
-                why: problem.index.as_ref().map_or_else(|| "it is not there any more".into(), |error| chain(error)),
+                why: problem.index.as_ref().map_or_else(|| "it is missing".into(), |error| chain(error)),
             })?;
             let from_here = |entry: &&crate::pack::index::Entry| {
                 self.has(&entry.id) && index.kept(&entry.id, copies.count()).any(|place| place.pack == info.name)

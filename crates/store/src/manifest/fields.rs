@@ -389,7 +389,7 @@ pub(crate) mod hex {
         let text = String::deserialize(d)?;
         let hash = blake3::Hash::from_hex(&text).map_err(de::Error::custom)?;
         // from_hex takes upper case as well; a flipped bit makes one of the other.
-        if hash.to_hex().as_str() == text { Ok(hash) } else { Err(de::Error::custom("not in lower case")) }
+        if hash.to_hex().as_str() == text { Ok(hash) } else { Err(de::Error::custom("it is not in lower case")) }
     }
 
     pub(crate) mod optional {

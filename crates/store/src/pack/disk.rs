@@ -83,7 +83,7 @@ impl Disk {
         self.jobs = None;
         match self.join() {
             Some(Err(error)) => error,
-            _ => self.failed("write to", io::Error::other("the thread that writes has ended")),
+            _ => self.failed("write to", io::Error::other("the writing thread has ended")),
         }
     }
 
@@ -118,7 +118,7 @@ struct Temporary {
 impl Temporary {
     fn create(packs: &Packs, name: PackName, way: Way) -> Result<Temporary, FileError> {
         let path = packs.dir().join(format!("{TEMP_PREFIX}{name}.pack"));
-        let file = point(Step::Write).and_then(|()| DirectFile::create(&path, way)).map_err(failed("make", &path))?;
+        let file = point(Step::Write).and_then(|()| DirectFile::create(&path, way)).map_err(failed("create", &path))?;
         Ok(Temporary { name, path, file, kept: false })
     }
 
@@ -126,8 +126,8 @@ impl Temporary {
     fn close(mut self, packs: &Packs, len: u64, entries: Vec<Entry>) -> Result<(), FileError> {
         let lasting = packs.pack_path(self.name);
         let synced = self.file.cut(len).and_then(|()| point(Step::Other)).and_then(|()| self.file.sync());
-        synced.map_err(failed("bring to the disk", &self.path))?;
-        durable::publish_file(&self.path, &lasting).map_err(failed("give its name to", &lasting))?;
+        synced.map_err(failed("sync", &self.path))?;
+        durable::publish_file(&self.path, &lasting).map_err(failed("rename", &lasting))?;
         self.kept = true;
         let path = packs.index_path(self.name);
         let bytes = PackIndex::new(len, entries).to_bytes();

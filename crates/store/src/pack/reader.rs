@@ -39,7 +39,7 @@ pub enum ReadChunkError {
         source: io::Error,
     },
     /// It is there, and is not what it should be, or not for us.
-    #[error("chunk {id} cannot be had from byte {offset} of {}", path.display())]
+    #[error("cannot use chunk {id} at byte {offset} of {}", path.display())]
     Format {
         /// The chunk.
         id: ChunkId,

@@ -123,8 +123,8 @@ fn of_chunks(image: &Image, known: &Known) -> Option<(Loss, String)> {
     match (lost, perhaps) {
         (0, 0) => None,
         (0, perhaps) => {
-            Some((Loss::NotKnown, format!("{} of it are in packs that cannot be read, in {parts}", size(perhaps))))
+            Some((Loss::NotKnown, format!("{} are in packs that cannot be read, in {parts}", size(perhaps))))
         }
-        (lost, _) => Some((Loss::Certain, format!("{} of it are lost, in {parts}", size(lost)))),
+        (lost, _) => Some((Loss::Certain, format!("{} are lost, in {parts}", size(lost)))),
     }
 }

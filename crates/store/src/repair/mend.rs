@@ -40,7 +40,7 @@ impl Mending<'_> {
         let left_alone = |why: String| {
             self.known(|known| known.not_known(name, self.packs.read_index(name).ok()));
             let outcome = Outcome::LeftAlone;
-            Ok(Some(PackRepair { pack: name, outcome, whole: 0, what: format!("{why}; it stays as it is") }))
+            Ok(Some(PackRepair { pack: name, outcome, whole: 0, what: format!("{why}; left as it is") }))
         };
         let on = |bytes: u64| {
             self.progress.add(usize::try_from(bytes).unwrap_or(usize::MAX));
@@ -59,8 +59,8 @@ impl Mending<'_> {
         };
         if found.begin == Begin::Lost {
             return left_alone(
-                "its begin is damaged, and none of its records is whole, or all are encrypted with a key that is not the \
-                 one of store.encryption-key; where it is not for want of the key, move it away from here"
+                "its header is damaged, and no record is intact, or all are encrypted with another key than \
+                 store.encryption-key; if the key is right, move the pack out of the store"
                     .to_owned(),
             );
         }
@@ -76,7 +76,7 @@ impl Mending<'_> {
             index => index.map_or_else(|_| "all of it".to_owned(), |index| of_records(index.entries().len())),
         };
         self.carry_out(name, &Plan { remove_index: true, ..Plan::default() }, None)?;
-        let what = format!("it is not there any more, and with it {lost}; its index is removed");
+        let what = format!("it is missing, and {lost} with it; its index was removed");
         Ok(Some(PackRepair { pack: name, outcome: Outcome::Lost, whole: 0, what }))
     }
 
@@ -123,23 +123,23 @@ impl Mending<'_> {
         let lost = before.lost(&contents);
         let mut said = Vec::new();
         if mend.is_some() {
-            said.push("its begin was damaged and is written anew".to_owned());
+            said.push("its header was damaged and was rewritten".to_owned());
         }
         match &before {
-            Before::None => said.push("its index was missing and is written anew".to_owned()),
-            Before::Broken => said.push("its index was damaged and is written anew".to_owned()),
-            Before::Other => said.push("its index was of another pack and is written anew".to_owned()),
-            Before::Index(_) if lost > 0 => said.push(format!("{} of its index lost", of_records(lost))),
-            Before::Index(_) if !same => said.push("its index did not fit and is written anew".to_owned()),
+            Before::None => said.push("its index was missing and was rebuilt".to_owned()),
+            Before::Broken => said.push("its index was damaged and was rebuilt".to_owned()),
+            Before::Other => said.push("its index was of another pack and was rebuilt".to_owned()),
+            Before::Index(_) if lost > 0 => said.push(format!("{} of its index are lost", of_records(lost))),
+            Before::Index(_) if !same => said.push("its index did not match and was rebuilt".to_owned()),
             Before::Index(_) => {}
         }
         let is_lost = lost > 0 || (!same && damaged > 0);
         if is_lost && lost == 0 {
-            said.push(format!("there is damage at {damaged} places"));
+            said.push(format!("it is damaged in {damaged} places"));
         }
         let mut outcome = if is_lost { Outcome::Lost } else { Outcome::Mended };
         if let Some(why) = &unchecked {
-            said.push(format!("that its records are there was checked, and not what is in them: {why}"));
+            said.push(format!("its records are complete, but their content could not be checked: {why}"));
             outcome = if is_lost { Outcome::Lost } else { Outcome::NotChecked };
         }
         if !unread.entries().is_empty() {
@@ -159,7 +159,7 @@ impl Mending<'_> {
         }
         let (pack, index) = (self.packs.pack_path(name), self.packs.index_path(name));
         if let Some(header) = plan.begin {
-            durable::overwrite(&pack, 0, &header.to_bytes()).map_err(failed("write the begin of", &pack))?;
+            durable::overwrite(&pack, 0, &header.to_bytes()).map_err(failed("write the header of", &pack))?;
         }
         if let (true, Some(contents)) = (plan.index, contents) {
             durable::write_file(&index, &contents.to_bytes(), 0o600).map_err(failed("write", &index))?;

@@ -82,7 +82,7 @@ impl Client {
         let path = std::path::Path::new(self.url.path()).join(self.root.as_ref());
         match std::fs::DirBuilder::new().mode(0o700).create(&path) {
             Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-                Err(self.failed("make a folder in", Failure::Other(format!("{}: {error}", path.display()))))
+                Err(self.failed("create a folder in", Failure::Other(format!("{}: {error}", path.display()))))
             }
             _ => Ok(()),
         }
@@ -112,7 +112,7 @@ impl Client {
         match self.run(&action(), cancelled, got) {
             Ok(Ok(bytes)) => Ok(Some(bytes.to_vec())),
             Ok(Err(size)) => {
-                let why = format!("it has {size} bytes, and {max} are the most");
+                let why = format!("it has {size} bytes, and the maximum is {max}");
                 Err(Error::Damaged { url: self.shown(), what: name.to_owned(), why })
             }
             Err(error) if error.is_missing() => Ok(None),
@@ -133,7 +133,7 @@ impl Client {
         if u64::try_from(bytes.len()).is_ok_and(|len| len == wanted) {
             return Ok(bytes.to_vec());
         }
-        let why = format!("of {wanted} bytes in the middle {} came", bytes.len());
+        let why = format!("asked for a range of {wanted} bytes and received {}", bytes.len());
         Err(Error::Damaged { url: self.shown(), what: name.to_owned(), why })
     }
 

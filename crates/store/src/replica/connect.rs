@@ -140,7 +140,7 @@ pub fn reads_variable(url: &ReplicaUrl, name: &str) -> bool {
 /// What helps where that failed.
 pub(super) fn help(url: &ReplicaUrl) -> String {
     match url.scheme() {
-        Scheme::File => format!("{}: make it, or mount what belongs there", credentials_help(Scheme::File)),
+        Scheme::File => format!("{}: create it, or mount what belongs there", credentials_help(Scheme::File)),
         scheme => credentials_help(scheme).to_owned(),
     }
 }

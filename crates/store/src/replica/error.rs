@@ -51,7 +51,7 @@ pub enum Error {
         why: String,
     },
     /// With the key nobody but us could have written it, and it is not ours.
-    #[error("{what} in the replica {url} is refused, and stays as it is: {why}")]
+    #[error("{what} in the replica {url} is refused, and left as it is: {why}")]
     Untrusted {
         /// The address.
         url: String,
@@ -61,7 +61,7 @@ pub enum Error {
         why: String,
     },
     /// It is not there, or not whole.
-    #[error("image {image} is not whole in the replica {url}: {why}")]
+    #[error("image {image} is incomplete in the replica {url}: {why}")]
     NotWhole {
         /// The address.
         url: String,
@@ -72,7 +72,7 @@ pub enum Error {
     },
     /// Only an image whose content is in packs can be sent.
     #[error(
-        "image {0} is not in packs, and only such images are replicated; it will be when it was brought to the store anew"
+        "image {0} is not packed and cannot be replicated; it is packed when it is stored again"
     )]
     NotPacked(ImageId),
     /// A file of ours.
@@ -89,11 +89,11 @@ pub enum Error {
     Local(#[from] ReadError),
     /// The image cannot be sent, because it is not whole here.
     #[error(
-        "image {0} cannot be replicated: of its content is missing here what no pack has; `rekindle verify` says more"
+        "image {0} cannot be replicated: some of its content is in no pack; see `rekindle verify`"
     )]
     NotWholeHere(ImageId),
     /// It is encrypted, and the key is not the one.
-    #[error("image {image} in the replica {url} cannot be used: {why}; set store.encryption-key as where it was made")]
+    #[error("image {image} in the replica {url} cannot be used: {why}; set store.encryption-key to the key with which it was made")]
     Key {
         /// The address.
         url: String,
@@ -103,7 +103,7 @@ pub enum Error {
         why: String,
     },
     /// The disk is too full for it.
-    #[error("image {image} of the replica takes {need} more here, and {path} has {free} free, of which {keep} are to stay free (store.min-free): make room there (`rekindle prune` removes images that no rule keeps), lower store.min-free, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
+    #[error("image {image} of the replica needs {need}, and {path} has {free} free, and {keep} must stay free (store.min-free): free space there (`rekindle prune` removes images that no rule keeps), lower store.min-free, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
     NoRoom {
         /// Which.
         image: ImageId,
@@ -173,16 +173,16 @@ impl fmt::Display for Failure {
                 write!(f, "it cannot be reached ({why}); check the network, the address and the proxy settings")
             }
             Failure::TimedOut => {
-                f.write_str("no answer in time; check the network, or send less at once (replica.rate)")
+                f.write_str("it did not answer in time; check the network, or lower replica.rate")
             }
             Failure::NoCredentials(help) => write!(f, "there are no credentials; {help}"),
             Failure::Refused { code: of, help } => {
-                write!(f, "it was refused{}: the credentials are wrong, or may not do this; {help}", code(of))
+                write!(f, "it refused{}: the credentials are wrong or do not allow this; {help}", code(of))
             }
             Failure::NotThere { code: of } => {
-                write!(f, "it is not there{}; does the bucket or folder exist, in this region?", code(of))
+                write!(f, "not found{}: check that the bucket or folder exists, and the region", code(of))
             }
-            Failure::Status { status, code: of } => write!(f, "the answer was {status}{}", code(of)),
+            Failure::Status { status, code: of } => write!(f, "it answered {status}{}", code(of)),
             Failure::Other(why) => f.write_str(why),
         }
     }
@@ -205,13 +205,13 @@ impl Error {
 pub(super) fn credentials_help(scheme: Scheme) -> &'static str {
     match scheme {
         Scheme::S3 => {
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN where there is one), AWS_REGION, and AWS_ENDPOINT_URL for another provider than Amazon; files of profiles are not read"
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN if you have one), AWS_REGION, and AWS_ENDPOINT_URL for a provider other than Amazon; profile files are not read"
         }
         Scheme::Gs => "set GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT to the file with the credentials",
         Scheme::Az => {
             "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or the AZURE_CLIENT_ID, AZURE_CLIENT_SECRET and AZURE_TENANT_ID of an application"
         }
-        Scheme::File => "the folder must be there, and this user must be able to write there",
+        Scheme::File => "the folder must exist, and this user must be able to write to it",
     }
 }
 

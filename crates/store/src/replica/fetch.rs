@@ -61,7 +61,7 @@ impl Replica {
         folder.check_lock(lock)?;
         let _alone = lock.packs();
         let there = self.inventory(cancelled)?;
-        let files = there.images.get(&id).ok_or_else(|| self.not_whole(id, "it is not there"))?;
+        let files = there.images.get(&id).ok_or_else(|| self.not_whole(id, "it does not exist"))?;
         let image = self.look(id, files, cancelled)?;
         let map = self.map_of(&image, folder, cancelled)?;
         let packs = folder.packs();
@@ -130,7 +130,7 @@ impl Replica {
         }
         match missing.len() {
             0 => Ok(places),
-            n => Err(self.not_whole(image.id, format!("{n} of its chunks are in no pack there"))),
+            n => Err(self.not_whole(image.id, format!("{n} of its chunks are in none of its packs"))),
         }
     }
 
@@ -221,9 +221,9 @@ impl Replica {
         // The text as it is: a newer rekindle may have written more into it than is known here.
         let name = layout::of_image(image.id, Of::Manifest);
         let text = self.client.get(&name, manifest::MAX_BYTES, cancelled)?;
-        let text = text.ok_or_else(|| self.not_whole(image.id, "it was removed meanwhile"))?;
+        let text = text.ok_or_else(|| self.not_whole(image.id, "it was removed in the meantime"))?;
         if manifest::Manifest::parse(&text, &self.trust).ok().as_ref() != image.manifest() {
-            return Err(self.not_whole(image.id, "its manifest changed meanwhile"));
+            return Err(self.not_whole(image.id, "its manifest changed in the meantime"));
         }
         let draft = folder.begin_image_as(lock, image.id)?;
         let write = |name: &str, bytes: &[u8]| {
@@ -291,6 +291,6 @@ pub(super) fn checked(
     let header = record::read(&mut opened, &entry.id, key, &mut raw).map_err(|error| error.to_string())?;
     match (header.raw_len, header.stored_len) == (entry.raw_len, entry.stored_len) {
         true => Ok((header, stored)),
-        false => Err("it has another length than its index says".into()),
+        false => Err("its length differs from that in its index".into()),
     }
 }

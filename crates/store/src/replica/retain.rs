@@ -78,7 +78,7 @@ impl Replica {
         let keep = match keep {
             Ok(keep) => keep,
             Err(chunk) => {
-                let why = format!("chunk {chunk:?} of an image there is in none of its packs");
+                let why = format!("chunk {chunk:?} of an image in the replica is in none of its packs");
                 return Ok(Removed { blocked: Some(why), ..removed });
             }
         };
@@ -105,7 +105,7 @@ impl Replica {
             match self.map_of(&image, folder, cancelled) {
                 Ok(map) => needed.extend(map.chunks().map(|(id, _)| id)),
                 Err(Error::NotWhole { why, .. } | Error::Damaged { why, .. }) => {
-                    return Ok(Err(format!("it cannot be told what image {id} there needs: {why}")));
+                    return Ok(Err(format!("it is not known which content image {id} in the replica needs: {why}")));
                 }
                 Err(error) => return Err(error),
             }
@@ -141,7 +141,7 @@ impl Replica {
         else {
             let why = match &image.state {
                 State::Damaged { why } => why.to_string(),
-                _ => "its content is not in packs".into(),
+                _ => "it is not packed".into(),
             };
             return Err(self.not_whole(image.id, why));
         };
@@ -153,10 +153,10 @@ impl Replica {
         }
         let name = layout::of_image(image.id, Of::Chunks);
         let bytes = self.client.get(&name, map::MAX_BYTES, cancelled)?;
-        let bytes = bytes.ok_or_else(|| self.not_whole(image.id, "its chunk map is not there"))?;
+        let bytes = bytes.ok_or_else(|| self.not_whole(image.id, "its chunk map is missing"))?;
         let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: name.clone(), why };
         if blake3::hash(&bytes) != chunks.blake3 {
-            return Err(damaged("it is not the one that the manifest tells of".into()));
+            return Err(damaged("it is not the one that the manifest names".into()));
         }
         let map = ChunkMap::parse(&bytes).map_err(|error| damaged(error.to_string()))?;
         map.check(manifest, chunks).map_err(|error| damaged(error.to_string()))?;
@@ -182,12 +182,12 @@ impl Replica {
         let object = layout::of_pack(name, PackFile::Index);
         let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: object.clone(), why };
         let bytes = self.client.get(&object, INDEX_MAX, cancelled)?;
-        let index = PackIndex::parse(&bytes.ok_or_else(|| damaged("it is not there any more".into()))?);
+        let index = PackIndex::parse(&bytes.ok_or_else(|| damaged("it is missing".into()))?);
         let index = index.map_err(|error| damaged(error.to_string()))?;
         if index.pack_len() == pack.size {
             return Ok(index);
         }
-        Err(damaged(format!("it is of a pack with {} bytes, and the pack has {}", index.pack_len(), pack.size)))
+        Err(damaged(format!("it belongs to a pack of {} bytes, and the pack has {}", index.pack_len(), pack.size)))
     }
 
     pub(super) fn not_whole(&self, image: ImageId, why: impl Into<String>) -> Error {

@@ -58,8 +58,8 @@ pub enum Why {
 impl std::fmt::Display for Why {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(match self {
-            Why::MaxTotal => "to make room for the next image (store.max-total-size)",
-            Why::MinFree => "to make room for the next image (store.min-free)",
+            Why::MaxTotal => "to free space for the next image (store.max-total-size)",
+            Why::MinFree => "to free space for the next image (store.min-free)",
         })
     }
 }
@@ -68,7 +68,7 @@ impl std::fmt::Display for Why {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// Not on the file system.
-    #[error("the image needs about {need}, and {path} has {free} free, of which {keep} are to stay free (store.min-free){freed}: make room there, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display(), freed = would_free(*freed))]
+    #[error("the image needs about {need}, and {path} has {free} free, and {keep} must stay free (store.min-free){freed}: free space there, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display(), freed = would_free(*freed))]
     Disk {
         /// Bytes the image is likely to need.
         need: u64,
@@ -82,7 +82,7 @@ pub enum Refusal {
         path: PathBuf,
     },
     /// Older images went for it, and the file system has not got their space back.
-    #[error("the image needs about {need}, and {path} has {free} free, of which {keep} are to stay free (store.min-free); the space of images that were removed is not free yet, or others took it: it is tried again with the next image", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
+    #[error("the image needs about {need}, and {path} has {free} free, and {keep} must stay free (store.min-free); the space of removed images is not free yet, or is used by others: rekindle tries again with the next image", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
     NotYetFree {
         /// Bytes the image is likely to need.
         need: u64,
@@ -94,7 +94,7 @@ pub enum Refusal {
         path: PathBuf,
     },
     /// Not below the bound of all images.
-    #[error("the image needs about {need}, and beside the images that must stay ({stay}: the newest good and the newest proven one, pinned ones, and what cannot be read) store.max-total-size ({max}) has no room for it: raise it to {enough} or more, or take pins back with `rekindle unpin`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
+    #[error("the image needs about {need}, and the images that cannot be removed take {stay} (the newest good one, the newest proven one, pinned and unreadable ones), more than store.max-total-size ({max}) together: raise it to {enough} or more, or remove pins with `rekindle unpin`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
     MaxTotal {
         /// Bytes the image is likely to need.
         need: u64,
@@ -107,8 +107,8 @@ pub enum Refusal {
 
 fn would_free(bytes: u64) -> String {
     match bytes {
-        0 => ", and no image may go for it".to_owned(),
-        bytes => format!(", and removing all images that may go would free only {}", ByteSize::b(bytes)),
+        0 => ", and no image may be removed for it".to_owned(),
+        bytes => format!(", and removing every image that may be removed would free only {}", ByteSize::b(bytes)),
     }
 }
 

@@ -108,7 +108,7 @@ pub fn check_packs(
             let index = index.as_ref().map(|error| chain(error));
             let lost = match lost {
                 Lost::Nothing => None,
-                Lost::From { offset, why, .. } => Some(format!("nothing can be had from byte {offset} on: {why}")),
+                Lost::From { offset, why, .. } => Some(format!("nothing can be read from byte {offset} on: {why}")),
                 Lost::All(error) => Some(chain(error)),
             };
             // What is wrong with the pack itself is why its index could not be used, too.

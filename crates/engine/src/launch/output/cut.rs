@@ -1,4 +1,4 @@
-//! Putting the output back to its length at a snapshot. What was written since is kept, within bounds.
+//! Cuts the output to its length at a snapshot. What was written since is saved, within bounds.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -47,7 +47,7 @@ pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: 
         Ok(kept) => kept,
         // Output that cannot be kept is no reason for a job to stay down.
         Err(error) => {
-            tracing::warn!("cannot keep what is cut from {}: {error}", path.display());
+            tracing::warn!("cannot save what is cut from {}: {error}", path.display());
             let bytes = later.iter().map(|(_, range)| range.end - range.start.max(to)).sum::<u64>();
             let (_, rest) = sparse::last_data(file, to.max(gone)..length, 0)?;
             Kept { file: None, from: length, bytes: 0, lost: bytes + rest }

@@ -1,4 +1,4 @@
-//! Rotation: in a snapshot the file is emptied, between snapshots what was copied becomes a hole.
+//! Rotation: in a snapshot the file is emptied; between snapshots the copied part becomes a hole.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -154,7 +154,7 @@ impl Rotation {
                         && !std::mem::replace(&mut complained, true)
                     {
                         let cause = chain(&error);
-                        tracing::warn!("the job's output grows beyond log.max-size between snapshots: {cause}");
+                        tracing::warn!("the job's output can exceed log.max-size between snapshots: {cause}");
                     }
                 }
                 let mut stopped = [PollFd::new(stopped.as_fd(), PollFlags::POLLIN)];

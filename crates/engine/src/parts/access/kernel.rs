@@ -1,9 +1,10 @@
-//! Files that the kernel makes up: /proc, /sys and others of that kind.
+//! Files that the kernel generates: /proc, /sys and similar.
 //!
-//! What such a file shows, or takes, can depend on who opened it (the kernel's `file_ns_capable`, `ptrace_may_access`), and
-//! CRIU opens with more rights than the job has: /proc/kallsyms then shows addresses, /proc/PID/pagemap frames,
-//! /proc/1/maps a process of another user. So a mode that lets everybody read says nothing here. What a job may have open is
-//! a list of files that show the same to everybody, or that are checked at each read and write.
+//! The content of such a file can depend on who opened it (the kernel's `file_ns_capable`, `ptrace_may_access`), and
+//! CRIU opens files with more rights than the job has. For example /proc/kallsyms then shows addresses,
+//! /proc/PID/pagemap shows frames, and /proc/1/maps shows a process of another user. So a mode that lets everybody read
+//! is not enough. A job may have open only files from a list: those that show the same to everybody, or that the kernel
+//! checks at each read and write.
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};

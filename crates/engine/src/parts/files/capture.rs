@@ -1,16 +1,16 @@
-//! The content of files that the job changes in place: a part of its state, as its memory is.
+//! Captures the content of files that the job changes in place: they are part of its state, as its memory is.
 //!
-//! Which files: those that a process has open for writing, but for those that it only appends to; those that it has mapped
-//! shared and writable; of those in memory (tmpfs) the appended ones too, because a machine that goes down takes them along;
-//! the other files of an SQLite database; all files of a tracked folder, which the data folder of a PostgreSQL server is
-//! without being named.
+//! Which files: those that a process has open for writing, except files that it only appends to; those mapped shared
+//! and writable; in memory (tmpfs) also the appended ones, because a restart of the machine deletes them; the other
+//! files of an SQLite database; all files of a tracked folder. The data folder of a PostgreSQL server is tracked
+//! automatically.
 //!
-//! How: large ones are copied before the freeze, while the job changes them, so that the pages of the copy are there; in
-//! the freeze those that changed since are copied again. Where the file system shares blocks (XFS, btrfs) a copy that
-//! shares them is made in the freeze, and read once the job runs. What goes together is in the image together or not at all:
-//! within `snapshot.file-limit`, the smallest first.
+//! How: large files are copied before the freeze, while the job changes them, so that the pages of the copy exist. In
+//! the freeze only the changes since then are copied again. If the file system can share blocks (XFS, btrfs), a copy
+//! that shares them is made in the freeze, and read while the job runs. Files that belong together are in the image
+//! together or not at all: within `snapshot.file-limit`, the smallest first.
 //!
-//! A file that is left out is in the manifest with its state of then, and is named once.
+//! A file that is left out is in the manifest with its state at the snapshot, and is reported once.
 
 mod copy;
 mod select;
@@ -307,7 +307,7 @@ impl Contents {
             return Ok(ahead.part.clone());
         }
         let gone =
-            || io::Error::new(io::ErrorKind::NotFound, format!("{} cannot be read any more", file.path.display()));
+            || io::Error::new(io::ErrorKind::NotFound, format!("{} can no longer be read", file.path.display()));
         let Opened { file: open, shared } = opened.ok_or_else(gone)?;
         if let Some(copy) = shared {
             let part = self.next_part()?;
@@ -508,12 +508,12 @@ fn note<'a>(left_out: impl Iterator<Item = &'a OpenFile>, limit: u64) -> Option<
         names.push_str(&format!(" and {more} more"));
     }
     let limit = match limit {
-        0 => "memory has no room for it".to_owned(),
+        0 => "there is not enough memory for it".to_owned(),
         limit => format!("it does not fit into snapshot.file-limit, {}, or cannot be read", ByteSize::b(limit)),
     };
     Some(format!(
-        "the job rewrites {names}, and the content is not in the image, because {limit}. A restore is refused if one of \
-         them was changed after the snapshot (restart.changed-files): raise the limit"
+        "the job rewrites {names}, and the image does not contain the content, because {limit}. A restore is refused if one of \
+         them changes after the snapshot (restart.changed-files): raise the limit"
     ))
 }
 

@@ -1,8 +1,8 @@
-//! The content of files, put back as it was at the snapshot.
+//! Puts the content of files back to its state at the snapshot.
 //!
-//! What is replaced is kept beside it as NAME.rolled-back.N: of a large file the blocks that differ, in a file of holes, and
-//! only the newest of them. What lies in memory (tmpfs) is not kept. Files that appeared since in a tracked folder, or that would
-//! be taken for a part of a database, are moved aside.
+//! Replaced content is saved beside the file as NAME.rolled-back.N. Of a large file only the blocks that differ are
+//! saved, in a sparse file, and only the newest copy. Files in memory (tmpfs) are not saved. New files in a tracked
+//! folder, or that a database would take for its own, are moved aside.
 
 use std::ffi::OsString;
 use std::fs::{self, File, FileTimes, Permissions};

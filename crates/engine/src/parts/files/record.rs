@@ -1,4 +1,4 @@
-//! Files as a part of the state: what size they had, and hard links for names that are gone.
+//! Records files as part of the state: their sizes, and hard links for deleted names.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -207,7 +207,7 @@ pub(crate) enum Error {
     Image(#[from] image::Error),
     #[error(transparent)]
     Path(#[from] PathError),
-    #[error("cannot keep a hard link at {path}: {source}")]
+    #[error("cannot create a hard link at {path}: {source}")]
     Link { path: PathBuf, source: io::Error },
 }
 

@@ -1,13 +1,13 @@
-//! The CUDA processes of a tree, taken through the driver's checkpoint together.
+//! Takes the CUDA processes of a tree through the driver's checkpoint together.
 //!
-//! From the checkpoint to the restore all threads of these processes are stopped, but for the driver's own while it works
-//! ([`rekindle_os::ptrace`] says why). In the image they are stopped too: after a restart they go on once their GPU is
-//! back.
+//! From the checkpoint to the restore all threads of these processes are stopped, except the driver's own while it
+//! works ([`rekindle_os::ptrace`] says why). They are stopped in the image too: after a restart they continue once
+//! their GPU is restored.
 //!
-//! Invariants: what this module believes of each process is what the undo acts on; a process that the driver could not
-//! restore is `Lost`, for there is no second try, and is never touched again; one that cannot be asked any more is
-//! `Lost` too, as it may be locked. A process that ended is `Gone` and stops nobody: whether the job goes on without it
-//! is the job's affair.
+//! Invariants: the undo uses the state that this module has recorded for each process. A process that the driver could
+//! not restore is `Lost`, because there is no second try, and is never touched again. A process whose state can no
+//! longer be asked is `Lost` too, because it may be locked. A process that ended is `Gone` and does not stop the
+//! others: the job decides whether it continues without it.
 
 mod lock;
 
@@ -34,7 +34,7 @@ pub enum Error {
     },
     /// The set of CUDA processes changed at every attempt to lock it.
     #[error(
-        "lock: the job starts and ends CUDA processes too fast: after {attempts} attempts there was a new one each time"
+        "lock: the job starts and ends CUDA processes too fast: each of {attempts} attempts met a new one"
     )]
     Restless {
         /// How often it was tried.
@@ -64,7 +64,7 @@ pub enum Error {
     #[error("cancelled")]
     Cancelled,
     /// It failed, and so did its undo: the job cannot continue.
-    #[error("{cause}; and the job could not be set going again: {undo}")]
+    #[error("{cause}; and the job could not be resumed: {undo}")]
     Lost {
         /// What failed first.
         cause: Box<Error>,
@@ -190,7 +190,7 @@ impl Group {
     }
 
     fn sharing(&self) -> Result<Vec<Sharing>, Error> {
-        let io = |source| Error::Io { what: "read what the CUDA processes share".into(), source };
+        let io = |source| Error::Io { what: "cannot read which memory the CUDA processes share".into(), source };
         sharing::of(&self.outer_pids()).map_err(io)
     }
 
@@ -250,7 +250,7 @@ impl Group {
             outcome.map_err(|source| Error::Cuda { phase: "lock", source })?;
             member.state = GpuState::Locked;
         }
-        tracing::debug!(took = ?began.elapsed(), "let go of GPU memory of other processes");
+        tracing::debug!(took = ?began.elapsed(), "released other processes' GPU memory");
         Ok(())
     }
 
@@ -258,7 +258,7 @@ impl Group {
     fn stop(&mut self) -> Result<(), Error> {
         for member in self.members.iter_mut().filter(|member| !member.stopped) {
             member.stopped = ptrace::stop(member.process.pid(), STOP_TIMEOUT)
-                .map_err(|source| Error::Io { what: format!("checkpoint: stop process {}", member.inner), source })?;
+                .map_err(|source| Error::Io { what: format!("checkpoint: cannot stop process {}", member.inner), source })?;
         }
         Ok(())
     }
@@ -291,7 +291,7 @@ impl Group {
             // They would use what is not there any more.
             self.members.iter_mut().filter(|m| m.state == GpuState::Running).for_each(|m| m.state = GpuState::Lost);
         }
-        tracing::debug!(took = ?began.elapsed(), "took GPU memory of other processes again");
+        tracing::debug!(took = ?began.elapsed(), "mapped other processes' GPU memory again");
         taken
     }
 

@@ -1,4 +1,4 @@
-//! The GPUs of a restored job: given back before a thread of it runs.
+//! Restores the GPUs of a job before any of its threads runs.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use rekindle_store::Manifest;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A process of the image that used CUDA is not there after the restore.
-    #[error("process {0}, which used CUDA, is not there after the restore")]
+    #[error("process {0} used CUDA and does not exist after the restore")]
     NoProcess(i32),
     /// The CUDA driver could not bring a process back.
     #[error("the CUDA state of process {pid} was not restored: {source}")]
@@ -31,7 +31,7 @@ pub enum Error {
     SharingUnread(#[source] std::io::Error),
     /// The CUDA driver did not answer in time.
     #[error(
-        "the CUDA driver did not restore the job within {}: raise restart.restore-timeout, or see what the GPU is doing",
+        "the CUDA driver did not restore the job within {}: raise restart.restore-timeout, or check what uses the GPU",
         humantime::format_duration(*limit)
     )]
     Timeout {

@@ -1,4 +1,4 @@
-//! Ports that dead processes of the job still hold: their connections end a minute after them, and a restore needs the
+//! Ports that dead processes of the job still use: their connections end a minute after them, and a restore needs the
 //! same ports now.
 
 use std::io;
@@ -23,7 +23,7 @@ pub(crate) fn free(criu_dir: &Path) -> io::Result<usize> {
             match sock_diag::destroy(&found) {
                 Ok(()) => ended += 1,
                 // The others may be the ones; CRIU says so where this one was.
-                Err(error) => tracing::debug!(local = %found.local, remote = %found.remote, "not ended: {error}"),
+                Err(error) => tracing::debug!(local = %found.local, remote = %found.remote, "connection not closed: {error}"),
             }
         }
     }

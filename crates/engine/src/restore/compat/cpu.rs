@@ -109,7 +109,7 @@ pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
             format!("{} ({})", missing.join(" "), cpu(&then.cpu_model)),
             format!("{} without", cpu(&now.cpu_model)),
         );
-        all.push(difference.advise("restore it on a machine whose CPU has them: the job may use them at any moment"));
+        all.push(difference.advise("restore it on a machine whose CPU has them: the job can use them at any time"));
     }
     all
 }

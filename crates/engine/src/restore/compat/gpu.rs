@@ -28,11 +28,11 @@ fn driver(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let difference = |severity| Difference::new(severity, what, then, now);
     match DriverVersion::parse(now).map(|version| version.major()) {
         Some(major) if major < FIRST_DRIVER => Some(difference(Severity::Fatal).advise(format!(
-            "install driver {then}: older ones than {FIRST_DRIVER} cannot bring a process back"
+            "install driver {then}: drivers older than {FIRST_DRIVER} cannot restore a process"
         ))),
         _ if then == now => None,
         _ => Some(difference(Severity::Warning).advise(format!(
-            "the job has loaded the libraries of {then}, which as a rule work with that driver only: where it fails, install {then}"
+            "the job has loaded the libraries of {then}, which usually work only with that driver: if it fails, install {then}"
         ))),
     }
 }
@@ -47,9 +47,9 @@ fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
             return Some(Difference::new(Severity::Fatal, what, image, here).advise(advice));
         }
         Plan::Stay { in_spite_of } if !in_spite_of.is_empty() => {
-            let advice = "there is no other in its place, so it is tried: have somebody see to it";
+            let advice = "no other GPU is available, so it is used; have it checked";
             return Some(
-                Difference::new(Severity::Warning, what, "GPUs that were well", in_spite_of.join(", ")).advise(advice),
+                Difference::new(Severity::Warning, what, "GPUs without a fault", in_spite_of.join(", ")).advise(advice),
             );
         }
         Plan::Stay { .. } => {}
@@ -64,6 +64,6 @@ fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let listed = |all: Vec<String>| if all.is_empty() { "none".into() } else { all.join(", ") };
     let image = listed(missing.iter().map(|gpu| format!("{} {}", gpu.name, gpu.uuid)).collect());
     let here = listed(here.devices.all.iter().map(|device| format!("{} {}", device.name, device.uuid)).collect());
-    let advice = "if the job used one that is not here it does not come back: make those GPUs visible again";
+    let advice = "if the job used a missing GPU, it cannot be restored: make those GPUs visible again";
     Some(Difference::new(Severity::Warning, what, image, here).advise(advice))
 }

@@ -1,4 +1,4 @@
-//! Software below the job: CRIU and the kernel.
+//! The software below the job: CRIU and the kernel.
 
 use super::{Difference, Here, Severity};
 use rekindle_criu::Version;
@@ -22,5 +22,5 @@ fn kernel(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let (then, now) = (&manifest.host.kernel, &here.host.kernel);
     let difference = || Difference::new(Severity::Warning, "kernel", then, now);
     (release(now)? < release(then)?)
-        .then(|| difference().advise("an older one may lack what the job uses: where it fails, boot a kernel as new"))
+        .then(|| difference().advise("an older kernel can lack features that the job uses: if it fails, boot one that is as new"))
 }

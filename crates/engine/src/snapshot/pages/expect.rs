@@ -1,4 +1,4 @@
-//! What CRIU will write pages of, and how much: a guess that only has to be near, made while the job runs.
+//! Estimates, while the job runs, which pages CRIU will write, and how many.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! A file on a tmpfs that page data is received into: its pages are made ready before, and more are added when needed.
+//! A file on a tmpfs that receives page data: its pages are created before, and more are added when needed.
 
 use std::fs::{File, OpenOptions};
 use std::io;

@@ -1,4 +1,5 @@
-//! Which file of the spool a pages file of CRIU goes to: the one that was made ready for the same process or shared memory.
+//! Chooses the file of the spool for a pages file of CRIU: the one that was prepared for the same process or shared
+//! memory.
 
 use std::path::{Path, PathBuf};
 

@@ -1,9 +1,9 @@
 //! The threads that empty the FIFOs.
 //!
-//! One waits for a FIFO that can be read, moves a chunk of page references from it into a free pipe, notes where in the file
-//! the chunk belongs, and does the same again; the others copy chunks to where they belong. So CRIU can hand out what it
-//! takes from a task at a time, and take the next while that is copied, also where a FIFO may not be as large as that:
-//! more than pipe-max-size takes CAP_SYS_RESOURCE.
+//! One thread waits for a readable FIFO, moves a chunk of page references from it into a free pipe, records where in
+//! the file the chunk belongs, and repeats; the others copy chunks to their place. So CRIU can write one batch of a
+//! task's pages while the previous one is copied. This also works if a FIFO cannot be that large: more than
+//! pipe-max-size needs CAP_SYS_RESOURCE.
 //!
 //! Nothing here can hang on CRIU: only poll waits, and it is woken to stop.
 

@@ -30,7 +30,7 @@ impl From<[u8; 16]> for PackName {
 
 /// A text that is no name of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a pack has a name of 32 hexadecimal digits in lower case")]
+#[error("the name of a pack has 32 lower-case hexadecimal digits")]
 pub struct PackNameError;
 
 impl FromStr for PackName {

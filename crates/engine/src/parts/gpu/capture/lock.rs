@@ -1,13 +1,14 @@
 //! Locks processes that wait for each other.
 //!
-//! The driver's lock lets a process begin no more work, and waits until what it began has left the GPU. A kernel of a
-//! collective stays there until all ranks have begun theirs: where a rank is locked before it did, the others' kernels
-//! would wait for it for ever. Ranks that are always late (one has the slower data, say) are nearly always met so.
+//! A locked process starts no more GPU work, and the driver's lock call returns when its work has left the GPU. A
+//! collective's kernel stays on the GPU until all ranks have started theirs. If a rank is locked before it has started
+//! its kernel, the others' kernels wait for ever. A rank that is always late (slower data, for example) is nearly
+//! always locked too early.
 //!
-//! So those that come to rest while others do not are let go again, while the others' locks stay asked for, in two ways by
-//! turns. For a moment only: they begin what they were about to begin, and are asked again before they begin more. Or until
-//! the others rest: late ones catch up, which may take them a while, and are asked again then. A rank that got ahead is
-//! waited for by the same means in its turn, until all rest or the time is over.
+//! So ranks that lock early are unlocked again while the other lock requests stay pending. This is done in two forms,
+//! in turn. Short: the rank starts the work that it was about to start, and is asked again before it starts more. Long:
+//! until the others are locked; late ranks catch up, which can take a while, and are asked again then. A rank that got
+//! ahead is waited for in the same manner, until all are locked or the time limit is reached.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -109,7 +110,7 @@ pub(super) fn together<E: Send>(
                     Err(RecvTimeoutError::Timeout)
                         if resting == Resting::LetGo && result.is_ok() && stands.contains(&Stand::Locked) =>
                     {
-                        tracing::debug!(?turns, ?stands, "some wait for what is locked");
+                        tracing::debug!(?turns, ?stands, "some processes wait for locked ones");
                         result = let_go(&mut stands, &unlock);
                         if result.is_ok() && turns.is_brief() {
                             thread::sleep(moment());

@@ -1,5 +1,5 @@
-//! A place for each GPU that the job used, by a matching (Kuhn's augmenting paths) that begins with all that can stay and
-//! moves them only where there is no other way; then for those that it did not use.
+//! Finds a GPU for each GPU that the job used, by a matching (Kuhn's augmenting paths). It starts with all that can
+//! stay and moves those only if necessary. The GPUs that the job did not use come last.
 
 use super::{Device, Health, Need, Old};
 use rekindle_cuda::GpuUuid;
