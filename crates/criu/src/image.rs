@@ -1,6 +1,6 @@
-//! Reading CRIU's image files: magics, then records of a little-endian length and a protobuf message (CRIU `image.c`).
+//! Reads CRIU's image files: magics, then records of a little-endian length and a protobuf message (CRIU `image.c`).
 //!
-//! Everything read here may be damaged: lengths are checked against the file before anything is allocated.
+//! All content may be damaged: lengths are checked against the file before anything is allocated.
 
 mod checked;
 mod devices;

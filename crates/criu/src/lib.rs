@@ -1,7 +1,7 @@
 //! CRIU through its RPC: `criu swrk` on a SEQPACKET socket, protobuf messages, notifications answered.
 //!
-//! One CRIU process does one request and exits. Its `success` is all that is to be trusted; the reason of a failure is
-//! taken from its log, which it writes to a pipe of ours, bounded. It runs in the job's namespaces, as pid 2 there.
+//! One CRIU process does one request and exits. Only its `success` can be trusted; the reason for a failure is taken
+//! from its log, which it writes to a pipe of ours, bounded. It runs in the job's namespaces, as pid 2.
 
 pub mod image;
 mod log;

@@ -1,7 +1,7 @@
-//! CRIU's log: kept within bounds while it is written, and turned into words.
+//! CRIU's log: bounded while it is written, and explained to users.
 //!
-//! CRIU's own error fields are of little use: `cr_errmsg` is the first error line it ever logged, often a harmless one.
-//! The reason of a failure is in the last error lines before "FAILED".
+//! CRIU's own error fields are of little use: `cr_errmsg` is the first error line that it ever logged, often a harmless
+//! one. The reason for a failure is in the last error lines before "FAILED".
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader};

@@ -1,5 +1,5 @@
-//! CRIU's messages, as far as we speak them: rpc.proto and the image records we read (CRIU 4.2, `images/*.proto`).
-//! Field numbers are CRIU's; names are CRIU's where a reader of its documentation would look for them.
+//! The CRIU messages that rekindle uses: rpc.proto and the image records that we read (CRIU 4.2, `images/*.proto`).
+//! Field numbers are CRIU's; names are CRIU's if a reader of its documentation would look for them.
 
 use prost::Message;
 

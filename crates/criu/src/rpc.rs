@@ -1,9 +1,10 @@
-//! One request to one `criu swrk`: start it in the job's namespaces, talk, collect its log, reap it.
+//! One request to one `criu swrk`: start it in the job's namespaces, send and answer messages, collect its log, reap
+//! it.
 //!
 //! Invariants:
-//! - Whatever happens, no CRIU of ours is left: each path out of here kills and reaps it.
-//! - A restore that fails takes the half-restored tasks with it (the caller's `abandon` kills their world), before the
-//!   log is waited for, because they hold its pipe.
+//! - Whatever happens, no CRIU of ours remains: every path out of here kills and reaps it.
+//! - If a restore fails, the half-restored tasks are killed (the caller's `abandon` kills their world) before this
+//!   module waits for the end of the log, because the tasks have its pipe open.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::io;

@@ -1,4 +1,4 @@
-//! A cheap look, without a driver, at whether a process may use CUDA.
+//! A cheap check, without a driver, whether a process may use CUDA.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader};

@@ -1,4 +1,4 @@
-//! What can go wrong, in words that say what to do next.
+//! Errors of the driver, with what to do next.
 
 use std::io;
 use std::path::Path;

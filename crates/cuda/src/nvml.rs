@@ -1,5 +1,5 @@
-//! What NVML and the kernel module tell about the GPUs of this machine. All of it is optional: it enriches manifests,
-//! preflight and `doctor`, and nothing may fail because it is missing.
+//! What NVML and the kernel module report about the GPUs of this machine. All of it is optional: it is used in
+//! manifests, preflight and `doctor`, and nothing may fail because it is missing.
 
 use std::collections::BTreeMap;
 use std::fs;

@@ -1,22 +1,23 @@
-//! Device memory that the processes of a job share, let go for a checkpoint and taken again after it.
+//! Device memory that the processes of a job share: released before a checkpoint, and mapped again after it.
 //!
-//! The driver (580) checkpoints a process that has memory of another one mapped, and its restore fails and costs the
-//! process its life. So each process gives that up before, and gets it again afterwards at the same addresses: NCCL
-//! keeps its way over NVLink, and no program sees a difference. In the process our interposer knows what there is, and
-//! its keeper, a thread, does the work (`native/preload/src/sharing.rs`); here is who asks it to, for all processes together:
+//! The driver (580) checkpoints a process that has mapped another process's memory, but the restore fails and the
+//! process must be killed. So each process releases such memory first, and maps it again afterwards at the same
+//! addresses: NCCL continues to use NVLink, and no program sees a difference. In the process, our interposer records
+//! what there is, and its keeper thread does the work (`native/preload/src/sharing.rs`). This module makes the
+//! requests, for all processes together:
 //!
 //! ```text
 //!  locked, all threads stopped
-//!    unlock; the keepers alone: probe, release           [`let_go`]       then lock, checkpoint, dump, restore
-//!    unlock; the keepers alone: export, import, map      [`take_again`]   then all threads go on
+//!    unlock; only the keepers run: probe, release           [`let_go`]       then lock, checkpoint, dump, restore
+//!    unlock; only the keepers run: export, import, map      [`take_again`]   then all threads run
 //! ```
 //!
-//! CUDA is locked twice, and in between the threads of the job must not get hold of what the lock is made of, though they
-//! wait for it: that is [`announce`]'s part.
+//! CUDA is locked twice. In between, threads of the job that wait for the driver's lock must not get it: [`announce`]
+//! ensures that.
 //!
-//! Invariants: nothing is let go before it is known where all of it comes from and that every keeper can work; what was let
-//! go is taken again before a thread of the job runs. The table of a process is memory of the job's: what it says is
-//! compared and counted, and believed in nothing else.
+//! Invariants: nothing is released before it is known where all of it comes from and that every keeper can work; all
+//! that was released is mapped again before a thread of the job runs. The table of a process is in the job's memory:
+//! its content is compared and counted, and not trusted for anything else.
 
 mod session;
 mod table;

@@ -1,4 +1,4 @@
-//! Which GPU: UUIDs as nvidia-smi prints them, and old=new pairs of them.
+//! UUIDs of GPUs as nvidia-smi prints them, and old=new pairs of them.
 
 use std::fmt;
 use std::str::FromStr;

@@ -1,4 +1,4 @@
-//! Which NVIDIA driver is installed, told by its kernel module: no library needed.
+//! The version of the installed NVIDIA driver, as its kernel module reports it: no library needed.
 
 use std::fmt;
 use std::fs;

@@ -1,4 +1,4 @@
-//! Where the content of a file lies, and copies that share its blocks.
+//! Where the content of a file is stored, and copies that share its blocks.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs::{File, OpenOptions};

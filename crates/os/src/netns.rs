@@ -1,11 +1,11 @@
 //! A network namespace that belongs to a user without rights.
 //!
-//! Whoever is to work in a network namespace needs rights over the user namespace that it was made in (setns(2)). One that is
-//! made by root takes root. So this one is made in a user namespace of its own, whose owner is another user: that user has
-//! all rights in it (user_namespaces(7)), and none anywhere else.
+//! To work in a network namespace, a process needs rights over the user namespace in which it was created (setns(2)).
+//! One created by root needs root. So this one is created in its own user namespace, whose owner is another user: that
+//! user has all rights in it (user_namespaces(7)), and none anywhere else.
 //!
-//! Both are made by a process that is forked for this, and ended: a process with threads cannot enter a user namespace.
-//! Between fork and end it makes system calls only, because other threads may have held locks.
+//! Both are created by a process that is forked for this and then ended, because a process with threads cannot enter a
+//! user namespace. Between fork and end it makes only system calls, because other threads may have had locks.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs::{self, File};

@@ -1,14 +1,14 @@
-//! What moves pages in bulk: splice between pipes, and shared mappings of files that only the kernel writes into; and
-//! pages of files in RAM, made ready before they are needed.
+//! Moves pages in bulk: splice between pipes, shared mappings of files that only the kernel writes, and pages of files
+//! in RAM that are allocated before they are needed.
 //!
-//! A first write to a tmpfs page makes the kernel allocate and clear it: 4 KiB at a time that is four times slower than
-//! the copy itself, and it would happen while the job stands still. So the pages are made before, several threads at
-//! once, by `MADV_POPULATE_WRITE` (Linux 5.14). It tells of a full tmpfs by an error, and pages that are there cost it
+//! The first write to a tmpfs page makes the kernel allocate and clear it. At 4 KiB a time this is four times slower
+//! than the copy itself, and it would happen while the job is frozen. So the pages are allocated before, by several
+//! threads, with `MADV_POPULATE_WRITE` (Linux 5.14). It reports a full tmpfs as an error, and existing pages cost it
 //! little; fallocate(2) takes 1.7 s for each GiB of those.
 //!
-//! A mapping here is never read or written by our own instructions, but by read(2), process_vm_writev(2) and madvise(2) on
-//! its range. Where a page cannot be had (the file was cut, its file system is full) those fail with EFAULT or a short
-//! count; a load or a store would be a SIGBUS. For the same reason nothing here hands out a slice.
+//! A mapping here is never read or written by our own instructions, but by read(2), process_vm_writev(2) and madvise(2)
+//! on its range. If a page is not available (the file was cut, its file system is full), those fail with EFAULT or a
+//! short count; a load or a store would be a SIGBUS. For the same reason nothing here returns a slice.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs::File;

@@ -1,6 +1,6 @@
-//! Looking at processes through /proc: the tree, pids inside a namespace, memory.
+//! Reads processes from /proc: the tree, pids inside a namespace, memory.
 //!
-//! A process may end between two looks; functions that list skip what has gone.
+//! A process may end between two reads; functions that list skip processes that have ended.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::io;

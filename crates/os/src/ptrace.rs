@@ -1,15 +1,15 @@
-//! One thread of a stopped process that runs alone.
+//! Runs one thread of a stopped process alone.
 //!
-//! While the device memory of a CUDA process is checkpointed, none of its own threads may run: they can read what the
-//! driver has unmapped (seen with JAX on driver 580: a thread dies by SIGSEGV inside libcuda within a second). So its
-//! threads are stopped (SIGSTOP) for as long. The driver's work is done by one thread of the process, which has to run
-//! meanwhile. A tracer can let a single thread of a stopped process go on; when it detaches, the thread stops again with
+//! While the device memory of a CUDA process is checkpointed, none of its own threads may run: they can read memory
+//! that the driver has unmapped (seen with JAX on driver 580: a thread dies by SIGSEGV inside libcuda within a second).
+//! So its threads are stopped (SIGSTOP) for that time. The driver's work is done by one thread of the process, which
+//! has to run. A tracer can let a single thread of a stopped process run; when it detaches, the thread stops again with
 //! the others (ptrace(2), group-stop; kernel/ptrace.c, `__ptrace_unlink`).
 //!
-//! A thread that is made in a stopped process stops before its first instruction (kernel/signal.c,
-//! `task_join_group_stop`). Those that the running thread makes, above all the helpers of our interposer, are therefore
-//! traced from their birth and let run too. The helpers end by themselves; an image must not hold them, so the end of
-//! [`Alone`] waits for that.
+//! A thread that is created in a stopped process stops before its first instruction (kernel/signal.c,
+//! `task_join_group_stop`). Threads that the running thread creates, above all the helpers of our interposer, are
+//! therefore traced from their start, and run too. The helpers end by themselves. They must not be in an image, so the
+//! end of [`Alone`] waits for them.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 mod lock;

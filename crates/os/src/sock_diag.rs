@@ -1,7 +1,7 @@
-//! TCP sockets of our network namespace that no process has any more, by the kernel's sock_diag(7).
+//! TCP sockets of our network namespace that belong to no process any more, found with the kernel's sock_diag(7).
 //!
-//! A connection that was closed on this side lives on for a while and keeps its port: a minute in TIME_WAIT, longer while
-//! the other side does not answer. `SOCK_DESTROY` ends it at once (CONFIG_INET_DIAG_DESTROY, CAP_NET_ADMIN).
+//! A connection that was closed on this side exists for a while and uses its port: a minute in TIME_WAIT, longer if the
+//! other side does not answer. `SOCK_DESTROY` ends it at once (CONFIG_INET_DIAG_DESTROY, CAP_NET_ADMIN).
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};

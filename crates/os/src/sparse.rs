@@ -1,8 +1,9 @@
-//! Files with holes: where the data is, and copies that keep the holes.
+//! Sparse files: where the data is, and copies that preserve the holes.
 //!
-//! A hole costs the program that makes it one ftruncate(2), and whoever reads it as bytes the time and the disk of as many
-//! zeros. So what comes from a job is read extent by extent (lseek(2), SEEK_DATA and SEEK_HOLE). A file system that knows no
-//! holes answers with one extent up to the end. Data that is as long as a block may begin or end with zeros of its hole.
+//! A program creates a hole with one ftruncate(2), but reading it as bytes costs the time and the disk space of as many
+//! zeros. So files of a job are read extent by extent (lseek(2), SEEK_DATA and SEEK_HOLE). A file system without holes
+//! answers with one extent up to the end. Data is reported in whole blocks, so it may begin or end with zeros of a
+//! hole.
 
 use std::collections::VecDeque;
 use std::fs::File;

@@ -1,12 +1,13 @@
-//! Starting children where an ordinary spawn cannot: in a new or an existing PID and mount namespace, with a chosen
-//! pid, with files opened inside.
+//! Starts children that std's spawn cannot: in a new or an existing PID and mount namespace, with a chosen pid, with
+//! files opened inside.
 //!
 //! Invariants:
 //! - A child that asks for a parent-death signal is forked by one thread that lives as long as the process, because the
 //!   kernel sends that signal when the forking *thread* ends (prctl(2), PR_SET_PDEATHSIG).
-//! - Every child is in a register until it is reaped, so that children we did not start (CRIU leaves the dead of a
+//! - Every child is in a register until it is reaped, so that children we did not start (CRIU leaves dead tasks of a
 //!   failed restore to us, as siblings of its own process) can be told apart and reaped by [`reap_strays`].
-//! - Between clone and exec only system calls are made: the process has other threads, whose locks are held for ever.
+//! - Between clone and exec only system calls are made: the process has other threads, whose locks stay locked in the
+//!   child.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 mod child;

@@ -1,4 +1,4 @@
-//! TCP connections that a CRIU left in the repair mode of the kernel (`TCP_REPAIR`), in which they send nothing.
+//! TCP connections that CRIU left in the kernel's repair mode (`TCP_REPAIR`), in which they send nothing.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs;

@@ -1,10 +1,10 @@
-//! The machine's files as they are, in which whatever is written is lost with the process that entered.
+//! A view of the machine's files in which all writes are lost when its processes end.
 //!
-//! Each mounted file system gets an overlay (overlayfs) over it, whose upper side is in memory: reads see what is on disk
-//! now, writes, removals, sockets and locks are seen by this process and its children only. What cannot be laid over (a
-//! single file that is mounted, a file system that overlayfs does not take) is mounted for reading only. The kernel's own
-//! file systems stay as they are, for reading only too. When the last process in the view
-//! ends, nothing is left of it: all of it is mounts of a mount namespace of its own.
+//! Each mounted file system gets an overlay (overlayfs) whose upper layer is in memory. Reads see what is on disk now;
+//! writes, removals, sockets and locks are visible only to this process and its children. What cannot get an overlay (a
+//! single mounted file, a file system that overlayfs does not support) is mounted read-only. The kernel's own file
+//! systems are mounted read-only, too. When the last process in the view ends, nothing of it remains: all of it is
+//! mounts of a separate mount namespace.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -1,4 +1,4 @@
-//! Walking and hashing the files of an image.
+//! Lists and hashes the files of an image.
 
 use std::fs::{self, File};
 use std::io::{self, Read};

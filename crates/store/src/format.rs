@@ -1,8 +1,7 @@
-//! What the readers of packs, indexes and chunk maps share: one error, the checks that come before everything else, and
-//! cautious reading of fields.
+//! Shared by the readers of packs, indexes and chunk maps: one error, the first checks, and careful reading of fields.
 //!
-//! All of these files are little endian and begin with 64 bytes that say what they are. A reader checks, in this order:
-//! the magic, the version, the sizes (before anything is allocated), the checksum, the fields. Nothing here writes.
+//! All of these files are little endian and begin with a header of 64 bytes. A reader checks, in this order: the magic,
+//! the version, the sizes (before anything is allocated), the checksum, the fields. Nothing here writes.
 
 use std::io;
 use std::path::PathBuf;

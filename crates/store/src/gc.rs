@@ -1,25 +1,25 @@
-//! The way out of content that no image needs: packs are marked, swept after a while, and written anew where they are
-//! half empty.
+//! Removes content that no image needs: packs are marked, removed after a grace period, and rewritten if they are
+//! mostly unneeded.
 //!
-//! One round ([`collect`]) is this protocol; a crash after any step leaves what the next round goes on from:
+//! One round ([`collect`]) does these steps. After a crash at any point the next round continues correctly:
 //!
-//! 1. which chunks the images need is read from all chunk maps, which chunks the packs have from all indexes;
-//! 2. an index that is missing or damaged, of a pack whose headers are all whole, is written anew, without records that are
-//!    damaged;
-//! 3. a mark is taken back where the pack is needed after all;
-//! 4. packs whose mark is old enough are swept: index, pack, mark, in this order;
-//! 5. packs that nothing is needed of get a mark, `NAME.gone`;
-//! 6. what is needed of packs that are mostly not is copied to new packs, checked on the way; the old ones get a mark.
+//! 1. read from all chunk maps which chunks the images need, and from all indexes which chunks the packs have
+//! 2. rebuild an index that is missing or damaged, without damaged records, if all record headers of its pack are
+//!    intact
+//! 3. remove the mark of a pack that is needed again
+//! 4. remove packs whose mark is old enough: index, pack, mark, in this order
+//! 5. mark packs of which nothing is needed, with a file `NAME.gone`
+//! 6. copy the needed content of packs that are mostly unneeded to new packs, checked on reading; mark the old packs
 //!
-//! A chunk may be kept in two packs (`store.copies`). A second copy that is there stays for as long as any image needs the
-//! chunk, and both go when none does. Where one copy is enough, the other is content that nobody needs.
+//! A chunk may be in two packs (`store.copies`). A second copy stays as long as any image needs the chunk, and both are
+//! removed when none does. If one copy is enough, the second copy counts as unneeded.
 //!
-//! Invariants: while any image or pack cannot be read, nothing is marked, swept or copied: it may be needed. (One that was
-//! read and is damaged needs what its map still names.) A pack with a mark is still read from. Between mark and sweep lies at least the grace period by the clock of
-//! the wall; when that was set back, the mark is renewed.
+//! Invariants: while any image or pack cannot be read, nothing is marked, removed or copied, because it may be needed.
+//! (An image that was read and is damaged still needs what its map names.) A pack with a mark is still read. At least
+//! the grace period passes between mark and removal, by the wall clock; if the clock was set back, the mark is renewed.
 //!
-//! All of it needs the writer's lock, and within one process one thread at a time (`WriterLock::packs`): a persist that runs
-//! beside it could reuse a chunk that is just swept.
+//! A round needs the writer's lock, and only one thread of a process may run it at a time (`WriterLock::packs`): a
+//! persist in parallel could reuse a chunk that is just being removed.
 
 mod mark;
 mod needed;

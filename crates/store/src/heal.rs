@@ -1,18 +1,18 @@
-//! Chunks that are damaged, or that the disk does not give, are made whole from where they are whole: another pack, or the
-//! replica.
+//! Replaces chunks that are damaged or unreadable with an intact copy from another pack or the replica.
 //!
-//! 1. each is read from every pack that has it, from the disk itself; what is whole there counts as such;
-//! 2. where two copies are kept, a chunk of which one is left is copied to a new pack;
-//! 3. what is whole nowhere here is fetched from the replica into new packs, each record checked as those of an image that is
-//!    fetched: by its name, and by the key where there is one;
-//! 4. the new packs are synced, named and indexed;
-//! 5. the damaged records are struck out of the indexes of their packs (pack/strike.rs), so that readers, sweeps and the next image
-//!    rely on whole ones only. A record that is damaged and whole nowhere is struck too: the next image that has the
-//!    chunk stores it again, which makes the older images whole as well. One that cannot be read stays, for it may
-//!    be there when the disk is repaired; it is noted, and the next image stores the chunk again ([`Unread`]).
+//! 1. each chunk is read from every pack that has it, from the disk itself; an intact copy is used
+//! 2. if two copies are configured, a chunk with one remaining copy is copied to a new pack
+//! 3. a chunk with no intact copy here is fetched from the replica into new packs; each record is checked as in a
+//!    fetch: by its name, and with a key by the key
+//! 4. the new packs are synced, named and indexed
+//! 5. the damaged records are removed from the indexes of their packs (pack/strike.rs), so that readers, repacking and
+//!    the next image use intact ones only. A damaged record without an intact copy is removed, too: the next image that
+//!    has the chunk stores it again, which completes the older images as well. An unreadable record stays, because it
+//!    may be readable when the disk is repaired; it is remembered, and the next image stores the chunk again
+//!    ([`Unread`])
 //!
-//! No content is removed, and no image is marked. When the power goes before 5, chunks are in more packs than before, and the next
-//! look does the rest; after it all is done.
+//! No content is removed, and no image is marked. After a power cut before step 5, chunks are in more packs than
+//! before, and the next run does the remaining steps.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;

@@ -1,19 +1,23 @@
-//! One writer a job: an flock on `JOB/lock`, and in that file who holds it.
+//! One writer for each job: an flock on `JOB/lock`, and the identity of its holder in that file.
 //!
-//! The lock is the kernel's, so it ends with its holder however that dies. The file is never removed: two processes could
-//! then hold locks on two files of that name. The lock belongs to the open file description: a child that is forked and
-//! does not exec keeps it.
+//! The kernel releases the lock when the holder ends, for whatever reason. The file is never removed, otherwise two
+//! processes could lock two files of that name. The lock belongs to the open file description: a child that is forked
+//! and does not exec has it, too.
 //!
-//! Some shared file systems lock within one machine only, and say nothing (NFS version 3 mounted with `nolock`, Lustre
-//! with `localflock`, several FUSE ones). There the kernel gives the lock to two machines. So what the file says counts
-//! too: a holder renews the file's time stamp every [`HEARTBEAT`], and who gets the lock while the file names another that
-//! may be alive ([`judge`]) is refused. A holder that ends empties the file. One that was taken over, because it stood still
-//! for longer than [`STALE`], finds another name in the file at its next look and has to stop ([`Error::TakenOver`]).
-//! So everything that publishes, replaces or removes asks first whether the lock is still held ([`WriterLock::confirm`]), by the
-//! name in the file and by the file itself: one that was replaced is another lock. What writes for long asks again and again
-//! ([`WriterLock::still_held`]). A process that is stopped between that look and its write does it all the same when it goes
-//! on; no file system offers more.
-//! When the power goes the name stays; the other boot, the dead pid or the age of the time stamp tell that it is nobody's.
+//! Some shared file systems lock within one machine only, without an error (NFS version 3 mounted with `nolock`, Lustre
+//! with `localflock`, several FUSE ones). There the kernel gives the lock to two machines. So the identity in the file
+//! counts as well. A holder renews the file's time stamp every [`HEARTBEAT`]. A process that gets the lock is refused
+//! if the file names another holder that may be alive ([`judge`]). A holder that ends empties the file. A holder that
+//! was taken over, because it stalled for longer than [`STALE`], finds another name in the file at its next heartbeat
+//! and has to stop ([`Error::TakenOver`]).
+//!
+//! So everything that publishes, replaces or removes first confirms that the lock is still held
+//! ([`WriterLock::confirm`]), by the name in the file and by the file itself: a replaced file is another lock. Long
+//! writes check again and again ([`WriterLock::still_held`]). A process that is stopped between the check and its write
+//! still does that write when it continues; no file system can prevent this.
+//!
+//! After a power cut the name remains. The other boot, the dead pid or the age of the time stamp then show that the
+//! holder is gone.
 
 mod held;
 mod holder;

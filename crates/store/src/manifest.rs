@@ -1,9 +1,9 @@
-//! What an image says of itself: `manifest.json`.
+//! The description of an image: `manifest.json`.
 //!
-//! The file is one JSON object: `format`, `version`, `blake3` and `manifest`; the hash covers the exact bytes of the
-//! value of `manifest`, so that a flipped bit in a number is found as well. Reading checks, in this order: the size
-//! (before anything is parsed), the format, the version, the hash, the fields, and what the fields say of each other.
-//! A reader takes unknown fields for additions of a later rekindle that changed nothing else.
+//! The file is one JSON object: `format`, `version`, `blake3` and `manifest`. The hash covers the exact bytes of the
+//! value of `manifest`, so a flipped bit in a number is found as well. Reading checks, in this order: the size (before
+//! anything is parsed), the format, the version, the hash, the fields, and the consistency of the fields. A reader
+//! ignores unknown fields: they are additions of a later rekindle that changed nothing else.
 
 mod contents;
 mod fields;

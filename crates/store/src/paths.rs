@@ -1,10 +1,10 @@
-//! The paths that files of a store or a replica name: one place that checks them, with types that cannot hold a bad one.
+//! The paths that files of a store or a replica name: checked in one place, with types that cannot contain a bad one.
 //!
-//! [`PartPath`] is the name of a file inside of an image, [`JobPath`] a path as the job sees it, [`GroupPath`] a control
-//! group. They are checked where they come in, which is where they are deserialised or made, and by nothing after that.
+//! [`PartPath`] is the name of a file inside an image, [`JobPath`] a path as the job sees it, [`GroupPath`] a control
+//! group. They are checked when they are deserialised or created, and nowhere after that.
 //!
-//! A path in JSON is without loss, though a path is bytes and JSON is Unicode: one that is UTF-8 is a string; any other is
-//! `{ "bytes": [47, 255] }`.
+//! A path in JSON is exact, although a path is bytes and JSON is Unicode: a UTF-8 path is a string; any other is `{
+//! "bytes": [47, 255] }`.
 
 mod group;
 

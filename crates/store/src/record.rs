@@ -1,4 +1,4 @@
-//! `job.json`: what a later `run` of the same name has to know of the last one.
+//! `job.json`: what a later `run` of the same name must know of the last one.
 
 use std::io::{self, Read};
 use std::path::Path;

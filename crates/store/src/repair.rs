@@ -1,17 +1,18 @@
-//! What damage has left of a job's packs: every record is read, indexes are written anew from those that are whole, and
-//! the images that have lost something are named.
+//! Repairs a job's damaged packs: reads every record, rebuilds indexes from the intact ones, and names the images that
+//! have lost content.
 //!
-//! What is damaged and whole in another pack or the replica is taken from there ([`super::heal`]), before an image is judged.
+//! Damaged content that is intact in another pack or the replica is replaced ([`super::heal`]) before an image is
+//! judged.
 //!
-//! No content is removed. A record that is not what was written is left out of the index, so that the next image that has
-//! the same content stores it again; it stays in its pack until that goes as any other. The begin of a pack is written anew
-//! in its place where it is damaged, since all of it follows from the records. What cannot be read for another reason
-//! than its content (EIO: the disk is failing), or is not for us (a newer format, a key that we have not), stays as it is, and nothing is
-//! concluded from it. An image that has lost something is marked as bad, so that a restart passes it over; one that was
-//! marked and is whole after all keeps its mark, because what else speaks against it is not known here.
+//! No content is removed. A damaged record is left out of the index, so that the next image with the same content
+//! stores it again; it stays in its pack until the pack is removed. A damaged header of a pack is rewritten in place,
+//! because it follows from the records. A pack that cannot be read for another reason than its content (EIO: the disk
+//! is failing), or that this rekindle cannot judge (a newer format, a missing key), is left as it is, and nothing is
+//! concluded from it. An image that has lost content is marked as bad, so that a restart skips it. A marked image that
+//! is complete after all stays marked, because other reasons for the mark are not known here.
 //!
-//! Each pack is looked at and mended by itself, the index last. When the power goes, some are mended; the next repair
-//! begins again, and finds nothing to do about those.
+//! Each pack is repaired separately, the index last. After a power cut some are repaired; the next repair starts again
+//! and has nothing to do for those.
 
 mod images;
 mod mend;

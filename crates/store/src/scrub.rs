@@ -1,8 +1,8 @@
-//! Looks for damage while there is nothing else to do: reads the packs of a job record by record, each pack once a day.
+//! Looks for damage while nothing else happens: reads the packs of a job record by record, each pack once a day.
 //!
-//! What was read is remembered in memory only: after a restart of the supervisor it begins anew, in another order, so that
-//! frequent restarts do not read the same packs each time. It holds the index of one pack and one record, and reads past the
-//! page cache. It only reads; [`super::heal`] does the rest.
+//! Its position is in memory only. After a restart of the supervisor it starts again in another order, so that frequent
+//! restarts do not read the same packs each time. It has the index of one pack and one record in memory, and bypasses
+//! the page cache. It only reads; [`super::heal`] replaces damaged content.
 
 use std::collections::hash_map::RandomState;
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,4 +1,4 @@
-//! Which image does a text mean: `latest`, `42`, `000042-20261120T132105Z` or the begin of that, or a tag.
+//! Finds the image that a text means: `latest`, `42`, `000042-20261120T132105Z` or the beginning of that, or a tag.
 
 use super::error::{Error, Result};
 use super::id::{ImageId, JobName};

@@ -1,8 +1,9 @@
 //! Who may have written what is read from a store or a replica.
 //!
-//! Without a key anybody who can write there: a hash without a key finds damage and nobody's intent. With a key
-//! (`store.encryption-key`) manifests and job records carry a signature, a keyed hash that only who has the key can make,
-//! and one without is refused unless `store.accept-unsigned` is set. What each signature covers is in docs/format.md.
+//! Without a key: anybody who can write there. A hash without a key finds damage, not intent. With a key
+//! (`store.encryption-key`), manifests and job records have a signature, a keyed hash that only the owner of the key
+//! can make. A file without one is refused unless `store.accept-unsigned` is set. docs/format.md says what each
+//! signature covers.
 
 use std::fmt;
 use std::path::{Path, PathBuf};

@@ -1,10 +1,10 @@
-//! From the packs to plain files: what a restart, or who looks into an image, needs.
+//! Unpacks packed images to plain files, for a restart or for whoever inspects an image.
 //!
-//! Every chunk is checked against its name, and the chunk map against the manifest, so that what was written is what was
-//! published. Zeros are left out: they are holes. Nothing is synced: the files are for now.
+//! Every chunk is checked against its name, and the chunk map against the manifest, so the files are exactly what was
+//! published. Zeros are left out: they are holes. Nothing is synced, because the files are temporary.
 //!
-//! A chunk that is damaged, or that the disk does not give, is taken from another pack that has it. What is whole nowhere
-//! here is brought from the replica ([`super::heal`]), where the caller allows that, and then read as any other.
+//! A chunk that is damaged or unreadable is taken from another pack that has it. If no pack here has it intact, it is
+//! fetched from the replica ([`super::heal`]), if the caller allows that, and then read normally.
 
 use std::collections::BTreeSet;
 use std::fs::{DirBuilder, File};

@@ -1,5 +1,5 @@
-//! Is an image still what was published? Reads every byte of one whose parts are files; of a packed one its chunk map and
-//! the indexes of the packs, and their content when that is asked for ([`Image::verify_content`], [`check_packs`]).
+//! Checks that an image is still what was published. Reads every byte of a loose image. Of a packed one it reads the
+//! chunk map and the indexes of the packs, and their content on request ([`Image::verify_content`], [`check_packs`]).
 
 mod content;
 mod packed;

@@ -1,4 +1,4 @@
-//! What tests of all crates need: the gates that say what a machine lacks, and faults at each point of a protocol.
+//! Helpers for the tests of all crates: gates that say what a machine lacks, and faults at each point of a protocol.
 
 pub mod points;
 

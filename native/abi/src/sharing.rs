@@ -1,9 +1,9 @@
-//! What a process knows of device memory that it shares with others, and what its keeper is asked: the layout that the
+//! The table of device memory that a process shares with others, and the requests to its keeper: the layout that the
 //! interposer and the supervisor agree on.
 //!
 //! The table is a memfd of this name, mapped shared by the process and, while a snapshot or a restart needs it, by the
-//! supervisor. The job can write to it: the supervisor believes no number in it unchecked. All zero is an empty table.
-//! A change of the layout is a change of [`NAME`], as an image brings the table of its time with it.
+//! supervisor. The job can write to it, so the supervisor checks every number in it. All zero is an empty table. A
+//! change of the layout needs a change of [`NAME`], because an image contains the table of its version.
 #![allow(missing_docs, reason = "fields have the names that the driver gives them")]
 
 use core::ffi::CStr;

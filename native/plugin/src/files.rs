@@ -1,21 +1,23 @@
-//! CRIU's calls that open or change files by their path, as CRIU finds them instead of the C library's (LD_PRELOAD).
+//! CRIU's calls that open or change files by their path. CRIU finds these functions instead of the C library's
+//! (LD_PRELOAD).
 //!
-//! In a restore CRIU has the file rights of the job's user ([`rights`](crate::rights)), and every call is first made with
-//! those alone. Where the kernel refuses, these go on with more, and nothing else does:
+//! In a restore CRIU has the file rights of the job's user ([`rights`](crate::rights)), and every call is first made
+//! with those only. If the kernel refuses, only these are repeated with more rights:
 //!
 //! | what | with | why it is safe |
 //! |---|---|---|
-//! | an entry of /proc | root's rights, no link followed | CRIU's own processes; users make nothing there |
-//! | a link in /proc to an open file | the right to pass folders | the file itself asks for the user's rights |
-//! | what is told of a name; the working directory | the right to pass folders | nothing is opened |
+//! | an entry of /proc | root's rights, no link followed | CRIU's own processes; users create nothing there |
+//! | a link in /proc to an open file | the right to pass folders | the file itself needs the user's rights |
+//! | metadata of a name; the working directory | the right to pass folders | nothing is opened |
 //! | a regular file or a folder, to read | the right to read | nothing is changed; rekindle compares each with what the user may open before the job runs |
-//! | an existing regular file, to write | the right to pass folders | the file itself asks for the user's rights |
-//! | a name in a folder that [only root](crate::trusted) can change | root's rights | nobody can exchange it: CRIU's work folder; a library that was deleted since |
+//! | an existing regular file, to write | the right to pass folders | the file itself needs the user's rights |
+//! | a name in a folder that [only root](crate::trusted) can change | root's rights | nobody can replace it: CRIU's work folder; a library that was deleted since |
 //!
-//! What is neither regular nor a folder is never opened with more rights: to open a device or a FIFO can do something.
+//! Anything that is neither a regular file nor a folder is never opened with more rights, because opening a device or a
+//! FIFO can have effects.
 //!
-//! In a dump CRIU is root, and gives a file that has lost its name another one for a moment (`link_remap.N`), in the folder
-//! where it was: that is done with the user's rights.
+//! In a dump CRIU is root, and temporarily gives a deleted file another name (`link_remap.N`) in the folder where it
+//! was: this is done with the user's rights.
 
 use core::ffi::{c_char, c_int, c_long, c_uint, c_void};
 use core::slice::from_raw_parts;

@@ -1,4 +1,4 @@
-//! What CRIU looks for in the object, as its criu-plugin.h has it.
+//! The symbols that CRIU looks for in a plugin, as in its criu-plugin.h.
 
 use core::ffi::{c_char, c_void};
 

@@ -1,15 +1,15 @@
-//! Whose rights CRIU has over files.
+//! CRIU's rights over files.
 //!
-//! CRIU is root, and works on paths that lie in folders of the job's user: between an image and its restore, and during one,
-//! the user can put links, other folders and other files there. So CRIU gets the file rights of that user, and keeps root's
+//! CRIU is root, and uses paths in folders of the job's user. Between an image and its restore, and during one, the
+//! user can put links, other folders and other files there. So CRIU gets the file rights of that user, and keeps root's
 //! over everything else: the kernel judges file access by the file-system ids (credentials(7)), and takes root's rights
 //! over files from a thread whose file-system user id is not 0 (capabilities(7), "Effect of user ID changes").
 //!
 //! [`Rights`] come from CRIU's environment, `REKINDLE_FILES_AS=UID:GID:GROUP,GROUP...`, and are in force
-//! - in a restore, from CRIU's first look at the job's files on, for CRIU and the tasks that it makes, until each task takes
-//!   its own ids ([`Rights::take`]);
-//! - in a dump, for the two calls that change something in folders of the job ([`Rights::borrow`]). CRIU needs root's rights
-//!   to look at processes, and looks only.
+//! - in a restore, from CRIU's first access to the job's files on, for CRIU and the tasks that it creates, until each
+//!   task takes its own ids ([`Rights::take`]);
+//! - in a dump, for the two calls that change something in folders of the job ([`Rights::borrow`]). CRIU needs root's
+//!   rights to inspect processes, and only reads them.
 
 use core::mem::MaybeUninit;
 

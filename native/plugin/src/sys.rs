@@ -1,4 +1,4 @@
-//! What is asked of the kernel and of the process.
+//! System calls, and access to the process's memory and environment.
 
 use core::arch::{asm, global_asm};
 use core::ffi::{c_char, c_void};

@@ -1,4 +1,4 @@
-//! Folders in which root may work by name: no user can exchange anything on the way.
+//! Folders in which root may work by name, because no user can replace anything on the path.
 
 use core::ffi::c_char;
 

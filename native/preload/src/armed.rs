@@ -1,4 +1,4 @@
-//! Whether the supervisor wants this process's device memory in a landing file, and the file.
+//! Whether the supervisor wants this process's device memory in a landing file, and that file.
 
 use core::mem::MaybeUninit;
 use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering};

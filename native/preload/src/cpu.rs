@@ -1,4 +1,4 @@
-//! What the CPU has. Asked again for each burst of copies: a process can be restored on another machine.
+//! The features of the CPU. Read again for each burst of copies, because a process can be restored on another machine.
 
 use core::arch::asm;
 use core::arch::x86_64::__cpuid_count;

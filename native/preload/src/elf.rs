@@ -1,7 +1,7 @@
-//! A loaded object, read where the loader has put it (ELF-64, gABI chapters 4 and 5, and the x86-64 psABI).
+//! Reads a loaded object from its memory (ELF-64, gABI chapters 4 and 5, and the x86-64 psABI).
 //!
-//! Nothing is believed: every address is looked up in the object's own readable mappings before it is read, and whatever
-//! is not as the linkers for x86-64 make it ends the search.
+//! Nothing is trusted: every address is looked up in the object's own readable mappings before it is read, and anything
+//! that differs from what linkers for x86-64 produce ends the search.
 
 use core::mem::MaybeUninit;
 use core::ptr::with_exposed_provenance;

@@ -1,12 +1,12 @@
-//! What libcuda's own calls of libc's functions go through: the slots of its global offset table. While there is a region
-//! those of `memcpy` lead to [`crate::copy`], and nobody else's calls do; those of [`crate::api_lock`] are led there for good.
+//! The slots of libcuda's global offset table, through which it calls libc. While there is a region, those of `memcpy`
+//! lead to [`crate::copy`], and nobody else's calls do. Those of [`crate::api_lock`] are redirected for good.
 //!
-//! The old value of a slot is kept as it is: where functions are bound when they are first called, it is the address of
-//! the stub that does so. The tables are usually read-only once they are filled (RELRO), so a page is writable for a
-//! moment. What is not as expected is left alone: then the driver copies alone, which is slower and as right.
+//! The old value of a slot is preserved: if functions are bound at their first call, it is the address of the stub that
+//! binds them. The tables are usually read-only once they are filled (RELRO), so a page becomes writable for a moment.
+//! Anything unexpected is left alone: then the driver copies alone, which is slower and as correct.
 //!
-//! Slots and old values are in this object's memory, so they go with the process: into a forked child, whose calls are
-//! handed on, and through an image.
+//! Slots and old values are in this object's memory, so a forked child has them too, and hands its calls on; and so has
+//! an image.
 
 use core::ptr::with_exposed_provenance_mut;
 use core::sync::atomic::{AtomicUsize, Ordering};

@@ -1,9 +1,9 @@
 //! One copy, cut into chunks that any thread can take.
 //!
-//! Nobody is counted on: a helper that never runs takes no chunk, and its share is done by the others. `ticket` holds the
-//! number of the copy and the next chunk of it in one word. A thread reads what the copy is about and then takes a chunk
-//! by exchanging the very ticket it saw; had the copy been over meanwhile, the ticket would be another. Numbers of copies
-//! repeat after 2^32 of them, which no thread sleeps through.
+//! No thread is relied on: a helper that never runs takes no chunk, and the others do its share. `ticket` contains the
+//! number of the copy and its next chunk in one word. A thread reads the parameters of the copy and then takes a chunk
+//! by a compare-and-swap of exactly the ticket that it saw; if the copy has ended in the meantime, the ticket is
+//! different. Numbers of copies repeat after 2^32 of them, which no thread sleeps through.
 
 use core::hint::spin_loop;
 use core::ptr::{with_exposed_provenance, with_exposed_provenance_mut};

@@ -1,8 +1,8 @@
-//! The keeper: a thread that lets go of what this process has of others, and takes it again, when the supervisor asks.
+//! The keeper: a thread that releases other processes' memory, and maps it again, when the supervisor asks.
 //!
-//! It is there from the first memory that the process shares, and sleeps (futex) all the time but for a snapshot or a
-//! restart; then all other threads of the program stand still. It is a thread of the libc's, as the driver uses
-//! thread-local storage, with all signals blocked. Between snapshots it has no descriptor open.
+//! It exists from the first memory that the process shares, and sleeps (futex) except for a snapshot or a restart; then
+//! all other threads of the program are stopped. It is a libc thread, because the driver uses thread-local storage,
+//! with all signals blocked. Between snapshots it has no descriptor open.
 
 use core::ffi::c_void;
 use core::ptr::null_mut;

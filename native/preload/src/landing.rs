@@ -1,8 +1,7 @@
 //! The landing region: the driver's mapping for device memory, backed by a file of the supervisor's.
 //!
-//! A SIGBUS in the driver would end the job, so the mapping is handed out only when all of it has memory behind it. What
-//! fails on the way leaves a file of no length, which frees its memory for the driver's own mapping and tells the
-//! supervisor.
+//! A SIGBUS in the driver would end the job, so the mapping is returned only if all of it has memory. A failure leaves
+//! a file of length 0, which frees its memory for the driver's own mapping and tells the supervisor.
 
 use core::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 

@@ -1,12 +1,12 @@
-//! What is used of the libc, and what stands in where it has not been found.
+//! The functions of libc that are used, and their replacements until they have been found.
 //!
 //! The symbols are weak and have no version: an object that asks for a version which the job's libc lacks would end the
-//! process, and a program without a libc at all (Go makes such) could not start. What copies is libc's `memmove`: it has
-//! one version, where `memcpy` has two, the older of which is slow code in new glibcs (2.36: a half of the speed at
-//! 16 KiB). The loader puts its address here before anything can call us.
+//! process, and a program without a libc at all (as Go makes) could not start. The copies use libc's `memmove`: it has
+//! one version, while `memcpy` has two, and the older one is slow in new glibcs (2.36: half of the speed at 16 KiB).
+//! The loader puts its address here before anything can call us.
 //!
-//! dlsym(3) is a symbol of ours, and so is found another way: by dlvsym, and where there is none (musl; glibc before 2.34,
-//! while libdl is not loaded) in the tables of whatever object has one.
+//! dlsym(3) is a symbol of ours, and so is found differently: by dlvsym, or if there is none (musl; glibc before 2.34,
+//! while libdl is not loaded) in the tables of any object that has one.
 
 use core::arch::global_asm;
 use core::ffi::{CStr, c_char, c_void};

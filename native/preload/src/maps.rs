@@ -1,5 +1,5 @@
-//! /proc/self/maps: which file an address belongs to. Read in small pieces, as nothing may be allocated; no lock is
-//! needed for it, and it shows what the loader's list may only be about to show.
+//! /proc/self/maps: which file an address belongs to. Read in small pieces, because nothing may be allocated. It needs
+//! no lock, and it shows objects before the loader's list does.
 
 use core::mem::MaybeUninit;
 

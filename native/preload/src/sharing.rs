@@ -1,22 +1,22 @@
-//! Device memory that processes share (`cuMem*` with shareable handles: NCCL over NVLink, PyTorch's symmetric memory), in
-//! such a way that it can be let go before a checkpoint and taken again after it, at the same addresses.
+//! Device memory that processes share (`cuMem*` with shareable handles: NCCL over NVLink, PyTorch's symmetric memory),
+//! tracked so that it can be released before a checkpoint and mapped again after it, at the same addresses.
 //!
-//! The driver (580) checkpoints a process that has memory of another mapped, and cannot restore it. One whose imports
-//! were unmapped and released survives, and so does the range of addresses that they had. Once exporter and importer
-//! are restored, the exporter exports its memory again, and the importer maps it where it was: neither program sees a
-//! difference (measured with NCCL 2.28 on two GPUs: 7 ms to let go of 112 imports, 40 ms to take them again, and the
-//! bandwidth of before). What there is to let go is written down here, in a table that the supervisor reads
-//! ([`crate::table`]); the work is done by the keeper ([`crate::keeper`]), when the supervisor asks for it.
+//! The driver (580) checkpoints a process that has mapped another process's memory, but cannot restore it. If the
+//! imports were unmapped and released first, the restore works, and the address ranges stay reserved. Once exporter and
+//! importer are restored, the exporter exports its memory again, and the importer maps it where it was: neither program
+//! sees a difference (measured with NCCL 2.28 on two GPUs: 7 ms to release 112 imports, 40 ms to map them again, and
+//! the same bandwidth as before). What has to be released is recorded in a table that the supervisor reads
+//! ([`crate::table`]); the keeper does the work ([`crate::keeper`]) when the supervisor asks for it.
 //!
-//! Programs find these functions by `cuGetProcAddress`, by dlsym(3) or by their name; [`crate::lookup`] has them find
-//! ours. All of them do what they did, and a note.
+//! Programs find these functions by `cuGetProcAddress`, by dlsym(3) or by their name; [`crate::lookup`] makes them find
+//! ours. Each calls the driver's function and records the result.
 //!
-//! A program has a number for an import, the driver's handle at first. Taken again, the driver has another one for it: the
-//! number of the program is its name from then on, which is led to the handle. So the driver's next handle may have a
-//! number that is a name already; then another one is asked for.
+//! A program has a number for an import, at first the driver's handle. After it is mapped again the driver has another
+//! handle for it. The program's number is then a name, which is translated to the handle. A new handle of the driver
+//! may equal such a name; then another handle is requested.
 //!
-//! What is not seen here, because a program came to the driver in another way, or could not be noted, is seen by
-//! [`crate::rm`]: then the snapshot is refused.
+//! Sharing that is not visible here, because a program reached the driver differently or the record failed, is counted
+//! by [`crate::rm`]: then the snapshot is refused.
 
 use core::ffi::c_void;
 use core::mem::transmute;

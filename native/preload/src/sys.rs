@@ -1,4 +1,4 @@
-//! The system calls of the interposer. They go past the libc: its wrappers set errno, and some are cancellation points.
+//! The system calls of the interposer. They bypass libc: its wrappers set errno, and some are cancellation points.
 
 use core::arch::asm;
 use core::ffi::CStr;

@@ -1,14 +1,14 @@
-//! The two smallest processes of a job's world, in one static binary without a libc.
+//! The two smallest processes of a job, in one static binary without a libc.
 //!
-//! `init` is pid 1 of the job's PID namespace. It mounts /proc, takes the whole namespace down when the supervisor dies
-//! (its parent-death signal is SIGKILL, and a namespace ends with its pid 1), and reaps. It is never part of an image.
+//! `init` is pid 1 of the job's PID namespace. It mounts /proc, ends the whole namespace when the supervisor dies (its
+//! parent-death signal is SIGKILL, and a namespace ends with its pid 1), and reaps. It is never part of an image.
 //!
-//! `reap` is the parent of the job and the root of every image: leader of its own session, as CRIU demands, and child
-//! subreaper, so that daemons the job leaves behind stay in the tree that CRIU walks. It forwards signals, and ends as
-//! the job ended. Because it is in every image, it must not depend on anything that an upgrade can change: no libc, no
-//! shared object, and a file name that holds the hash of its content.
+//! `reap` is the parent of the job and the root of every image: leader of its own session, as CRIU requires, and child
+//! subreaper, so that daemons that the job leaves behind stay in the tree that CRIU walks. It forwards signals, and
+//! ends as the job ended. Because it is in every image, it must not depend on anything that an upgrade can change: no
+//! libc, no shared object, and a file name that contains the hash of its content.
 //!
-//! Both are started by the supervisor only; arguments are trusted. When power goes nothing is lost: they own no state.
+//! Only the supervisor starts them; arguments are trusted. After a power cut nothing is lost: they own no state.
 #![no_std]
 #![no_main]
 // A freestanding binary: the compiler must not turn the loops of memset and memcpy below into calls of themselves.

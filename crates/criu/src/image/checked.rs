@@ -1,5 +1,5 @@
-//! The files that CRIU compares at a restore with what they were (`validate_file` in criu/files-reg.c, CRIU 4.2): size,
-//! mode, and of ELF files the build-id. One that differs ends the restore.
+//! The files that CRIU compares in a restore with their state at the dump (`validate_file` in criu/files-reg.c, CRIU
+//! 4.2): size, mode, and for ELF files the build-id. If one differs, the restore fails.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

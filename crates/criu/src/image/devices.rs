@@ -1,8 +1,8 @@
-//! The devices of an image that a plugin has taken, made into what every machine has.
+//! Replaces the devices that a plugin accepted by files and memory that every machine has.
 //!
-//! CRIU (4.2) writes a descriptor that a plugin took as a file of type EXT, of which it says nothing more, and a mapping
-//! with `VMA_EXT_PLUGIN`, without pages; a restore would ask the plugin for both. Here they become what CRIU itself writes of
-//! /dev/null and of anonymous memory.
+//! CRIU (4.2) writes a descriptor that a plugin accepted as a file of type EXT without further data, and a mapping with
+//! `VMA_EXT_PLUGIN` without pages; a restore would ask the plugin for both. This module changes them to what CRIU
+//! itself writes for /dev/null and for anonymous memory.
 
 use std::path::{Path, PathBuf};
 

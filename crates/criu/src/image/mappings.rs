@@ -1,4 +1,4 @@
-//! Mappings of files: which of them can change a file, and how CRIU opens the file for them at a restore.
+//! Mappings of files: which of them can change a file, and how CRIU opens the file for them in a restore.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};

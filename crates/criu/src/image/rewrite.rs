@@ -1,4 +1,4 @@
-//! Image files written anew with something in them changed. What we do not know of a record stays in it.
+//! Rewrites image files with changes. Unknown fields of a record are preserved.
 
 use std::path::Path;
 

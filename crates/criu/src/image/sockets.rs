@@ -1,4 +1,4 @@
-//! The TCP sockets of an image: which there are, and those to the outside closed before anybody restores them.
+//! The TCP sockets of an image: lists them, and closes those to the outside before a restore.
 
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};

@@ -1,4 +1,4 @@
-//! A talk with the keeper of one process.
+//! A session with the keeper of one process.
 #![allow(unsafe_code, reason = "memory that is shared with the job; each block says why it is sound")]
 
 use std::io::{self, IoSlice, IoSliceMut};

@@ -1,4 +1,4 @@
-//! The table that a process keeps of the memory it shares, mapped here.
+//! The table in which a process records the memory that it shares, mapped here.
 #![allow(unsafe_code, reason = "memory that is shared with the job; each block says why it is sound")]
 
 use std::fs::{File, OpenOptions};

@@ -1,7 +1,8 @@
-//! A lock on a file that a stopped process takes because we have it make the system call.
+//! Takes a lock on a file for a stopped process, by making the process execute the system call.
 //!
-//! POSIX locks belong to the process that took them (fcntl(2)): nobody can take one for another process. So a thread of it
-//! executes one `syscall` instruction of its own program with registers of ours, and then has its own again.
+//! POSIX locks belong to the process that took them (fcntl(2)): no process can take one for another. So a thread of the
+//! process executes one `syscall` instruction of its own program with registers of ours, and then gets its own
+//! registers again.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs::File;

@@ -1,7 +1,7 @@
 //! The child's side of a spawn, between clone and exec.
 //!
-//! Nothing here may allocate or lock: the process was forked from one with other threads, whose locks are held for ever
-//! in the copy. Everything needed is laid out by [`Plan::new`] before the fork.
+//! Nothing here may allocate or lock: the process was forked from one with other threads, whose locks stay locked in
+//! the copy. [`Plan::new`] prepares everything before the fork.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::ffi::CString;

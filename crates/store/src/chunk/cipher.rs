@@ -1,11 +1,11 @@
 //! Keys, the names of chunks, and sealing.
 //!
-//! One key file of 32 random bytes makes four keys that know nothing of each other: one names chunks, one seals them, one
-//! signs manifests and job records, one is the key's public id. Chunks are named with a key because a bare hash would tell whoever sees the store whether a
-//! content that he knows is in it. XChaCha20-Poly1305 with a random nonce of 24 bytes: no counter to be kept, so
-//! nothing repeats when the power goes.
+//! Four independent keys are derived from a key file of 32 random bytes: one names chunks, one seals them, one signs
+//! manifests and job records, one is the key's public id. Chunks are named with a key, because a bare hash would tell
+//! anybody who sees the store whether it contains a content that he knows. Sealing uses XChaCha20-Poly1305 with a
+//! random nonce of 24 bytes. There is no counter to save, so no nonce repeats after a power cut.
 //!
-//! A key is never shown, logged or written, and its memory is wiped when it goes.
+//! A key is never shown, logged or written, and its memory is wiped when it is dropped.
 
 use std::fmt;
 use std::io::{self, Read};

@@ -1,11 +1,12 @@
 //! Compression of chunks.
 //!
-//! A chunk is compressed by itself, so that it can be read by itself. Compression that does not pay is not kept: then the
-//! raw bytes are stored. [`Compression::Auto`] compresses a sample of the chunk first, because half of what is in images
-//! is weights, which hold nothing to be saved, and trying all of it costs more than all else that is done with it.
+//! Each chunk is compressed separately, so that it can be read separately. If compression does not pay, the raw bytes
+//! are stored. [`Compression::Auto`] compresses a sample of the chunk first: half of an image's content is weights,
+//! which do not compress, and trying all of them would cost more than everything else.
 //!
-//! LZ4 is the block format: the record has both sizes, and the hash of the raw bytes is the name of the chunk, so a frame
-//! would say everything twice; and reading a block fills a buffer of the known size, where a frame names its own.
+//! LZ4 uses the block format, not the frame format. The record has both sizes, and the name of the chunk is the hash of
+//! the raw bytes, so a frame would repeat them. And reading a block fills a buffer of known size, while a frame states
+//! its own size.
 
 use std::cell::RefCell;
 use std::fmt;

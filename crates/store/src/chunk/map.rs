@@ -1,4 +1,4 @@
-//! The chunk map of an image: the file `chunks`, which says of what each part consists.
+//! The chunk map of an image: the file `chunks`, which lists the chunks of each part.
 //!
 //! ```text
 //! 0   magic "REKINDLE CHUNKS\0"  16
@@ -11,8 +11,8 @@
 //! end BLAKE3 of all before       32
 //! ```
 //!
-//! It names chunks and never says where they lie: packs can be rewritten without touching an image. It is written
-//! once, before the manifest that has its hash, and never changed.
+//! It names chunks and not their places, so packs can be rewritten without changing an image. It is written once,
+//! before the manifest that has its hash, and never changed.
 
 use std::io::Read;
 use std::path::Path;

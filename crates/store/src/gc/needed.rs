@@ -1,4 +1,4 @@
-//! Which chunks the images of a job need, and so of what use each pack is.
+//! Which chunks the images of a job need, and so which packs are needed.
 
 use std::collections::HashSet;
 use std::io;

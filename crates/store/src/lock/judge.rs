@@ -1,4 +1,4 @@
-//! Is the holder that a lock file names alive, though the kernel gave the lock to us? A pure function.
+//! A pure function: is the holder named in a lock file alive, although the kernel gave us the lock?
 
 use std::time::{Duration, SystemTime};
 

@@ -1,4 +1,4 @@
-//! Fields of a manifest: what is known of the content of files.
+//! Fields of a manifest: the content of files.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;

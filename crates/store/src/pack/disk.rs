@@ -1,15 +1,15 @@
-//! The thread that brings packs to the disk, so that hashing goes on meanwhile.
+//! The thread that writes packs to the disk while hashing continues.
 //!
-//! A pack becomes one by these steps; each begins when the one before is done:
+//! A pack is created in these steps, each after the one before:
 //!
-//! 1. it is written as `.tmp-NAME.pack`;
-//! 2. that is synced;
-//! 3. it gets the name `NAME.pack`, and `packs/` is synced;
-//! 4. `NAME.idx` is written durably.
+//! 1. it is written as `.tmp-NAME.pack`
+//! 2. that file is synced
+//! 3. it gets the name `NAME.pack`, and `packs/` is synced
+//! 4. `NAME.idx` is written durably
 //!
-//! When the power goes before 3 there is a temporary file, which the next start sweeps; between 3 and 4 a pack without an
-//! index, whose records are found by reading them; after 4 all of it. A pack that no image came to name is not needed, and
-//! goes as those go.
+//! After a power cut before 3 there is a temporary file, which the next start removes; between 3 and 4 a pack without
+//! an index, whose records are found by reading them; after 4 everything. A pack that no image refers to is unneeded,
+//! and is removed as such.
 
 use std::fs;
 use std::io;

@@ -12,7 +12,7 @@
 //! end BLAKE3 of all before        32
 //! ```
 //!
-//! It says nothing that the records of the pack do not say: [`scan`] makes it anew.
+//! It contains nothing that is not in the records of the pack: [`scan`] rebuilds it.
 
 use std::io;
 

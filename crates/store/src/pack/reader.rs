@@ -1,8 +1,8 @@
-//! Reads many records in the order in which they lie, several MiB at a time, on several threads.
+//! Reads many records in the order of their offsets, several MiB at a time, on several threads.
 //!
-//! Every record proves itself: its header names the chunk, and the raw bytes hash to that name. Where one is damaged and the
-//! chunk lies in another pack too, that one is taken. A pack that went while it was wanted (its chunks were copied to
-//! another one) is looked for once more.
+//! Every record proves itself: its header names the chunk, and the raw bytes hash to that name. If a record is damaged
+//! and the chunk is in another pack too, that one is read. If a pack was removed in the meantime (its chunks were
+//! copied to another one), its chunks are looked up once more.
 
 use std::collections::VecDeque;
 use std::io;

@@ -1,8 +1,8 @@
-//! The packs of a job: the door to `packs/`, and the index of all of them in memory.
+//! The packs of a job: access to `packs/`, and the index of all of them in memory.
 //!
-//! Reading needs no lock. A pack whose index is missing or cannot be used is read itself, header by header; what
-//! cannot be had that way is a [`Problem`]. Nothing here writes or removes, and whoever does (sweep, repack) must not
-//! while there are problems: what cannot be read is never taken for empty.
+//! Reading needs no lock. A pack whose index is missing or unusable is read itself, header by header; if that fails, it
+//! is a [`Problem`]. Nothing here writes or removes. Code that does (removal, repack) must not while there are
+//! problems: an unreadable pack is never taken for an empty one.
 
 mod name;
 mod table;

@@ -1,4 +1,4 @@
-//! One record as it is stored, read and checked by itself: for who copies records from pack to pack.
+//! One record as it is stored, read and checked separately, for code that copies records between packs.
 
 use std::io;
 

@@ -1,10 +1,10 @@
-//! Records are gathered in memory and go to the disk a few MiB at a time, in packs of about [`PACK`] bytes.
+//! Collects records in memory and writes them to the disk a few MiB at a time, in packs of about [`PACK`] bytes.
 //!
-//! The raw bytes of a chunk are read to where its record will lie ([`PackWriter::room`]), so that content that is not
-//! compressed is copied once only. What is not kept costs nothing: its room is used for the next one.
+//! The raw bytes of a chunk are read directly to the place of its record ([`PackWriter::room`]), so that uncompressed
+//! content is copied only once. A record that is dropped costs nothing: its space is used for the next one.
 //!
-//! The steps by which a pack comes to the disk are in `disk.rs`. A writer that is dropped leaves the packs that it closed,
-//! whole and with their index, and removes the open one.
+//! The steps by which a pack is written are in `disk.rs`. A writer that is dropped leaves the packs that it closed,
+//! complete and with their index, and removes the open one.
 
 use super::disk::{Disk, Job};
 use super::record::{self, PackHeader, RecordHeader};

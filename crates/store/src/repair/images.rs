@@ -1,4 +1,4 @@
-//! Which images have lost something.
+//! Which images have lost content.
 
 use std::collections::BTreeSet;
 use std::io;

@@ -1,4 +1,4 @@
-//! One pack: what is left of it, what is to be done about that, and doing it.
+//! Repairs one pack: decides what to do from what is intact, and does it.
 
 use std::fs::File;
 use std::io;

@@ -1,4 +1,4 @@
-//! What is whole of one pack. Reads only.
+//! Finds what is intact in one pack. Reads only.
 
 use std::fs::File;
 use std::io;

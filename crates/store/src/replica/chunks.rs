@@ -1,7 +1,7 @@
-//! Single chunks that are damaged here, from whatever pack there has them.
+//! Fetches single chunks that are damaged here, from any pack in the replica that has them.
 //!
-//! Each is checked as those of an image that is fetched: by its name, and by the key where there is one. Where what came is
-//! not right it is asked for once more, and then looked for in other packs.
+//! Each is checked as in the fetch of an image: by its name, and with a key by the key. A wrong answer is requested
+//! once more, and then another pack is tried.
 
 use std::collections::HashSet;
 

@@ -1,11 +1,11 @@
-//! Calls on the other side, one after the other, for who knows nothing of futures.
+//! Calls to the object store, one after the other, for callers that know nothing of futures.
 //!
-//! The one runtime of the program lives here; it has no threads of its own but for blocking calls on a folder. A call
-//! returns within a moment of being cancelled, wherever it waits.
+//! The only async runtime of the program is here; it has no threads of its own except for blocking calls on a folder. A
+//! call returns within a moment of being cancelled, wherever it waits.
 //!
-//! An object is there whole or not at all: object stores promise that of each upload, and the client for folders
-//! writes under a temporary name (`NAME#1`), syncs, and renames. When the power goes there is nothing of it, or a
-//! temporary file, or parts that were not put together, which the provider's own rule for such removes (for S3:
+//! An object exists completely or not at all: object stores guarantee that for each upload, and the client for folders
+//! writes under a temporary name (`NAME#1`), syncs, and renames. After a power cut there is nothing, or a temporary
+//! file, or parts of an incomplete upload, which a rule of the provider removes (for S3:
 //! `AbortIncompleteMultipartUpload`).
 
 use std::future::Future;

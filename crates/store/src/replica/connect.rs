@@ -1,7 +1,7 @@
-//! From an address to a client, with what the environment says.
+//! Creates a client from an address and the environment.
 //!
-//! Each client reads the variables of its provider's own tools, by their prefix: a variable `TOKEN` of the user's job is none of
-//! its business. Nothing is sent yet.
+//! Each client reads the variables of its provider's own tools, by their prefix: it must not use a variable `TOKEN` of
+//! the user's job. Nothing is sent yet.
 
 use std::ffi::OsString;
 use std::sync::Arc;

@@ -1,9 +1,8 @@
-//! What can go wrong with a replica, in words that hold no credentials.
+//! Errors of a replica, in words that contain no credentials.
 //!
-//! The clients' own errors quote requests and answers: an address with a signature in it, a header that a server sent back.
-//! None of that leaves this module: what is shown is our own sentence, the number of the answer and the short code in
-//! it, and where the text of an error is taken over all the same, values from the environment that are credentials are
-//! struck out first.
+//! The clients' own errors quote requests and answers: an address with a signature, a header that a server sent. None
+//! of that leaves this module. A message is our own sentence, with the status and the short code of the answer. If the
+//! text of an error is used all the same, credentials from the environment are removed from it first.
 
 use std::fmt;
 use std::io;

@@ -1,14 +1,15 @@
-//! An image on its way back, and only what is not here yet.
+//! Fetches an image, and only what is missing here.
 //!
-//! 1. the chunk map tells what it needs, the indexes here what there is of that; marks on packs that are needed go;
-//! 2. of the packs there the records that are missing are read, in stretches; each is checked (header, name, length,
-//!    decompressed or decrypted content) and put into a new pack here. A pack is closed about every 64 MiB, with its index:
-//!    what was fetched by then stays when the network or the power goes, and the next call does not fetch it again;
-//! 3. map and mark are written into a draft `images/.tmp-ID`, then the manifest, durably;
-//! 4. the draft gets its name.
+//! 1. the chunk map tells what the image needs, the indexes here what exists; marks on needed packs are removed
+//! 2. the missing records are read from the replica's packs, in stretches; each is checked (header, name, length,
+//!    decompressed or decrypted content) and put into a new pack here. A pack is closed about every 64 MiB, with its
+//!    index: what was fetched so far survives a network failure or a power cut, and the next call does not fetch it
+//!    again
+//! 3. map and mark are written into a draft `images/.tmp-ID`, then the manifest, durably
+//! 4. the draft gets its name
 //!
-//! A record that is not what its index says is read once more, then looked for in other packs; where that does not help
-//! either the image is not fetched.
+//! A record that does not match its index is read once more, then other packs are tried; if that does not help, the
+//! image is not fetched.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;

@@ -1,8 +1,9 @@
-//! How many images stay there.
+//! How many images stay in the replica.
 //!
-//! By count only: what the rules of the store keep longer is kept there. Behind the images, packs that no remaining image needs go. What cannot
-//! be read there is never removed, and while there is anything like that no pack is: it may be what holds an image. Maps and
-//! indexes are read here where they are here too, so that not all of them come over the network each time.
+//! By count only: images that the rules of the store keep longer are kept in the store. After the images, packs that no
+//! remaining image needs are removed. What cannot be read in the replica is never removed, and in that case no pack is
+//! removed either, because an image may need it. Maps and indexes are read here if they exist here too, so that not all
+//! of them are fetched each time.
 
 use std::collections::{BTreeSet, HashSet};
 use std::time::Duration;

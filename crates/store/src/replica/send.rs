@@ -1,4 +1,4 @@
-//! A pack on its way: in parts, a few at a time, so that memory is bounded and a lost part costs a part.
+//! Sends a pack in parts, a few at a time, so that memory is bounded and a lost part costs one part.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

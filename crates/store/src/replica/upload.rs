@@ -1,4 +1,4 @@
-//! One image on its way there; the protocol is in the module above.
+//! Sends one image; the protocol is in the parent module.
 
 use std::collections::BTreeSet;
 use std::fs;

@@ -1,7 +1,8 @@
-//! Is there room in the store for the next image, and what must go first? Decides, does nothing.
+//! Is there space in the store for the next image, and what must be removed first? Decides, and changes nothing.
 //!
-//! What no rule keeps goes first, then bad images, then the others, the oldest first, and no more than it takes. The newest
-//! good image, the newest proven one, pinned ones and those of which nothing is known never go; where that is not enough nothing goes at all.
+//! Images that no rule keeps are removed first, then bad images, then the others, the oldest first, and no more than
+//! necessary. The newest good image, the newest proven one, pinned and unreadable ones are never removed; if that
+//! leaves too little space, nothing is removed at all.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! What a plan has to know: of each image, of what is to stay, and of the room there is.
+//! The facts for a plan: the images, what must be kept, and the available space.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! Why an image stays or goes, in words.
+//! Why an image is kept or removed, in words.
 
 use std::fmt;
 use std::time::Duration;

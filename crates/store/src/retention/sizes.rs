@@ -1,7 +1,7 @@
-//! What the images of a job take, together, where they may share content: what one gives back depends on which others stay.
+//! The size of a job's images if they share content: how much a removal frees depends on which others are kept.
 //!
-//! Content is counted by who has it: all that the images 3, 4 and 5 have and no other is one sum. There are few such sets,
-//! however many pieces there are, so a question costs no look at the pieces.
+//! Content is summed by the set of images that have it: everything that the images 3, 4 and 5 have and no other is one
+//! sum. There are few such sets, however many chunks there are, so a question does not need to read the chunks.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;

@@ -1,4 +1,4 @@
-//! What retention goes by, read from a job's folder, and the removal of what it says: the only place that does either.
+//! Reads the facts for retention from a job's folder, and executes the plan: the only place that does either.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;

@@ -1,4 +1,4 @@
-//! Reading what is in packs: all that an image needs, or all records of some packs.
+//! Reads the content of packs: everything that an image needs, or all records of some packs.
 
 use std::collections::BTreeSet;
 use std::collections::hash_map::RandomState;

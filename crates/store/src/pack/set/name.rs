@@ -1,4 +1,4 @@
-//! The name of a pack: 16 random bytes, so that no two writers ever make the same one.
+//! The name of a pack: 16 random bytes, so that two writers never create the same one.
 
 use std::fmt;
 use std::io;

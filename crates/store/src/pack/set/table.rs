@@ -1,10 +1,10 @@
-//! Where every chunk is, in memory: 32 bytes a chunk, so that a terabyte of them fits in 128 MiB.
+//! The place of every chunk, in memory: 32 bytes for each chunk, so that a terabyte of chunks needs 128 MiB.
 //!
-//! Half of the name is enough to tell chunks apart: two of 16 bytes that are the same by chance do not happen, and to
-//! make them takes 2^64 tries. (With 8 bytes somebody could make a pair within an hour, and the second chunk would then
-//! never be stored.) Whoever reads a record compares the whole name.
+//! Half of the name is enough to tell chunks apart: two of 16 bytes are not equal by chance, and making an equal pair
+//! takes 2^64 tries. (With 8 bytes a pair could be made within an hour, and the second chunk would then never be
+//! stored.) A reader of a record compares the whole name.
 //!
-//! What was read from files is one sorted list; what is added afterwards, for one image, a map beside it.
+//! What was read from files is one sorted list; what is added later, for one image, is in a map beside it.
 
 use std::collections::HashMap;
 use std::io;
