@@ -18,15 +18,15 @@ pub enum Cause {
     Completed,
     /// It exited with another code.
     Exit {
-        /// Which.
+        /// The exit code.
         code: i32,
     },
     /// A signal ended it.
     Signal {
-        /// Which.
+        /// The signal number.
         signal: i32,
     },
-    /// The kernel killed it, or a part of it, for want of memory.
+    /// The kernel killed it, or one of its processes, because memory ran out.
     OutOfMemory,
     /// A GPU that it used failed.
     GpuFault {
@@ -40,7 +40,7 @@ pub enum Cause {
     },
     /// A snapshot could not set it going again.
     SnapshotLost,
-    /// The rest of its memory did not come: only in events of earlier versions, and in rules.
+    /// The rest of its memory could not be loaded: only in events of earlier versions, and in rules.
     MemoryLost,
     /// Its output showed that the training went wrong.
     BadTraining {
@@ -123,7 +123,7 @@ impl Cause {
 /// What is known of an end.
 #[derive(Debug, Clone, Default)]
 pub struct Facts {
-    /// Why rekindle ended it, where it did.
+    /// Why rekindle ended it, if it did.
     pub by_us: Option<Cause>,
     /// What was seen of the kernel's want of memory.
     pub memory: MemoryFacts,
@@ -134,15 +134,15 @@ pub struct Facts {
 /// What was seen of the kernel's want of memory in this life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryFacts {
-    /// The job's control group counts more kills than at the begin of the life.
+    /// The job's control group counts more kills than at the beginning of the life.
     pub counted: bool,
-    /// The kernel's log names a process of the job, or one of its control group. None where it cannot be read.
+    /// The kernel's log names a process of the job, or one of its control group. None if it cannot be read.
     pub logged: Option<bool>,
 }
 
 impl MemoryFacts {
     /// Whether it is why a job ended that way. The count may be that of a neighbour in the same control group: for an
-    /// end of its own accord the log has to say so too, where there is one.
+    /// end of its own accord the log has to say so too, if there is one.
     fn explains(self, ended: Ended) -> bool {
         match ended {
             Ended::Signal(libc::SIGKILL) => self.counted || self.logged == Some(true),

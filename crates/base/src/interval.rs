@@ -35,9 +35,10 @@ use serde::{Deserialize, Serialize};
 use crate::Percentage;
 use crate::micros;
 
-/// What a snapshot costs beside its freeze (finding the processes, hashing, syncing) is no longer small below.
+/// Below this, the costs of a snapshot besides its freeze (finding the processes, hashing, syncing) are not small any
+/// more.
 pub const SHORTEST: Duration = Duration::from_secs(1);
-/// More work than that nobody wants to lose at once, however rare failures are.
+/// Nobody wants to lose more work than this at once, however rare failures are.
 pub const LONGEST: Duration = Duration::from_secs(24 * 3600);
 /// Keeps sums with the clock's time within its range: a hundred years.
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
@@ -45,10 +46,10 @@ const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// An interval, and all that it was chosen from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Choice {
-    /// From the end of one snapshot to the begin of the next.
+    /// From the end of one snapshot to the beginning of the next.
     #[serde(rename = "interval_us", with = "micros")]
     pub interval: Duration,
-    /// How long the job stands still for one: the median of the last.
+    /// How long a snapshot freezes the job: the median of the last freezes.
     #[serde(rename = "freeze_us", with = "micros")]
     pub freeze: Duration,
     /// Mean time between failures.
@@ -104,7 +105,7 @@ pub enum Bound {
     Maximum,
 }
 
-/// Shares in JSON, as whole millionths.
+/// Percentages in JSON, as integers in millionths.
 mod ppm {
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -151,7 +152,7 @@ impl Failures {
 /// What an interval is chosen from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
-    /// How long the job stands still for a snapshot.
+    /// How long a snapshot freezes the job.
     pub freeze: Duration,
     /// Mean time between failures.
     pub mtbf: Duration,
@@ -166,7 +167,7 @@ pub struct Facts {
 /// Chooses.
 #[must_use]
 pub fn choose(facts: &Facts) -> Choice {
-    // As they are written: whoever reads a choice gets the same arithmetic.
+    // Rounded as they are displayed: a reader of a choice gets the same result.
     let freeze = whole_micros(facts.freeze);
     let mtbf = whole_micros(facts.mtbf);
     let persist = facts.persist.map(whole_micros);

@@ -35,9 +35,7 @@ impl fmt::Display for Remedy {
         f.write_str(match self {
             Remedy::Nothing => "nothing needs to be done",
             Remedy::RestartJob => "restart the job",
-            Remedy::ResetGpu => {
-                "stop using this GPU and reset it (nvidia-smi --gpu-reset), or restart the machine"
-            }
+            Remedy::ResetGpu => "stop using this GPU and reset it (nvidia-smi --gpu-reset), or restart the machine",
             Remedy::RestartMachine => "stop using this machine and restart it",
             Remedy::Support => "have the machine checked; ask the vendor's support",
         })
@@ -163,6 +161,6 @@ mod tests {
         assert_eq!((meaning(130).0, meaning(9999).1), (COPY, Remedy::Support));
         assert!(meaning(48).1.needs_drain() && meaning(79).1.needs_drain() && !meaning(31).1.needs_drain());
         let words = in_words(79);
-        assert!(words.starts_with("Xid 79: the GPU has fallen off the bus; NVIDIA advises: take"), "{words}");
+        assert!(words.starts_with("Xid 79: the GPU has fallen off the bus; NVIDIA advises: stop"), "{words}");
     }
 }
