@@ -90,7 +90,7 @@ impl DirectFile {
     /// Makes a file, 0600, for writing.
     ///
     /// # Errors
-    /// Those of open(2); `AlreadyExists` where there is one.
+    /// Those of open(2); `AlreadyExists` if there is one.
     pub fn create(path: &Path, way: Way) -> io::Result<DirectFile> {
         point(Step::Write)?;
         let file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
@@ -136,7 +136,7 @@ impl DirectFile {
     /// Writes `bytes`, which begin at a multiple of [`ALIGN`] in memory and in the file and are a multiple of it long.
     ///
     /// # Errors
-    /// Those of pwrite(2); `WriteZero` where the kernel takes nothing.
+    /// Those of pwrite(2); `WriteZero` if the kernel takes nothing.
     pub fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         point(Step::Write)?;
         match self.file.write_all_at(bytes, offset) {
@@ -210,14 +210,14 @@ impl DirectFile {
     fn refused(&self, error: &io::Error) -> bool {
         let refused = error.raw_os_error() == Some(libc::EINVAL) && self.way() == Way::Direct;
         if refused {
-            // Where it cannot be taken back, the second try fails as the first did.
+            // If the flag cannot be cleared, the second try fails as the first did.
             let _ = set_direct(&self.file, false);
             self.direct.store(false, Ordering::Relaxed);
         }
         refused
     }
 
-    /// Starts the way of what was just written to the disk, and drops what was written before from the cache.
+    /// Starts writing the last piece to the disk, and drops the earlier pieces from the cache.
     fn leave_behind(&self, offset: u64, end: u64) {
         sync_range(&self.file, offset, end - offset, libc::SYNC_FILE_RANGE_WRITE);
         let before = self.behind.swap(offset, Ordering::Relaxed);
@@ -229,7 +229,7 @@ impl DirectFile {
         }
     }
 
-    /// Advice: what the kernel does not follow costs memory that it can take back.
+    /// Advice: if the kernel ignores it, it costs memory that the kernel can reclaim.
     fn forget(&self, offset: u64, len: u64) {
         if let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) {
             let _ = posix_fadvise(&self.file, offset, len, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
@@ -338,7 +338,7 @@ mod tests {
             for n in 0..8 {
                 file.read_at(&mut into, n << 20, 1 << 20).unwrap();
             }
-            // A last page may still be on its way in by read-ahead.
+            // Read-ahead may still be loading a last page.
             assert!(cached(&path) <= 64, "{way:?}, read");
         }
     }

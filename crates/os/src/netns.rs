@@ -87,7 +87,7 @@ fn enter(user: u32, group: u32) -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_setresgid, group, group, group) })?;
     // SAFETY: a system call on numbers.
     check(unsafe { libc::syscall(libc::SYS_setresuid, user, user, user) })?;
-    // Its owner is whoever makes it; the next one belongs to it.
+    // Its creator is its owner; the next namespace belongs to it.
     // SAFETY: a system call on numbers.
     check(unsafe { libc::syscall(libc::SYS_unshare, libc::CLONE_NEWUSER) })?;
     // SAFETY: a system call on numbers.
@@ -97,8 +97,8 @@ fn enter(user: u32, group: u32) -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) })
 }
 
-/// Has a network namespace of a process take every address for its own: what was bound or connected anywhere else can be
-/// bound and connected there, and reaches nobody. Needs rights over it.
+/// Makes a network namespace of a process accept every address as its own: sockets of any address can be bound and
+/// connected there, and reach nobody. Needs rights over it.
 ///
 /// # Errors
 /// When it cannot be entered, or the kernel takes no route.
@@ -108,7 +108,7 @@ pub fn own_all_addresses(pid: i32) -> io::Result<()> {
     let work = move || {
         nix::sched::setns(&namespace, nix::sched::CloneFlags::CLONE_NEWNET)?;
         route_all_to_loopback(libc::AF_INET)?;
-        // Where there is no IPv6, no socket of the job's is of that kind.
+        // If there is no IPv6, no socket of the job's is of that kind.
         let _ = route_all_to_loopback(libc::AF_INET6);
         Ok(())
     };

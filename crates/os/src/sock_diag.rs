@@ -26,7 +26,7 @@ pub enum Ending {
 pub struct Ownerless {
     /// This end.
     pub local: SocketAddr,
-    /// The other.
+    /// The address of the other end.
     pub remote: SocketAddr,
     /// How far it is.
     pub ending: Ending,
@@ -124,7 +124,7 @@ fn ask(socket: &OwnedFd, kind: u16, flags: u16, family: u8, id: &[u8; ID]) -> io
     Ok(())
 }
 
-/// Reads what is there; answers whether `take` wants more.
+/// Reads the available messages; returns whether `take` wants more.
 fn each(socket: &OwnedFd, mut take: impl FnMut(u16, &[u8]) -> io::Result<bool>) -> io::Result<bool> {
     // The kernel fills at most 32 KiB at once (`netlink_dump`).
     let mut buffer = vec![0; 64 << 10];

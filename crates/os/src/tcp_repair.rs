@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::process;
 
-/// Has those of these processes go on, and answers how many there were. What cannot be reached is left out.
+/// Resumes those of these processes, and returns how many there were. Connections that cannot be reached are left out.
 #[must_use]
 pub fn leave(tree: &[i32]) -> usize {
     let mut found = 0;

@@ -98,7 +98,7 @@ fn mounts(mountinfo: &str) -> Vec<Mount> {
     let mut found: Vec<Mount> = mountinfo.lines().filter_map(parse).collect();
     found.reverse();
     found.retain(|mount| seen.insert(mount.point.clone()));
-    // What lies below another comes after it.
+    // A mount below another comes after it.
     found.sort_by_key(|mount| mount.point.components().count());
     found
 }
@@ -137,9 +137,9 @@ fn unescaped(text: &str) -> PathBuf {
     PathBuf::from(std::ffi::OsString::from_vec(bytes))
 }
 
-/// Enters a view of its own for good. `base` is a folder to build it in, and stays as it is; `limit` is how many bytes may
-/// be written in it. The process must have one thread only. Answers the places that could not be laid over, but for the
-/// kernel's: what is not a file there (a FIFO, a device, a socket, a lock) is the machine's.
+/// Enters a separate view, permanently. `base` is a folder in which it is built, and is not changed; `limit` is how
+/// many bytes may be written in it. The process must have one thread only. Returns the places without an overlay,
+/// except the kernel's: what is not a regular file there (a FIFO, a device, a socket, a lock) is the machine's.
 ///
 /// # Errors
 /// When the kernel refuses: it takes CAP_SYS_ADMIN and overlayfs. The process is then in a mount namespace of its own, and

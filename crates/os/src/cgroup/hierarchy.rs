@@ -10,7 +10,7 @@ pub struct Hierarchy {
     pub controllers: String,
     /// The group of this process, as /proc/self/cgroup has it.
     pub own: String,
-    /// The folder of that group; None where this hierarchy is mounted nowhere.
+    /// The folder of that group; None if this hierarchy is mounted nowhere.
     pub folder: Option<PathBuf>,
 }
 

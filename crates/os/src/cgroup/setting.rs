@@ -8,7 +8,7 @@
 pub struct Setting {
     /// The file in the group's folder.
     pub name: &'static str,
-    /// What a new group has there; empty where that says nothing.
+    /// What a new group has there; empty if that says nothing.
     pub fresh: &'static str,
 }
 

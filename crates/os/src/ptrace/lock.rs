@@ -24,10 +24,10 @@ pub struct PosixLock {
     pub length: i64,
 }
 
-/// Has a process, all of whose threads are stopped, take a lock by its descriptor `fd`. It is stopped afterwards as before.
+/// Makes a stopped process take a lock through its descriptor `fd`. It is stopped afterwards as before.
 ///
 /// # Errors
-/// `EAGAIN` or `EACCES` where another process has a lock that stands against it; else what the kernel says of the tracing,
+/// `EAGAIN` or `EACCES` if another process has a lock that stands against it; else what the kernel says of the tracing,
 /// or of a descriptor that is none of a file.
 pub fn take_lock(pid: i32, fd: i32, lock: PosixLock) -> io::Result<()> {
     let is_stopped = |tid: &i32| process::state(*tid) == Some('T');
@@ -45,7 +45,7 @@ const STOPS_AGAIN: Duration = Duration::from_secs(10);
 /// More steps are not needed: one, and one for each stop that was in the queue.
 const STEPS: usize = 100;
 
-/// A thread of another process that stands, with what it gets back.
+/// A stopped thread of another process, with the registers that it gets back.
 struct Guest {
     tid: i32,
     mask: u64,
@@ -87,7 +87,8 @@ impl Guest {
         for (at, field) in fields {
             bytes.get_mut(at..at + field.len()).unwrap_or_default().copy_from_slice(field);
         }
-        // Where its stack ends now, which is there for certain. No thread of it runs, and it gets its own bytes back.
+        // The present end of its stack, which certainly exists. No thread of the process runs, and it gets its own
+        // bytes back.
         let place = self.registers.rsp & !15;
         let mut own = [0; size_of::<libc::flock>()];
         self.memory.read_exact_at(&mut own, place)?;

@@ -25,8 +25,8 @@ const LONGEST_TURN: Duration = Duration::from_millis(64);
 /// So many rounds are for those that are not in a call that waits.
 const ROUNDS_OF_THE_BUSY: u32 = 4;
 
-/// Looks after the running thread `tid` of a stopped process until `over` is closed. After `patience` all threads are let go
-/// on.
+/// Watches the running thread `tid` of a stopped process until `over` is closed. After `patience` all threads are
+/// resumed.
 pub fn lend(pid: i32, tid: i32, patience: Duration, over: &Receiver<()>) {
     let (began, mut round, mut before) = (Instant::now(), 0, None);
     while over.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
@@ -74,7 +74,7 @@ struct Wait {
 }
 
 impl Wait {
-    /// None where the thread does not wait for a futex.
+    /// None if the thread does not wait for a futex.
     fn of(pid: i32, tid: i32) -> Option<Wait> {
         let call = call_of(pid, tid).filter(|call| number(call) == Some(libc::SYS_futex))?;
         let computed = process::threads(pid).into_iter().filter_map(|tid| computed(pid, tid)).sum();
