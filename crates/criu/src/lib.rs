@@ -56,9 +56,7 @@ impl Version {
 #[derive(Debug, thiserror::Error)]
 pub enum FindError {
     /// None was found.
-    #[error(
-        "criu not found (searched {looked}): install CRIU 4.2 or newer, or set criu.path or REKINDLE_CRIU"
-    )]
+    #[error("criu not found (searched {looked}): install CRIU 4.2 or newer, or set criu.path or REKINDLE_CRIU")]
     None {
         /// Where it was looked for.
         looked: String,
@@ -89,7 +87,7 @@ pub enum FindError {
         found: Version,
         /// The one that is needed.
         wanted: Version,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
@@ -141,7 +139,7 @@ fn candidates() -> Vec<PathBuf> {
         all.extend(["criu/criu", "../lib/rekindle/criu/criu"].map(|p| home.join(p)));
     }
     all.dedup();
-    // The first that is there wins.
+    // The first existing one is used.
     all
 }
 

@@ -58,7 +58,8 @@ impl Reader {
         Ok(Reader { log, done })
     }
 
-    /// What was logged; waits for the end, but no longer than `limit`, as a task left over could hold the pipe.
+    /// What was logged; waits for the end, but no longer than `limit`, because a remaining task could have the pipe
+    /// open.
     pub(crate) fn finish(self, limit: Duration) -> Log {
         let _ = self.done.recv_timeout(limit);
         self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()

@@ -230,7 +230,7 @@ pub(crate) struct RegFileEntry {
     /// Of a regular file, unless it was opened to be appended to only: a restore compares it.
     #[prost(uint64, optional, tag = "8")]
     pub size: Option<u64>,
-    /// Somebody else brings it back.
+    /// Another component restores it.
     #[prost(bool, optional, tag = "9")]
     pub ext: Option<bool>,
     /// `st_mode`: a restore compares it.

@@ -36,7 +36,7 @@ pub struct Place<'a> {
     pub images: &'a Path,
     /// A folder for what CRIU writes beside its images; a restore must not touch those.
     pub work: &'a Path,
-    /// The bound on the whole request.
+    /// The time limit for the whole request.
     pub timeout: Duration,
 }
 
@@ -87,7 +87,7 @@ pub struct DumpOptions<'a> {
     pub ghost_limit: u32,
     /// The bound on stopping all tasks; CRIU counts in seconds.
     pub freeze_timeout: Duration,
-    /// Where there are devices to accept. [`image::without_devices`] must then come before the tasks run on.
+    /// If there are devices to accept. [`image::without_devices`] must then come before the tasks run on.
     pub plugin: Option<Plugin<'a>>,
 }
 
@@ -96,7 +96,7 @@ pub struct DumpOptions<'a> {
 pub enum Notify {
     /// Before the tasks are stopped.
     PreDump,
-    /// All images are written, the tasks stand still.
+    /// All images are written; the tasks are frozen.
     PostDump,
     /// The tasks exist, none runs yet; the root's pid in its namespace.
     PostRestore(i32),
@@ -106,7 +106,7 @@ pub enum Notify {
 
 /// Called when CRIU waits; an error makes it give up, and is the error of the request. `stop` is asked while waiting.
 pub struct Hooks<'a> {
-    /// Answers a moment.
+    /// Returns a moment.
     pub notify: &'a mut dyn FnMut(Notify) -> Result<(), String>,
     /// Whether the request is not wanted any more.
     pub cancelled: &'a dyn Fn() -> bool,
@@ -147,7 +147,7 @@ pub enum RunError {
     /// CRIU went away without an answer.
     #[error("CRIU ended without an answer ({ended}): {}", reason(log))]
     Gone {
-        /// How.
+        /// How the process ended.
         ended: Ended,
         /// Its log.
         log: Log,
@@ -165,7 +165,7 @@ pub enum RunError {
     TaskDied {
         /// Its pid in the namespace.
         pid: i32,
-        /// How.
+        /// How the process ended.
         ended: Ended,
         /// CRIU's log.
         log: Log,
@@ -193,7 +193,7 @@ pub enum RunError {
         /// Its pid in the namespace.
         pid: i32,
     },
-    /// The image is not whole; CRIU was not started.
+    /// The image is incomplete; CRIU was not started.
     #[error(transparent)]
     Image(#[from] image::Error),
 }
@@ -231,7 +231,7 @@ pub struct Restored {
     pub log: Log,
 }
 
-/// Options that hold for every request.
+/// Options of every request.
 fn common(place: &Place<'_>, tcp: Tcp) -> Options {
     Options {
         images_dir_fd: -1,
@@ -345,7 +345,7 @@ enum Stop {
 enum Orphan {
     /// The kernel kills it. The tasks that it held run on, and their reaper ends them.
     Dies,
-    /// It goes on until it finds nobody to notify, and kills what it has restored: nobody else knows those tasks.
+    /// It continues until a notification fails, and kills what it has restored: only CRIU knows those tasks.
     CleansUp,
 }
 
@@ -372,7 +372,7 @@ impl<'a> Run<'a> {
         let log = Reader::start(log).map_err(|source| RunError::Talk { what: "log thread", source })?;
         let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags };
         let work: PathBuf = place.work.into();
-        // Without `-L` it loads the plugins of its distribution, of which one checkpoints CUDA processes by itself.
+        // Without `-L` CRIU loads the plugins of its distribution, one of which checkpoints CUDA processes by itself.
         let plugins = plugin.map_or(place.work, |plugin| plugin.folder);
         let first = [OsStr::new("--no-default-config"), OsStr::new("-W"), work.as_os_str()];
         let args = first.into_iter().chain(["-L".as_ref(), plugins.as_os_str(), "swrk".as_ref(), "3".as_ref()]);
@@ -407,8 +407,8 @@ impl<'a> Run<'a> {
         Ok(Run { criu: &place.criu.path, child, socket, log, restricted: None })
     }
 
-    /// Before CRIU hears of the image: whether it is one that our plugin is in. From then on each restore has to go on with
-    /// these rights over files.
+    /// Before CRIU reads the image: check that our plugin is loaded. From then on each restore continues with these
+    /// rights over files.
     fn check_plugin(
         &mut self,
         rights: Option<FileRights<'a>>,
@@ -499,7 +499,7 @@ impl<'a> Run<'a> {
         cancelled: &dyn Fn() -> bool,
         died: &dyn Fn() -> Option<(i32, Ended)>,
     ) -> Result<Response, Stop> {
-        // Answers are small; the largest seen is under 200 bytes.
+        // Returns are small; the largest seen is under 200 bytes.
         let mut buffer = vec![0u8; 64 << 10];
         // A task that died, and since when that is known.
         let mut dead: Option<(i32, Instant)> = None;

@@ -23,13 +23,13 @@ const OF_A_FILE: u32 = 1 << 6 | 1 << 7;
 /// A lock that a restore would lose.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LostLock {
-    /// Who holds it, as it sees itself.
+    /// The process that has the lock, as it sees itself.
     pub pid: i32,
     /// Its descriptor of the file.
     pub fd: i32,
     /// The file.
     pub path: PathBuf,
-    /// What it holds of it.
+    /// The locks that it has on the file.
     pub lock: PosixLock,
 }
 

@@ -10,7 +10,7 @@ use super::queues::holders;
 use super::{Error, FILES, Records};
 use crate::proto::QueuedFileEntry;
 
-/// `USK_CALLBACK` and `USK_INHERIT`: somebody else brings it back.
+/// `USK_CALLBACK` and `USK_INHERIT`: another component restores it.
 const NOT_BY_CRIU: u32 = 1 << 2 | 1 << 3;
 
 /// A socket whose other end is not in the image.
@@ -18,7 +18,7 @@ const NOT_BY_CRIU: u32 = 1 << 2 | 1 << 3;
 pub struct Dangling {
     /// Its inode.
     pub inode: u32,
-    /// The first process that has it, as it sees itself. None where it is on its way between processes.
+    /// The first process that has it, as it sees itself. None if the socket is in flight between processes.
     pub process: Option<i32>,
 }
 

@@ -37,9 +37,9 @@ const AT_ONCE: [u32; 4] = [1, 6, 17, 18];
 pub struct Stuck {
     /// The inode of the socket that they wait in.
     pub inode: u32,
-    /// The first process that has that socket, as it sees itself. None where it is on its way too.
+    /// The first process that has that socket, as it sees itself. None if the socket is in flight, too.
     pub receiver: Option<i32>,
-    /// The first that has the other end, where it is known.
+    /// The first that has the other end, if it is known.
     pub sender: Option<i32>,
     /// How many.
     pub descriptors: usize,
@@ -50,7 +50,7 @@ pub struct Stuck {
 pub struct Queues {
     /// How many are in each socket, by its inode.
     pub descriptors: BTreeMap<u32, usize>,
-    /// What no order brings back.
+    /// What cannot be restored in any order.
     pub stuck: Vec<Stuck>,
 }
 
@@ -69,7 +69,8 @@ pub fn keep_in_flight(dir: &Path) -> Result<Queues, Error> {
     let (mut found, mut behind) = (Queues::default(), Vec::new());
     for (receiver, queue) in &scene.queues {
         let socket = scene.socket(*receiver);
-        let socket = socket.ok_or_else(|| damaged(&path, format!("it has no socket {receiver}, which has queued data")))?;
+        let socket =
+            socket.ok_or_else(|| damaged(&path, format!("it has no socket {receiver}, which has queued data")))?;
         found.descriptors.insert(socket.ino, queue.files.len());
         match scene.judge(*receiver, socket) {
             Verdict::Right => {}
@@ -207,7 +208,8 @@ impl Scene {
 
     fn judge(&self, receiver: u32, socket: ConnectedEntry) -> Verdict {
         let Some(queue) = self.queues.get(&receiver) else { return Verdict::Right };
-        // One byte was sent by itself. Of more, nobody can tell whether the descriptors came with the first.
+        // One byte was sent alone. If there is more data, it is unknown whether the descriptors came with the first
+        // byte.
         if socket.kind == STREAM && queue.longest > 1 {
             return Verdict::Wrong;
         }
