@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader};
 use std::path::Path;
 
-/// Whether process `pid` maps libcuda or holds or maps an NVIDIA device.
+/// Whether process `pid` maps libcuda, or has an NVIDIA device open or mapped.
 ///
 /// False means that it does not use CUDA now. True means that [`super::Process::state`] is to decide: a library that is
 /// mapped need not be in use, and a forked child inherits descriptors of CUDA without being a CUDA process.

@@ -14,7 +14,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// Why a call on the CUDA driver did not work.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// libcuda.so.1 cannot be loaded and no NVIDIA kernel module is there either.
+    /// libcuda.so.1 cannot be loaded, and no NVIDIA kernel module is loaded either.
     #[error("needs NVIDIA driver 570 or newer, no NVIDIA driver found")]
     NoDriver(#[source] libloading::Error),
     /// The kernel module is loaded but libcuda.so.1 cannot be.
@@ -64,7 +64,7 @@ pub enum Error {
     ReadStatus {
         /// The process.
         pid: i32,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// A timeout that the driver cannot express.
@@ -85,7 +85,7 @@ pub enum Error {
         pid: i32,
         /// The thread.
         tid: i32,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// Somebody else's lock or checkpoint is on it.
@@ -141,7 +141,7 @@ impl Error {
         }
     }
 
-    /// A restore was given GPU pairs that the driver does not take, or that name a GPU that is not there.
+    /// A restore was given GPU pairs that the driver does not accept, or that name a missing GPU.
     #[must_use]
     pub fn names_no_gpu(&self) -> bool {
         match self {
