@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-/// What is compiled: its folder below `native/`, its root, the name of the result, and what rustc is told.
+/// What is compiled: its folder below `native/`, its root, the name of the result, and the flags for rustc.
 struct Native {
     folder: &'static str,
     root: &'static str,

@@ -66,7 +66,7 @@ pub struct Request<'a> {
     pub network: Network<'a>,
     /// What happens over a file that changed and whose content the image does not have.
     pub changed_files: ChangedFiles,
-    /// Which GPUs it shall come back on, where that is not left to us.
+    /// The GPUs that the user asked for, if any.
     pub wishes: &'a Wishes,
     /// What has to be there before CRIU connects what was connected to it.
     pub prepare: Prepare<'a>,
@@ -97,7 +97,7 @@ pub struct Unpacking<'a> {
     pub threads: usize,
     /// How far it is.
     pub progress: &'a Progress,
-    /// What damaged content is replaced with; None where it is an error.
+    /// What damaged content is replaced with; None if it is an error.
     pub healing: Option<&'a Healing<'a>>,
 }
 
@@ -106,7 +106,7 @@ pub struct Unpacking<'a> {
 pub struct Restored {
     /// The running job.
     pub job: Job,
-    /// Files that were put back to their size or content of then.
+    /// Files that were put back to their size or content at the snapshot.
     pub put_back: Vec<PutBack>,
     /// The GPUs that it is not on any more, and those in their place.
     pub moved: Vec<Moved>,
@@ -116,7 +116,7 @@ pub struct Restored {
     pub timings: Vec<(&'static str, Duration)>,
 }
 
-/// Brings a job back from an image. `warn` is told what may keep it from working, before anything is done.
+/// Restores a job from an image. `warn` gets possible problems, before anything is done.
 ///
 /// # Errors
 /// When the image is damaged or cannot be restored here. Nothing of the job is left running then.
@@ -156,7 +156,7 @@ pub fn restore(
         match timed.run("ports", || tcp::put_back::free(&request.image.dir.join(CRIU_DIR))) {
             Ok(0) => {}
             Ok(ended) => tracing::debug!("closed {ended} connections of dead processes of the job"),
-            // CRIU says which port it is, if one is in the way.
+            // If a port is in use, CRIU's message names it.
             Err(error) => tracing::debug!("cannot find connections of dead processes of the job: {error}"),
         }
     }
@@ -269,11 +269,11 @@ impl Timer<'_> {
     }
 }
 
-/// How long the memory of a process that was just killed may take to come free. The driver gives it back before the process
-/// is reaped, so this is for what lags behind.
+/// How long the memory of a process that was just killed may take to become free. The driver frees it before the
+/// process is reaped, so this is for delays.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// How often a GPU is looked at meanwhile.
+/// How often a GPU is checked in that time.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Whether it can work on this machine, and on which GPUs.
@@ -327,11 +327,11 @@ fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Until {
     ItRuns,
-    /// Every process is made, and none has run: then it is called off, and all are taken away.
+    /// Every process is created, and none has run: then the restore is cancelled, and all are removed.
     BeforeItRuns,
 }
 
-/// Answers the root of what runs now, if anything does.
+/// Returns the root of what runs now, if anything does.
 fn run_criu(
     request: &Request<'_>,
     manifest: &Manifest,
@@ -367,8 +367,8 @@ fn run_criu(
         }
         locks::hold(root, lost_locks);
         groups::put_back::put_back(root, manifest, request.identity);
-        // CRIU would send it only after it has let go: until then a thread could look for memory that is not back yet,
-        // or take a lock of the driver with it into its sleep.
+        // CRIU would send the signal only after it has resumed the tasks: until then a thread could read memory that is
+        // not restored yet, or be stopped while it has a lock of the driver.
         if !manifest.tree.cuda.is_empty() {
             let is_cuda = |pid: &i32| process::inner_pid(*pid).is_some_and(|inner| manifest.tree.cuda.contains(&inner));
             process::tree(root).into_iter().filter(is_cuda).for_each(|pid| drop(ptrace::stop_when_let_go(pid)));
@@ -384,7 +384,7 @@ fn run_criu(
     let instead = moved::instead(manifest, request.folder, if plugin.is_some() { Logs::All } else { Logs::Moved });
     let options = RestoreOptions { tcp: manifest.tcp, instead: &instead, plugin };
     let restored = criu::restore(&place, options, &mut hooks);
-    // CRIU removes them when it could use them; after a failure they would lie beside the user's files.
+    // CRIU removes them when it could use them; after a failure they would remain beside the user's files.
     rollback::drop_links(manifest, request.identity);
     match (restored, refused) {
         (Ok(restored), _) => Ok(Some(restored.root)),

@@ -63,7 +63,7 @@ pub struct Subject<'a> {
     pub job: &'a Job,
     /// Where its images go.
     pub folder: &'a JobFolder,
-    /// Proof that nobody else writes there.
+    /// Proof that nobody else writes to the store.
     pub lock: &'a WriterLock,
     /// How it is taken.
     pub options: &'a Options,
@@ -75,7 +75,7 @@ pub struct Subject<'a> {
     pub ours: Vec<PathBuf>,
     /// Where images land in memory; without it they go to the store at once.
     pub staging: Option<&'a Area>,
-    /// The job's output, rotated while it stands still.
+    /// The job's output, rotated while the job is frozen.
     pub output: &'a launch::output::Files,
     /// The interval in force, where it was chosen.
     pub interval: Option<&'a Choice>,
@@ -96,9 +96,9 @@ pub struct Options {
     pub tcp: TcpChoice,
     /// How long the CUDA driver may wait for running kernels; at least 1 ms, because 0 means for ever to the driver.
     pub lock_timeout: Duration,
-    /// How long CRIU may try to stop all tasks; it counts whole seconds.
+    /// How long CRIU may try to stop all tasks; CRIU counts whole seconds.
     pub freeze_timeout: Duration,
-    /// How long a whole dump may take.
+    /// Time limit for the whole dump.
     pub dump_timeout: Duration,
     /// Bytes of host memory that must stay free.
     pub memory_reserve: u64,
@@ -130,7 +130,7 @@ pub struct Launch {
 pub struct Taken {
     /// The image.
     pub image: Image,
-    /// How long the job stood still.
+    /// How long the job was frozen.
     pub freeze: Duration,
     /// How long it took to make the image lasting, while the job ran.
     pub persist: Duration,
@@ -159,16 +159,16 @@ pub enum Error {
     /// CRIU could not dump the tree.
     #[error("dump: {0}")]
     Dump(#[from] criu::RunError),
-    /// A restore would not bring back the descriptors that are on their way between processes.
+    /// Descriptors in flight between processes could not be restored.
     #[error("dump: {0}")]
     InFlight(InFlight),
-    /// A process was killed, and the job has yet to hear of it.
+    /// A process was killed, and its parent has not collected its exit status.
     #[error("{0}: the snapshot would lose that status, so it is refused until the parent has it")]
     Unnoticed(Unnoticed),
     /// CRIU would refuse to restore the image.
     #[error("dump: {}", in_words(.0))]
     Dangling(Vec<Dangling>),
-    /// The image CRIU wrote is not whole.
+    /// The image that CRIU wrote is incomplete or damaged.
     #[error("dump: the image is incomplete or damaged: {0}")]
     Image(#[from] criu::image::Error),
     /// The store could not take it.
@@ -247,7 +247,7 @@ impl From<staging::TakeError> for Error {
 }
 
 impl Error {
-    /// Whether the job cannot go on and has to be brought back from an image.
+    /// Whether the job cannot continue and must be restored from an image.
     #[must_use]
     pub fn job_is_lost(&self) -> bool {
         matches!(self, Error::Lost { .. })
@@ -300,7 +300,7 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
     }
 }
 
-/// Completes the image while the job runs, and answers all that is to be known of it.
+/// Completes the image while the job runs, and returns everything known of it.
 fn manifest(frozen: &mut phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Error> {
     frozen.complete()?;
     let manifest = describe(frozen, reason)?;
@@ -323,7 +323,7 @@ struct Env<'a> {
     dead: Dead,
 }
 
-/// All that is done while the job stands still; more than once where descriptors were on their way just then.
+/// Everything that is done while the job is frozen; more than once if descriptors were in flight.
 fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)) -> Result<phases::Frozen<'a>, Error> {
     let root = subject.job.root.pid();
     let mut attempt = 1;

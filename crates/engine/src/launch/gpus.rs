@@ -23,13 +23,13 @@ const LOCK: Duration = Duration::from_secs(5);
 /// For all of it: 80 GiB of device memory go to host memory in less, at 5 GB/s.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Whether a kill of a restored process that holds a GPU may hang the machine.
+/// Whether killing a restored process that uses a GPU may hang the machine.
 #[must_use]
 pub fn hangs_the_host(driver: &DriverVersion) -> bool {
     HANG_THE_HOST.contains(&driver.major())
 }
 
-/// Has those of the processes that use CUDA let their GPUs go, where the driver needs that. Waits for half a minute at most.
+/// Makes processes that use CUDA release their GPUs, if the driver needs that. Waits for half a minute at most.
 pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
     if !cuda::installed().is_some_and(|driver| hangs_the_host(&driver)) {
         return;
@@ -40,7 +40,7 @@ pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
         // The reaper stops all when the job has ended, and the driver works with a thread of the process.
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGCONT);
         let done = done.clone();
-        // No call of the driver can be called off: a thread that waits in one for ever ends with the kill of its process.
+        // A driver call cannot be cancelled: a thread that waits in one for ever ends when its process is killed.
         let work = move || drop(done.send((pid, checkpoint(pid))));
         if let Err(error) = thread::Builder::new().name("let-go".into()).spawn(work) {
             tracing::warn!("killing process {pid} while it may be using a GPU: {error}");

@@ -23,7 +23,7 @@ use super::embedded::{Embedded, Error};
 /// bytes. It is read when the process begins.
 pub const LANDING_VARIABLE: &str = "REKINDLE_LANDING";
 
-/// The environment variable for the number of threads that copy, the driver's own included, at most 8. Where it is not
+/// The environment variable for the number of threads that copy, the driver's own included, at most 8. If it is not
 /// set: half of the CPUs that the driver's thread may use.
 pub const THREADS_VARIABLE: &str = "REKINDLE_COPY_THREADS";
 
@@ -42,8 +42,8 @@ pub struct UnusablePath {
     path: PathBuf,
 }
 
-/// Makes sure that `dir` holds this version's interposer, whole, and returns its path. `dir` must be open to the user
-/// that the job runs as.
+/// Makes sure that `dir` contains this version's interposer, complete, and returns its path. `dir` must be accessible
+/// to the user that the job runs as.
 ///
 /// # Errors
 /// When the file cannot be read or written.

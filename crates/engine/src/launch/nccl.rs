@@ -31,7 +31,7 @@ const MANAGED: &[(&str, &str)] =
 /// What keeps a process from sharing memory.
 const ALONE: &[(&str, &str)] = &[("NCCL_P2P_DISABLE", "1"), ("NCCL_CUMEM_HOST_ENABLE", "0"), ("NCCL_NVLS_ENABLE", "0")];
 
-/// Adds to `environment` what is not decided there already. Answers what was added, and what is set in a way that keeps
+/// Adds to `environment` what is not decided there already. Returns what was added, and what is set in a way that keeps
 /// snapshots from being possible.
 pub fn prepare(
     nccl: Nccl,
@@ -54,17 +54,19 @@ pub fn prepare(
             Some(set) => contrary.push(format!("{name}={}", set.to_string_lossy())),
         }
     }
-    // Who does without direct ways has nothing to let go of.
+    // Without direct access between GPUs there is nothing to release.
     let has_no_peer = environment.get(OsStr::new("NCCL_P2P_DISABLE")).is_some_and(|set| set == "1");
     contrary.retain(|set| !(has_no_peer && set.starts_with("NCCL_CUMEM_ENABLE=")));
     (added, contrary)
 }
 
-/// Says what was added and what that costs, and what is in the way.
+/// Logs what was added, what it costs, and which settings prevent snapshots.
 pub fn tell(added: &[String], contrary: &[String]) {
     if !added.is_empty() {
         let cost = match added.iter().any(|set| set.starts_with("NCCL_P2P_DISABLE")) {
-            true => "GPUs of different processes cannot access each other directly, which is slow if the machine has NVLink",
+            true => {
+                "GPUs of different processes cannot access each other directly, which is slow if the machine has NVLink"
+            }
             false => "NCCL multicast is disabled; GPUs access each other directly",
         };
         tracing::info!("gpu.nccl: {} in the job's environment: {cost}", added.join(" "));

@@ -69,7 +69,7 @@ struct State {
     gone: u64,
     /// Counts what happens to the file, for who looked at it without the lock.
     epoch: u64,
-    /// What the follower has yet to see, the oldest first.
+    /// What the follower has not shown yet, the oldest first.
     changes: VecDeque<Change>,
 }
 
@@ -80,7 +80,7 @@ enum Change {
     Moved { from: u64, to: u64 },
     /// What was before this offset is not kept.
     Lost { to: u64 },
-    /// All was moved, and it began anew.
+    /// All of it was moved, and the file started empty again.
     Emptied,
     /// It was put back to this length; what was cut is in the other file, from this offset on.
     Cut { to: u64, from: u64, kept: Option<PathBuf> },
@@ -114,7 +114,7 @@ impl State {
 }
 
 impl Files {
-    /// The files in a job's log folder, created when they are not there. What a crash has left of a rotation is removed.
+    /// The files in a job's log folder, created if they do not exist. What a crash has left of a rotation is removed.
     ///
     /// # Errors
     /// When they cannot be created.
@@ -135,8 +135,8 @@ impl Files {
         [&self.stdout, &self.stderr]
     }
 
-    /// Moves what is longer than the bound to NAME.1, and NAME.1 to NAME.2, up to the number kept, and empties it. Only for a
-    /// job that stands still: nothing may be written between the copy and the cut.
+    /// Moves a file that exceeds the bound to NAME.1, and NAME.1 to NAME.2, up to the configured number, and empties
+    /// it. Only for a frozen job: nothing may be written between the copy and the cut.
     ///
     /// # Errors
     /// When a file cannot be copied; it is not cut then.
@@ -175,9 +175,9 @@ pub struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// Cuts an output file to `to` bytes, and what was rotated since it was that long. What is cut is kept in a file of its
-    /// own beside it, NAME.rolled-back.N, as far as the bounds allow and there is room: the newest of it. None where it is
-    /// not longer.
+    /// Cuts an output file to `to` bytes, and reverts what was rotated since it had that length. The newest part of
+    /// what is cut is saved in a separate file beside it, NAME.rolled-back.N, as far as the bounds and the free space
+    /// allow. None if the file is not longer.
     ///
     /// # Errors
     /// When it cannot be read or cut.

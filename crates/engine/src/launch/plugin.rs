@@ -9,7 +9,7 @@ use super::{embedded, interposer};
 /// Built by build.rs from `native/plugin/`. No image names it, so every version has it at the same path.
 pub(crate) const PLUGIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-plugin.so"));
 
-/// The plugin cannot be put in place.
+/// The plugin cannot be written.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot write CRIU's plugin to {}", path.display())]
 pub struct Error {
@@ -18,7 +18,7 @@ pub struct Error {
     source: io::Error,
 }
 
-/// Puts this version's plugin into a folder of its own below `scratch`, where CRIU finds no other, and answers the folder.
+/// Puts this version's plugin into a folder of its own below `scratch`, where CRIU finds no other, and returns the folder.
 ///
 /// # Errors
 /// When the file cannot be read or written.

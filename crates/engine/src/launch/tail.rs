@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use rekindle_os::sparse;
 
-/// What was shown last and is remembered. A cut to before that shows what is there from then on.
+/// The bytes shown last, which are remembered. After a cut to before them, everything from the cut on is shown.
 const REMEMBERED: usize = 1 << 20;
 /// So much of it tells whether a file is still the one that it was.
 const COMPARED: usize = 4096;
@@ -113,7 +113,7 @@ impl Tail {
         to.flush()
     }
 
-    /// Answers whether all of it was there: it may become a hole meanwhile.
+    /// Returns whether all of it was there: it may become a hole meanwhile.
     fn copy_from(&mut self, file: &File, to: &mut dyn Write) -> io::Result<bool> {
         let mut buffer = vec![0; CHUNK];
         let length = file.metadata()?.len();
@@ -147,7 +147,7 @@ impl Tail {
         }
     }
 
-    /// What follows `at` was rotated, or cut. The data of the file begins at `begin` now. Answers false where it is just
+    /// What follows `at` was rotated, or cut. The data of the file begins at `begin` now. Returns false if it is just
     /// being done.
     fn find_again(&mut self, file: &File, older: &[Signature], begin: u64, to: &mut dyn Write) -> io::Result<bool> {
         let new = older.iter().position(|one| self.older.contains(one)).unwrap_or(older.len());
@@ -179,7 +179,7 @@ impl Tail {
         }
         (self.at, self.begin, self.older) = (begin, begin, older.to_vec());
         if !goes_on {
-            // The file began anew: what was shown is not before what is in it.
+            // The file was emptied: what was shown does not precede its content.
             self.shown.clear();
         }
         Ok(true)
@@ -244,7 +244,7 @@ fn signature(meta: &Metadata) -> Signature {
     (meta.ino(), meta.mtime(), meta.mtime_nsec())
 }
 
-/// These, with their lengths, the oldest first; None where they have other names by now.
+/// These, with their lengths, the oldest first; None if they have other names by now.
 fn open_rotated(path: &Path, these: &[Signature]) -> io::Result<Option<Vec<(File, u64)>>> {
     let mut opened = Vec::new();
     for (n, wanted) in these.iter().enumerate().rev() {

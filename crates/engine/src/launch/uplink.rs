@@ -45,12 +45,12 @@ const NAME_SERVER: &str = "10.0.2.3";
 /// The kernel's tap devices.
 const DEVICE: &str = "/dev/net/tun";
 
-/// nobody and nogroup, as the kernel numbers who has no number here (`overflowuid`), and the number below for a job that is
-/// nobody: who owns the job's network has all rights there, which a job shall not have.
+/// nobody and nogroup, to which the kernel maps ids without a mapping (`overflowuid`), and the number below for a job
+/// that runs as nobody: the owner of the job's network has all rights there, which a job must not have.
 const NOBODY: u32 = 65534;
 const NOBODY_ELSE: u32 = 65533;
 
-/// How long it may take until the device is there. Some ten milliseconds are usual.
+/// Time limit until the device exists. It usually takes some ten milliseconds.
 const READY: Duration = Duration::from_secs(10);
 
 /// One that lived as long is started again at once.
@@ -60,7 +60,7 @@ const STEADY: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
-/// What an uplink needs and is not here.
+/// What an uplink needs and this machine lacks.
 #[derive(Debug, thiserror::Error)]
 pub enum Missing {
     /// The program.
@@ -107,7 +107,7 @@ pub enum Error {
     /// It ended before the device was there.
     #[error("{PROGRAM} ended at once ({how}){}", quoted(said))]
     Ended {
-        /// How.
+        /// How it ended.
         how: String,
         /// Its last words.
         said: String,
@@ -156,8 +156,8 @@ impl Plan {
         netns::owned_by(self.user, self.user).map_err(|source| Error::Network { user: self.user, source })
     }
 
-    /// Writes what the job's /etc/resolv.conf is to be, and answers where: the machine's, but for the name servers. Those may
-    /// be on its loopback device, and change from machine to machine; this one is there in each world.
+    /// Writes the job's /etc/resolv.conf and returns its path. It is the machine's, except for the name servers: those
+    /// may be on the machine's loopback device, and differ between machines; the one written here exists in each world.
     pub fn names(&self) -> Result<PathBuf, Error> {
         let machine = std::fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
         let path = self.directory.join("resolv.conf");
@@ -271,7 +271,7 @@ impl Shared {
         let copy = words_end.try_clone().map_err(Error::Reach)?;
         let args = [
             "--configure",
-            // Or what listens on the machine's loopback device, and trusts whoever gets there, would be open to the job.
+            // Otherwise the job could reach services on the machine's loopback device that trust every local client.
             "--disable-host-loopback",
             "--enable-seccomp",
             // The most that it takes: fewer, larger packets are what makes it faster.
@@ -286,7 +286,7 @@ impl Shared {
         let spawn = Spawn::new(&self.program, args)?.session().directory(Path::new("/"))?;
         let spawn = spawn.open(null).fd(copy, 1).fd(words_end, 2).fd(ready_end, 3).fd(network, 4).fd(owner, 5);
         let spawn = spawn.environment::<&str, &str>([])?.identity(self.user, self.user).no_new_privileges();
-        // Most machines let everybody open it, which gives nobody a right by itself.
+        // On most machines everybody may open it, which grants no right by itself.
         let spawn = if is_open_to_all(Path::new(DEVICE)) { spawn } else { spawn.own_tun(&staging_mounts())? };
         let spawn = spawn.dies_with_us();
         let mut state = self.state();

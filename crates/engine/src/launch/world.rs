@@ -47,14 +47,14 @@ pub enum Network<'a> {
     Uplink(&'a uplink::Plan),
 }
 
-/// Where a job lives.
+/// The namespaces that a job runs in.
 #[derive(Debug)]
 pub enum World {
     /// Namespaces of its own.
     Private {
-        /// It holds them.
+        /// The init of the namespaces.
         init: Child,
-        /// The way out of the network, where there is one.
+        /// The connection to the outside, if there is one.
         uplink: Option<Uplink>,
     },
     /// The namespaces of the supervisor.
@@ -215,8 +215,8 @@ fn kill_tree(root: i32) {
 /// How long what a failed restore left may take to end.
 const LEFTOVERS_END: Duration = Duration::from_secs(5);
 
-/// Ends what a failed restore left in the host's namespaces of the process that is `root` there. It is a child of ours, and
-/// as long as it is there, alive or not reaped, the next restore finds its pid taken.
+/// Ends what a failed restore left of the process that is `root`, in the host's namespaces. It is a child of ours, and
+/// until it is reaped the next restore finds its pid in use.
 pub(crate) fn end_leftovers(root: i32) {
     let deadline = std::time::Instant::now() + LEFTOVERS_END;
     while let Some(left) = rekindle_criu::find_restored(root) {
@@ -240,8 +240,8 @@ fn ends_within(child: &Child, limit: Duration) -> bool {
     false
 }
 
-/// The number after which the kernel shall go on counting pids in a world that restores these: the start of the largest
-/// gap, so that neither CRIU's helpers nor the job's next children meet a pid of the image.
+/// The number after which the kernel counts pids in a world that restores these: the start of the largest gap, so that
+/// neither CRIU's helpers nor the job's next children get a pid of the image.
 #[must_use]
 pub fn last_pid_for(taken: &[i32]) -> i32 {
     largest_gap(taken, limit_for(taken, pid_max()))

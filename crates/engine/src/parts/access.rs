@@ -79,7 +79,7 @@ pub enum Refused {
         /// Who the job is.
         user: String,
     },
-    /// A process is in other namespaces than the rest.
+    /// A process is in other namespaces than the rest of the job.
     #[error("{process} is in a mount namespace of its own")]
     Namespace {
         /// The process.
@@ -103,7 +103,7 @@ pub enum Refused {
         #[source]
         source: io::Error,
     },
-    /// Nothing of the job is there.
+    /// The job has no process.
     #[error("the job has no process")]
     NoProcess,
 }
@@ -129,7 +129,7 @@ pub(crate) struct Noted {
     pub(crate) rights: JobRights,
 }
 
-/// Looks at a job that stands still, of which `root` is the reaper.
+/// Checks a stopped job whose reaper is `root`.
 ///
 /// # Errors
 /// Names what a restore would refuse.

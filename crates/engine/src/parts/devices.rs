@@ -29,7 +29,7 @@ struct Device {
     major: u64,
     /// All of them, where it is not given.
     minor: Option<u64>,
-    /// /dev/nvidia-uvm: whoever has it uses the GPU's memory, or inherited it.
+    /// /dev/nvidia-uvm: a process that has it uses the GPU's memory, or inherited it.
     memory: bool,
 }
 
@@ -57,7 +57,7 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// Those of this machine, where it has any.
+    /// Those of this machine, if it has any.
     pub fn find() -> Option<Devices> {
         let mut all = nvidia(&std::fs::read_to_string("/proc/devices").unwrap_or_default());
         all.extend(stand_ins());
@@ -70,9 +70,9 @@ impl Devices {
         &self.list
     }
 
-    /// Takes the devices out of the image in `criu_dir`, while all tasks stand still. `root` is the root of the tree and
-    /// `cuda` are the CUDA processes in it, as we see them. Answers what the user should know; an error, in words, where an
-    /// image without the devices would not be one of the job.
+    /// Removes the devices from the image in `criu_dir`, while all tasks are frozen. `root` is the root of the tree and
+    /// `cuda` are the CUDA processes in it, as we see them. Returns a note for the user; or an error, in words, if the
+    /// job could not run without the devices.
     pub(crate) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Option<String>, String> {
         let replaced = image::without_devices(criu_dir).map_err(|e| rekindle_base::chain(&e))?;
         if replaced.is_empty() {
@@ -129,7 +129,7 @@ impl Devices {
 struct Facts {
     /// The driver has just checkpointed it.
     is_cuda: bool,
-    /// It came from a CUDA process by fork(2).
+    /// It is a fork of a CUDA process.
     is_fork: bool,
     /// It has mappings of devices, or the device of the GPU's memory.
     has_memory: bool,
@@ -183,8 +183,8 @@ fn nvidia(text: &str) -> Vec<Device> {
     all
 }
 
-/// Devices that stand for NVIDIA's in a test of a debug build, `nvidia=c10:232 nvidia-uvm=b7:0`. A build for use has no way
-/// to name others.
+/// Devices that replace NVIDIA's in a test of a debug build, `nvidia=c10:232 nvidia-uvm=b7:0`. A release build cannot
+/// name others.
 fn stand_ins() -> Vec<Device> {
     let named = cfg!(debug_assertions).then(|| std::env::var("REKINDLE_TEST_DEVICES").ok()).flatten();
     named.iter().flat_map(|text| text.split(' ')).filter_map(stand_in).collect()

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use rekindle_criu::image::{self, Queues, Stuck, keep_in_flight};
 use rekindle_os::process;
 
-/// So often a snapshot is tried; a CUDA job stands still for a checkpoint and a restore each time.
+/// Number of attempts for a snapshot; each freezes a CUDA job for a checkpoint and a restore.
 pub(crate) const ATTEMPTS: u32 = 5;
 /// How long descriptors are waited for before a freeze, in which they may do no harm.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -26,7 +26,7 @@ const PATIENCE: Duration = Duration::from_millis(100);
 const MORE_PATIENCE: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Descriptors that a restore would not bring back right.
+/// Descriptors that could not be restored correctly.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InFlight {
     all: Vec<Stuck>,
@@ -58,8 +58,8 @@ impl std::fmt::Display for InFlight {
 }
 
 impl InFlight {
-    /// Looks into the image in `criu_dir`, while all tasks of the tree below `root` stand still, and puts those right that
-    /// can be. `names` are those of the processes, as they see themselves.
+    /// Inspects the image in `criu_dir`, while all tasks of the tree below `root` are frozen, and repairs the order
+    /// where possible. `names` are those of the processes, as they see themselves.
     pub(crate) fn find(
         criu_dir: &Path,
         root: i32,
@@ -70,14 +70,15 @@ impl InFlight {
         Ok((!queues.stuck.is_empty()).then(|| InFlight { all: queues.stuck, names: names.clone() }))
     }
 
-    /// Waits until any of them was received, and a random moment more: a job that sends in step with our attempts would hold
-    /// up all of them. False where nothing moves: then nobody receives them.
+    /// Waits until any of them was received, and a random moment more: a job that sends in step with our attempts would
+    /// otherwise delay all of them. False if nothing moves: then nobody receives them.
     pub(crate) fn moves(&self, root: i32, attempt: u32, cancelled: &dyn Fn() -> bool) -> bool {
         let tree = process::tree(root);
         let was = |stuck: &Stuck| u64::try_from(stuck.descriptors).ok();
         let moved = || {
             let now = waiting(&tree);
-            // A kernel that does not say how many there are, or a socket that nobody has any more, may have moved.
+            // If the kernel does not say how many there are, or no process has the socket any more, assume that they
+            // moved.
             self.all.iter().any(|stuck| now.get(&stuck.inode).map(|waiting| waiting.count) != was(stuck))
         };
         let moved = until(MORE_PATIENCE, || cancelled() || moved());
@@ -88,7 +89,7 @@ impl InFlight {
     }
 }
 
-/// Waits a little for descriptors that are on their way between these processes. Most of them would do no harm.
+/// Waits a little for descriptors in flight between these processes. Most of them would do no harm.
 pub(crate) fn let_pass(tree: &[i32], cancelled: &dyn Fn() -> bool) {
     if !until(PATIENCE, || cancelled() || waiting(tree).is_empty()) {
         tracing::debug!(sockets = ?waiting(tree), "file descriptors are in flight in UNIX sockets");

@@ -23,15 +23,15 @@ pub struct Error {
     source: io::Error,
 }
 
-/// Stops the processes of the tree below `root` that use a file with a lost lock, as soon as CRIU lets them go.
+/// Stops the processes of the tree below `root` that use a file with a lost lock, as soon as CRIU resumes them.
 pub(crate) fn hold(root: i32, lost: &LostLocks) {
     for pid in users(root, lost) {
         drop(ptrace::stop_when_let_go(pid));
     }
 }
 
-/// Takes the locks again for the processes that held them. Those that are also `held` for something else stay stopped, the
-/// others go on.
+/// Takes the locks again for the processes that had them. Those that are also `held` for something else stay stopped,
+/// the others are resumed.
 pub(crate) fn take_again(root: i32, lost: &LostLocks, held: &[i32]) -> Result<(), Error> {
     let mut waiting = Vec::new();
     for pid in users(root, lost) {
@@ -46,7 +46,7 @@ pub(crate) fn take_again(root: i32, lost: &LostLocks, held: &[i32]) -> Result<()
             waiting.push(pid);
         }
     }
-    // Only when all have theirs: one of them would find a lock free that another one holds.
+    // Only when all have their locks: otherwise one of them could find a lock free that belongs to another.
     for pid in waiting {
         let _ = ptrace::go_on(pid);
     }

@@ -89,9 +89,8 @@ pub fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
 pub(super) fn too_few_gpus(manifest: &Manifest, here: &Here) -> Difference {
     let (image, here) =
         (format!("{} GPUs that the job could see", manifest.gpus.len()), here.devices.all.len().to_string());
-    Difference::new(Severity::Fatal, "GPUs", image, here).advise(
-        "the driver needs as many GPUs to restore on others: make more visible, or use another machine",
-    )
+    Difference::new(Severity::Fatal, "GPUs", image, here)
+        .advise("the driver needs as many GPUs to restore on others: make more visible, or use another machine")
 }
 
 /// So many differences are named in one message: after an upgrade of the system hundreds of files differ.

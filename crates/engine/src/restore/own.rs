@@ -69,8 +69,8 @@ fn is_area(folder: &Path, job: &str) -> bool {
     hash.is_some_and(|hash| hash.len() == 8 && hash.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b)))
 }
 
-/// Whether nobody but root can change what is in the folder, or put another in its place. What of it is not there is made
-/// by root.
+/// Whether only root can change what is in the folder, or replace the folder. Missing parts of the path are created by
+/// root.
 fn is_roots(folder: &Path) -> Result<(), String> {
     let there = folder.ancestors().find(|path| fs::symlink_metadata(path).is_ok());
     let there = there.ok_or("is in a folder that cannot be inspected")?;
@@ -101,7 +101,7 @@ fn judge(meta: &fs::Metadata, place: Place, we: u32) -> Result<(), String> {
     if meta.is_symlink() {
         return Ok(());
     }
-    // Where it is sticky nobody takes away what is root's.
+    // In a sticky folder nobody can remove root's files.
     let is_safe = meta.mode() & OTHERS_WRITE == 0 || (place == Place::Above && meta.mode() & STICKY != 0);
     if is_safe { Ok(()) } else { Err("which others can write".into()) }
 }

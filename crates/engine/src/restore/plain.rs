@@ -66,14 +66,14 @@ fn check(image: &Image) -> Result<(), Error> {
     }
 }
 
-/// None where memory has no room.
+/// None if memory has no room.
 fn into_memory(
     request: &Request<'_>,
     manifest: &Manifest,
     cancelled: &(dyn Fn() -> bool + Sync),
 ) -> Result<Option<Image>, Error> {
     let Some(area) = request.unpacking.staging.filter(|area| area.is_there()) else { return Ok(None) };
-    // Host memory is there twice until the job runs; device memory leaves the landing file for the GPU.
+    // Host memory exists twice until the job runs; device memory moves from the landing file to the GPU.
     let pages = manifest.parts.iter().filter(|part| part.path.starts_with("criu/pages-"));
     let besides = pages.map(|part| part.size).sum();
     let need = Need { image: manifest.bytes, besides, keep: request.unpacking.memory_reserve };

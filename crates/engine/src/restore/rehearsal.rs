@@ -64,7 +64,7 @@ pub struct Script {
     pub reserve: u64,
 }
 
-/// What came of it.
+/// The result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "outcome")]
 pub enum Outcome {
@@ -80,7 +80,7 @@ pub enum Outcome {
     },
     /// It could not be tried, which says nothing about the image.
     NotTried {
-        /// What was in the way.
+        /// What prevented it.
         why: String,
     },
 }
@@ -149,7 +149,7 @@ impl Failure {
         }
         match error {
             Error::Criu(criu::RunError::Refused { log }) if !log.errors().is_empty() => Failure::Refused(chain(error)),
-            // It found itself wrong about the image. Killed it may have been by anybody.
+            // It found a fault in the image. If it was killed, that may have been anybody.
             Error::Criu(criu::RunError::Gone {
                 ended: Ended::Signal(libc::SIGABRT | libc::SIGSEGV | libc::SIGBUS),
                 ..
@@ -178,7 +178,7 @@ fn try_it(script: &Script) -> Result<Duration, Failure> {
     let began = Instant::now();
     let result = restore(script, &folder, &image, manifest);
     let took = began.elapsed();
-    // Its files are gone or others once the slot holds a later image.
+    // Its files are gone or replaced once the slot has a later image.
     match result {
         Err(Failure::Refused(_)) if find(&folder, script.image).is_err() => {
             Err(Failure::NotTried("a newer image replaced it".into()))
@@ -220,7 +220,7 @@ fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
     }
 }
 
-/// Whether the job has nothing in the places that the view shows as they are.
+/// Whether the job has no files in the places that the view shows unchanged.
 fn out_of_reach(image: &Image, as_they_are: &[PathBuf]) -> Result<(), Failure> {
     let tables = ["files.img", "ghost-file.img", "remap-fpath.img"].map(|name| image.dir.join("criu").join(name));
     let tables: Vec<Vec<u8>> = tables.iter().filter_map(|path| fs::read(path).ok()).collect();
@@ -231,7 +231,9 @@ fn out_of_reach(image: &Image, as_they_are: &[PathBuf]) -> Result<(), Failure> {
         tables.iter().any(|table| table.windows(bytes.len().max(1)).any(|window| window == bytes))
     };
     match as_they_are.iter().find(names) {
-        Some(path) => Err(Failure::NotTried(format!("it has files at {}, where no overlay can be mounted", path.display()))),
+        Some(path) => {
+            Err(Failure::NotTried(format!("it has files at {}, where no overlay can be mounted", path.display())))
+        }
         None => Ok(()),
     }
 }

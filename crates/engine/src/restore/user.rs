@@ -76,7 +76,7 @@ mod tests {
         for (manifest, user, then) in [
             (image(None, None), Some(&nobody), None),
             (image(None, Some(0)), Some(&nobody), Some("root")),
-            // What the image calls nobody is root: the number counts.
+            // A user id 0 in the image is root, whatever its name: the number counts.
             (image(Some("nobody"), Some(0)), Some(&nobody), Some("root")),
             (image(Some("nobody"), None), None, Some("nobody")),
             (image(Some("no such user"), None), Some(&nobody), Some("no such user")),

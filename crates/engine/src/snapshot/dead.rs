@@ -27,7 +27,7 @@ use rekindle_os::spawn::Ended;
 
 /// After so long without a wait the parent is one that does not.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How long deaths hold up one snapshot at most: of a job that kills its children all the time there is always one.
+/// How long deaths may delay one snapshot: a job that kills its children all the time always has one.
 pub const LIMIT: Duration = Duration::from_secs(15);
 /// What a parent that has just heard of a death gets to end the job for that.
 pub const AFTERMATH: Duration = Duration::from_secs(1);
@@ -36,11 +36,11 @@ const PAUSE: Duration = Duration::from_millis(5);
 /// A process by its pid, as we see it, and when it began: pids are used again.
 pub type Key = (i32, u64);
 
-/// What earlier looks have seen, so that a process that stays dead holds up one snapshot only.
+/// What earlier attempts have seen, so that a process that stays dead delays only one snapshot.
 #[derive(Debug, Default)]
 pub struct Deaths(Mutex<BTreeMap<Key, Instant>>);
 
-/// Processes that a signal has ended, and that nobody has waited for.
+/// Processes that a signal killed, and that nobody has waited for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unnoticed(Vec<Dead>);
 
@@ -64,11 +64,11 @@ impl std::fmt::Display for Unnoticed {
 /// A look at the dead of a tree.
 #[derive(Debug, Default)]
 pub(super) struct Look {
-    /// Those that hold up a snapshot.
+    /// Those that delay a snapshot.
     pub(super) fresh: Option<Unnoticed>,
     /// Those that do not any more.
     pub(super) old: Option<Unnoticed>,
-    /// All processes of the tree: of one that stands still nobody needs to look for them again.
+    /// All processes of the tree; in a frozen tree nobody needs to list them again.
     pub(super) tree: Vec<i32>,
 }
 
@@ -86,7 +86,7 @@ impl Deaths {
         Look { fresh: some(fresh), old: some(old), tree }
     }
 
-    /// Whether each of these has been dead for so long that it does not hold up a snapshot. Forgets all others.
+    /// Whether each of these has been dead for so long that it does not delay a snapshot. Forgets all others.
     pub fn long_dead(&self, keys: impl Iterator<Item = Key>, now: Instant) -> Vec<bool> {
         let since = self.since(keys, now);
         since.into_iter().map(|since| now.saturating_duration_since(since) >= PATIENCE).collect()
@@ -100,8 +100,8 @@ impl Deaths {
         keys.into_iter().map(|key| *seen.entry(key).or_insert(now)).collect()
     }
 
-    /// Waits until nobody holds up a snapshot any more. False where it is over before: called off, the job has ended, or
-    /// `until` has come.
+    /// Waits until no dead process delays a snapshot any more. False if it ends before: cancelled, the job has ended,
+    /// or `until` has passed.
     pub(super) fn wait(&self, root: i32, until: Instant, over: &dyn Fn() -> bool) -> bool {
         while !over() && Instant::now() < until {
             let look = self.look(root);
@@ -120,7 +120,7 @@ impl Deaths {
     }
 }
 
-/// Until when deaths may hold up a snapshot that begins now.
+/// Until when deaths may delay a snapshot that begins now.
 pub(super) fn limit() -> Instant {
     Instant::now() + LIMIT
 }

@@ -28,7 +28,7 @@ impl PutBack<'_> {
     }
 }
 
-/// The files of the dump in `criu_dir` that nobody puts back. `kept` are those that the image has a copy of.
+/// The files of the dump in `criu_dir` that nothing puts back. `kept` are those that the image has a copy of.
 pub(super) fn files(
     criu_dir: &Path,
     put_back: PutBack<'_>,

@@ -135,9 +135,9 @@ pub struct Received {
     pub bytes: u64,
 }
 
-/// Has `spool` hold a file for each of `expected`, with all its pages present, so that [`Receivers::start`] finds little to
-/// do. As there, an image that files of this spool are a part of is no image any more. Takes about 0.3 s for each GiB and
-/// thread where pages are missing.
+/// Makes `spool` contain a file for each of `expected`, with all its pages present, so that [`Receivers::start`] has
+/// little to do. As there, an image that uses files of this spool becomes invalid. Takes about 0.3 s for each GiB and
+/// thread if pages are missing.
 ///
 /// # Errors
 /// [`Error::Full`] when there is no room; what was made until then stays.
@@ -145,8 +145,8 @@ pub fn make_ready(spool: &Path, expected: &[Expected]) -> Result<(), Error> {
     spool::make_ready(spool, expected, threads()).map(drop)
 }
 
-/// FIFOs in the place of CRIU's pages files, and the threads that empty them. Dropped without [`Receivers::drain`] it takes
-/// both away.
+/// FIFOs that replace CRIU's pages files, and the threads that empty them. If dropped without [`Receivers::drain`], it
+/// removes both.
 #[derive(Debug)]
 pub struct Receivers {
     shared: Arc<Shared>,
@@ -161,7 +161,7 @@ impl Receivers {
     /// spool with nothing else in it.
     ///
     /// # Errors
-    /// When there is no room, or no FIFO or thread can be made. Nothing is left then but what is in the spool.
+    /// If there is no memory, or a FIFO or thread cannot be created. Then only the files of the spool remain.
     pub fn start(criu_dir: &Path, spool: &Path, expected: &[Expected]) -> Result<Receivers, Error> {
         Receivers::start_with(criu_dir, spool, expected, threads())
     }
@@ -190,8 +190,8 @@ impl Receivers {
         Ok(receivers)
     }
 
-    /// Waits until all that CRIU has written is copied. To be called while the tasks stand still and CRIU has closed its
-    /// pages files; it then takes about as long as copying what is still in a FIFO, a millisecond.
+    /// Waits until everything that CRIU has written is copied. Call it while the tasks are frozen and CRIU has closed
+    /// its pages files; it then takes about as long as copying what is still in a FIFO, a millisecond.
     ///
     /// # Errors
     /// What went wrong since the start, or that `deadline` has passed. FIFOs and threads are gone then.
@@ -239,8 +239,8 @@ pub struct Drained {
 }
 
 impl Drained {
-    /// Cuts each file to what came, puts it in the place of its FIFO and removes what this image does not use: FIFOs, and
-    /// files of the spool. Cutting takes a while (20 ms for each GiB given back), so it is for when the job runs again.
+    /// Cuts each file to what was received, replaces its FIFO by it, and removes what this image does not use: FIFOs,
+    /// and files of the spool. Cutting takes a while (20 ms for each GiB freed), so it is done when the job runs again.
     ///
     /// # Errors
     /// When a file cannot be cut, linked or removed.

@@ -24,13 +24,13 @@ use rekindle_store::manifest::{Landing, MappedFile, Phase, Recreate, SavedLink, 
 /// CRIU's images within an image.
 pub(crate) const CRIU_DIR: &str = "criu";
 
-/// A phase of the freeze: what it does, and how it is taken back when it or a later one fails.
+/// A phase of the freeze: what it does, and how it is undone if it or a later one fails.
 struct Step {
     name: &'static str,
-    /// Whether a cancellation is asked for before it. Later the job is set going again in any case.
+    /// Whether a cancellation is checked before it. Later the job is resumed in any case.
     cancellable: bool,
     run: fn(&mut Freeze<'_>) -> Result<(), Error>,
-    /// Tries everything; answers what could not be undone.
+    /// Tries everything; returns what could not be undone.
     undo: fn(&mut Freeze<'_>) -> Result<(), String>,
 }
 
@@ -144,7 +144,7 @@ impl Freeze<'_> {
     fn undo(&mut self, failed: usize, cause: Error) -> Error {
         let done = STEPS.iter().take(failed + 1).rev();
         let failures: Vec<String> = done.filter_map(|step| (step.undo)(self).err()).collect();
-        // A CUDA process that is in no state to run on, a GPU that was not taken back: only an image helps.
+        // A CUDA process that cannot run, or a GPU that was not restored: only an image helps.
         let stuck = self.gpus.group.stuck();
         if failures.is_empty() && stuck.is_none() {
             return cause;
@@ -221,7 +221,8 @@ impl Freeze<'_> {
             (Err(_), Some(Wrong::Unnoticed(found))) => return Err(Error::Unnoticed(found)),
             (Err(error), None) => return Err(error.into()),
         };
-        let silent = || Error::Guard("CRIU ended the dump and did not report the point at which the job was frozen".into());
+        let silent =
+            || Error::Guard("CRIU ended the dump and did not report the point at which the job was frozen".into());
         let moment = moment.ok_or_else(silent)?;
         let frozen = criu::image::frozen_time(&scratch).unwrap_or_default();
         std::fs::write(image.join("dump.log"), log.text()).map_err(io("save CRIU's log"))?;
@@ -252,12 +253,12 @@ impl Freeze<'_> {
 }
 
 impl Frozen<'_> {
-    /// How long the job stood still: with CUDA from the lock to the last unlock, without it what CRIU measured.
+    /// How long the job was frozen: with CUDA from the lock to the last unlock, without it what CRIU measured.
     pub(super) fn time(&self) -> Duration {
         if self.gpus.group.is_empty() { self.dumped.frozen } else { self.timings.locked() }
     }
 
-    /// The rest of the image, for which the job need not stand still.
+    /// The parts of the image for which the job need not be frozen.
     pub(super) fn complete(&mut self) -> Result<(), Error> {
         if let Some(drained) = self.dumped.drained.take() {
             drained.place()?;

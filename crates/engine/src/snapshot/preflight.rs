@@ -32,14 +32,14 @@ pub enum Refusal {
         /// Bytes below the limit.
         free: u64,
     },
-    /// A debugger holds a process.
+    /// A debugger is attached to a process.
     #[error("process {pid} ({name}) is traced by process {tracer} (a debugger, strace): detach it")]
     Traced {
         /// The process.
         pid: i32,
         /// Its name.
         name: String,
-        /// Who.
+        /// The tracing process.
         tracer: i32,
     },
     /// CRIU cannot dump something a process has.
@@ -49,7 +49,7 @@ pub enum Refusal {
         pid: i32,
         /// Its name.
         name: String,
-        /// What.
+        /// What it is.
         what: &'static str,
         /// What helps.
         hint: &'static str,
@@ -86,7 +86,7 @@ pub enum Refusal {
         pid: i32,
         /// Its name.
         name: String,
-        /// Which.
+        /// The kind of namespace.
         kind: &'static str,
     },
     /// A process is on a part of a GPU.
@@ -109,7 +109,7 @@ pub enum Refusal {
 pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
     let root = subject.job.root.pid();
     tree.iter().try_for_each(|pid| check_process(*pid, root))?;
-    // CRIU opens files to look for a build-id, and the holder, which stands still, does not answer.
+    // CRIU opens files to look for a build-id, and the lease holder is stopped and does not answer.
     match WriteLease::all().into_iter().find(|lease| tree.contains(&lease.pid)) {
         None => Ok(()),
         Some(lease) => {
@@ -120,7 +120,7 @@ pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> 
     }
 }
 
-/// Whether the CUDA processes are on whole GPUs: the driver (580) checkpoints neither instances of a divided one (MIG) nor
+/// Whether the CUDA processes use whole GPUs: the driver (580) checkpoints neither instances of a divided one (MIG) nor
 /// virtual ones (vGPU).
 pub(super) fn check_gpus(inventory: &GpuInventory, pids: &[i32]) -> Result<(), Refusal> {
     for pid in pids {
@@ -137,7 +137,7 @@ pub(super) fn check_gpus(inventory: &GpuInventory, pids: &[i32]) -> Result<(), R
         }
         let on = |gpu: &&Gpu| match inventory.used_on(*pid) {
             Some(used) => used.contains_key(&gpu.uuid),
-            // Where it cannot be told, only if there is no other that it could be on.
+            // If this is unknown, only if there is no other GPU that it could use.
             None => inventory.gpus.iter().all(|other| other.mig == Mig::On || other.is_virtual),
         };
         if let Some(gpu) = inventory.gpus.iter().filter(|gpu| gpu.mig == Mig::On || gpu.is_virtual).find(on) {
@@ -179,8 +179,8 @@ pub(super) fn device_memory(inventory: &GpuInventory, pids: &[i32]) -> Vec<u64> 
     })
 }
 
-/// Whether processes may share memory with each other that nobody sees: several with NCCL, which was not told to do
-/// without, and no interposer.
+/// Whether processes may share memory that rekindle cannot see: several with NCCL, whose sharing was not disabled, and
+/// no interposer.
 pub(super) fn check_nccl(pids: &[i32]) -> Result<(), Refusal> {
     let unseen = |pid: &&i32| {
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
@@ -199,7 +199,7 @@ pub(super) fn check_nccl(pids: &[i32]) -> Result<(), Refusal> {
     }
 }
 
-/// Whether so much device memory may lie in host memory for as long as the snapshot takes.
+/// Whether host memory can contain this much device memory for the duration of the snapshot.
 pub(super) fn check_memory(device: u64, subject: &Subject<'_>) -> Result<(), Refusal> {
     let left = cgroup::memory_headroom(subject.job.root.pid());
     admit_memory(device, cgroup::memory_available(), left, subject.options.memory_reserve)

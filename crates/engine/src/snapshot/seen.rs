@@ -50,7 +50,7 @@ impl Seen {
         Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp })
     }
 
-    /// Leaves files on disk out, where memory has no room for them beside the job's memory. Answers whether that helps.
+    /// Leaves files on disk out, where memory has no room for them beside the job's memory. Returns whether that helps.
     pub(super) fn keep_no_files(&mut self) -> bool {
         self.contents.keep_none_of_the_disk();
         std::mem::replace(&mut self.rewritten, 0) > 0

@@ -55,7 +55,7 @@ pub(super) fn empty(path: &Path, state: &mut State, bounds: Bounds) -> io::Resul
 /// How far back it is looked for the end of a line, so that none is in two files.
 const LINE: u64 = 64 << 10;
 
-/// Moves one piece. Answers whether there may be another.
+/// Moves one piece. Returns whether there may be another.
 pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds: Bounds) -> io::Result<bool> {
     let meta = std::fs::metadata(path)?;
     let (length, on_disk) = (meta.len(), meta.blocks().saturating_mul(512));

@@ -166,7 +166,7 @@ fn shared_ranges(maps: &[u8]) -> BTreeSet<Vec<u8>> {
     maps.split(|byte| *byte == b'\n').filter_map(range).collect()
 }
 
-/// The last part of a path; empty where there is none.
+/// The last part of a path; empty if there is none.
 pub(crate) fn name_of(path: &Path) -> &OsStr {
     path.file_name().unwrap_or_default()
 }

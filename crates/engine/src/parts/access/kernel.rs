@@ -12,7 +12,7 @@ use std::path::{Component, Path, PathBuf};
 use super::files::WRITE;
 use rekindle_os::process;
 
-/// Types of file systems, in /proc/PID/mountinfo, of which a job may have nothing open.
+/// Types of file systems, in /proc/PID/mountinfo, from which a job may have nothing open.
 const CLOSED: [&str; 14] = [
     "debugfs",
     "tracefs",
@@ -30,7 +30,7 @@ const CLOSED: [&str; 14] = [
     "rpc_pipefs",
 ];
 
-/// Entries directly below /proc that show everybody the same, of which some are folders.
+/// Entries directly below /proc that show the same to everybody; some are folders.
 const OF_THE_MACHINE: [&str; 42] = [
     "acpi",
     "buddyinfo",
@@ -196,7 +196,7 @@ impl Kernels {
         let writes = access & WRITE != 0;
         Some(match mounted.kind.as_str() {
             "proc" => in_proc(&parts, writes, is_folder, tree),
-            // The registers of a PCI device, of which root is shown more.
+            // The registers of a PCI device; root sees more of them.
             "sysfs" if parts.last() == Some(&"config") || parts.contains(&"sections") => Verdict::Refused,
             "sysfs" => Verdict::IfItOpens,
             // Processes are moved with the rights of who opened the file (Linux 5.16).

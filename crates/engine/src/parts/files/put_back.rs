@@ -39,22 +39,22 @@ pub enum ChangedFiles {
     /// A restore is refused over a file that changed and whose content the image does not have.
     #[default]
     Refuse,
-    /// It is told.
+    /// It is reported.
     Warn,
 }
 
 /// A file that was put back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PutBack {
-    /// What was too much, or other content, is kept beside it.
+    /// The content beyond or different from the snapshot is saved beside it.
     Kept(RolledBack),
-    /// Output of the job, of which no more may be kept than is asked for.
+    /// Output of the job, of which only a configured amount may be saved.
     Cut(PathBuf, Kept),
-    /// It was gone, and is made anew from the image.
+    /// It was missing, and was created from the image.
     Made(PathBuf),
-    /// Output of the job, and so many bytes that it had written are not here.
+    /// Output of the job; this many bytes that it had written are missing.
     Begun(PathBuf, u64),
-    /// It was not there at the snapshot, and is moved aside.
+    /// It did not exist at the snapshot, and was moved aside.
     Aside(RolledBack),
     /// A tracked folder.
     Folder {
@@ -136,7 +136,7 @@ pub enum RollbackError {
         #[source]
         source: io::Error,
     },
-    /// The same, with copies that nobody tidied away.
+    /// The same, with copies that nobody removed.
     #[error("cannot put {} back to its state at the snapshot: {MOST_KEPT} older copies exist (NAME.rolled-back.N). Remove those that you do not need", .0.display())]
     TooMany(PathBuf),
     /// It is gone.
@@ -271,7 +271,7 @@ fn check_one(file: &OpenFile, changed: ChangedFiles) -> Result<(), RollbackError
     Ok(())
 }
 
-/// With the mode of then, which CRIU compares.
+/// With the mode at the snapshot, which CRIU compares.
 fn can_be_made(file: &OpenFile) -> bool {
     file.part.is_some() && file.mode.is_some()
 }
@@ -290,7 +290,7 @@ fn with_rights<T: Send>(
     }
 }
 
-/// Makes the folders that the image needs and that were removed since, and answers how many.
+/// Makes the folders that the image needs and that were removed since, and returns how many.
 pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
     let mut made = 0;
     for folder in &manifest.folders {
@@ -301,7 +301,7 @@ pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Resu
 
 fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
     let path = &*folder.path;
-    // Whatever is there is somebody's.
+    // An existing file belongs to somebody.
     if std::fs::symlink_metadata(path).is_ok() {
         return Ok(false);
     }
@@ -363,7 +363,7 @@ pub(crate) fn put_back(
     }
     for file in &manifest.open_files {
         if let Some(path) = moved::log_here(&file.path, manifest, folder) {
-            // A terminal shows the output as it is written: first what is cut, then what comes in its place.
+            // A terminal shows the output as it is written: first what is cut, then what replaces it.
             let mut held = output.hold();
             done.extend(put_log_back(file, &path, &mut held)?);
             continue;
@@ -435,7 +435,7 @@ fn put_one_back(
     match content {
         Some(content) => Ok(content::replace(&open, file, content, aside)?.map(PutBack::Kept)),
         None if metadata.size() > file.size => cut(&open, path, file.size).map(PutBack::Kept).map(Some),
-        // Rotated or emptied by its owner; whoever appends does not mind.
+        // Rotated or emptied by its owner; a program that appends is not affected.
         None if metadata.size() < file.size && !file.append => {
             Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() })
         }
@@ -449,8 +449,8 @@ fn cut(file: &File, path: &Path, size: u64) -> Result<RolledBack, RollbackError>
     Ok(RolledBack { path: path.into(), kept, bytes })
 }
 
-/// How many copies of one file are kept. The user's files are the user's to remove, so the next is refused: nobody has so
-/// many whom they are of use to.
+/// How many copies of one file are saved. The user's files are the user's to remove, so the next copy is refused.
+/// Nobody needs more than this.
 pub(crate) const MOST_KEPT: u32 = 10_000;
 
 /// What a copy or a new file could not be written for.

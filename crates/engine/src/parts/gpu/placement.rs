@@ -35,7 +35,7 @@ pub struct Device {
     pub name: String,
     /// Its number, as nvidia-smi counts.
     pub index: Option<u32>,
-    /// Bytes of its memory that can be had.
+    /// Available bytes of its memory.
     pub free: Option<u64>,
     /// Bytes of its memory.
     pub total: Option<u64>,
@@ -48,7 +48,7 @@ pub struct Device {
 pub enum Health {
     /// Nothing is known against it.
     Fine,
-    /// It had a fault after which NVIDIA advises to start nothing on it: taken only where there is no other.
+    /// It had a fault after which NVIDIA advises to start nothing on it: taken only if there is no other.
     Faulted(u32),
     /// NVML cannot ask it.
     Silent,
@@ -112,12 +112,12 @@ fn is_same_address(one: &str, other: &str) -> bool {
 /// What is to be done about the GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Plan {
-    /// Nothing: the job comes back where it was.
+    /// Nothing changes: the job is restored where it was.
     Stay {
         /// GPUs that would be left if there were others: each with the reason.
         in_spite_of: Vec<String>,
     },
-    /// The driver is to be told of other GPUs.
+    /// The driver is given pairs with other GPUs.
     Move(Relocation),
     /// What is needed is here, and busy. It may be free again.
     Wait(NoPlace),
@@ -134,8 +134,8 @@ pub struct Relocation {
     pub moved: Vec<Moved>,
     /// Whether it is only because one of them has too little free memory.
     pub for_room: bool,
-    /// Whether a GPU that is divided or silent stands in for one that the job did not use: there are too few for all.
-    /// Whether the driver takes that is not known.
+    /// Whether a divided or silent GPU replaces one that the job did not use, because there are too few. It is not
+    /// known whether the driver accepts that.
     pub unproven: bool,
 }
 
@@ -194,7 +194,7 @@ fn olds(manifest: &Manifest) -> Vec<Old> {
         .collect()
 }
 
-/// Decides which GPUs the job comes back on.
+/// Decides on which GPUs the job is restored.
 #[must_use]
 pub fn plan(manifest: &Manifest, here: &Devices, wishes: &Wishes) -> Plan {
     let olds = olds(manifest);
@@ -220,7 +220,9 @@ pub fn plan(manifest: &Manifest, here: &Devices, wishes: &Wishes) -> Plan {
     if let Some(places) = ask(Faults::Take, Room::Ever) {
         return match relocate(&olds, here, &fixed, &places, no_place) {
             Plan::Refuse(why) => Plan::Refuse(why),
-            _ => Plan::Wait(no_place("a GPU that fits is busy: end the programs that use it, or wait until it is free".into())),
+            _ => Plan::Wait(no_place(
+                "a GPU that fits is busy: end the programs that use it, or wait until it is free".into(),
+            )),
         };
     }
     let may_be_unused = olds.iter().any(|old| matches!(old.need, Need::Unknown(_)));
@@ -287,7 +289,7 @@ fn relocate(
     Plan::Move(Relocation { pairs, for_room, moved, unproven })
 }
 
-/// What stands against a GPU, or the room that it has.
+/// What is wrong with a GPU, or how much memory it has free.
 fn state(device: &Device) -> String {
     match (device.health, device.free) {
         (Health::Faulted(number), _) => format!("had Xid {number} ({})", xid::meaning(number).0),

@@ -19,7 +19,7 @@ use rekindle_store::manifest::{ControlGroup, Owner};
 pub(crate) struct Found {
     /// Each group is after the one that it is in.
     pub(crate) groups: Vec<ControlGroup>,
-    /// What is to be told of groups that are not in the image.
+    /// Notes on groups that are not in the image.
     pub(crate) notes: Vec<String>,
 }
 

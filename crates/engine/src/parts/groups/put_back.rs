@@ -14,8 +14,8 @@ use rekindle_os::{identity, process};
 use rekindle_store::manifest::{ControlGroup, Owner};
 use rekindle_store::{GroupPath, Manifest};
 
-/// Puts the processes of the tree below `root`, which stand still, into the control groups that they were in. Warns of each
-/// group that could not be entered, and of each that lacks a setting.
+/// Moves the stopped processes of the tree below `root` into the control groups that they were in. Warns of each group
+/// that could not be entered, and of each that lacks a setting.
 pub(crate) fn put_back(root: i32, manifest: &Manifest, user: Option<&Identity>) {
     let groups = &manifest.control_groups;
     if groups.is_empty() {
@@ -100,9 +100,9 @@ fn find_or_make(base: &Path, group: &ControlGroup) -> io::Result<(Folder, bool)>
 }
 
 impl Here<'_> {
-    /// Has its settings be those of the snapshot, unless somebody uses the group.
+    /// Sets its settings to those of the snapshot, unless somebody uses the group.
     fn put_settings(&self, folder: &Folder, job: &Job<'_>) -> Option<String> {
-        // Of ours nobody is in it yet.
+        // A group that we created has no process yet.
         if !self.is_new && folder.is_populated().unwrap_or(true) {
             return None;
         }
@@ -140,7 +140,7 @@ impl Here<'_> {
         job.stays(&ControlGroup { processes: stay, ..self.group.clone() }, Some(self.base), &why)
     }
 
-    /// Gives it to whom it belonged.
+    /// Gives it to its owner at the snapshot.
     fn hand_over(&self) -> Option<String> {
         let (group, ids) = (self.group, |owner: Owner| (owner.uid, owner.gid));
         let done = find_or_make(self.base, group)
@@ -160,7 +160,7 @@ impl Here<'_> {
 const NAMED: usize = 5;
 
 impl Job<'_> {
-    /// That processes are not in their group; None where there are no such processes.
+    /// A warning that processes are not in their group; None if there are no such processes.
     fn stays(&self, group: &ControlGroup, base: Option<&Path>, why: &str) -> Option<String> {
         let there: Vec<(i32, i32)> =
             group.processes.iter().filter_map(|inner| Some((*inner, *self.pids.get(inner)?))).collect();

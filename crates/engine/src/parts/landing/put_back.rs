@@ -15,7 +15,7 @@ use rekindle_os::parallel::in_parallel;
 use rekindle_store::manifest::Landing;
 use rekindle_store::{Image, Manifest};
 
-/// Files that lie where the image wants them. Dropped, they are gone from there.
+/// Files at the paths that the image names. They are removed when this is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct InPlace(Vec<PathBuf>);
 

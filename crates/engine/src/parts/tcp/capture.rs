@@ -25,7 +25,7 @@ pub enum TcpChoice {
     Auto,
     /// Established connections are part of the image (CRIU's `tcp_established`).
     Keep,
-    /// They come back closed (CRIU's `tcp_close`).
+    /// They are restored as closed (CRIU's `tcp_close`).
     Close,
 }
 
@@ -52,7 +52,7 @@ fn automatic(all: &[Connection]) -> Tcp {
     if all.is_empty() || all.iter().any(inside) { Tcp::Keep } else { Tcp::Close }
 }
 
-/// Closes in the image what shall not be kept of it; asked while all tasks stand still.
+/// Closes connections in the image that must not be kept; called while all tasks are frozen.
 pub(crate) fn close_in_image(wanted: TcpChoice, dumped: Tcp, criu_dir: &Path) -> Result<(), image::Error> {
     if (wanted, dumped) == (TcpChoice::Auto, Tcp::Keep) {
         let closed = close_connections_outwards(criu_dir)?;

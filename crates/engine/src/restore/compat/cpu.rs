@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::{Difference, Here, Severity};
 use rekindle_store::Manifest;
 
-/// Flags of `/proc/cpuinfo` that stand for instructions of user space, or for registers that a saved context may hold.
+/// Flags of `/proc/cpuinfo` for instructions of user space, or for registers that a saved context may contain.
 ///
 /// Only these count. glibc, NumPy, PyTorch and MKL look at the processor once, at their start, and keep the choice in
 /// memory: after a restore on a processor without, the job dies of SIGILL at any later moment. Everything else in `flags`

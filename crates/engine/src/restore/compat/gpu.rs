@@ -6,7 +6,7 @@ use rekindle_cuda::DriverVersion;
 use rekindle_store::Manifest;
 use rekindle_store::manifest::Gpu;
 
-/// The first driver with the functions that bring a process back (CUDA driver API, `cuCheckpointProcess*`).
+/// The first driver with the functions that restore a process (CUDA driver API, `cuCheckpointProcess*`).
 const FIRST_DRIVER: u32 = 570;
 
 pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
@@ -16,9 +16,9 @@ pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
     driver(manifest, here).into_iter().chain(gpus(manifest, here)).collect()
 }
 
-/// The image holds the user's half of its driver (libcuda, loaded), which talks to the kernel's half of here. As a rule
-/// both must be of one version; packages for compatibility are the exception, so another version is no more than a warning.
-/// Where libcuda itself is another file, that is a difference of its own.
+/// The image contains the user-space half of its driver (libcuda, loaded), which talks to the kernel half of this
+/// machine. Usually both must have the same version; packages for compatibility are the exception, so another version
+/// is only a warning. If libcuda itself is another file, that is a separate difference.
 fn driver(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let then = manifest.driver.as_ref()?;
     let what = "NVIDIA driver";
@@ -37,9 +37,9 @@ fn driver(manifest: &Manifest, here: &Here) -> Option<Difference> {
     }
 }
 
-/// A process comes back on the GPUs that it was on (by UUID), or on others of their type ([`devices`]).
+/// A process is restored on the GPUs that it was on (by UUID), or on others of their type ([`devices`]).
 fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
-    // Without one that is what is said.
+    // Without a driver, that is the difference that is reported.
     here.driver.as_ref()?;
     let what = "GPUs";
     match placement::plan(manifest, &here.devices, &here.wishes) {

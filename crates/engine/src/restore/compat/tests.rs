@@ -154,7 +154,9 @@ fn an_older_criu_is_fatal_and_an_older_kernel_is_not() {
         here.criu = Some(Version(4, 2, 0));
     });
     assert_eq!(only(|here| here.criu = None), None);
-    warning(&["kernel: the image has 6.8.0-45-generic, this machine has 5.15.0"], |here| here.host.kernel = "5.15.0".into());
+    warning(&["kernel: the image has 6.8.0-45-generic, this machine has 5.15.0"], |here| {
+        here.host.kernel = "5.15.0".into()
+    });
     assert_eq!(only(|here| here.host.kernel = "6.8.0-40-generic".into()), None, "within a release");
 }
 

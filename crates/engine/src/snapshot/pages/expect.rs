@@ -4,7 +4,7 @@ use std::fmt;
 
 use rekindle_os::process;
 
-/// Whose pages a pages file holds.
+/// Whose pages are in a pages file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     /// A process, by its pid in its innermost namespace.

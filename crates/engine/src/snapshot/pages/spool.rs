@@ -46,7 +46,7 @@ impl Spool {
         Spool { path, file: None, pieces: Vec::new() }
     }
 
-    /// The file, made if it is not there.
+    /// The file, created if it does not exist.
     pub(super) fn file(&mut self) -> Result<&Arc<File>, Error> {
         if self.file.is_none() {
             let mut options = OpenOptions::new();

@@ -83,7 +83,10 @@ fn one_that_is_gone_busy_faulty_or_silent_is_left_for_another_of_its_type() {
     assert_eq!(left(&|d| d.health = Health::Silent).0, swap);
     assert_eq!(left(&|d| d.health = Health::Part).0, swap);
     let third = device(H200, 3, 30);
-    assert_eq!(moves(automatic(&job, &[second.clone(), third])), (vec![(1, 2), (2, 3)], vec!["it is not on this machine".into()]));
+    assert_eq!(
+        moves(automatic(&job, &[second.clone(), third])),
+        (vec![(1, 2), (2, 3)], vec!["it is not on this machine".into()])
+    );
     // Another type is no place.
     assert!(matches!(automatic(&job, &[device("NVIDIA H100", 3, 80), second.clone()]), Plan::Refuse(_)));
     let silent = Device { health: Health::Silent, ..first };

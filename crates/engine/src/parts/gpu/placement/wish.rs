@@ -71,7 +71,7 @@ pub struct Pair {
     pub new: GpuRef,
 }
 
-/// Text that is no pair of GPUs.
+/// Text that is not a pair of GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParsePairError {
     /// There is not exactly one `=`.
