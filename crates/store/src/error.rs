@@ -41,7 +41,7 @@ impl std::fmt::Display for Failing<'_> {
     }
 }
 
-/// Whether the disk itself has failed: what it did not give may be whole all the same.
+/// Whether the disk itself has failed: what it did not deliver may be intact all the same.
 pub(crate) fn is_failing(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EIO)
 }
@@ -55,7 +55,7 @@ pub fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> File
 /// Why a call on the store failed. Nothing was deleted then, unless it was [`Error::Remove`].
 #[derive(Debug, Error)]
 pub enum Error {
-    /// Opened for reading, and not there.
+    /// Opened for reading, and it does not exist.
     #[error("there is no store at {}; `rekindle run` creates one, --store chooses another", .0.display())]
     NoStore(PathBuf),
     /// A file in place of the store or of one of its folders.
@@ -77,7 +77,7 @@ pub enum Error {
     UnknownJob {
         /// The name that was asked for.
         name: JobName,
-        /// Where.
+        /// The store.
         store: PathBuf,
         /// Those that are there.
         known: Vec<JobName>,
@@ -134,9 +134,7 @@ pub enum Error {
         file: PathBuf,
     },
     /// The lock is another process's, who took us for dead.
-    #[error(
-        "job \"{job}\" was taken over by {holder} because this process stalled; it stops here"
-    )]
+    #[error("job \"{job}\" was taken over by {holder} because this process stalled; it stops here")]
     TakenOver {
         /// The job.
         job: JobName,
@@ -169,7 +167,7 @@ pub enum Error {
     UnreadableTags {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// More tags than an image may have.
@@ -184,41 +182,41 @@ pub enum Error {
     /// Reading failed.
     #[error("cannot read {}{}", .path.display(), Failing(.source))]
     Read {
-        /// What.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// Creating a folder failed.
     #[error("cannot create {}{}", .path.display(), Failing(.source))]
     Create {
-        /// What.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// Writing failed.
     #[error("cannot write {}{}", .path.display(), Failing(.source))]
     Write {
-        /// What.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// Locking failed, not because of another holder.
     #[error("cannot lock {}; the file system must support flock", .path.display())]
     Lock {
-        /// What.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// Removing failed; what is left is removed at the next start.
+    /// Removing failed; what remains is removed at the next start.
     #[error("cannot remove {}{}", .path.display(), Failing(.source))]
     Remove {
-        /// What.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// The record of a job is damaged.
@@ -229,12 +227,12 @@ pub enum Error {
         /// Where and how.
         source: serde_json::Error,
     },
-    /// With the key nobody but us could have written it, and it is not ours.
+    /// With the key only we could have written it, and it has no valid signature.
     #[error("{} {source}", .path.display())]
     UntrustedRecord {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: Untrusted,
     },
     /// The record of a job was written by a newer rekindle.

@@ -48,7 +48,7 @@ pub enum FormatError {
         "this {what} has version {version}, and this rekindle reads version {known}; use the rekindle that wrote it, or a newer one"
     )]
     Newer {
-        /// What.
+        /// The kind of file or part.
         what: What,
         /// Its version.
         version: u32,
@@ -58,7 +58,7 @@ pub enum FormatError {
     /// A size that no writer makes.
     #[error("this {what} is damaged: its {field} is {found}, and the maximum is {bound}")]
     OutOfBounds {
-        /// What.
+        /// The kind of file or part.
         what: What,
         /// Which size.
         field: &'static str,
@@ -70,7 +70,7 @@ pub enum FormatError {
     /// The end is missing.
     #[error("this {what} is truncated: it has {found} of {expected} bytes")]
     Truncated {
-        /// What.
+        /// The kind of file or part.
         what: What,
         /// The bytes that are there.
         found: u64,
@@ -80,7 +80,7 @@ pub enum FormatError {
     /// More than there should be.
     #[error("this {what} is damaged: {extra} bytes follow its end")]
     TooLong {
-        /// What.
+        /// The kind of file or part.
         what: What,
         /// The bytes too many.
         extra: u64,
@@ -91,7 +91,7 @@ pub enum FormatError {
     /// The checksum is right, and the content cannot be.
     #[error("this {what} is damaged: its {field} is invalid")]
     Field {
-        /// What.
+        /// The kind of file or part.
         what: What,
         /// Which field.
         field: &'static str,
@@ -175,7 +175,7 @@ pub(super) fn is_check_right(header: &[u8; HEADER]) -> bool {
     blake3::hash(body).as_bytes().get(..CHECK) == Some(check)
 }
 
-/// The header at the begin of `bytes`.
+/// The header at the beginning of `bytes`.
 pub(super) fn header(what: What, bytes: &[u8]) -> Result<&[u8; HEADER], FormatError> {
     bytes.first_chunk().ok_or_else(|| FormatError::Truncated { what, found: size(bytes), expected: size_of(HEADER) })
 }
@@ -192,7 +192,7 @@ pub(super) fn hashed(what: What, bytes: &[u8]) -> Result<&[u8], FormatError> {
     }
 }
 
-/// Compares the size of a file with the one that its header tells of.
+/// Compares the size of a file with the size in its header.
 pub(super) fn check_size(what: What, found: u64, expected: u64) -> Result<(), FormatError> {
     match found.cmp(&expected) {
         std::cmp::Ordering::Less => Err(FormatError::Truncated { what, found, expected }),
@@ -222,7 +222,7 @@ impl<'a> Fields<'a> {
         Fields { what, rest: bytes }
     }
 
-    /// The next `N` bytes as they are.
+    /// The next `N` bytes.
     pub(super) fn bytes<const N: usize>(&mut self) -> Result<[u8; N], FormatError> {
         let cut = FormatError::Truncated { what: self.what, found: size(self.rest), expected: size_of(N) };
         let (field, rest) = self.rest.split_first_chunk::<N>().ok_or(cut)?;

@@ -62,13 +62,13 @@ pub struct Collected {
     pub reindexed: Vec<PackName>,
     /// Packs that got a mark.
     pub marked: Vec<PackName>,
-    /// Packs whose mark was taken back.
+    /// Packs whose mark was removed.
     pub revived: Vec<PackName>,
     /// Packs that are gone.
     pub swept: Vec<PackName>,
     /// Bytes that they had.
     pub freed: u64,
-    /// Packs of which what is needed was copied.
+    /// Packs whose needed content was copied.
     pub repacked: Vec<PackName>,
     /// Bytes that were copied.
     pub copied: u64,
@@ -80,22 +80,24 @@ pub enum Error {
     /// The store cannot be read, or the lock is another job's.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// What an image needs cannot be told.
+    /// It is unknown what an image needs.
     #[error(
         "no unneeded content is removed while it is unknown what image {image} needs: {why}; if it is damaged, run `rekindle repair`"
     )]
     Image {
-        /// Which.
+        /// The image.
         image: ImageId,
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// What is in a pack cannot be told.
-    #[error("no unneeded content is removed while pack {pack} cannot be read: {why}; if it is damaged, run `rekindle repair`")]
+    /// The content of a pack is unknown.
+    #[error(
+        "no unneeded content is removed while pack {pack} cannot be read: {why}; if it is damaged, run `rekindle repair`"
+    )]
     Pack {
-        /// Which.
+        /// The pack.
         pack: PackName,
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// A file cannot be written or removed, an old or a new one.
@@ -104,9 +106,9 @@ pub enum Error {
     /// What is needed of a pack cannot be copied; the pack stays.
     #[error("cannot copy the needed content of pack {pack}")]
     Copy {
-        /// Which.
+        /// The pack.
         pack: PackName,
-        /// Why.
+        /// The cause.
         #[source]
         source: CopyError,
     },
@@ -117,7 +119,7 @@ pub use super::pack::CopyError;
 /// One round. `now` is the time by which the grace period is counted.
 ///
 /// # Errors
-/// When something cannot be read (then nothing was changed but indexes that were written anew), written or removed.
+/// If something cannot be read (then only indexes were rebuilt), written or removed.
 pub fn collect(
     folder: &JobFolder,
     lock: &WriterLock,
@@ -168,7 +170,7 @@ pub fn collect(
 pub fn sweep_now(folder: &JobFolder, lock: &WriterLock, copies: Copies) -> Result<u64, Error> {
     let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None, copies };
     let round = || collect(folder, lock, &bounds, Utc::now(), &|| false);
-    // The first marks, the second sweeps.
+    // The first round marks, the second removes.
     Ok(round()?.freed + round()?.freed)
 }
 
@@ -193,8 +195,8 @@ fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected
     Ok(())
 }
 
-/// Writes the index of a pack anew, from its records. One that is damaged was perhaps struck out of the index that was there
-/// ([`super::heal`]), and must not take the place of a whole copy: it is left out.
+/// Rebuilds the index of a pack from its records. A damaged record was perhaps removed from the index that was there
+/// ([`super::heal`]), and must not replace an intact copy: it is left out.
 fn write_index(packs: &Packs, pack: PackName, key: Option<&Key>) -> Result<(), Error> {
     let why = |error: &dyn std::error::Error| Error::Pack { pack, why: rekindle_base::chain(error) };
     let scan = packs.scan(pack).map_err(|error| why(&error))?;
@@ -219,7 +221,7 @@ fn sweep(packs: &Packs, pack: PackName) -> Result<(), Error> {
     Ok(())
 }
 
-/// Marks of packs that a sweep has removed and was cut short.
+/// Marks of packs whose removal was interrupted.
 fn sweep_remains(packs: &Packs, index: &Index) -> Result<(), Error> {
     for name in packs.names()? {
         let path = packs.gone_path(name);

@@ -42,7 +42,7 @@ pub type OpenReplica<'a> = &'a (dyn Fn() -> replica::Result<Replica> + Sync);
 pub struct Healing<'a> {
     /// The job.
     pub folder: &'a JobFolder,
-    /// Proof that nobody else writes there.
+    /// Proof that nobody else writes to the store.
     pub lock: &'a WriterLock,
     /// What packs are encrypted with.
     pub key: Option<&'a Key>,
@@ -50,7 +50,7 @@ pub struct Healing<'a> {
     pub copies: Copies,
     /// Where places are noted that the disk does not give.
     pub unread: &'a Unread,
-    /// Where chunks may come from that are whole nowhere here.
+    /// Where chunks without an intact copy here can be fetched.
     pub replica: Option<OpenReplica<'a>>,
 }
 
@@ -89,11 +89,11 @@ pub struct Healed {
     pub why: String,
     /// Chunks that another pack had.
     pub from_copies: u64,
-    /// Chunks that came from the replica.
+    /// Chunks that were fetched from the replica.
     pub from_replica: u64,
     /// Why the replica could not be asked, or not for all.
     pub replica_failure: Option<String>,
-    /// Chunks that are whole nowhere.
+    /// Chunks without any intact copy.
     #[serde(skip)]
     pub lost: BTreeSet<ChunkId>,
 }
@@ -160,7 +160,7 @@ enum Harm {
 }
 
 impl Healing<'_> {
-    /// Looks at these chunks, and makes them whole as far as that can be done.
+    /// Inspects these chunks, and replaces what is damaged as far as possible.
     ///
     /// # Errors
     /// When the store cannot be listed or written. A replica that fails is part of the answer.
@@ -204,7 +204,7 @@ struct Work<'a> {
     healed: Healed,
     told: BTreeSet<PackName>,
     strike: Vec<Place>,
-    /// What is whole nowhere here, with the places that are not.
+    /// Chunks without an intact copy here, with their damaged places.
     wanted: BTreeMap<ChunkId, Vec<(Location, Harm)>>,
 }
 
@@ -215,7 +215,7 @@ impl<'a> Work<'a> {
         let Some(Found { whole, bad }) = self.found(id, &mut stored) else { return Ok(()) };
         let has = |harm| bad.iter().any(|(_, other)| *other == harm);
         let is_nowhere = whole.is_empty() && bad.is_empty();
-        // It may be in a pack of which nothing can be read.
+        // It may be in an unreadable pack.
         let unread = self.index.unreadable().filter(|_| is_nowhere);
         self.healed.damaged += u64::from(has(Harm::Damaged));
         self.healed.unreadable += u64::from(has(Harm::Unreadable) || unread.is_some());
@@ -242,7 +242,7 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// None where a place is not for us: nothing is known of it then.
+    /// None if a place is not for us: nothing is known of it then.
     fn found(&mut self, id: &ChunkId, stored: &mut Stored) -> Option<Found> {
         let mut found = Found { whole: Vec::new(), bad: Vec::new() };
         for at in self.index.all(id) {
@@ -277,7 +277,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// What the pack is opened with; None where it is not for us.
+    /// What the pack is opened with; None if it is not for us.
     fn key_of(&self, at: &Location) -> Option<Option<&'a Key>> {
         let key: Result<_, FormatError> = self.index.pack(at.pack)?.key_for(self.healing.key);
         key.ok()

@@ -48,7 +48,7 @@ pub const FILE_NAME: &str = "manifest.json";
 /// Why a manifest cannot be used.
 #[derive(Debug, Error)]
 pub enum ManifestError {
-    /// There is none: not an image that was published whole.
+    /// It does not exist: the image was not published completely.
     #[error("it has no {FILE_NAME}")]
     Missing,
     /// It cannot be opened or read; nothing is known of the image.
@@ -83,7 +83,7 @@ pub enum ManifestError {
     /// A part that was never hashed: an image of the store has none.
     #[error("its manifest has no checksum for the part \"{0}\"")]
     NoChecksum(String),
-    /// With the key nobody but us could have written it, and it is not ours.
+    /// With the key only we could have written it, and it has no valid signature.
     #[error("its manifest {0}")]
     Untrusted(#[source] Untrusted),
     /// One of another job, which was copied here.
@@ -132,7 +132,7 @@ impl Manifest {
             signature: trust.sign(&signed(&self.version().to_le_bytes(), &body)),
             manifest: &RawValue::from_string(body).map_err(ManifestError::Parse)?,
         };
-        // No line end after the last brace: a file that lost its last byte is not whole.
+        // No line end after the last brace: a file that lost its last byte is incomplete.
         let bytes = serde_json::to_vec_pretty(&envelope).map_err(ManifestError::Parse)?;
         if u64::try_from(bytes.len()).is_ok_and(|len| len <= MAX_BYTES) {
             Ok(bytes)

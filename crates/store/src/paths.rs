@@ -55,8 +55,8 @@ pub enum PathError {
     },
 }
 
-/// A path as the job sees it: absolute, without `.`, `..`, empty parts and zero bytes. What is there is the user's, and is
-/// opened with the user's rights.
+/// A path as the job sees it: absolute, without `.`, `..`, empty parts and NUL bytes. The file there is the user's, and
+/// is opened with the user's rights.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct JobPath(PathBuf);
 
@@ -179,12 +179,12 @@ impl PartPath {
         &self.0
     }
 
-    /// The part that holds the device memory of a process.
+    /// The part with the device memory of a process.
     pub(super) fn of_process(pid: i32) -> PartPath {
         PartPath(format!("gpu/{pid}"))
     }
 
-    /// Opens the part of the image in `dir`, to read it. A link on the way there is an error: nothing of ours is one, and it
+    /// Opens the part of the image in `dir`, to read it. A link on the path is an error: the store creates none, and it
     /// could lead anywhere.
     ///
     /// # Errors

@@ -119,13 +119,13 @@ fn temporary_files(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|meta| meta.is_file())).collect())
 }
 
-/// A file is made shorter by so much at a time. One that is removed in one go stops every writer of the file system for
-/// seconds where it is large (seen with 18 GB on ext4: a job that logged stood still for 5 s).
+/// A file is shortened by this much at a time. Removing a large file at once stops every writer of the file system for
+/// seconds (seen with 18 GB on ext4: a job that logged was blocked for 5 s).
 const STEP: u64 = 128 << 20;
 /// Others write in between.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Frees what large files take, bit by bit. What cannot be shortened is removed whole.
+/// Frees the space of large files in steps. A file that cannot be shortened is removed at once.
 fn shorten(folder: &Path) {
     for entry in files::walk(folder).unwrap_or_default() {
         let Kind::File { size } = entry.kind else { continue };

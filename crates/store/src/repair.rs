@@ -49,7 +49,7 @@ pub struct Repaired {
 }
 
 impl Repaired {
-    /// Whether every image is whole, as far as it can be told, and everything could be.
+    /// Whether every image is intact, and everything could be judged.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         let known = |pack: &PackRepair| matches!(pack.outcome, Outcome::Mended | Outcome::Lost | Outcome::Unreadable);
@@ -60,12 +60,12 @@ impl Repaired {
 /// What became of a pack, or would.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PackRepair {
-    /// Which.
+    /// The pack.
     #[serde(serialize_with = "as_text")]
     pub pack: PackName,
     /// In a word.
     pub outcome: Outcome,
-    /// Records that are whole, as far as they could be checked.
+    /// Records that are intact, as far as they could be checked.
     pub whole: usize,
     /// In words.
     pub what: String,
@@ -75,16 +75,17 @@ pub struct PackRepair {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// All that was written is there again.
+    /// Everything that was written is intact again.
     Mended,
-    /// What is left can be used again; the rest is lost. Whether an image needs that is told with the images.
+    /// The remaining records can be used again; the others are lost. Whether an image needs those is reported with the
+    /// images.
     Lost,
-    /// The disk does not give some of it, which stays in its index: it may be whole. Whether an image needs that, and cannot
-    /// have it from elsewhere, is told with the images.
+    /// The disk does not deliver some records, which stay in its index: they may be intact. Whether an image needs
+    /// them, and cannot have them from elsewhere, is reported with the images.
     Unreadable,
     /// Its records cannot be read without another key, only that they are there.
     NotChecked,
-    /// Nothing could be told, and nothing was changed.
+    /// It could not be judged, and nothing was changed.
     LeftAlone,
 }
 
@@ -103,7 +104,7 @@ impl std::fmt::Display for Outcome {
 /// An image that cannot be put together any more, or perhaps not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Suffering {
-    /// Which.
+    /// The image.
     pub image: ImageId,
     /// Whether that is certain.
     pub loss: Loss,
@@ -117,7 +118,7 @@ pub struct Suffering {
 pub enum Loss {
     /// It has: it is marked as bad.
     Certain,
-    /// That cannot be told, because something cannot be read or is not for us. It is not marked.
+    /// Unknown, because something cannot be read or is not for us. It is not marked.
     NotKnown,
 }
 
@@ -134,7 +135,7 @@ pub enum Mode<'l> {
     Repair(&'l WriterLock),
 }
 
-/// Why a repair ended before its time. What was mended by then stays so.
+/// Why a repair ended early. What was repaired by then stays repaired.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The store cannot be listed, an image not be marked, or the lock is not ours (any more).

@@ -65,7 +65,7 @@ pub struct Replica {
     job: JobName,
 }
 
-/// An image that is there.
+/// An image in the replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemoteImage {
     /// Its name.
@@ -119,7 +119,7 @@ impl Replica {
         })
     }
 
-    /// Believes only that of what is there. By itself it believes all.
+    /// Trusts only that content of the replica. By default it trusts all.
     #[must_use]
     pub fn with_trust(self, trust: &Trust) -> Replica {
         Replica { trust: trust.for_job(&self.job), ..self }
@@ -146,7 +146,7 @@ impl Replica {
         there.published().map(|(id, files)| self.look(id, files, cancelled)).collect()
     }
 
-    /// The newest image that is there, whatever is known of it.
+    /// The newest image in the replica, whatever is known of it.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
@@ -169,7 +169,7 @@ impl Replica {
         }
     }
 
-    /// How the last run of the job ended, as far as it is known there.
+    /// How the last run of the job ended, as far as the replica knows.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Damaged`], [`Error::Cancelled`].
@@ -186,7 +186,7 @@ impl Replica {
         }
     }
 
-    /// Says there how the last run ended: who goes on elsewhere has to know that a job is completed.
+    /// Records in the replica how the last run ended: another machine must know that a job is completed.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].

@@ -59,7 +59,7 @@ impl Plan {
 /// What happens to an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
-    /// Which image.
+    /// The image.
     pub id: ImageId,
     /// What happens, and why.
     pub verdict: Verdict,
@@ -106,7 +106,7 @@ impl Plan {
     }
 }
 
-/// So many of `order`, from its begin, that `enough` holds of them and `gone`; None where all are not enough.
+/// So many of `order`, from its begin, that `enough` holds of them and `gone`; None if all are not enough.
 fn first_that(gone: &[ImageId], order: &[ImageId], enough: impl Fn(&[ImageId]) -> bool) -> Option<Vec<ImageId>> {
     let mut all = gone.to_vec();
     if enough(&all) {
@@ -217,7 +217,7 @@ impl<'p> Rules<'p> {
         Rules { policy, now, good: 0, hours: HashSet::new(), days: HashSet::new() }
     }
 
-    /// Why the next one stays; empty where it does not.
+    /// Why the next one stays; empty if it does not.
     fn keep(&mut self, taken: DateTime<Utc>) -> Vec<KeepReason> {
         let Policy { keep_last, keep_hourly, keep_daily, keep_within, .. } = *self.policy;
         let keep_last = keep_last.max(1);
@@ -246,7 +246,7 @@ impl<'p> Rules<'p> {
     }
 }
 
-/// Whether a time of which none was seen yet, while fewer than `most` were.
+/// Whether this time is new, while fewer than `most` were seen.
 fn is_first_of(seen: &mut HashSet<i64>, time: i64, most: u32) -> bool {
     u32::try_from(seen.len()).is_ok_and(|count| count < most) && seen.insert(time)
 }

@@ -30,7 +30,7 @@ const MAX_BYTES: u64 = 64 << 10;
 pub struct Newest {
     /// See [`super::Manifest::lineage`].
     pub lineage: String,
-    /// Which.
+    /// The image.
     pub image: ImageId,
     /// When it was noted.
     pub when: DateTime<Utc>,
@@ -96,7 +96,7 @@ impl Seen {
         self.write(runs)
     }
 
-    /// Forgets a run: it is over, and nobody goes on from its images.
+    /// Forgets a run: it is over, and nobody continues from its images.
     ///
     /// # Errors
     /// As [`Seen::note`].

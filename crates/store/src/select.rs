@@ -39,7 +39,7 @@ pub(super) fn select(
 }
 
 fn matches(ids: &[ImageId], wanted: &str) -> Vec<ImageId> {
-    // "42" is a number; "00004" is the begin of 000040 to 000049.
+    // "42" is a number; "00004" is the beginning of 000040 to 000049.
     if !wanted.starts_with('0')
         && let Ok(number) = wanted.parse::<u32>()
     {

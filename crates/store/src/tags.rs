@@ -139,7 +139,7 @@ impl Tags {
     }
 }
 
-/// "pinned, best, epoch-3"; empty where nothing is said.
+/// "pinned, best, epoch-3"; empty without any.
 impl fmt::Display for Tags {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let pin = match &self.unreadable {
@@ -158,7 +158,7 @@ struct OnDisk {
     tags: BTreeSet<Tag>,
 }
 
-/// What is said of the image in `dir`.
+/// The tags of the image in `dir`.
 pub(super) fn read(dir: &Path) -> Tags {
     let illegible = |why: String| Tags { unreadable: Some(why), ..Tags::default() };
     let file = match durable::open_for_reading(&dir.join(FILE_NAME)) {
@@ -187,7 +187,7 @@ impl Image {
         }
     }
 
-    /// Changes what is said of it, durably, and answers what holds then. Needs no lock, see above.
+    /// Changes what is said of it, durably, and returns what holds then. Needs no lock, see above.
     ///
     /// # Errors
     /// [`Error::NotStored`] for an image in memory, [`Error::UnreadableTags`], [`Error::TooManyTags`], [`Error::Write`],

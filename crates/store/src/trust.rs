@@ -49,7 +49,7 @@ pub enum Untrusted {
     },
 }
 
-/// A signature, as it is in a file.
+/// A signature, as in a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Signature {
     /// The id of the key, hexadecimal. It tells nothing of the key.

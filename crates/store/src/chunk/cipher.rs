@@ -87,7 +87,7 @@ pub struct Key {
 /// What a reader that has a key does with packs that are not encrypted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PlainPacks {
-    /// It refuses them: whoever can write the store could have made them.
+    /// It refuses them: anybody who can write the store could have made them.
     #[default]
     Refused,
     /// It reads them: they are from before there was a key.
@@ -110,7 +110,8 @@ impl fmt::Debug for Key {
 }
 
 impl Key {
-    /// Reads a key file: 32 raw bytes, or 64 hexadecimal digits. It must be ours and nobody else's (0600, 0400).
+    /// Reads a key file: 32 raw bytes, or 64 hexadecimal digits. It must belong to this user and be private (0600,
+    /// 0400).
     ///
     /// # Errors
     /// Each says what to do.

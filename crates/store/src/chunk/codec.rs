@@ -60,7 +60,7 @@ pub enum Compression {
     /// A sample of each chunk decides between raw and [`AUTO_LEVEL`].
     #[default]
     Auto,
-    /// Store everything as it is.
+    /// Store everything uncompressed.
     None,
     /// LZ4: half the gain, several times as fast.
     Lz4,
@@ -129,9 +129,9 @@ pub const AUTO_LEVEL: i32 = 1;
 const SAMPLE: usize = 4 << 10;
 /// `auto` compresses what saves this share of the samples, in per cent, with LZ4.
 const SAMPLE_SAVES: usize = 8;
-/// Or what has at most so many bits of information in each byte, taken by itself. In weights nothing is there twice, which
-/// is all that LZ4 finds, but few values of the byte with the exponent are in use: 7.36 bits for float32, less for bfloat16.
-/// Noise has 7.95 in a sample.
+/// Or if each byte of the sample has at most this many bits of information. Weights contain no repetitions, which is
+/// all that LZ4 finds, but the exponent byte has few values: 7.36 bits for float32, less for bfloat16. Noise has 7.95
+/// in a sample.
 const SAMPLE_BITS: f64 = 7.5;
 /// What is compressed must save this share, in per cent, or the raw bytes are stored: reading them costs nothing.
 const SAVES: usize = 6;

@@ -46,7 +46,7 @@ pub enum Extent {
     },
     /// A chunk.
     Chunk {
-        /// Which.
+        /// The chunk.
         id: ChunkId,
         /// Its raw bytes. At least one, at most [`CHUNK_MAX`].
         len: u32,
@@ -156,7 +156,7 @@ impl ChunkMap {
         }
     }
 
-    /// Reads the file at `path`, of which the manifest has the hash.
+    /// Reads the file at `path`, whose hash is in the manifest.
     ///
     /// # Errors
     /// When it cannot be read, or is not what was written.
@@ -216,7 +216,7 @@ fn read_bytes(path: &Path) -> Result<Vec<u8>, ReadError> {
     Ok(bytes)
 }
 
-/// The size of the file; None where it is beyond all numbers.
+/// The size of the file; None if it is beyond all numbers.
 fn file_size(parts: u64, extents: u64) -> Option<u64> {
     let content = extents.checked_mul(size_of(EXTENT))?.checked_add(parts.checked_mul(8)?)?;
     content.checked_add(size_of(HEADER + format::FOOTER))

@@ -24,9 +24,9 @@ use rekindle_os::durable;
 
 use super::needed::Needed;
 
-/// A pack of which less than one part in so many is needed is worth the copy.
+/// A pack is copied if less than one part in this many is needed.
 const WORTH: u64 = 2;
-/// Smaller ones are brought together, as soon as there are [`MANY`]: each costs a file or two, and a seek.
+/// Smaller ones are merged, as soon as there are [`MANY`]: each costs a file or two, and a seek.
 const SMALL: u64 = PACK / 8;
 const MANY: usize = 32;
 

@@ -23,11 +23,11 @@ use rekindle_os::direct::{Aligned, DirectFile, Way};
 use rekindle_os::durable::{self, TEMP_PREFIX};
 use rekindle_os::point::{Step, point};
 
-/// What the thread is told.
+/// Messages to the thread.
 pub(super) enum Job {
     /// A pack begins.
     Begin(PackName),
-    /// So many bytes of it lie in this memory and go to this place.
+    /// This many bytes of it are in this memory, to be written to this offset.
     Write { memory: Aligned, len: usize, offset: u64 },
     /// It is so long, and this is in it.
     Close { len: u64, entries: Vec<Entry> },
@@ -57,7 +57,7 @@ impl Disk {
         Ok(Disk { packs: packs.clone(), jobs: Some(jobs), free, thread: Some(thread) })
     }
 
-    /// Memory that is not on its way to the disk; waits for it.
+    /// A buffer that is not being written; waits for one.
     pub(super) fn memory(&mut self) -> Result<Aligned, FileError> {
         match self.free.recv() {
             Ok(memory) => Ok(memory),
@@ -138,7 +138,7 @@ impl Temporary {
 impl Drop for Temporary {
     fn drop(&mut self) {
         if !self.kept {
-            // What cannot be removed, the next sweep takes.
+            // If it cannot be removed now, the next start removes it.
             let _ = fs::remove_file(&self.path);
         }
     }

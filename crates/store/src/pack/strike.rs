@@ -43,8 +43,8 @@ impl Unread {
     }
 }
 
-/// Writes the indexes of packs anew without these records. The index of a pack that is not good is left alone: it is not used,
-/// and what replaces it is told by [`super::super::repair`]. Answers how many records were struck.
+/// Rewrites the indexes of packs without these records. An unusable index is left alone: it is not used, and
+/// [`super::super::repair`] replaces it. Returns how many records were removed.
 ///
 /// # Errors
 /// [`Error::Write`]; those of the lock.

@@ -18,7 +18,7 @@ impl GroupPath {
         &self.0
     }
 
-    /// The names on the way, the group's own last.
+    /// The names of the path, the group's own last.
     pub fn parts(&self) -> impl Iterator<Item = &str> {
         self.0.split('/')
     }

@@ -17,7 +17,7 @@ use crate::pack::{Entry, PackHeader, PackIndex, PackName, Packs};
 use crate::persist::Progress;
 use rekindle_os::durable;
 
-/// What packs are mended with.
+/// What packs are repaired with.
 pub(super) struct Mending<'a> {
     pub(super) packs: &'a Packs,
     pub(super) key: Option<&'a Key>,
@@ -35,7 +35,7 @@ struct Plan {
 }
 
 impl Mending<'_> {
-    /// Mends a pack. None where there is nothing to say.
+    /// Mends a pack. None if there is nothing to say.
     pub(super) fn pack(&self, name: PackName) -> Result<Option<PackRepair>, Error> {
         let left_alone = |why: String| {
             self.known(|known| known.not_known(name, self.packs.read_index(name).ok()));
@@ -67,11 +67,11 @@ impl Mending<'_> {
         self.with(name, &file, found)
     }
 
-    /// Only an index or a mark. A sweep removes the index first, so one without a pack is of a pack that was lost.
+    /// Only an index or a mark. A removal removes the index first, so an index without a pack belongs to a lost pack.
     fn without_pack(&self, name: PackName) -> Result<Option<PackRepair>, Error> {
         let lost = match self.packs.read_index(name) {
             Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(None),
-            // One that came and went while nobody was kept away.
+            // It was created and removed while the lock was not held.
             _ if self.packs.pack_path(name).exists() => return Ok(None),
             index => index.map_or_else(|_| "all of it".to_owned(), |index| of_records(index.entries().len())),
         };
@@ -90,7 +90,7 @@ impl Mending<'_> {
             let lost = index.entries().iter().filter(|entry| !has(&contents, entry)).map(|entry| entry.id);
             self.known(|known| known.harmed.extend(lost));
         }
-        // What the disk does not give stays in the index: it may be whole.
+        // Records that the disk does not deliver stay in the index: they may be intact.
         let unread = PackIndex::new(pack_len, unread);
         let whole = contents.clone();
         let contents = PackIndex::new(pack_len, contents.entries().iter().chain(unread.entries()).copied().collect());
@@ -196,7 +196,7 @@ impl Before {
         }
     }
 
-    /// Records that it named and that are not whole.
+    /// Records that it named and that are damaged.
     fn lost(&self, contents: &PackIndex) -> usize {
         match self {
             Before::Index(index) => index.entries().iter().filter(|entry| !has(contents, entry)).count(),

@@ -15,12 +15,12 @@ use crate::chunk::{ChunkId, Key};
 use crate::pack::record::HEADER_BYTES;
 use crate::pack::{Entry, PackHeader, PackName, Packs, RecordHeader};
 
-/// Whose word is taken for what is in a pack.
+/// Which source is trusted for the content of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Indexes {
-    /// The index of here, where the pack is here too and as long: it need not be fetched.
+    /// The index here, if the pack is here too and has the same length: it need not be fetched.
     Here,
-    /// The index of there: here records may have been struck out of it.
+    /// The index in the replica: records may have been removed from the one here.
     There,
 }
 
@@ -28,7 +28,7 @@ pub(super) enum Indexes {
 type Put<'p> = &'p mut dyn FnMut(Option<&Key>, &RecordHeader, &[u8]) -> Result<()>;
 
 impl Replica {
-    /// Fetches these chunks, as far as they are there, whole, and for our key. Answers those that are not.
+    /// Fetches these chunks, if they exist, are intact, and match our key. Returns those that do not.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`]; what `put` makes an error.
@@ -74,7 +74,7 @@ impl Replica {
         Ok(wanted)
     }
 
-    /// What the pack is opened with; None where that is not for us.
+    /// What the pack is opened with; None if that is not for us.
     fn key_of<'k>(
         &self,
         pack: PackName,

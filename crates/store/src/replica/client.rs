@@ -25,7 +25,7 @@ use super::error::{Error, Failure, Result, Secrets, translate};
 use super::url::{ReplicaUrl, Scheme};
 use crate::JobName;
 
-/// How long a cancelled call may go on.
+/// How long a cancelled call may continue.
 const NAP: Duration = Duration::from_millis(50);
 
 /// An object below the job's path.
@@ -88,7 +88,7 @@ impl Client {
         }
     }
 
-    /// Everything of the job that is there.
+    /// All objects of the job.
     pub(super) fn list(&self, cancelled: Cancelled<'_>) -> Result<Vec<Object>> {
         let listed = self.store.list(Some(&self.root)).try_collect::<Vec<_>>();
         let objects = self.run("list", cancelled, listed)?;
@@ -100,7 +100,7 @@ impl Client {
         Ok(ours.collect())
     }
 
-    /// A whole small object; None where it is not there.
+    /// A complete small object; None if it does not exist.
     pub(super) fn get(&self, name: &str, max: u64, cancelled: Cancelled<'_>) -> Result<Option<Vec<u8>>> {
         let path = self.path(name);
         let action = || format!("read {name} from");
@@ -137,13 +137,13 @@ impl Client {
         Err(Error::Damaged { url: self.shown(), what: name.to_owned(), why })
     }
 
-    /// Puts a small object there, in place of one that is there.
+    /// Writes a small object, and replaces an existing one.
     pub(super) fn put(&self, name: &str, bytes: Vec<u8>, cancelled: Cancelled<'_>) -> Result<()> {
         let path = self.path(name);
         self.run(&format!("write {name} to"), cancelled, self.store.put(&path, bytes.into())).map(drop)
     }
 
-    /// Removes an object; one that is not there is no error.
+    /// Removes an object; a missing one is no error.
     pub(super) fn delete(&self, name: &str, cancelled: Cancelled<'_>) -> Result<()> {
         let path = self.path(name);
         match self.run(&format!("remove {name} from"), cancelled, self.store.delete(&path)) {
@@ -160,7 +160,7 @@ impl Client {
         &self.store
     }
 
-    /// Waits for the answer, or for nobody wanting it.
+    /// Waits for the answer, or until it is cancelled.
     pub(super) fn run<T>(
         &self,
         action: &str,

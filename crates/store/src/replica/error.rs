@@ -49,7 +49,7 @@ pub enum Error {
         /// In words.
         why: String,
     },
-    /// With the key nobody but us could have written it, and it is not ours.
+    /// With the key only we could have written it, and it has no valid signature.
     #[error("{what} in the replica {url} is refused, and left as it is: {why}")]
     Untrusted {
         /// The address.
@@ -59,25 +59,23 @@ pub enum Error {
         /// In words.
         why: String,
     },
-    /// It is not there, or not whole.
+    /// It does not exist, or is incomplete.
     #[error("image {image} is incomplete in the replica {url}: {why}")]
     NotWhole {
         /// The address.
         url: String,
-        /// Which.
+        /// The image.
         image: ImageId,
         /// What is missing.
         why: String,
     },
     /// Only an image whose content is in packs can be sent.
-    #[error(
-        "image {0} is not packed and cannot be replicated; it is packed when it is stored again"
-    )]
+    #[error("image {0} is not packed and cannot be replicated; it is packed when it is stored again")]
     NotPacked(ImageId),
     /// A file of ours.
     #[error("cannot read {}", path.display())]
     Read {
-        /// Which.
+        /// The path.
         path: PathBuf,
         /// The kernel's answer.
         #[source]
@@ -86,17 +84,17 @@ pub enum Error {
     /// A file of ours is not what it should be.
     #[error(transparent)]
     Local(#[from] ReadError),
-    /// The image cannot be sent, because it is not whole here.
-    #[error(
-        "image {0} cannot be replicated: some of its content is in no pack; see `rekindle verify`"
-    )]
+    /// The image cannot be sent, because it is incomplete here.
+    #[error("image {0} cannot be replicated: some of its content is in no pack; see `rekindle verify`")]
     NotWholeHere(ImageId),
     /// It is encrypted, and the key is not the one.
-    #[error("image {image} in the replica {url} cannot be used: {why}; set store.encryption-key to the key with which it was made")]
+    #[error(
+        "image {image} in the replica {url} cannot be used: {why}; set store.encryption-key to the key with which it was made"
+    )]
     Key {
         /// The address.
         url: String,
-        /// Which.
+        /// The image.
         image: ImageId,
         /// In words.
         why: String,
@@ -104,7 +102,7 @@ pub enum Error {
     /// The disk is too full for it.
     #[error("image {image} of the replica needs {need}, and {path} has {free} free, and {keep} must stay free (store.min-free): free space there (`rekindle prune` removes images that no rule keeps), lower store.min-free, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
     NoRoom {
-        /// Which.
+        /// The image.
         image: ImageId,
         /// Bytes that are to be fetched.
         need: u64,
@@ -118,7 +116,7 @@ pub enum Error {
     /// A file of ours cannot be written.
     #[error("cannot write {}", path.display())]
     Write {
-        /// Which.
+        /// The path.
         path: PathBuf,
         /// The kernel's answer.
         #[source]
@@ -139,7 +137,7 @@ pub enum Failure {
     Unreachable(String),
     /// No answer in time.
     TimedOut,
-    /// There are no credentials.
+    /// No credentials.
     NoCredentials(&'static str),
     /// The credentials are not enough.
     Refused {
@@ -148,7 +146,7 @@ pub enum Failure {
         /// What helps.
         help: &'static str,
     },
-    /// Neither the object nor, perhaps, the bucket is there.
+    /// The object or the bucket does not exist.
     NotThere {
         /// The short code of the answer, such as `NoSuchBucket`.
         code: Option<String>,
@@ -171,9 +169,7 @@ impl fmt::Display for Failure {
             Failure::Unreachable(why) => {
                 write!(f, "it cannot be reached ({why}); check the network, the address and the proxy settings")
             }
-            Failure::TimedOut => {
-                f.write_str("it did not answer in time; check the network, or lower replica.rate")
-            }
+            Failure::TimedOut => f.write_str("it did not answer in time; check the network, or lower replica.rate"),
             Failure::NoCredentials(help) => write!(f, "there are no credentials; {help}"),
             Failure::Refused { code: of, help } => {
                 write!(f, "it refused{}: the credentials are wrong or do not allow this; {help}", code(of))
@@ -194,7 +190,7 @@ impl Error {
         matches!(self, Error::Open { .. } | Error::Remote { .. })
     }
 
-    /// Whether the object is not there.
+    /// Whether the object does not exist.
     pub(super) fn is_missing(&self) -> bool {
         matches!(self, Error::Remote { failure: Failure::NotThere { .. }, .. })
     }
@@ -273,7 +269,7 @@ fn code_in(text: &str) -> Option<String> {
     plain.then(|| code.to_owned())
 }
 
-/// An address may hold a signature; the one that matters stands in the message anyway.
+/// An address may contain a signature; the important one is in the message anyway.
 fn without_addresses(text: &str) -> String {
     let is_address = |word: &&str| word.contains("://") || word.contains('?');
     let words: Vec<&str> = text.split_whitespace().map(|word| if is_address(&word) { "..." } else { word }).collect();
@@ -283,7 +279,7 @@ fn without_addresses(text: &str) -> String {
 /// Values that must not be shown.
 pub(super) struct Secrets(Vec<String>);
 
-/// Shorter ones are no secrets, and would be found everywhere.
+/// Shorter ones are no secrets, and would match everywhere.
 const SHORTEST: usize = 6;
 
 impl Secrets {
@@ -300,7 +296,7 @@ impl Secrets {
 
     fn new(values: impl Iterator<Item = String>) -> Secrets {
         let mut values: Vec<String> = values.filter(|value| value.len() >= SHORTEST).collect();
-        // One that is the begin of another would leave the rest of that.
+        // If one is the beginning of another, replacing it first would leave the end of the other.
         values.sort_by_key(|value| std::cmp::Reverse(value.len()));
         Secrets(values)
     }

@@ -90,7 +90,7 @@ impl Replica {
         self.publish(&image, &map, folder, lock, cancelled)
     }
 
-    /// Where each missing chunk is there.
+    /// The place of each missing chunk in the replica.
     fn places(
         &self,
         image: &RemoteImage,
@@ -109,7 +109,7 @@ impl Replica {
             }
         }
         packs.sort_by_key(|(name, found)| (std::cmp::Reverse(found.modified), *name));
-        // The indexes of here first, which need not be fetched. Records that are damaged here are not in them.
+        // The indexes here first, which need not be fetched. Damaged records are not in them.
         for (indexes, (name, found)) in
             [Indexes::Here, Indexes::There].into_iter().flat_map(|it| packs.iter().map(move |pack| (it, *pack)))
         {
@@ -145,7 +145,7 @@ impl Replica {
         }
     }
 
-    /// What the records are opened with, asked before they are fetched: nothing where the image is from before there was a
+    /// What the records are opened with, asked before they are fetched: nothing if the image is from before there was a
     /// key. Its chunks are all of one kind, as the key is a part of their names.
     fn key_for<'k>(
         &self,
@@ -219,7 +219,7 @@ impl Replica {
         cancelled: Cancelled<'_>,
     ) -> Result<Image> {
         let lasting = folder.images_dir().join(image.id.to_string());
-        // The text as it is: a newer rekindle may have written more into it than is known here.
+        // The original text: a newer rekindle may have written more into it than is known here.
         let name = layout::of_image(image.id, Of::Manifest);
         let text = self.client.get(&name, manifest::MAX_BYTES, cancelled)?;
         let text = text.ok_or_else(|| self.not_whole(image.id, "it was removed in the meantime"))?;
@@ -253,7 +253,8 @@ struct Places {
     other: HashMap<ChunkId, Vec<(PackName, Entry)>>,
 }
 
-/// The chunks that are not here. Packs that have the others are needed from now on: marks on them go first, durably.
+/// The chunks that are missing here. Packs that have the others are needed from now on: marks on them are removed
+/// first, durably.
 fn missing(map: &ChunkMap, index: &Index, packs: &Packs) -> Result<HashSet<ChunkId>> {
     let (mut missing, mut marked) = (HashSet::new(), HashSet::new());
     for (id, _) in map.chunks() {
@@ -280,7 +281,7 @@ fn take_mark_back(path: &Path) -> Result<()> {
     }
 }
 
-/// The record as it is stored, if it is what the index says.
+/// The record as stored, if it matches the index.
 pub(super) fn checked(
     bytes: &[u8],
     entry: &Entry,

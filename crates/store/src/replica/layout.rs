@@ -66,7 +66,7 @@ pub(super) struct Found {
     pub(super) modified: DateTime<Utc>,
 }
 
-/// What is there of a pack.
+/// The objects of a pack.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct RemotePack {
     pub(super) pack: Option<Found>,
@@ -85,7 +85,7 @@ impl RemotePack {
     }
 }
 
-/// What is there of an image.
+/// The objects of an image.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct RemoteFiles {
     pub(super) manifest: Option<Found>,
@@ -93,7 +93,7 @@ pub(super) struct RemoteFiles {
     pub(super) mark: Option<Found>,
 }
 
-/// All that is there of a job.
+/// All objects of a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Inventory {
     pub(super) packs: BTreeMap<PackName, RemotePack>,

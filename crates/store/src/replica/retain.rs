@@ -21,7 +21,7 @@ use crate::pack::index::MAX_BYTES as INDEX_MAX;
 use crate::pack::{PackIndex, PackName, Packs};
 use crate::{DamageKind, ImageId, JobFolder, State};
 
-/// What no image names may belong to one that is on its way. By the clock of the other side.
+/// Packs without an image may belong to one that is being sent. By the clock of the replica.
 const GRACE: Duration = Duration::from_secs(3600);
 
 /// What went.
@@ -51,7 +51,7 @@ impl Replica {
             }
             removed.images.push(id);
         }
-        // From here on what is there now counts: another writer may have been at work.
+        // From here on the present listing counts: another writer may have changed it.
         let there = self.inventory(cancelled)?;
         let old = Old::of(&there);
         for (id, files) in there.images.iter().filter(|(_, files)| files.manifest.is_none()) {
@@ -73,7 +73,7 @@ impl Replica {
         };
         let mut keep = cover(needed.clone(), &self.whole(Indexes::Here, &there, folder, cancelled)?);
         if keep.is_err() {
-            // It is damaged here, and not there.
+            // It is damaged here, but not in the replica.
             keep = cover(needed, &self.whole(Indexes::There, &there, folder, cancelled)?);
         }
         let keep = match keep {
@@ -114,7 +114,7 @@ impl Replica {
         Ok(Ok(needed))
     }
 
-    /// The packs that are whole.
+    /// The complete packs.
     fn whole(
         &self,
         indexes: Indexes,
@@ -127,7 +127,7 @@ impl Replica {
             let RemotePack { pack: Some(pack), index: Some(_) } = pack else { continue };
             match self.index_by(indexes, *name, *pack, &folder.packs(), cancelled) {
                 Ok(index) => whole.push((*name, index)),
-                // It is as good as not there; what it may hold is then found missing.
+                // It counts as missing; content that it may have is then found missing, too.
                 Err(Error::Damaged { .. } | Error::NotWhole { .. }) => {}
                 Err(error) => return Err(error),
             }
@@ -210,8 +210,9 @@ impl Old {
     }
 }
 
-/// The images that go, oldest first: behind so many good ones, and bad ones behind as many bad ones, for a mark may be wrong.
-/// While there is no good one all stay, and the newest proven one stays until a newer one is proven; one of which nothing is known is neither counted nor removed.
+/// The images to remove, oldest first: good ones beyond this many, and bad ones beyond as many bad ones, because a mark
+/// may be wrong. While there is no good one all are kept, and the newest proven one is kept until a newer one is
+/// proven; an unreadable one is neither counted nor removed.
 fn expendable(images: &[RemoteImage], keep_last: u32, proven: &BTreeSet<ImageId>) -> Vec<ImageId> {
     let keep = usize::try_from(keep_last.max(1)).unwrap_or(usize::MAX);
     let is_bad = |image: &&RemoteImage| match &image.state {

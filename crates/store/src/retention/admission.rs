@@ -15,9 +15,9 @@ use crate::id::ImageId;
 /// What an image needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Need {
-    /// Bytes that it adds to what all take together, for as long as it is kept.
+    /// Bytes that it adds to the total size, as long as it is kept.
     pub lasting: u64,
-    /// Bytes that have to be free to write it. More, where its files are written as they are and packed afterwards.
+    /// Bytes that must be free to write it. More, if its files are written first and packed afterwards.
     pub at_first: u64,
 }
 
@@ -32,7 +32,7 @@ impl From<u64> for Need {
 pub enum Admission {
     /// There is room.
     Admit,
-    /// There is, when these have gone, which are in the order to remove them in, and what nobody needs any more.
+    /// There is space once these are removed (in this order), and what nobody needs any more.
     AfterRemoving(Vec<Removal>),
     /// There is none.
     Refuse(Refusal),
@@ -41,9 +41,9 @@ pub enum Admission {
 /// An image that goes for the next one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Removal {
-    /// Which.
+    /// The image.
     pub id: ImageId,
-    /// Why.
+    /// The reason.
     pub why: Why,
 }
 
@@ -113,8 +113,8 @@ fn would_free(bytes: u64) -> String {
     }
 }
 
-/// What the next image is likely to add to the store: `whole` where images share nothing; else what the last one added, and
-/// a quarter more because no two are alike.
+/// What the next image is likely to add to the store: `whole` if images share nothing; else what the last one added,
+/// and a quarter more because no two are alike.
 #[must_use]
 pub fn predict(whole: u64, last_added: Option<u64>) -> u64 {
     last_added.map_or(whole, |last| last.saturating_add(last / 4).min(whole))

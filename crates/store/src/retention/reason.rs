@@ -47,9 +47,9 @@ pub enum KeepReason {
     FromTheFuture,
     /// Somebody pinned it.
     Pinned,
-    /// What is said of it cannot be read, which may be a pin.
+    /// Its tags cannot be read: it may be pinned.
     MaybePinned,
-    /// It is on its way to the replica.
+    /// It is being replicated.
     Replicating,
     /// Bad, but one of so many; the mark may be wrong.
     RecentBad(u32),

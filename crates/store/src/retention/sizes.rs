@@ -42,8 +42,8 @@ impl Sizes {
         self.total().saturating_sub(self.freed(gone))
     }
 
-    /// Bytes that the newest image added, where images share content: about what the next one will. None where each is
-    /// stored whole.
+    /// Bytes that the newest image added, if images share content: about what the next one will add. None if each is
+    /// stored completely.
     #[must_use]
     pub fn last_added(&self) -> Option<u64> {
         self.last_added
@@ -171,7 +171,7 @@ mod tests {
         ) {
             let bytes = |piece: u8| 1 + u64::from(piece) * 3;
             let mut gathering = Gathering::default();
-            // In turn, as nobody promised an order.
+            // Sorted, because the order is not guaranteed.
             for at in 0..30 {
                 for (n, pieces) in (0..).zip(&images) {
                     if let Some(piece) = pieces.get(at) {

@@ -13,7 +13,7 @@ use crate::format::blake3_hex;
 pub struct PackName([u8; 16]);
 
 impl PackName {
-    /// A name that nobody had before.
+    /// A new unique name.
     ///
     /// # Errors
     /// When the kernel gives no random bytes.
@@ -28,7 +28,7 @@ impl From<[u8; 16]> for PackName {
     }
 }
 
-/// A text that is no name of a pack.
+/// A text that is not the name of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the name of a pack has 32 lower-case hexadecimal digits")]
 pub struct PackNameError;
