@@ -5,7 +5,7 @@ pub mod points;
 /// The manifest of an image, for tests that change one thing in it.
 pub const MANIFEST: &str = include_str!("manifest.json");
 
-/// Whether a gate is met. Where it is not, the test says SKIP and why, and fails where the environment says that it must be
+/// Whether a gate is met. If it is not, the test says SKIP and why, and fails where the environment says that it must be
 /// met (`REKINDLE_TEST_REQUIRE=root,criu`).
 ///
 /// # Panics
