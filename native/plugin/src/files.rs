@@ -47,7 +47,7 @@ pub(crate) fn rights() -> Option<Rights> {
     Rights::parse(sys::variable(c"REKINDLE_FILES_AS")?)
 }
 
-/// CRIU begins a dump or a restore. Answers whether it may go on: not where the [`rights`] it must have are not to be had.
+/// CRIU begins a dump or a restore. Returns whether it may continue: not if the required [`rights`] are not available.
 pub(crate) fn begin(stage: i32) -> bool {
     /// `CR_PLUGIN_STAGE__RESTORE`.
     const CRIU_RESTORES: i32 = 2;
@@ -109,7 +109,7 @@ unsafe fn open_in(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) 
     } else {
         open_what_is_there(from, path, flags)
     };
-    // That something is not there, which the user may not see, is CRIU's to know.
+    // CRIU may know that a file does not exist, even if the user may not see that.
     more.unwrap_or(result)
 }
 
@@ -141,7 +141,7 @@ fn open_in_proc(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) ->
     // SAFETY: a path that the caller gave, which ends with NUL, and a struct of the size that is told.
     let mut entry = raised(WRITE, || unsafe { sys::call(number::OPENAT2, arguments) });
     if entry == ENOSYS {
-        // Before Linux 5.6. CRIU's entries of this kind have no link on the way but its own /proc/self.
+        // Before Linux 5.6. CRIU's entries of this kind have no link on the path except its own /proc/self.
         entry = raised(WRITE, || raw_open(from, path, flags | O_NOFOLLOW, mode));
     }
     if entry >= 0 {
@@ -150,7 +150,7 @@ fn open_in_proc(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) ->
     open_what_is_there(from, path, flags)
 }
 
-/// Opens a regular file or a folder on the way to which the user may not be.
+/// Opens a regular file or a folder to which the user may not have access to all parent folders.
 fn open_what_is_there(from: c_int, path: *const c_char, flags: c_int) -> Option<isize> {
     let found = raised(READ, || raw_open(from, path, O_PATH | O_CLOEXEC | (flags & O_NOFOLLOW), 0));
     if found < 0 {
@@ -194,7 +194,7 @@ fn own_link(fd: i32) -> [u8; 32] {
     name
 }
 
-/// Does `work` as root if only root can change what is on the way to `path`.
+/// Runs `work` as root if only root can change the folders above `path`.
 fn as_root_in(from: c_int, path: &[u8], work: impl FnOnce(&trusted::Place) -> isize) -> Option<isize> {
     let rights = rights()?;
     rights.lay_down(|| trusted::place(from, path).map(|place| work(&place)))

@@ -32,7 +32,7 @@ pub(crate) fn level() -> Level {
     }
 }
 
-/// Whether CLFLUSHOPT is there.
+/// Whether the CPU has CLFLUSHOPT.
 pub(crate) fn has_flush() -> bool {
     const CLFLUSHOPT: u32 = 1 << 23;
     __cpuid_count(0, 0).eax >= 7 && __cpuid_count(7, 0).ebx & CLFLUSHOPT != 0

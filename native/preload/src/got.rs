@@ -17,7 +17,7 @@ use crate::lock::Lock;
 use crate::maps::{self, Mapping};
 use crate::{copy, sys};
 
-/// A slot that leads to us; address 0 where there is none.
+/// A slot that leads to us; address 0 if there is none.
 #[derive(Debug)]
 struct Slot {
     address: AtomicUsize,
@@ -112,7 +112,7 @@ fn load(address: usize) -> usize {
     unsafe { with_exposed_provenance_mut::<usize>(address).read_volatile() }
 }
 
-/// Stores in `mapping`, which holds the address. Answers whether it did.
+/// Stores in `mapping`, which holds the address. Returns whether it did.
 fn store(mapping: &Mapping, address: usize, value: usize) -> bool {
     // A table is data, of this process alone.
     if !address.is_multiple_of(align_of::<usize>()) || mapping.prot & sys::PROT_EXEC != 0 || !mapping.is_private {
@@ -125,7 +125,7 @@ fn store(mapping: &Mapping, address: usize, value: usize) -> bool {
     // SAFETY: mapped, writable and aligned. Other threads read it as one word, before or after.
     unsafe { AtomicUsize::from_ptr(with_exposed_provenance_mut(address)) }.store(value, Ordering::Release);
     if is_locked {
-        // Where this fails the table stays writable, as it is in an object without RELRO.
+        // If this fails the table stays writable, as it is in an object without RELRO.
         let _ = sys::protect(page, PAGE, mapping.prot);
     }
     true

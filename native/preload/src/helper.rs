@@ -81,7 +81,7 @@ extern "C" fn main() -> ! {
         if sys::now().wrapping_sub(idle_since) > PATIENCE_NS {
             sys::end_thread();
         }
-        // Where there are fewer CPUs than threads, another one needs this.
+        // If there are fewer CPUs than threads, another one needs this.
         sys::yield_now();
     }
 }

@@ -68,7 +68,7 @@ impl Job {
         self.ticket.0.store(number << 32, Ordering::Release);
     }
 
-    /// Copies chunks until none is left to take. Answers whether there was one.
+    /// Copies chunks until none is left to take. Returns whether there was one.
     pub(crate) fn work(&self) -> bool {
         let mut count = 0;
         while self.take_one() {
@@ -109,7 +109,7 @@ impl Job {
             for _ in 0..64 {
                 spin_loop();
             }
-            // Where there are more threads than CPUs, one of them waits for ours.
+            // If there are more threads than CPUs, one of them waits for ours.
             sys::yield_now();
         }
     }

@@ -15,14 +15,15 @@ use rekindle_abi::sharing::{self as table, Import, Mapping, Reply, Request, Tabl
 /// The process that has one.
 static STARTED: AtomicI32 = AtomicI32::new(0);
 
-/// How long the supervisor may be silent: at first, when nothing has been let go, and later.
+/// How long the supervisor may be silent: at first, when nothing has been released, and later.
 const FIRST_SECONDS: usize = 5;
 const PATIENCE_SECONDS: usize = 120;
 
 /// How many entries a probe touches.
 const PROBED: usize = 16;
 
-/// Starts it where it is not there. A process that cannot have one has shared memory all the same, and no snapshots.
+/// Starts it if it does not exist. A process that cannot have one shares memory all the same, but no snapshot is
+/// possible.
 pub(crate) fn start(table: &'static Table) {
     let pid = sys::pid();
     if STARTED.swap(pid, Ordering::Relaxed) == pid {

@@ -123,7 +123,7 @@ fn map_file(file: &File, size: usize, length: usize, prot: i32) -> Option<usize>
 
 /// The same in two steps. The first is left out for a file that has all its pages: it takes 1.7 s for each GiB of them.
 fn populate_before_5_14(file: &File, start: usize, length: usize, prot: i32) -> Result<(), sys::Errno> {
-    // A huge page may reach over the end and so stand in for one that is missing.
+    // A huge page may extend beyond the end and so hide a missing page.
     if file.status()?.allocated < length.next_multiple_of(HUGE_PAGE) {
         file.allocate(length)?;
     }

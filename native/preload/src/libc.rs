@@ -104,7 +104,7 @@ pub(crate) extern "C" fn find_dlsym() {
     if NEXT_DLSYM.load(Ordering::Relaxed).is_null() {
         let own = maps::find((crate::prepare as *const ()).addr()).map_or(0, |mapping| mapping.inode);
         let found = elf::function(b"dlsym\0", |mapping| mapping.inode != own);
-        // With none at all there is nobody who could have called it; it finds nothing then.
+        // Without any, nobody could have called it; it finds nothing then.
         let found = found.map_or(nothing as Dlsym as *mut c_void, with_exposed_provenance_mut);
         NEXT_DLSYM.store(found, Ordering::Relaxed);
     }
@@ -150,7 +150,7 @@ unsafe extern "C" fn raw_ioctl(fd: i32, request: usize, argument: usize) -> i32 
 static READ_LOCK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 static TRY_READ_LOCK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 
-/// Answers whether both are there: then those below may be called.
+/// Returns whether both are there: then those below may be called.
 pub(crate) fn find_read_locks() -> bool {
     let all = [(&TRY_READ_LOCK, c"pthread_rwlock_tryrdlock"), (&READ_LOCK, c"pthread_rwlock_rdlock")];
     all.into_iter().all(|(slot, name)| {
@@ -182,7 +182,7 @@ pub(crate) unsafe fn try_read_lock(lock: *mut c_void) -> i32 {
     unsafe { function(lock) }
 }
 
-/// A thread of the libc's. Answers whether there is one.
+/// A thread of the libc's. Returns whether there is one.
 pub(crate) fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     let create = next(c"pthread_create");
     if create.is_null() {

@@ -84,7 +84,7 @@ impl Function {
         FUNCTIONS.iter().find(|entry| entry.function == self)
     }
 
-    /// The driver's own; null where there is none.
+    /// The driver's own; null if there is none.
     pub(crate) fn real(self) -> *mut c_void {
         let Some(entry) = self.entry() else { return null_mut() };
         let known = entry.real.load(Ordering::Relaxed);
@@ -127,7 +127,7 @@ fn of(symbol: *const c_char) -> Option<&'static Entry> {
     FUNCTIONS.iter().find(|entry| is_named(symbol, entry.symbol))
 }
 
-/// In the place of `found`, which the driver has for `symbol`: ours, where there is one.
+/// In the place of `found`, which the driver has for `symbol`: ours, if there is one.
 pub(crate) fn instead(symbol: *const c_char, found: *mut c_void) -> *mut c_void {
     let Some(entry) = of(symbol) else { return found };
     if !entry.is_ours(found) {

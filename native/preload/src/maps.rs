@@ -33,7 +33,7 @@ pub(crate) fn find(address: usize) -> Option<Mapping> {
     found
 }
 
-/// Shows all mappings by address, as long as `visit` answers that it wants more.
+/// Shows all mappings by address, as long as `visit` wants more.
 pub(crate) fn scan(mut visit: impl FnMut(&Mapping) -> bool) {
     let Ok(file) = File::read_only(c"/proc/self/maps") else { return };
     let mut buffer = [const { MaybeUninit::<u8>::uninit() }; 4096];

@@ -67,7 +67,7 @@ static PENDING: [Pending; 16] =
 pub(crate) struct Noted(&'static Pending);
 
 impl Noted {
-    /// None where too many threads do so at once.
+    /// None if too many threads do so at once.
     pub(crate) fn begin(tag: Option<Tag>) -> Option<Noted> {
         let thread = sys::thread();
         let free = |p: &&Pending| p.thread.compare_exchange(0, -1, Ordering::Acquire, Ordering::Relaxed).is_ok();
@@ -187,8 +187,8 @@ impl Words {
     }
 }
 
-/// Into metadata that has room. Where libcuda uses those bytes, it is left alone: then nobody knows where an import of it
-/// comes from, and a snapshot is refused.
+/// Into metadata that has space. If libcuda uses those bytes, they are not changed: then nobody knows where an import
+/// of it comes from, and a snapshot is refused.
 fn put_tag(metadata: usize, tag: Tag) {
     let words = Words(metadata + TAG_AT);
     if (0..4).all(|at| words.get(at) == 0) {
