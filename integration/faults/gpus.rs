@@ -86,9 +86,10 @@ fn a_job_whose_gpu_is_full_comes_back_on_another_and_stays_there() {
 
 #[test]
 fn a_job_whose_gpu_is_gone_or_lost_comes_back_on_another() {
-    for (here, words) in
-        [("b0 1024 0\nc0 1024 0\n", "it is not on this machine"), ("a0 1024 0 lost\nb0 1024 0\nc0 1024 0\n", "it is not on this machine")]
-    {
+    for (here, words) in [
+        ("b0 1024 0\nc0 1024 0\n", "it is not on this machine"),
+        ("a0 1024 0 lost\nb0 1024 0\nc0 1024 0\n", "it is not on this machine"),
+    ] {
         let Some(rig) = rig() else { return };
         let mut supervisor = rig.start();
         supervisor.snapshot();
