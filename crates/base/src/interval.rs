@@ -240,14 +240,14 @@ fn share(part: Duration, whole: Duration) -> Percentage {
     Percentage::millionths(millionths.and_then(|n| u32::try_from(n).ok()).unwrap_or(ALL).min(ALL))
 }
 
-/// Rounded up, and within [`FOREVER`].
+/// Rounded up, and within `FOREVER`.
 #[must_use]
 pub fn whole_micros(time: Duration) -> Duration {
     let micros = time.min(FOREVER).as_nanos().div_ceil(1_000);
     u64::try_from(micros).map_or(FOREVER, Duration::from_micros)
 }
 
-/// Within 0 and [`FOREVER`].
+/// Within 0 and `FOREVER`.
 fn seconds(n: f64) -> Duration {
     Duration::try_from_secs_f64(n.max(0.0)).unwrap_or(FOREVER).min(FOREVER)
 }

@@ -5,7 +5,7 @@
 //! nor a mapping of one, unless a plugin accepts it (`DUMP_EXT_FILE` in its files-ext.c, `HANDLE_DEVICE_VMA` in
 //! proc_parse.c). This plugin accepts the devices that `REKINDLE_DEVICES` in CRIU's environment names ([`accept`]) and
 //! does nothing else. rekindle replaces them while all processes are still stopped
-//! (`sys::criu::image::without_devices`): no image names a plugin or a device, and no restore needs either.
+//! (`rekindle_criu::image::without_devices`): no image names a plugin or a device, and no restore needs either.
 //!
 //! It also gives CRIU the file rights of the job's user ([`rights`], [`files`]), if `REKINDLE_FILES_AS` names one. For
 //! that it is in CRIU's LD_PRELOAD too: CRIU then finds some functions of the C library here.

@@ -3,7 +3,7 @@
 //! CRIU (4.2) takes a process's locks again, and after that maps its files with temporary descriptors, which it then
 //! closes (`restore_mapping` in criu/pie/restorer.c). A process that closes any descriptor of a file loses all its
 //! POSIX locks on that file (fcntl(2)). So locks on files that are also mapped are lost: for example SQLite's on the
-//! index of a write-ahead log, and then two processes would write to the same place. `restart::locks` makes the
+//! index of a write-ahead log, and then two processes would write to the same place. `parts::locks` of the engine makes the
 //! processes take them again.
 
 use std::collections::{BTreeMap, BTreeSet};

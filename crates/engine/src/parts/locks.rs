@@ -1,4 +1,4 @@
-//! File locks that CRIU loses ([`image::lost_locks`]), taken again before the job runs.
+//! File locks that CRIU loses (`rekindle_criu::image::lost_locks`), taken again before the job runs.
 //!
 //! Each process that uses a file with a lost lock is stopped from the moment that CRIU resumes it until all such locks
 //! are taken. Otherwise another process could take one first.

@@ -37,7 +37,7 @@ fn driver(manifest: &Manifest, here: &Here) -> Option<Difference> {
     }
 }
 
-/// A process is restored on the GPUs that it was on (by UUID), or on others of their type ([`devices`]).
+/// A process is restored on the GPUs that it was on (by UUID), or on others of their type (`parts::gpu::placement`).
 fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
     // Without a driver, that is the difference that is reported.
     here.driver.as_ref()?;
