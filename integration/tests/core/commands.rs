@@ -204,7 +204,7 @@ fn pins_and_tags_are_kept_by_prune_and_found_again() {
         assert!(code == 2, "{args:?}: {code} {said}");
     }
     let (code, _, said) = text(&lab.rekindle(&["tag", "j/1", "7"]));
-    assert!(code == 2 && said.contains("is no tag"), "{said}");
+    assert!(code == 2 && said.contains("is not a tag"), "{said}");
 
     // Flags stand above the configuration; the table says what each gives back.
     let plan = json(&lab, &["prune", "j", "--dry-run"]);
@@ -231,7 +231,7 @@ fn pins_and_tags_are_kept_by_prune_and_found_again() {
     json(&lab, &["prune", "j", "--max-total-size", &(total(&lab) - 1).to_string()]);
     assert_eq!(lab.good(), [6, 5, 1]);
     let (code, out, said) = text(&lab.rekindle(&["prune", "j", "--max-total-size", "1", "--json"]));
-    assert!(code == 0 && out.contains("too much for store.max-total-size"), "{code} {out}");
+    assert!(code == 0 && out.contains("beyond store.max-total-size"), "{code} {out}");
     assert!(said.contains("rekindle unpin"), "{said}");
     assert_eq!(lab.good(), [6, 1]);
     assert_eq!(text(&lab.rekindle(&["unpin", "j/best"])).0, 0);
@@ -259,7 +259,7 @@ fn a_bound_of_all_images_holds_while_the_job_runs() {
             run.snapshot(&lab);
         }
         assert_eq!(lab.good(), [5, 4, 1], "{staging}");
-        run.wait_said("to make room for the next image (store.max-total-size)");
+        run.wait_said("to free space for the next image (store.max-total-size)");
         // Where none may go the next one is not stored, and it is said what helps.
         assert_eq!(text(&lab.rekindle(&["pin", "j/4"])).0, 0);
         run.signal(Signal::SIGUSR1);

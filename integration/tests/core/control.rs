@@ -63,7 +63,7 @@ fn a_snapshot_that_was_asked_for_is_answered_with_its_image() {
     let text = String::from_utf8(text.stdout).unwrap();
     assert!(text.contains("running") && text.contains("ago") && !text.contains('\x1b'), "{text}");
     assert!(refused(&lab, &["resume", "j"], 2).contains("not suspended"));
-    assert!(refused(&lab, &["snapshot", "j", "--tag", "42"], 2).contains("no tag"));
+    assert!(refused(&lab, &["snapshot", "j", "--tag", "42"], 2).contains("not a tag"));
     let control = lab.file("control");
     finish(&lab, run);
     let left = std::fs::read_dir(control).unwrap().flatten().filter(|e| e.file_type().unwrap().is_socket());

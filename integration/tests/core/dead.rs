@@ -37,7 +37,7 @@ fn no_image_is_taken_of_a_job_that_has_yet_to_hear_of_a_death() {
         let back = run.err().matches("the job was restored from image 000001").count();
         kill_child(&lab, &mut run);
         run.signal(Signal::SIGUSR1);
-        run.wait_said("(python3) was ended by signal SIGKILL, and its parent has not waited for it");
+        run.wait_said("(python3) was killed by signal SIGKILL, and its parent has not collected its exit status");
         // The job hears of it and ends; the image has the child alive.
         run.wait_said_times("the job was restored from image 000001", back + 1);
         assert_eq!(lab.good(), [1], "{}", run.err());

@@ -62,7 +62,7 @@ fn is_refused(kind: &str, why: &str) {
 
 #[test]
 fn one_that_uses_them_is_refused() {
-    is_refused("devices-mapped", "process 1001 (python3) has NVIDIA devices open: it just begins to use CUDA");
+    is_refused("devices-mapped", "process 1001 (python3) has NVIDIA devices open: either it is just starting CUDA");
 }
 
 #[test]

@@ -265,9 +265,9 @@ fn a_group_that_the_user_may_not_make_is_not_made() {
     let mut run = lab.run(&command);
     run.wait_said("the job was restored from image");
     count_on(&lab, &mut run, 3);
-    let (said, stays) = (run.err(), "stays in the supervisor's control group, and not in \"job/inner\"");
+    let (said, stays) = (run.err(), "is in the supervisor's control group and not in \"job/inner\"");
     assert_eq!(said.matches(stays).count(), ground.groups.len(), "one line for each: {said}");
-    assert!(said.contains("Permission denied") && said.contains("let user nobody do that"), "{said}");
+    assert!(said.contains("Permission denied") && said.contains("allow user nobody to do that"), "{said}");
     assert!(ground.groups.iter().all(|group| !group.join("job").exists()), "{said}");
 
     // Where the user may make groups, they are the user's own.
@@ -300,8 +300,8 @@ fn a_group_of_threads_is_named_and_not_in_the_image() {
     let text = format!("{}\n{} cgroup.type threaded\n", inner.parent().unwrap().display(), inner.display());
     fs::write(lab.file("groups"), text).unwrap();
     let mut run = until_after_snapshot(&lab);
-    run.wait_said("the image does not have the control group \"job/inner\"");
-    run.wait_said("it is a group of threads");
+    run.wait_said("the control group \"job/inner\" is not in the image");
+    run.wait_said("it is a threaded control group");
     run.crash(&lab);
     let pid = child(&lab, &mut run);
     assert!(read(two, "cgroup.procs").lines().any(|line| line == pid.to_string()), "it is in the supervisor's group");
@@ -335,7 +335,7 @@ fn a_path_that_leads_out_of_the_supervisors_group_is_refused() {
         if refused {
             let (_, said) = start(&lab).ends_with(66);
             let state = format!("{:?}", lab.images()[0].state);
-            assert!(state.contains("is not a path of a control group"), "{state}");
+            assert!(state.contains("is not a valid path of a control group"), "{state}");
             let beside = ground.groups.iter().map(|group| group.with_file_name("rekindle-test-escaped"));
             assert!(beside.into_iter().all(|group| !group.exists()), "{said}");
         } else {

@@ -74,7 +74,7 @@ fn memory_has_no_room_to_unpack_it() {
     let Some(lab) = stored() else { return };
     let lab = lab.set("snapshot.memory-reserve", "\"1TiB\"");
     let mut run = again(&lab);
-    run.wait_said("the image is unpacked to the disk");
+    run.wait_said("unpacking the image to disk");
     run.wait_said("the job was restored from image 000001");
     assert!(!unpacked(&lab).exists(), "it goes when the job has its memory");
     assert!(lab.job().staged().is_empty());

@@ -38,7 +38,7 @@ fn those_in_one_direction_come_back() {
     receive(&lab, &mut run, &[]);
     let times = |words: &str| lab.output().matches(words).count();
     run.wait_for("all have it again", || times("gone 7\n") == 1 && times("has from-brother\n") == 1);
-    assert!(!run.err().contains("tried again"), "{}", run.err());
+    assert!(!run.err().contains("trying the snapshot again"), "{}", run.err());
     finish(&lab, run);
 }
 
@@ -63,7 +63,7 @@ fn those_that_would_be_exchanged_or_lost_are_refused_until_they_are_received() {
         run.signal(Signal::SIGUSR1);
         run.wait_said("snapshot failed, the job runs on");
         assert!(run.err().contains(words), "{kind}: {}", run.err());
-        assert!(!run.err().contains("tried again"), "nothing moves: {}", run.err());
+        assert!(!run.err().contains("trying the snapshot again"), "nothing moves: {}", run.err());
         assert!(lab.good().is_empty());
         count_on(&lab, &mut run, 3);
         receive(&lab, &mut run, &[by]);
@@ -89,7 +89,7 @@ fn those_that_are_received_soon_only_delay_it() {
     let mut run = start(&lab, "later");
     run.snapshot(&lab);
     let said = run.err();
-    assert_eq!(said.matches("the snapshot is tried again: descriptors are on their way").count(), 1, "{said}");
+    assert_eq!(said.matches("trying the snapshot again: file descriptors are in flight").count(), 1, "{said}");
     run.crash(&lab);
     count_on(&lab, &mut run, 3);
     finish(&lab, run);

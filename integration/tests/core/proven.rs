@@ -27,7 +27,7 @@ fn the_newest_proven_image_stays_until_a_newer_one_is_proven() {
     assert_eq!(lab.good(), [4, 3, 2, 1]);
     let plan = lab.rekindle(&["prune", "j", "--dry-run", "--keep-last", "1"]);
     let plan = String::from_utf8_lossy(&plan.stdout).into_owned();
-    assert!(plan.contains("newest that the job has lived on from"), "{plan}");
+    assert!(plan.contains("newest proven"), "{plan}");
     // It is known after the supervisor, and after the life, that proved it.
     run.crash(&lab);
     run.wait_said("the job was restored from image 000004");

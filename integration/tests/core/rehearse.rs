@@ -144,7 +144,7 @@ fn a_program_outside_hears_nothing_of_it() {
     let said = run.said_so_far();
     run.wait_for("it is said", || {
         drain();
-        said().contains("was not rehearsed: it is connected to a program outside of the job")
+        said().contains("was not rehearsed: it is connected to a program outside the job")
     });
     assert_eq!(events(&lab, "rehearsal-failed"), 0);
     fs::write(lab.file("finish"), "").unwrap();

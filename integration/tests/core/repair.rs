@@ -54,7 +54,7 @@ fn damage_is_found_and_told_and_the_job_goes_on_from_the_older_image() {
         assert!(!said.contains('\x1b') && !error.contains('\x1b'), "no bar without a terminal");
     }
     let (code, said, _) = text(&lab.rekindle(&["verify", "j/2", "--read-data"]));
-    assert!(code == Some(1) && said.contains("cannot be had, the first at byte"), "{said}");
+    assert!(code == Some(1) && said.contains("cannot be read, the first at byte"), "{said}");
     let (code, said, _) = text(&lab.rekindle(&["verify", "j/1", "--read-data"]));
     assert!(code == Some(0) && said.contains("every byte"), "{said}");
     let found = json(&lab, &["verify", "j", "--read-data"]);
@@ -97,10 +97,10 @@ fn without_any_pack_the_job_begins_anew_where_it_may() {
         fs::remove_file(packs.pack_path(name)).unwrap();
     }
     let (code, said, _) = text(&lab.rekindle(&["verify"]));
-    assert!(code == Some(1) && said.contains("cannot be had"), "{said}");
+    assert!(code == Some(1) && said.contains("cannot be read"), "{said}");
     let (code, said, _) = text(&lab.rekindle(&["repair"]));
     assert!(
-        code == Some(1) && said.matches("marked bad").count() == 2 && said.contains("its index is removed"),
+        code == Some(1) && said.matches("marked bad").count() == 2 && said.contains("its index was removed"),
         "{said}"
     );
     assert_eq!(lab.good(), [0; 0]);

@@ -133,7 +133,7 @@ fn what_cannot_be_repaired_is_told_and_is_whole_again_with_the_next_image() {
     harm_small(&job, &id);
     let lab = lab.set("store.verify-rate", "\"200MB\"");
     let mut run = again(&lab);
-    run.wait_said("lost: no whole copy was found");
+    run.wait_said("lost: no intact copy was found");
     run.wait_said(&format!("{} cannot be restored until a later image has this content again", images[2].id));
     assert_eq!(lab.good(), [3, 2, 1], "nothing is marked for it");
     assert!(job.packs().index().unwrap().get(&id).is_none(), "no later image relies on it");

@@ -160,7 +160,7 @@ fn an_uplink_that_dies_is_started_again_and_the_job_lives() {
     for deaths in 1..=2 {
         let before = uplink(&run);
         kill(before, Signal::SIGKILL);
-        run.wait_said_times("the job's uplink is there again", deaths);
+        run.wait_said_times("the job's uplink works again", deaths);
         connected(&lab, &mut run, deaths + 1);
         assert_ne!(uplink(&run), before);
     }

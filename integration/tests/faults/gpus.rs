@@ -86,9 +86,10 @@ fn a_job_whose_gpu_is_full_comes_back_on_another_and_stays_there() {
 
 #[test]
 fn a_job_whose_gpu_is_gone_or_lost_comes_back_on_another() {
-    for (here, words) in
-        [("b0 1024 0\nc0 1024 0\n", "it is not here"), ("a0 1024 0 lost\nb0 1024 0\nc0 1024 0\n", "it is not here")]
-    {
+    for (here, words) in [
+        ("b0 1024 0\nc0 1024 0\n", "it is not on this machine"),
+        ("a0 1024 0 lost\nb0 1024 0\nc0 1024 0\n", "it is not on this machine"),
+    ] {
         let Some(rig) = rig() else { return };
         let mut supervisor = rig.start();
         supervisor.snapshot();
@@ -129,7 +130,7 @@ fn a_job_whose_gpu_had_a_fault_comes_back_on_another() {
     // Where there is no other it is tried all the same.
     rig.standin.gpus("ea 1024 0\nb0 1024 1023\n");
     supervisor.kill_job();
-    supervisor.said("there is no other in its place, so it is tried");
+    supervisor.said("no other GPU is available, so it is used");
     supervisor.said("the job was restored from image");
     supervisor.counts();
     supervisor.stop();
@@ -149,7 +150,7 @@ fn while_all_gpus_are_full_it_is_tried_again_and_the_image_is_not_to_blame() {
         why.contains(&format!("6.0 MiB for what was on Stand-in {A}")) && why.contains("has 1.0 MiB free"),
         "{why}"
     );
-    assert!(why.contains("it is busy: end what uses it"), "{why}");
+    assert!(why.contains("is busy: end the programs that use it"), "{why}");
     rig.standin.gpus(&two(1020, 1000));
     supervisor.said(&format!("is on {B} now"));
     supervisor.counts();
@@ -164,7 +165,7 @@ fn without_a_place_for_it_the_run_ends_with_the_reason() {
         ("a0 4 0\nb0 1 0\n", "has 4.0 MiB free"),
         ("b0 1024 0 H100\n", "Stand-in"),
         // The driver has none to name for the one that it did not use.
-        ("b0 1024 0\n", "for each of the 2 that the job could see"),
+        ("b0 1024 0\n", "for each of the 2 GPUs that the job could see"),
     ] {
         let Some(rig) = rig() else { return };
         let mut supervisor = rig.start();
@@ -174,7 +175,7 @@ fn without_a_place_for_it_the_run_ends_with_the_reason() {
         assert_eq!(supervisor.wait(), Some(69), "{here}\n{}", rig.log());
         let log = rig.log();
         assert!(
-            log.contains("cannot be restored on this machine as it is: GPUs: the image has") && log.contains(words),
+            log.contains("cannot be restored on this machine: GPUs: the image has") && log.contains(words),
             "{log}"
         );
         // With its GPUs the same command goes on.
@@ -229,13 +230,13 @@ fn bad_maps_are_refused_in_words_and_cost_nothing() {
     supervisor.stop();
     drop(supervisor);
     for (map, code, words) in [
-        ("0=9", 69, "--device-map: there is no GPU 9 here"),
-        ("7=1", 69, "--device-map: the job of the image could not see a GPU 7"),
+        ("0=9", 69, "--device-map: this machine has no GPU 9"),
+        ("7=1", 69, "--device-map: the job had no GPU 7 at the snapshot"),
         ("0=1,0=0", 69, "--device-map: GPU 0 is named twice"),
-        ("0=1,1=1", 69, "--device-map: GPU 1 can take the place of one only"),
+        ("0=1,1=1", 69, "--device-map: GPU 1 can replace only one GPU"),
         ("0=2", 69, "of type \"Stand-in\" and 2 of type \"H100\""),
         ("0=3", 69, "is divided or virtual"),
-        ("0", 2, "wants OLD=NEW"),
+        ("0", 2, "must be OLD=NEW"),
         ("0=MIG-1", 2, "an instance of a divided GPU"),
     ] {
         rig.flags(&["--device-map", map]);

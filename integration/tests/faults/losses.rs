@@ -23,7 +23,7 @@ fn a_restore_that_fails_in_a_snapshot_ends_the_life() {
         rig.standin.fault("fail-restore", &format!("2 times=1 pid={pid}"));
         supervisor.ask();
         let why = supervisor.said("the snapshot failed and the job cannot go on");
-        assert!(why.contains("restore: ") && why.contains("the GPU is too full"), "{why}");
+        assert!(why.contains("restore: ") && why.contains("the GPU has too little free memory"), "{why}");
         assert!(why.contains(&format!("process {pid} cannot use its GPU again")), "{why}");
         comes_back(&rig, &mut supervisor, 2, restarts);
         supervisor.snapshot();

@@ -114,8 +114,8 @@ fn criu_fails_with(staging: &str, image: &str) {
         ("exit 1".into(), &["dump: ", "without an answer (exit code 1)"]),
         ("kill -9 $$".into(), &["dump: ", "without an answer (signal SIGKILL)"]),
         ("exec sleep 600".into(), &["dump: ", "did not finish within 1s"]),
-        (after(&format!("truncate -s 8 {image}/criu/{pages}.img")), &["dump: the image is not whole"]),
-        (after(&format!("rm {image}/criu/pagemap-*.img")), &["dump: the image is not whole"]),
+        (after(&format!("truncate -s 8 {image}/criu/{pages}.img")), &["dump: the image is incomplete or damaged"]),
+        (after(&format!("rm {image}/criu/pagemap-*.img")), &["dump: the image is incomplete or damaged"]),
         (after(&format!("mkfifo \"$(echo {image})/pipe\"")), &["does not belong into an image"]),
         (after(&format!("rm -r {image}")), &["dump: "]),
     ];

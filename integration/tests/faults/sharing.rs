@@ -55,7 +55,7 @@ fn what_can_not_be_let_go_is_refused_in_words_and_the_job_goes_on() {
     supervisor.snapshot();
     let refused = |supervisor: &mut Supervisor<'_>, words: &str| {
         let why = supervisor.failing_snapshot();
-        assert!(why.contains("which its restore would not survive") && why.contains(words), "{why}");
+        assert!(why.contains("which cannot be restored") && why.contains(words), "{why}");
         assert!(why.contains("the job runs on"), "{why}");
         supervisor.assert_unharmed(2);
     };
@@ -66,7 +66,7 @@ fn what_can_not_be_let_go_is_refused_in_words_and_the_job_goes_on() {
     supervisor.image();
     // Its exporter has given it up, and the others go on with it.
     supervisor.has_rank(1, "give-up");
-    refused(&mut supervisor, "or one that has given it up");
+    refused(&mut supervisor, "or to one that has released it");
     supervisor.has_rank(0, "multicast");
     refused(&mut supervisor, "NCCL_NVLS_ENABLE=0");
     assert_eq!(rig.state().unwrap().restarts, 0);
@@ -119,7 +119,7 @@ fn files_that_ranks_sent_each_other_and_do_not_receive_hold_up_snapshots_only() 
         supervisor.has_rank(rank, "post");
     }
     let why = supervisor.failing_snapshot();
-    assert!(why.contains("CRIU would lose or exchange them") && why.contains("the job runs on"), "{why}");
+    assert!(why.contains("CRIU would lose them or mix them up") && why.contains("the job runs on"), "{why}");
     supervisor.assert_unharmed(2);
     for rank in 0..2 {
         supervisor.has_rank(rank, "take");
@@ -201,7 +201,7 @@ fn letting_go_fails_in_each_rank_and_the_job_runs_on() {
     let [_, second] = both(&rig);
     fails(&mut supervisor, "release", second);
     let why = supervisor.said("the snapshot failed");
-    assert!(why.contains("which its restore would not survive"), "{why}");
+    assert!(why.contains("which cannot be restored"), "{why}");
     supervisor.assert_unharmed(2);
     assert_eq!(rig.state().unwrap().restarts, 0);
     supervisor.kill_job();
@@ -293,7 +293,7 @@ fn children_and_a_want_of_descriptors_do_no_harm() {
     }
     supervisor.has_rank(1, "crowd");
     let why = supervisor.failing_snapshot();
-    assert!(why.contains("cannot be let go just now") && why.contains("the job runs on"), "{why}");
+    assert!(why.contains("cannot release other processes' GPU memory now") && why.contains("the job runs on"), "{why}");
     supervisor.assert_unharmed(2);
     supervisor.has_rank(1, "room");
     supervisor.image();

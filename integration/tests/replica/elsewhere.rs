@@ -55,13 +55,13 @@ fn a_job_goes_on_elsewhere_with_the_same_configuration() {
 
     let lab = lab.set("store.min-free", "\"8000TB\"");
     let (out, said) = lab.python("kinds.py", &command).ends_with(69);
-    assert!(said.contains("(store.min-free): make room there") && out.is_empty(), "{said}");
+    assert!(said.contains("(store.min-free): free space there") && out.is_empty(), "{said}");
     let lab = lab.set("store.min-free", "\"1MiB\"");
     let mut run = lab.python("kinds.py", &command);
     run.wait_said(&format!("image {image} came from the replica"));
     run.wait_said(&format!("the job was restored from image {image}"));
     let said = run.err();
-    assert!(said.contains("stdout.log is begun anew") && said.contains("are not here"), "{said}");
+    assert!(said.contains("stdout.log starts empty") && said.contains("are not here"), "{said}");
     completes(&lab, run, &lab, &before);
 }
 
@@ -131,7 +131,7 @@ fn files_that_are_not_here_are_asked_for_and_nothing_is_begun() {
     let mut run = lab.python("kinds.py", &command);
     run.wait_said(&format!("the job was restored from image {image}"));
     let said = run.err();
-    assert!(said.contains("w.txt was not here, and is made anew from the image"), "{said}");
+    assert!(said.contains("w.txt did not exist and was created from the image"), "{said}");
     assert!(said.contains("a.txt was put back"), "{said}");
     completes(&lab, run, &lab, &before);
 }

@@ -116,7 +116,7 @@ fn an_added_image_with_a_higher_number_is_refused_and_not_run() {
                 assert!(out.is_empty() && said.contains("store.accept-unsigned"), "{said}");
                 assert!(lab.images().is_empty(), "nothing came");
             }
-            Signature::Old => assert!(said.contains("does not fit"), "{said}"),
+            Signature::Old => assert!(said.contains("does not match the key"), "{said}"),
         }
     }
 }
@@ -205,7 +205,7 @@ fn a_record_that_was_changed_is_not_believed() {
     plain["outcome"] = Value::from("completed");
     let changed = text.replace("\"running\"", "\"completed\"");
     assert_ne!(changed, text);
-    for (forged, why) in [(changed, "does not fit"), (plain.to_string(), "store.accept-unsigned")] {
+    for (forged, why) in [(changed, "does not match the key"), (plain.to_string(), "store.accept-unsigned")] {
         fs::write(&path, forged).unwrap();
         let (out, said) = lab.run(&command).ends_with(78);
         assert!(out.is_empty() && said.contains("job.json") && said.contains(why), "{said}");
@@ -331,10 +331,10 @@ fn paths_of_a_manifest_lead_nowhere_else_without_a_key_too() {
         let run = lab.run(&command);
         let said = run.said_so_far();
         crate::supervisor::wait_for("it is decided", || {
-            ["the job was restored", "wants a file put at"].iter().any(|word| said().contains(word))
+            ["the job was restored", "the image would create"].iter().any(|word| said().contains(word))
         });
         assert!(!evil.exists() && !stolen.exists(), "{what}: {}", said());
-        let why = if what.contains("part") { "is not a path inside an image" } else { "only" };
+        let why = if what.contains("part") { "is not a valid path inside an image" } else { "only" };
         assert!(said().contains(why), "{what}: {}", said());
         assert!(said().contains(&forged), "{what}: {}", said());
         lab.kill_9(run);

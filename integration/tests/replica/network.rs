@@ -94,10 +94,10 @@ fn what_does_not_pass_is_told_without_credentials() {
     let image = here.image(1, &chunks(0..2));
     let echo = "<Error><Code>AccessDenied</Code><Authorization>AKIAEXAMPLE wJalrXUtnFEMI-not-to-be-seen Signature</Authorization></Error>";
     for (status, expected) in [
-        (403, "it was refused (AccessDenied): the credentials are wrong, or may not do this; set AWS_ACCESS_KEY_ID"),
-        (404, "it is not there (AccessDenied); does the bucket or folder exist"),
-        (500, "the answer was 500 (AccessDenied)"),
-        (400, "the answer was 400 (AccessDenied)"),
+        (403, "it refused (AccessDenied): the credentials are wrong or do not allow this; set AWS_ACCESS_KEY_ID"),
+        (404, "not found (AccessDenied): check that the bucket or folder exists"),
+        (500, "it answered 500 (AccessDenied)"),
+        (400, "it answered 400 (AccessDenied)"),
     ] {
         proxy.inject(usize::MAX, Fault::Answer(status, echo), |_| true);
         let error = here.upload(&replica, &image).unwrap_err();

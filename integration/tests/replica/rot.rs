@@ -48,7 +48,7 @@ fn three_images_outlive_sixteen_damaged_bytes_of_what_they_share() {
     run.wait_said("the job was restored from image 000003");
     let said = run.err();
     assert!(said.contains(&format!("1 damaged chunk in {}", pack.display())), "{said}");
-    assert_eq!(said.matches("1 taken from the replica and stored again; the restore goes on").count(), 1, "{said}");
+    assert_eq!(said.matches("1 taken from the replica and stored again; the restore continues").count(), 1, "{said}");
     lab.kill_9(run);
     assert_eq!(lab.good(), [3, 2, 1]);
     assert!(lab.rekindle(&["verify", "--read-data"]).status.success(), "the store is whole again");
