@@ -28,7 +28,7 @@ mod draft;
 mod error;
 mod files;
 mod folder;
-mod format;
+pub mod format;
 pub mod gc;
 pub mod heal;
 mod id;

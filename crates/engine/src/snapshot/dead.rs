@@ -12,7 +12,7 @@
 //! parent's wait(2) would end the same after each restore. If the parent learns of the death while the job runs, it
 //! either continues, and the next image is clean; or it ends the job, and the image before the death is restored.
 //!
-//! A parent may also never wait for its children. So a process that has been dead for [`PATIENCE`] does not delay a
+//! A parent may also never wait for its children. So a process that has been dead for `PATIENCE` does not delay a
 //! snapshot, and neither does any once all of this has taken [`LIMIT`].
 //!
 //! A process that is gone is not affected: the kernel has a dead process only until its parent has waited for it, or

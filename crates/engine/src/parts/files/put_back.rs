@@ -6,7 +6,7 @@
 //! is undone would be wrong.
 //!
 //! A file that does not exist any more is created from its content in the image. If the image does not contain it, or a
-//! file is shorter than it was, the image cannot be used here: [`check`] says so before anything is changed. Missing
+//! file is shorter than it was, the image cannot be used here: `check` says so before anything is changed. Missing
 //! output files of the job do not prevent a restore.
 //!
 //! Work on the user's files is done with the user's rights. The user owns the folders, and could otherwise make root
