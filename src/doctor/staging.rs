@@ -123,7 +123,7 @@ fn tmpfs(facts: &Facts) -> Check {
         Tmpfs::Mounted(_) => Check::ok(name, format!("one can be mounted in {base}")),
         Tmpfs::Refused(why) => Check::warn(
             name,
-            format!("{why}: images go to the store at once, and the job stands still for as long"),
+            format!("{why}: images are made on the disk, and the job stands still for longer"),
             format!(
                 "give the right to mount (Docker: --cap-add=SYS_ADMIN --security-opt apparmor=unconfined), name another folder of root's in snapshot.staging-directory, or {TO_THE_STORE}"
             ),

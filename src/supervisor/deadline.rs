@@ -77,7 +77,7 @@ impl Deadline {
         } else {
             Attended::No
         };
-        let route = Route { store: setup.images.staging.is_some(), replica: setup.config.replica.url.is_some() };
+        let route = Route { store: true, replica: setup.config.replica.url.is_some() };
         Deadline {
             measured,
             route,
