@@ -195,7 +195,9 @@ fn of_image(ImageRow { report, read, .. }: &ImageRow) -> String {
     match (problems.is_empty(), report.place, read) {
         (false, ..) => problems.join("; "),
         (true, Place::Stored | Place::Slot, true) => format!("ok, {} files, every byte", report.parts.len()),
-        (true, Place::Stored | Place::Slot, false) => format!("ok, {} files, all of them in the packs", report.parts.len()),
+        (true, Place::Stored | Place::Slot, false) => {
+            format!("ok, {} files, all of them in the packs", report.parts.len())
+        }
         (true, Place::Staged, _) => format!(
             "ok, the sizes of {} files in memory; there are no checksums before it is stored",
             report.parts.len()

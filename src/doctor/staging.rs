@@ -224,6 +224,7 @@ fn preload(facts: &Facts, wanted: Interposer, nvidia: &nvidia::Facts) -> Check {
 mod tests {
     use super::*;
     use crate::doctor::State;
+    use rekindle_store::staging::Medium;
 
     const GIB: u64 = 1 << 30;
 
@@ -297,8 +298,13 @@ mod tests {
         let mut facts = facts(Tmpfs::NotRoot);
         assert_eq!(left_behind(&facts).state, super::super::State::Ok);
         let image = rekindle_store::ImageId::new(7, chrono::DateTime::UNIX_EPOCH);
-        let left =
-            |needed| Leftover { job: "j".parse().unwrap(), path: "/run/rekindle/j-1".into(), bytes: 5 << 20, needed };
+        let left = |needed| Leftover {
+            job: "j".parse().unwrap(),
+            path: "/run/rekindle/j-1".into(),
+            medium: Medium::Memory,
+            bytes: 5 << 20,
+            needed,
+        };
         facts.left = vec![left(None), left(Some(image))];
         facts.strangers = vec!["/run/rekindle/k-2".into()];
         let check = left_behind(&facts);

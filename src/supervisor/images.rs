@@ -331,7 +331,8 @@ impl Owner<'_> {
     pub(super) fn leave_memory(&mut self, finish: &Finish, messages: &mpsc::Receiver<Message>) -> Option<ImageId> {
         // One that an earlier run left is given back too, though this one makes its images elsewhere.
         let ours = self.setup.images.staging.as_ref();
-        let others = || Area::all_of(&self.setup.folder).into_iter().filter(|it| Some(it.path()) != ours.map(Area::path));
+        let others =
+            || Area::all_of(&self.setup.folder).into_iter().filter(|it| Some(it.path()) != ours.map(Area::path));
         if ours.is_none() && others().next().is_none() {
             return None;
         }

@@ -282,7 +282,9 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
     let mut frozen = frozen(subject, cancelled)?;
     let freeze = frozen.time();
     let manifest = manifest(&mut frozen, reason);
-    match manifest.and_then(|manifest| frozen.ready.target.seal(manifest, subject.options.threads).map_err(Error::Staging)) {
+    match manifest
+        .and_then(|manifest| frozen.ready.target.seal(manifest, subject.options.threads).map_err(Error::Staging))
+    {
         Ok(image) => Ok(Taken { image, freeze, notes: frozen.dumped.moment.notes }),
         Err(error) => {
             record::drop_links(&frozen.saved_links, frozen.env.root(), frozen.env.user());

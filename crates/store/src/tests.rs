@@ -80,11 +80,12 @@ impl Draft {
         let images = self.dir().parent().unwrap();
         let job = images.parent().unwrap().file_name().unwrap();
         (manifest.id, manifest.job) = (self.id(), job.to_str().unwrap().parse().unwrap());
-        let bytes = manifest.to_bytes(&Trust::default()).unwrap();
+        let trust = Trust::default().for_job(&manifest.job);
+        let bytes = manifest.to_bytes(&trust).unwrap();
         rekindle_os::durable::write_file(&self.dir().join(manifest::FILE_NAME), &bytes, 0o600).unwrap();
         let lasting = images.join(self.id().to_string());
         fs::rename(self.dir(), &lasting).unwrap();
-        Image::load(&lasting, self.id(), &Trust::default())
+        Image::load(&lasting, self.id(), &trust)
     }
 }
 
