@@ -112,13 +112,13 @@ fn an_image_on_the_disk_counts_in_this_boot_only() {
     assert!(ground.folder.staged().is_empty(), "it is not whole");
     let image = filling.seal(manifest(), 2).unwrap();
     assert_eq!((image.place, image.is_good(), image.is_staged()), (crate::Place::Slot, true, true));
-    assert_eq!(ground.folder.staged(), [image.clone()]);
+    assert_eq!(ground.folder.staged(), std::slice::from_ref(&image));
     assert_eq!(fs::metadata(&slots).unwrap().permissions().mode() & 0o777, 0o700);
     // The next one goes beside it, and one that failed leaves nothing.
     let other = take(2);
     assert_ne!(other.dir(), image.dir);
     drop(other);
-    assert_eq!(ground.folder.staged(), [image.clone()]);
+    assert_eq!(ground.folder.staged(), std::slice::from_ref(&image));
     // What was read back from the disk wrongly is noticed.
     fs::write(image.dir.join("criu/x.img"), [2; 100]).unwrap();
     let report = image.verify();
