@@ -331,9 +331,9 @@ impl Owner<'_> {
     pub(super) fn leave_memory(&mut self, finish: &Finish, messages: &mpsc::Receiver<Message>) -> Option<ImageId> {
         // One that an earlier run left is given back too, though this one makes its images elsewhere.
         let ours = self.setup.images.staging.as_ref();
-        let others =
-            || Area::all_of(&self.setup.folder).into_iter().filter(|it| Some(it.path()) != ours.map(Area::path));
-        if ours.is_none() && others().next().is_none() {
+        let mut others = Area::all_of(&self.setup.folder);
+        others.retain(|area| Some(area.path()) != ours.map(Area::path));
+        if ours.is_none() && others.is_empty() {
             return None;
         }
         match memory::at_the_end(finish, self.end.stops.is_at_once()) {
@@ -367,7 +367,6 @@ impl Owner<'_> {
                 Some(id)
             }
             None => {
-                let others: Vec<Area> = others().collect();
                 for area in ours.into_iter().chain(&others) {
                     area.slots().iter().for_each(|slot| self.setup.folder.drop_links(slot));
                     if let Err(error) = area.close() {
