@@ -32,6 +32,8 @@ pub(super) const LOOK: Duration = Duration::from_secs(2);
 /// How the way of an image to the store went.
 pub(super) struct Outcome {
     image: ImageId,
+    /// Where it was.
+    place: Place,
     source: Source,
     result: Result<Image, PersistError>,
     /// Without the removal of older ones.
@@ -226,6 +228,7 @@ impl Owner<'_> {
             }
             let _ = sender.send(Message::Persisted(Box::new(Outcome {
                 image: image.id,
+                place: image.place,
                 source,
                 result,
                 took,
@@ -265,12 +268,11 @@ impl Owner<'_> {
             }
             Err(error) => {
                 let folder = &self.setup.folder;
-                let staged = folder.staged().into_iter().find(|image| image.id == outcome.image);
-                let what = match staged.map(|image| image.place) {
-                    _ if folder.is_stored(outcome.image) => "is in the store, but not packed",
-                    Some(Place::Slot) => "is in a slot on the disk only",
-                    Some(_) => "is in memory only",
-                    None => "is lost, it was not in the store yet",
+                let place = slot_in(outcome.place);
+                let what = match folder.staged().iter().any(|image| image.id == outcome.image) {
+                    _ if folder.is_stored(outcome.image) => "is in the store, but not packed".to_owned(),
+                    true => format!("is in {place} only"),
+                    false => format!("is lost, it was in {place} only"),
                 };
                 let why = format!("image {} {what}: {}", outcome.image, chain(&error));
                 tracing::error!("{why}");
@@ -348,7 +350,7 @@ impl Owner<'_> {
         match self.only_in_memory().filter(|_| *finish != Finish::Completed) {
             Some(image) => {
                 let (id, at, store) = (image.id, image.dir.display(), self.setup.folder.path().display());
-                let place = if image.place == Place::Slot { "a slot on the disk" } else { "memory" };
+                let place = slot_in(image.place);
                 if self.end.stops.is_at_once() {
                     tracing::warn!(
                         "image {id} is in {place} only, at {at}: it is lost when the machine restarts; the same command again goes on from it"
@@ -429,6 +431,10 @@ fn bring_to_store(
     }
     let cancelled = || cancel.load(Ordering::Relaxed);
     Ok(persist::persist(image, &setup.folder, &setup.lock, &setup.images.packing, progress, &cancelled)?)
+}
+
+fn slot_in(place: Place) -> &'static str {
+    if place == Place::Slot { "a slot on the disk" } else { "memory" }
 }
 
 /// Slots on the disk whose image is in the store are given back: the packs take less, and a restart reads those. Not while
