@@ -43,4 +43,4 @@ if [ -z "${REKINDLE_CRIU:-}" ]; then
   export REKINDLE_CRIU=$root/.deps/criu/criu
 fi
 # -B: no folders of byte code in the working tree.
-exec python3 -B "$root/integration/bench_gpu.py" --rekindle "$rekindle" --criu "$REKINDLE_CRIU" "${options[@]}"
+exec python3 -B "$root/integration/bench/bench_gpu.py" --rekindle "$rekindle" --criu "$REKINDLE_CRIU" "${options[@]}"

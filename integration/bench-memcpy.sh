@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bench-memcpy.sh: what the interposer costs the memcpy of a job, and what it brings the copies of the driver (a stand-in
-# for it); prints one JSON object, which bench-memcpy/main.rs describes. Needs no rights, no GPU and no CRIU.
+# for it); prints one JSON object, which bench/memcpy/main.rs describes. Needs no rights, no GPU and no CRIU.
 #
 #   integration/bench-memcpy.sh [MIB]
 set -euo pipefail

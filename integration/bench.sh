@@ -17,4 +17,4 @@ if [ -z "${REKINDLE_CRIU:-}" ]; then
   export REKINDLE_CRIU=$root/.deps/criu/criu
 fi
 case " $* " in *' --rekindle '*) ;; *) (cd "$root" && cargo build --quiet --release --bin rekindle) ;; esac
-exec python3 -B "$root/integration/bench.py" "$@"
+exec python3 -B "$root/integration/bench/bench.py" "$@"

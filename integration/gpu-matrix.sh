@@ -41,4 +41,4 @@ if [ -z "${REKINDLE_CRIU:-}" ]; then
   export REKINDLE_CRIU=$root/.deps/criu/criu
 fi
 # -B: no folders of byte code in the working tree.
-exec python3 -B "$root/integration/gpu_matrix.py" --rekindle "$rekindle" "${options[@]}"
+exec python3 -B "$root/integration/bench/gpu_matrix.py" --rekindle "$rekindle" "${options[@]}"

@@ -21,4 +21,4 @@ done
 [ "$(id -u)" -eq 0 ] || { echo 'gpu: run it as root' >&2; exit 69; }
 [ -x "$rekindle" ] || { echo "gpu: build first: cargo build --release ($rekindle)" >&2; exit 69; }
 command -v nvidia-smi >/dev/null || { echo 'gpu: there is no NVIDIA driver here' >&2; exit 69; }
-exec python3 -B "$root/integration/gpu.py" --rekindle "$rekindle" --gib "$gib" ${logs:+--logs "$logs"} ${only:+--only "$only"}
+exec python3 -B "$root/integration/bench/gpu.py" --rekindle "$rekindle" --gib "$gib" ${logs:+--logs "$logs"} ${only:+--only "$only"}

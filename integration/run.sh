@@ -143,7 +143,7 @@ if [ -n "$lint" ]; then
   step 'shell scripts' shellcheck .ci/run scripts/*.sh examples/*.sh integration/*.sh
 fi
 step 'lock file of the fuzz targets' cargo tree --quiet --locked --depth 0 --manifest-path fuzz/Cargo.toml
-step 'measuring scripts' env PYTHONDONTWRITEBYTECODE=1 python3 -m unittest discover -s integration
+step 'measuring scripts' env PYTHONDONTWRITEBYTECODE=1 python3 -m unittest discover -s integration/bench
 rekindle=${CARGO_TARGET_DIR:-$root/target}/debug/rekindle
 work=$(mktemp -d)
 trap 'rm -rf -- "$work"' EXIT

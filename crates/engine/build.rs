@@ -1,10 +1,10 @@
-//! Compiles the reaper, the interposer and CRIU's plugin and leaves them in OUT_DIR, where `launch::reaper`,
-//! `launch::interposer` and `launch::plugin` embed them: rekindle is one self-contained file.
+//! Compiles the reaper, the interposer and CRIU's plugin into OUT_DIR. `launch::reaper`, `launch::interposer` and
+//! `launch::plugin` embed them, so that rekindle is one self-contained file.
 
 use std::path::PathBuf;
 use std::process::Command;
 
-/// What is compiled: its folder below `native/`, its root, the name of the result, and what rustc is told.
+/// What is compiled: its folder below `native/`, its root, the name of the result, and the flags for rustc.
 struct Native {
     folder: &'static str,
     root: &'static str,

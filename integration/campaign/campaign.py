@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "bench"))
 
 from faults import FAULTS, MOMENTS, below, wait_for_moment  # noqa: E402
 from supervised import Failed, Job, wait_for  # noqa: E402
@@ -68,6 +68,7 @@ class Trial:
     """One job and what is done to it."""
 
     def __init__(self, args, number, folder, tally):
+        self.only = args.only
         self.number, self.folder, self.tally = number, folder, tally
         self.random = random.Random(args.seed * 1000 + number)
         folder.mkdir(parents=True)
@@ -174,7 +175,9 @@ class Trial:
     def fault(self):
         """One fault at one moment. Answers whether there was something to kill."""
         moment = self.random.choice(MOMENTS)
-        fault = self.random.choices(FAULTS, [fault.weight for fault in FAULTS])[0]
+        only = self.only or [fault.name for fault in FAULTS]
+        weights = [fault.weight if fault.name in only else 0 for fault in FAULTS]
+        fault = self.random.choices(FAULTS, weights)[0]
         if fault.moments and moment not in fault.moments:
             moment = self.random.choice(fault.moments)
         before = self.steps()
@@ -275,9 +278,23 @@ class Trial:
         self.disk.close()
 
 
+def threads_below(pid):
+    """A line for each thread of the process and of those below it: what it waits for in the kernel."""
+    for process in [pid, *below(pid)]:
+        for thread in sorted(Path(f"/proc/{process}/task").glob("*")):
+            try:
+                state = (thread / "stat").read_text().rpartition(")")[2].split()[0]
+                name, call = (thread / "comm").read_text().strip(), (thread / "syscall").read_text().strip()
+                yield f"{process} {thread.name} {name} {state} {(thread / 'wchan').read_text()} {call}"
+                yield "    " + " < ".join(line.split()[-1] for line in (thread / "stack").read_text().splitlines())
+            except OSError as error:
+                yield f"{process} {thread.name}: {error}"
+
+
 def logs_of(trial, into):
-    """Keeps the log of a trial that failed."""
+    """Keeps the log of a trial that failed, and what its processes were doing then."""
     into.mkdir(parents=True, exist_ok=True)
+    (into / f"job{trial.number}.threads.txt").write_text("\n".join(threads_below(trial.job.process.pid)) + "\n")
     shutil.copy(trial.job.log, into / f"job{trial.number}.log")
     log = trial.job.store / trial.job.name / "log"
     for name in ["events.jsonl", "rekindle.log"]:
@@ -292,6 +309,7 @@ def main():
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(3), "little"))
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--only", action="append", choices=[fault.name for fault in FAULTS], help="this fault; several times for several")
     parser.add_argument("--debug", action="store_true")
     parser.add_argument("--dir", default="/var/tmp")
     parser.add_argument("--logs")

@@ -1,5 +1,5 @@
 //! The driver's calls in an object that binds functions when they are first called, with a table that stays writable.
-//! Linked by integration/preload.rs; the stand-in libcuda is bound when it is loaded, and its table is read-only then.
+//! Linked by integration/tests/preload.rs; the stand-in libcuda is bound when it is loaded, and its table is read-only then.
 #![no_std]
 
 use core::ffi::c_void;

@@ -323,7 +323,7 @@ mod tests {
             ("{\"version\":1,\"request\":\"stop\",\"when\":1}", Code::BadRequest, "when"),
             ("{\"version\":1,\"request\":\"status\",\"x\":1}", Code::BadRequest, "`x`"),
             ("{\"version\":1,\"request\":\"rewind\"}", Code::BadRequest, "`to`"),
-            ("{\"version\":1,\"request\":\"snapshot\",\"tags\":[\"42\"]}", Code::BadRequest, "no tag"),
+            ("{\"version\":1,\"request\":\"snapshot\",\"tags\":[\"42\"]}", Code::BadRequest, "not a tag"),
         ] {
             let fault = Request::parse(line.as_bytes()).unwrap_err();
             assert!(fault.code == code && fault.message.contains(word), "{line}: {fault:?}");

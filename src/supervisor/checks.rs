@@ -2,7 +2,7 @@
 //! store for damage. None of it touches the job.
 
 use std::sync::{Arc, mpsc};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::proof::{Proofs, counts};
 use super::rehearse::Rehearsals;
@@ -47,8 +47,30 @@ impl Checks {
         self.rehearsals.close();
     }
 
-    pub(super) fn next_wake(&self, setup: &Setup) -> Option<Instant> {
-        let proofs = self.proofs.next_wake(setup.config.restart.min_uptime);
+    /// A proof is noted only while the job lives: one that falls due while it ends must not be waited for.
+    pub(super) fn next_wake(&self, min_uptime: Duration, state: &State, ended: Option<Ended>) -> Option<Instant> {
+        let proofs = self.proofs.next_wake(min_uptime).filter(|_| counts(state, ended));
         proofs.into_iter().chain(self.rehearsals.next_wake()).min()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::StartPoint;
+    use crate::supervisor::state::{Ending, Life, Stop};
+    use rekindle_store::ImageId;
+
+    #[test]
+    fn a_proof_that_falls_due_while_the_job_ends_is_not_waited_for() {
+        let (now, min) = (Instant::now(), Duration::from_secs(30));
+        let mut checks = Checks { proofs: Proofs::default(), rehearsals: Rehearsals::new(None), verifier: None };
+        checks.proofs.wait_for(ImageId::new(1, chrono::DateTime::UNIX_EPOCH), now);
+        let life = Life { from: StartPoint::Cold, since: now, next: None, failures: 0, missed: 0 };
+        let ending = State::Ending { stop: Ending::Stop(Stop::Requeue), deadline: None, life: life.clone() };
+        let running = State::Running(life);
+        assert_eq!(checks.next_wake(min, &running, None), Some(now + min));
+        assert_eq!(checks.next_wake(min, &ending, None), None, "the wait would be over at once, again and again");
+        assert_eq!(checks.next_wake(min, &running, Some(Ended::Exit(0))), None);
     }
 }

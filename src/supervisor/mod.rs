@@ -277,14 +277,14 @@ impl Owner<'_> {
 
     /// How long to wait for a message: until the first component has something to do.
     fn patience(&self) -> Duration {
-        let now = Instant::now();
+        let (now, min_uptime) = (Instant::now(), self.setup.config.restart.min_uptime);
         let wakes = [
             self.next_tick(),
             self.life.next_wake(),
             Some(self.lease.next_wake()),
             self.deadline.next_wake(now, Utc::now()),
             self.clients.next_wake(now),
-            self.checks.next_wake(self.setup),
+            self.checks.next_wake(min_uptime, self.machine.state(), self.life.ended()),
             self.reporting.next_wake(now),
             self.transfers.next_wake(now),
             self.setup.images.staging.as_ref().map(|_| now + images::LOOK),

@@ -23,7 +23,6 @@ use rekindle_engine::launch::{self, Job, output};
 use rekindle_engine::parts::gpu::placement::Wishes;
 use rekindle_engine::restore;
 use rekindle_engine::restore::compat::{self, Difference, Here};
-use rekindle_store::heal::Healing;
 use rekindle_store::persist::Progress;
 use rekindle_store::unpack;
 use rekindle_store::{BadMark, BadWhy, Image, ImageId, JobName};
@@ -309,14 +308,7 @@ fn restore_job(
         None => setup.folder.find(&id.to_string()).map_err(StartFailure::Store)?,
     };
     let open = || replicate::needed(setup);
-    let healing = Healing {
-        folder: &setup.folder,
-        lock: &setup.lock,
-        key: setup.images.packing.key.as_deref(),
-        copies: setup.images.packing.copies,
-        unread: &setup.images.packing.unread,
-        replica: setup.config.replica.url.is_some().then_some(&open),
-    };
+    let healing = setup.healing(&open);
     let request = restore::Request {
         image: &image,
         folder: &setup.folder,

@@ -14,7 +14,7 @@ use crate::config::VerifyRate;
 use crate::telemetry::events::What;
 use rekindle_base::chain;
 use rekindle_os::process;
-use rekindle_store::heal::{self, Healed, Healing};
+use rekindle_store::heal::{self, Healed};
 use rekindle_store::scrub::{AGAIN, Scrub, Step};
 use rekindle_store::{ImageId, JobName};
 
@@ -204,14 +204,7 @@ fn heal(
         return Ok(());
     }
     let open = || replicate::needed(setup);
-    let healing = Healing {
-        folder: &setup.folder,
-        lock: &setup.lock,
-        key: setup.images.packing.key.as_deref(),
-        copies: setup.images.packing.copies,
-        unread: &setup.images.packing.unread,
-        replica: setup.config.replica.url.is_some().then_some(&open),
-    };
+    let healing = setup.healing(&open);
     while gate.enter() {
         match healing.heal(ids, &|| gate.now() != Phase::Idle) {
             // Something else came between.

@@ -1,7 +1,7 @@
-//! Why a life of the job ended: one word for it, made from facts by a pure function.
+//! Why a life of the job ended: one value, decided from facts by a pure function.
 //!
-//! It is for people, rules (`[[rules]]`), hooks and the result file; what is done next is decided by
-//! [`policy`](crate::policy) and by the rules.
+//! The value is for people, rules (`[[rules]]`), hooks and the result file. The policy of the supervisor and the rules
+//! decide what happens next.
 
 use std::fmt;
 
@@ -18,15 +18,15 @@ pub enum Cause {
     Completed,
     /// It exited with another code.
     Exit {
-        /// Which.
+        /// The exit code.
         code: i32,
     },
     /// A signal ended it.
     Signal {
-        /// Which.
+        /// The signal number.
         signal: i32,
     },
-    /// The kernel killed it, or a part of it, for want of memory.
+    /// The kernel killed it, or one of its processes, because memory ran out.
     OutOfMemory,
     /// A GPU that it used failed.
     GpuFault {
@@ -40,7 +40,7 @@ pub enum Cause {
     },
     /// A snapshot could not set it going again.
     SnapshotLost,
-    /// The rest of its memory did not come: only in events of earlier versions, and in rules.
+    /// The rest of its memory could not be loaded: only in events of earlier versions, and in rules.
     MemoryLost,
     /// Its output showed that the training went wrong.
     BadTraining {
@@ -95,19 +95,19 @@ impl fmt::Display for Cause {
             Cause::Completed => f.write_str("it completed"),
             Cause::Exit { code } => write!(f, "it exited with code {code}"),
             Cause::Signal { signal } => write!(f, "{} ended it", Ended::Signal(*signal)),
-            Cause::OutOfMemory => f.write_str("out of memory: the kernel killed it, or a part of it"),
+            Cause::OutOfMemory => f.write_str("out of memory: the kernel killed it, or one of its processes"),
             Cause::GpuFault { xid } => write!(f, "a GPU failed: {}", xid::in_words(*xid)),
             Cause::Hang { what } => write!(f, "it hung: {what}"),
-            Cause::SnapshotLost => f.write_str("a snapshot could not set it going again"),
-            Cause::MemoryLost => f.write_str("the rest of its memory did not come"),
+            Cause::SnapshotLost => f.write_str("it could not be resumed after a snapshot"),
+            Cause::MemoryLost => f.write_str("the rest of its memory could not be loaded"),
             Cause::BadTraining { rule } => write!(f, "its training went wrong, by rule {rule}"),
             Cause::Rule { rule } => write!(f, "its output matched rule {rule}"),
             Cause::Requested => f.write_str("it was asked to stop"),
             Cause::Suspended => f.write_str("it was suspended"),
-            Cause::Rewound => f.write_str("it was asked to go back to an image"),
+            Cause::Rewound => f.write_str("it was rewound to an image"),
             Cause::SupervisorKilled => f.write_str("rekindle was killed"),
             Cause::MachineRestart => f.write_str("the machine went down"),
-            Cause::Unknown => f.write_str("a reason that this version of rekindle does not know"),
+            Cause::Unknown => f.write_str("a reason unknown to this version of rekindle"),
         }
     }
 }
@@ -123,7 +123,7 @@ impl Cause {
 /// What is known of an end.
 #[derive(Debug, Clone, Default)]
 pub struct Facts {
-    /// Why rekindle ended it, where it did.
+    /// Why rekindle ended it, if it did.
     pub by_us: Option<Cause>,
     /// What was seen of the kernel's want of memory.
     pub memory: MemoryFacts,
@@ -134,15 +134,15 @@ pub struct Facts {
 /// What was seen of the kernel's want of memory in this life.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryFacts {
-    /// The job's control group counts more kills than at the begin of the life.
+    /// The job's control group counts more kills than at the beginning of the life.
     pub counted: bool,
-    /// The kernel's log names a process of the job, or one of its control group. None where it cannot be read.
+    /// The kernel's log names a process of the job, or one of its control group. None if it cannot be read.
     pub logged: Option<bool>,
 }
 
 impl MemoryFacts {
     /// Whether it is why a job ended that way. The count may be that of a neighbour in the same control group: for an
-    /// end of its own accord the log has to say so too, where there is one.
+    /// end of its own accord the log has to say so too, if there is one.
     fn explains(self, ended: Ended) -> bool {
         match ended {
             Ended::Signal(libc::SIGKILL) => self.counted || self.logged == Some(true),

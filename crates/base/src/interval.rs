@@ -1,26 +1,30 @@
-//! `snapshot.interval = "auto"`: how long to wait until the next snapshot, chosen from what was measured.
+//! `snapshot.interval = "auto"`: computes the time until the next snapshot from measurements.
 //!
-//! A snapshot costs its freeze, d; a failure costs the work since the last image, half an interval on average, every M
-//! (the mean time between failures). The sum of both is least near Young's T = sqrt(2 d M) (CACM 17(9), 1974), which
-//! Daly made exact to a higher order (FGCS 22(3), 2006): for d < 2M
+//! A snapshot costs its freeze, d. A failure costs the work since the last image, which is half an interval on average.
+//! M is the mean time between failures. The sum of both costs is smallest near Young's T = sqrt(2 d M) (CACM 17(9),
+//! 1974). Daly refined it (FGCS 22(3), 2006): for d < 2M
 //!
 //! ```text
 //! T = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d,    else T = M
 //! ```
 //!
-//! T is the time that the job runs between two snapshots: from the end of one freeze to the begin of the next. Then, in
-//! this order: T is kept between [`SHORTEST`] and [`LONGEST`]; it is raised until freezes take no more than
-//! `snapshot.max-overhead` of the time, d / (T + d); and it is no shorter than the last copy of an image to the store
-//! took, because no two are made at once. The last two may go beyond [`LONGEST`]: one is the user's word, the other
-//! cannot be helped.
+//! T is the time that the job runs between two snapshots: from the end of one freeze to the beginning of the next. T is
+//! then adjusted, in this order:
 //!
-//! - d is the median of the last [`FREEZES`] freezes that were measured; of an even number the larger one of the middle,
-//!   because a first image is often taken before the job holds all its memory. A freeze of zero was not measured.
-//! - M is configured, or (time the job has run + [`PRIOR`]) / (failures + 1): one over the mean rate by a Gamma
-//!   distribution that began with one failure in [`PRIOR`]. See [`Failures`] for what counts.
-//! - While no freeze is known, the first snapshot comes after [`FIRST`], or a tenth of M where that is sooner.
+//! 1. T is limited to between [`SHORTEST`] and [`LONGEST`].
+//! 2. T is raised until freezes take at most `snapshot.max-overhead` of the time, d / (T + d).
+//! 3. T is raised to the time that storing the last image took, because only one image is stored at a time.
 //!
-//! Everything here is pure: facts come in, a [`Choice`] that can show its arithmetic comes out.
+//! Steps 2 and 3 may exceed [`LONGEST`]: the user asked for the first, and the second is a limit of the disk.
+//!
+//! - d is the median of the last [`FREEZES`] freezes. For an even number it is the larger one of the middle, because a
+//!   first image is often taken before the job has all its memory. A freeze of zero was not measured and does not
+//!   count.
+//! - M is configured, or it is (run time of the job + [`PRIOR`]) / (failures + 1): the inverse of the mean rate of a
+//!   Gamma distribution that starts with one failure in [`PRIOR`]. [`Failures`] says what counts as a failure.
+//! - While no freeze is known, the first snapshot is taken after [`FIRST`], or after a tenth of M if that is sooner.
+//!
+//! Everything here is pure: facts go in, and a [`Choice`] that can show its arithmetic comes out.
 
 mod shown;
 
@@ -31,9 +35,10 @@ use serde::{Deserialize, Serialize};
 use crate::Percentage;
 use crate::micros;
 
-/// What a snapshot costs beside its freeze (finding the processes, hashing, syncing) is no longer small below.
+/// Below this, the costs of a snapshot besides its freeze (finding the processes, hashing, syncing) are not small any
+/// more.
 pub const SHORTEST: Duration = Duration::from_secs(1);
-/// More work than that nobody wants to lose at once, however rare failures are.
+/// Nobody wants to lose more work than this at once, however rare failures are.
 pub const LONGEST: Duration = Duration::from_secs(24 * 3600);
 /// Keeps sums with the clock's time within its range: a hundred years.
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
@@ -41,10 +46,10 @@ const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 /// An interval, and all that it was chosen from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Choice {
-    /// From the end of one snapshot to the begin of the next.
+    /// From the end of one snapshot to the beginning of the next.
     #[serde(rename = "interval_us", with = "micros")]
     pub interval: Duration,
-    /// How long the job stands still for one: the median of the last.
+    /// How long a snapshot freezes the job: the median of the last freezes.
     #[serde(rename = "freeze_us", with = "micros")]
     pub freeze: Duration,
     /// Mean time between failures.
@@ -100,7 +105,7 @@ pub enum Bound {
     Maximum,
 }
 
-/// Shares in JSON, as whole millionths.
+/// Percentages in JSON, as integers in millionths.
 mod ppm {
     use serde::{Deserialize, Deserializer, Serializer};
 
@@ -147,7 +152,7 @@ impl Failures {
 /// What an interval is chosen from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
-    /// How long the job stands still for a snapshot.
+    /// How long a snapshot freezes the job.
     pub freeze: Duration,
     /// Mean time between failures.
     pub mtbf: Duration,
@@ -162,7 +167,7 @@ pub struct Facts {
 /// Chooses.
 #[must_use]
 pub fn choose(facts: &Facts) -> Choice {
-    // As they are written: whoever reads a choice gets the same arithmetic.
+    // Rounded as they are displayed: a reader of a choice gets the same result.
     let freeze = whole_micros(facts.freeze);
     let mtbf = whole_micros(facts.mtbf);
     let persist = facts.persist.map(whole_micros);
@@ -235,14 +240,14 @@ fn share(part: Duration, whole: Duration) -> Percentage {
     Percentage::millionths(millionths.and_then(|n| u32::try_from(n).ok()).unwrap_or(ALL).min(ALL))
 }
 
-/// Rounded up, and within [`FOREVER`].
+/// Rounded up, and within `FOREVER`.
 #[must_use]
 pub fn whole_micros(time: Duration) -> Duration {
     let micros = time.min(FOREVER).as_nanos().div_ceil(1_000);
     u64::try_from(micros).map_or(FOREVER, Duration::from_micros)
 }
 
-/// Within 0 and [`FOREVER`].
+/// Within 0 and `FOREVER`.
 fn seconds(n: f64) -> Duration {
     Duration::try_from_secs_f64(n.max(0.0)).unwrap_or(FOREVER).min(FOREVER)
 }

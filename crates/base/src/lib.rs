@@ -1,4 +1,5 @@
-//! Plain data and calculations that all other modules speak of. No input or output, and no module of this crate above it.
+//! Plain data and calculations that all other crates use. No input or output, and no dependency on another crate of the
+//! workspace.
 
 pub mod cause;
 mod chain;

@@ -1,5 +1,5 @@
-//! Durations in JSON as whole microseconds, under a name that ends in `_us`. One that does not fit is the largest that
-//! does: 584,942 years.
+//! Durations in JSON as whole microseconds, under a name that ends in `_us`. A longer duration is written as the
+//! maximum, 584,942 years.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ pub fn serialize<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok,
 /// For `#[serde(with)]`.
 ///
 /// # Errors
-/// Where there is no number.
+/// If there is no number.
 pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::Error> {
     u64::deserialize(deserializer).map(Duration::from_micros)
 }
@@ -41,7 +41,7 @@ pub mod optional {
     /// For `#[serde(with)]`.
     ///
     /// # Errors
-    /// Where there is no number.
+    /// If there is no number.
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<Duration>, D::Error> {
         Ok(Option::<u64>::deserialize(deserializer)?.map(Duration::from_micros))
     }

@@ -1,4 +1,4 @@
-//! A job that is on other GPUs than before.
+//! A job that was restored on other GPUs.
 
 use serde::{Deserialize, Serialize};
 

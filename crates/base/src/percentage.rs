@@ -1,4 +1,4 @@
-//! A share of something.
+//! A percentage.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// It is not a number with a percent sign.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("not a share such as \"0.5%\"")]
+#[error("not a percentage such as \"0.5%\"")]
 pub struct Malformed;
 
 /// A share, written with its sign ("0.5%") because 0.5 and 50 could both be meant by a bare number. Exact to a millionth.

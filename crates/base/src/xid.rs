@@ -1,8 +1,9 @@
 //! What the NVIDIA driver's fault numbers (Xid) mean, and what NVIDIA advises.
 //!
 //! Source: NVIDIA's Xid catalogue, <https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html>, column
-//! "Resolution Bucket (Immediate Action)", read on 2026-11-21; the words are ours. Where the catalogue has a work flow
-//! instead of a bucket the first step that can end it stands here: 48 and 74 need a reset, 45 follows another fault.
+//! "Resolution Bucket (Immediate Action)", read on 2026-11-21. The descriptions are ours. If the catalogue has a work
+//! flow instead of a bucket, the table has the first step that can end it: 48 and 74 need a reset, 45 follows another
+//! fault.
 
 use std::fmt;
 
@@ -34,11 +35,9 @@ impl fmt::Display for Remedy {
         f.write_str(match self {
             Remedy::Nothing => "nothing needs to be done",
             Remedy::RestartJob => "restart the job",
-            Remedy::ResetGpu => {
-                "take the work off this GPU and reset it (nvidia-smi --gpu-reset), or restart the machine"
-            }
-            Remedy::RestartMachine => "take the work off this machine and restart it",
-            Remedy::Support => "have the machine looked at, the vendor's support knows more",
+            Remedy::ResetGpu => "stop using this GPU and reset it (nvidia-smi --gpu-reset), or restart the machine",
+            Remedy::RestartMachine => "stop using this machine and restart it",
+            Remedy::Support => "have the machine checked; ask the vendor's support",
         })
     }
 }
@@ -51,10 +50,10 @@ const CATALOGUE: &[Entry] = &[
     (8, "the GPU stopped processing", Remedy::RestartJob),
     (11, "a stream of commands was invalid or corrupted", Remedy::RestartJob),
     (13, "an exception of the graphics or compute engine, mostly an error of the program", Remedy::RestartJob),
-    (14, "a fault that was injected", Remedy::Nothing),
+    (14, "an injected fault", Remedy::Nothing),
     (25, "a stream of commands was illegal", Remedy::RestartJob),
     (31, "a page fault of GPU memory, mostly an error of the program", Remedy::RestartJob),
-    (32, "a stream of commands was corrupted on its way over PCI Express", Remedy::RestartJob),
+    (32, "a stream of commands was corrupted on PCI Express", Remedy::RestartJob),
     (37, "an error of the driver's firmware", Remedy::Nothing),
     (38, "a time-out of the driver's firmware", Remedy::Nothing),
     (39, COPY, Remedy::RestartJob),
@@ -63,7 +62,7 @@ const CATALOGUE: &[Entry] = &[
     // The catalogue's "ignore" speaks of the GPU, which is well; the program's work on it is over.
     (43, "the GPU stopped the program's work after an error of the program", Remedy::RestartJob),
     (44, "a fault at a context switch", Remedy::Nothing),
-    (45, "what was left of a program that ended was cleared away", Remedy::Nothing),
+    (45, "the driver cleaned up after a program that ended", Remedy::Nothing),
     (46, "the GPU stopped processing and timed out", Remedy::ResetGpu),
     (48, "memory error that ECC cannot correct (double bit)", Remedy::ResetGpu),
     (54, "the board's power cable is not connected", Remedy::Support),
@@ -82,9 +81,9 @@ const CATALOGUE: &[Entry] = &[
     (75, COPY, Remedy::RestartJob),
     (76, COPY, Remedy::RestartJob),
     (77, COPY, Remedy::RestartJob),
-    (78, "a virtual GPU could not be started: driver and firmware do not fit", Remedy::Support),
+    (78, "a virtual GPU could not be started: driver and firmware do not match", Remedy::Support),
     (79, "the GPU has fallen off the bus", Remedy::RestartMachine),
-    (80, "data was corrupted on its way to the GPU", Remedy::RestartJob),
+    (80, "data was corrupted during the transfer to the GPU", Remedy::RestartJob),
     (82, MEDIA, Remedy::RestartJob),
     (83, MEDIA, Remedy::RestartJob),
     (84, MEDIA, Remedy::RestartJob),
@@ -116,10 +115,10 @@ const CATALOGUE: &[Entry] = &[
     (148, NVLINK, Remedy::ResetGpu),
     (149, NVLINK, Remedy::ResetGpu),
     (150, NVLINK, Remedy::ResetGpu),
-    (154, "what another fault asks for has changed", Remedy::Nothing),
+    (154, "the advised action for another fault has changed", Remedy::Nothing),
     (155, "an NVLink was taken down by software", Remedy::ResetGpu),
     (156, "a part of the GPU is retired", Remedy::ResetGpu),
-    (157, "a part of the GPU could not be retired, there is no spare", Remedy::Nothing),
+    (157, "a part of the GPU could not be retired: no spare is left", Remedy::Nothing),
     (158, "a fatal time-out of the GPU", Remedy::ResetGpu),
     (160, "a channel of GPU memory is retired", Remedy::Nothing),
     (161, "a channel of GPU memory could not be retired", Remedy::Nothing),
@@ -139,7 +138,7 @@ pub fn meaning(xid: u32) -> (&'static str, Remedy) {
         // Encoders, decoders and copy engines that newer GPUs have more of.
         None if (96..=105).contains(&xid) || xid == 139 => (MEDIA, Remedy::RestartJob),
         None if (126..=135).contains(&xid) => (COPY, Remedy::RestartJob),
-        None => ("a fault that this version of rekindle does not know", Remedy::Support),
+        None => ("a fault unknown to this version of rekindle", Remedy::Support),
     }
 }
 
@@ -162,6 +161,6 @@ mod tests {
         assert_eq!((meaning(130).0, meaning(9999).1), (COPY, Remedy::Support));
         assert!(meaning(48).1.needs_drain() && meaning(79).1.needs_drain() && !meaning(31).1.needs_drain());
         let words = in_words(79);
-        assert!(words.starts_with("Xid 79: the GPU has fallen off the bus; NVIDIA advises: take"), "{words}");
+        assert!(words.starts_with("Xid 79: the GPU has fallen off the bus; NVIDIA advises: stop"), "{words}");
     }
 }

@@ -1,6 +1,6 @@
-//! Reading CRIU's image files: magics, then records of a little-endian length and a protobuf message (CRIU `image.c`).
+//! Reads CRIU's image files: magics, then records of a little-endian length and a protobuf message (CRIU `image.c`).
 //!
-//! Everything read here may be damaged: lengths are checked against the file before anything is allocated.
+//! All content may be damaged: lengths are checked against the file before anything is allocated.
 
 mod checked;
 mod devices;
@@ -94,7 +94,7 @@ impl Records {
         let mut records = Records { path, bytes, at: 0 };
         let first = records.word();
         if !matches!(first, Some(COMMON | SERVICE)) || records.word() != Some(magic) {
-            return Err(damaged(&records.path, "not the magic number CRIU writes"));
+            return Err(damaged(&records.path, "it does not begin with CRIU's magic number"));
         }
         Ok(records)
     }
@@ -119,7 +119,7 @@ impl Records {
         Ok(Some(message))
     }
 
-    /// Passes over what stands behind a record.
+    /// Skips what follows a record.
     fn skip(&mut self, bytes: u32) -> Result<(), Error> {
         let end = usize::try_from(bytes).ok().and_then(|bytes| self.at.checked_add(bytes));
         let Some(end) = end.filter(|end| *end <= self.bytes.len()) else {
@@ -150,8 +150,8 @@ pub struct Ids {
 /// Lets every process that is a child of the root without leading its session lead one of its own in the image.
 ///
 /// The parent of such a process is gone, and the root adopted it: a daemon that forked twice. CRIU can give it a parent
-/// and a foreign session only by way of a helper that ends, and then it belongs to pid 1, because the root becomes a
-/// subreaper again too late: it would be missing in the next image.
+/// and a foreign session only through a helper process that ends. Then it belongs to pid 1, because the root becomes a
+/// subreaper too late, and it would be missing in the next image.
 ///
 /// # Errors
 /// When pstree.img is missing or damaged, or cannot be written.
@@ -192,7 +192,7 @@ fn lead_sessions(entries: &mut [PstreeEntry]) {
         let moved: Vec<u32> = entries.iter().filter(|e| moves(e)).map(|e| e.pid).collect();
         for entry in entries.iter_mut().filter(|e| moved.contains(&e.pid)) {
             entry.sid = daemon;
-            // A group lies within one session, and the leader of a session leads its group.
+            // A process group is within one session, and the leader of a session leads its group.
             if entry.pid == daemon || !moved.contains(&entry.pgid) {
                 entry.pgid = daemon;
             }
@@ -369,7 +369,7 @@ impl PageRuns {
     }
 }
 
-/// Reads the begin of a page map: which pages file it is of.
+/// Reads the beginning of a page map: the number of its pages file.
 ///
 /// # Errors
 /// When it is missing or damaged.
@@ -412,7 +412,7 @@ pub fn page_maps(dir: &Path) -> Result<Vec<(String, Option<u32>)>, Error> {
     Ok(all)
 }
 
-/// How long the tasks stood still for CRIU, from stats-dump, which CRIU writes after a dump that succeeded.
+/// How long CRIU froze the tasks, from stats-dump, which CRIU writes after a successful dump.
 ///
 /// # Errors
 /// When the file is missing or damaged.

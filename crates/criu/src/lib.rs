@@ -1,7 +1,7 @@
 //! CRIU through its RPC: `criu swrk` on a SEQPACKET socket, protobuf messages, notifications answered.
 //!
-//! One CRIU process does one request and exits. Its `success` is all that is to be trusted; the reason of a failure is
-//! taken from its log, which it writes to a pipe of ours, bounded. It runs in the job's namespaces, as pid 2 there.
+//! One CRIU process does one request and exits. Only its `success` can be trusted; the reason for a failure is taken
+//! from its log, which it writes to a pipe of ours, bounded. It runs in the job's namespaces, as pid 2.
 
 pub mod image;
 mod log;
@@ -56,15 +56,13 @@ impl Version {
 #[derive(Debug, thiserror::Error)]
 pub enum FindError {
     /// None was found.
-    #[error(
-        "no criu found (looked at {looked}): install CRIU 4.2 or newer, or name it with criu.path or REKINDLE_CRIU"
-    )]
+    #[error("criu not found (searched {looked}): install CRIU 4.2 or newer, or set criu.path or REKINDLE_CRIU")]
     None {
         /// Where it was looked for.
         looked: String,
     },
     /// The one that was named cannot be run.
-    #[error("cannot run {path}: install CRIU 4.2 or newer, or name another with criu.path or REKINDLE_CRIU")]
+    #[error("cannot run {path}: install CRIU 4.2 or newer, or set criu.path or REKINDLE_CRIU")]
     Run {
         /// The executable.
         path: PathBuf,
@@ -73,7 +71,7 @@ pub enum FindError {
         source: io::Error,
     },
     /// It does not say its version.
-    #[error("{path} --version says {said:?}, not a version: is it CRIU?")]
+    #[error("{path} --version printed {said:?}, which is not a version: is it CRIU?")]
     Answer {
         /// The executable.
         path: PathBuf,
@@ -89,7 +87,7 @@ pub enum FindError {
         found: Version,
         /// The one that is needed.
         wanted: Version,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 }
@@ -141,7 +139,7 @@ fn candidates() -> Vec<PathBuf> {
         all.extend(["criu/criu", "../lib/rekindle/criu/criu"].map(|p| home.join(p)));
     }
     all.dedup();
-    // The first that is there wins.
+    // The first existing one is used.
     all
 }
 
@@ -160,7 +158,7 @@ pub fn required(kernel: &str) -> (Version, String) {
     } else if release >= Version(6, 13, 0) {
         (Version(4, 1, 0), format!("kernel {kernel} needs 4.1 for its vDSO"))
     } else {
-        (MINIMUM, "older ones lack what rekindle uses".into())
+        (MINIMUM, "older versions lack features that rekindle needs".into())
     }
 }
 

@@ -1,7 +1,7 @@
-//! CRIU's log: kept within bounds while it is written, and turned into words.
+//! CRIU's log: bounded while it is written, and explained to users.
 //!
-//! CRIU's own error fields are of little use: `cr_errmsg` is the first error line it ever logged, often a harmless one.
-//! The reason of a failure is in the last error lines before "FAILED".
+//! CRIU's own error fields are of little use: `cr_errmsg` is the first error line that it ever logged, often a harmless
+//! one. The reason for a failure is in the last error lines before "FAILED".
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader};
@@ -58,7 +58,8 @@ impl Reader {
         Ok(Reader { log, done })
     }
 
-    /// What was logged; waits for the end, but no longer than `limit`, as a task left over could hold the pipe.
+    /// What was logged; waits for the end, but no longer than `limit`, because a remaining task could have the pipe
+    /// open.
     pub(crate) fn finish(self, limit: Duration) -> Log {
         let _ = self.done.recv_timeout(limit);
         self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -175,44 +176,44 @@ const MOMENTS: &[&str] = &[
 const HINTS: &[(&str, &str)] = &[
     (
         "Can't get rlimit",
-        "a process of the job has become another user (sudo, su), and CRIU reads its limits only with CAP_SYS_RESOURCE: start rekindle with it",
+        "a process of the job changed its user (sudo, su), and CRIU needs CAP_SYS_RESOURCE to read its limits: start rekindle with it",
     ),
     (
         "anon_inode:[io_uring",
-        "the job uses io_uring, which CRIU cannot dump: with job.allow-io-uring = false programs do without",
+        "the job uses io_uring, which CRIU cannot dump: set job.allow-io-uring = false, and programs do not use it",
     ),
     (
         "send_fds failed",
-        "most likely an io_uring descriptor, which CRIU cannot dump: with job.allow-io-uring = false programs do without",
+        "most likely an io_uring descriptor, which CRIU cannot dump: set job.allow-io-uring = false, and programs do not use it",
     ),
     (
         "Can't retrieve FDs from socket",
-        "most likely an io_uring descriptor, which CRIU cannot dump: with job.allow-io-uring = false programs do without",
+        "most likely an io_uring descriptor, which CRIU cannot dump: set job.allow-io-uring = false, and programs do not use it",
     ),
     (
         "has bad size",
-        "a file that the job has open or mapped is not the one it was at the snapshot: was it replaced, or a package upgraded?",
+        "a file that the job has open or mapped is not the same as at the snapshot: was it replaced, or a package upgraded?",
     ),
-    ("has bad mode", "the permissions of a file that the job has open were changed since the snapshot: set them back"),
+    ("has bad mode", "the permissions of a file that the job has open changed since the snapshot: restore them"),
     (
         "has bad build-ID",
-        "a library that the job uses was upgraded since the snapshot; install the version of then to restore this image",
+        "a library that the job uses was upgraded since the snapshot: install the version used at the snapshot",
     ),
-    ("Can't fork for", "a pid of the image is taken; use pid-namespace = \"private\", or end the process that has it"),
+    ("Can't fork for", "a pid of the image is in use: set pid-namespace = \"private\", or end the process that has it"),
     (
         "increase limit",
-        "a deleted file that the job still has open is larger than snapshot.ghost-limit, which can be 4095MiB at most",
+        "a deleted file that the job still has open is larger than snapshot.ghost-limit: raise it (at most 4095MiB)",
     ),
     (
         "Can't create link remap",
-        "a file the job has open lost its name but has another hard link, and its folder is not writable",
+        "a file that the job has open was deleted and has another hard link, and its folder is not writable",
     ),
-    ("Can't link ", "a file that had lost its name at the snapshot cannot be put back: its saved hard link is gone"),
+    ("Can't link ", "a file that was deleted before the snapshot cannot be restored: its saved hard link is gone"),
     ("Connected TCP socket", "the job has a TCP connection: set snapshot.tcp to \"close\" or \"keep\""),
     ("--tcp-close", "the image was taken with snapshot.tcp = \"close\""),
     (
         "Can't connect inet socket back",
-        "a TCP connection to the outside cannot be brought back; take images with snapshot.tcp = \"close\"",
+        "a TCP connection to the outside cannot be restored: take snapshots with snapshot.tcp = \"close\"",
     ),
     (
         "Can't bind inet socket",
@@ -234,7 +235,7 @@ const HINTS: &[(&str, &str)] = &[
     ("chr 10:", "the job has a device open that CRIU cannot dump"),
     ("perf_event", "the job has a perf event open, which CRIU cannot dump: stop profiling it"),
     ("userfaultfd", "the job uses userfaultfd, which CRIU cannot dump"),
-    ("Unseizable non-zombie", "a debugger or strace holds the job: detach it"),
+    ("Unseizable non-zombie", "a debugger or strace is attached to the job: detach it"),
     ("nested", "the job made namespaces of its own (a sandbox, a container), which CRIU cannot dump from outside"),
     (
         "Can't restore sub-task in NS",
@@ -246,12 +247,12 @@ const HINTS: &[(&str, &str)] = &[
     ),
     (
         "without peer",
-        "the job is connected to a UNIX socket of a program in another network (with network.mode = \"private\", of any outside, such as syslog): close it before the snapshot, or send without connecting",
+        "the job is connected to a UNIX socket of a program in another network (with network.mode = \"private\", of any outside, such as syslog): close the socket before the snapshot, or send without connecting",
     ),
-    ("External socket is used", "the job holds a UNIX socket whose other end is outside of it"),
+    ("External socket is used", "the job has a UNIX socket whose other end is outside the job"),
     (
         "dump half of stream unix",
-        "the job is connected to a UNIX socket outside of it (a daemon, an agent): close it before the snapshot",
+        "the job is connected to a UNIX socket outside the job (a daemon, an agent): close the connection before the snapshot",
     ),
     (
         "Timeout reached",
@@ -261,10 +262,10 @@ const HINTS: &[(&str, &str)] = &[
     ("Can't get 1:16 opt", "this CRIU is too old for the kernel: CRIU 4.2 or newer is needed from kernel 6.16 on"),
     ("ELF header magic mismatch", "the image was made by a newer CRIU"),
     ("No space left", "the file system is full"),
-    ("Unexpected EOF on", "an image file is empty or cut: the image is not whole"),
-    ("xfeatures has unsupported bits", "this CPU lacks features of the one that made the image"),
-    ("xsave size mismatch", "this CPU lacks features of the one that made the image"),
-    ("Can't open file", "a file that the job had open is not there any more"),
+    ("Unexpected EOF on", "an image file is empty or truncated: the image is incomplete"),
+    ("xfeatures has unsupported bits", "this CPU lacks features of the CPU on which the image was made"),
+    ("xsave size mismatch", "this CPU lacks features of the CPU on which the image was made"),
+    ("Can't open file", "a file that the job had open does not exist any more"),
     ("Operation not permitted", "a right is missing: run as root with all capabilities; `rekindle doctor` shows which"),
 ];
 

@@ -1,4 +1,4 @@
-//! What our plugin in CRIU (`native/plugin/`) is told.
+//! The environment of our plugin in CRIU (`native/plugin/`).
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
-//! CRIU's messages, as far as we speak them: rpc.proto and the image records we read (CRIU 4.2, `images/*.proto`).
-//! Field numbers are CRIU's; names are CRIU's where a reader of its documentation would look for them.
+//! The CRIU messages that rekindle uses: rpc.proto and the image records that we read (CRIU 4.2, `images/*.proto`).
+//! Field numbers are CRIU's; names are CRIU's if a reader of its documentation would look for them.
 
 use prost::Message;
 
@@ -230,7 +230,7 @@ pub(crate) struct RegFileEntry {
     /// Of a regular file, unless it was opened to be appended to only: a restore compares it.
     #[prost(uint64, optional, tag = "8")]
     pub size: Option<u64>,
-    /// Somebody else brings it back.
+    /// Another component restores it.
     #[prost(bool, optional, tag = "9")]
     pub ext: Option<bool>,
     /// `st_mode`: a restore compares it.

@@ -1,9 +1,10 @@
-//! One request to one `criu swrk`: start it in the job's namespaces, talk, collect its log, reap it.
+//! One request to one `criu swrk`: start it in the job's namespaces, send and answer messages, collect its log, reap
+//! it.
 //!
 //! Invariants:
-//! - Whatever happens, no CRIU of ours is left: each path out of here kills and reaps it.
-//! - A restore that fails takes the half-restored tasks with it (the caller's `abandon` kills their world), before the
-//!   log is waited for, because they hold its pipe.
+//! - Whatever happens, no CRIU of ours remains: every path out of here kills and reaps it.
+//! - If a restore fails, the half-restored tasks are killed (the caller's `abandon` kills their world) before this
+//!   module waits for the end of the log, because the tasks have its pipe open.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::io;
@@ -35,7 +36,7 @@ pub struct Place<'a> {
     pub images: &'a Path,
     /// A folder for what CRIU writes beside its images; a restore must not touch those.
     pub work: &'a Path,
-    /// The bound on the whole request.
+    /// The time limit for the whole request.
     pub timeout: Duration,
 }
 
@@ -86,7 +87,7 @@ pub struct DumpOptions<'a> {
     pub ghost_limit: u32,
     /// The bound on stopping all tasks; CRIU counts in seconds.
     pub freeze_timeout: Duration,
-    /// Where there are devices to accept. [`image::without_devices`] must then come before the tasks run on.
+    /// If there are devices to accept. [`image::without_devices`] must then come before the tasks run on.
     pub plugin: Option<Plugin<'a>>,
 }
 
@@ -95,7 +96,7 @@ pub struct DumpOptions<'a> {
 pub enum Notify {
     /// Before the tasks are stopped.
     PreDump,
-    /// All images are written, the tasks stand still.
+    /// All images are written; the tasks are frozen.
     PostDump,
     /// The tasks exist, none runs yet; the root's pid in its namespace.
     PostRestore(i32),
@@ -105,7 +106,7 @@ pub enum Notify {
 
 /// Called when CRIU waits; an error makes it give up, and is the error of the request. `stop` is asked while waiting.
 pub struct Hooks<'a> {
-    /// Answers a moment.
+    /// Returns a moment.
     pub notify: &'a mut dyn FnMut(Notify) -> Result<(), String>,
     /// Whether the request is not wanted any more.
     pub cancelled: &'a dyn Fn() -> bool,
@@ -129,7 +130,7 @@ pub enum RunError {
     #[error("cannot start CRIU")]
     Start(#[source] spawn::Error),
     /// The socket, the pipe or a wait failed.
-    #[error("cannot talk to CRIU: {what}")]
+    #[error("cannot communicate with CRIU: {what}")]
     Talk {
         /// The call.
         what: &'static str,
@@ -146,7 +147,7 @@ pub enum RunError {
     /// CRIU went away without an answer.
     #[error("CRIU ended without an answer ({ended}): {}", reason(log))]
     Gone {
-        /// How.
+        /// How the process ended.
         ended: Ended,
         /// Its log.
         log: Log,
@@ -160,11 +161,11 @@ pub enum RunError {
         log: Log,
     },
     /// A task died while it was dumped or restored, and CRIU did not notice.
-    #[error("process {pid} of the job ended ({ended}) while CRIU was at work on it: {}", reason(log))]
+    #[error("process {pid} of the job ended ({ended}) while CRIU worked on it: {}", reason(log))]
     TaskDied {
         /// Its pid in the namespace.
         pid: i32,
-        /// How.
+        /// How the process ended.
         ended: Ended,
         /// CRIU's log.
         log: Log,
@@ -176,7 +177,7 @@ pub enum RunError {
         what: String,
     },
     /// It would work on a user's files with root's rights.
-    #[error("{} would restore this job with root's rights over files, not those of its user: {why}. It must be able to load shared objects and plugins: use a CRIU that is linked dynamically, as distributions have it", path.display())]
+    #[error("{} would open the job's files with root's rights, not with those of the job's user: {why}. CRIU must be able to load shared objects and plugins: use a dynamically linked CRIU, such as your distribution's", path.display())]
     Unrestricted {
         /// The executable.
         path: PathBuf,
@@ -187,12 +188,12 @@ pub enum RunError {
     #[error("cancelled")]
     Cancelled,
     /// The restored process cannot be found among our children.
-    #[error("CRIU reports success, but the restored process {pid} is not there")]
+    #[error("CRIU reports success, but the restored process {pid} does not exist")]
     Lost {
         /// Its pid in the namespace.
         pid: i32,
     },
-    /// The image is not whole; CRIU was not started.
+    /// The image is incomplete; CRIU was not started.
     #[error(transparent)]
     Image(#[from] image::Error),
 }
@@ -230,7 +231,7 @@ pub struct Restored {
     pub log: Log,
 }
 
-/// Options that hold for every request.
+/// Options of every request.
 fn common(place: &Place<'_>, tcp: Tcp) -> Options {
     Options {
         images_dir_fd: -1,
@@ -344,7 +345,7 @@ enum Stop {
 enum Orphan {
     /// The kernel kills it. The tasks that it held run on, and their reaper ends them.
     Dies,
-    /// It goes on until it finds nobody to notify, and kills what it has restored: nobody else knows those tasks.
+    /// It continues until a notification fails, and kills what it has restored: only CRIU knows those tasks.
     CleansUp,
 }
 
@@ -371,7 +372,7 @@ impl<'a> Run<'a> {
         let log = Reader::start(log).map_err(|source| RunError::Talk { what: "log thread", source })?;
         let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags };
         let work: PathBuf = place.work.into();
-        // Without `-L` it loads the plugins of its distribution, of which one checkpoints CUDA processes by itself.
+        // Without `-L` CRIU loads the plugins of its distribution, one of which checkpoints CUDA processes by itself.
         let plugins = plugin.map_or(place.work, |plugin| plugin.folder);
         let first = [OsStr::new("--no-default-config"), OsStr::new("-W"), work.as_os_str()];
         let args = first.into_iter().chain(["-L".as_ref(), plugins.as_os_str(), "swrk".as_ref(), "3".as_ref()]);
@@ -406,8 +407,8 @@ impl<'a> Run<'a> {
         Ok(Run { criu: &place.criu.path, child, socket, log, restricted: None })
     }
 
-    /// Before CRIU hears of the image: whether it is one that our plugin is in. From then on each restore has to go on with
-    /// these rights over files.
+    /// Before CRIU reads the image: check that our plugin is loaded. From then on each restore continues with these
+    /// rights over files.
     fn check_plugin(
         &mut self,
         rights: Option<FileRights<'a>>,
@@ -498,7 +499,7 @@ impl<'a> Run<'a> {
         cancelled: &dyn Fn() -> bool,
         died: &dyn Fn() -> Option<(i32, Ended)>,
     ) -> Result<Response, Stop> {
-        // Answers are small; the largest seen is under 200 bytes.
+        // Returns are small; the largest seen is under 200 bytes.
         let mut buffer = vec![0u8; 64 << 10];
         // A task that died, and since when that is known.
         let mut dead: Option<(i32, Instant)> = None;

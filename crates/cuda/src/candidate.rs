@@ -1,10 +1,10 @@
-//! A cheap look, without a driver, at whether a process may use CUDA.
+//! A cheap check, without a driver, whether a process may use CUDA.
 
 use std::fs::{self, File};
 use std::io::{self, BufRead, BufReader};
 use std::path::Path;
 
-/// Whether process `pid` maps libcuda or holds or maps an NVIDIA device.
+/// Whether process `pid` maps libcuda, or has an NVIDIA device open or mapped.
 ///
 /// False means that it does not use CUDA now. True means that [`super::Process::state`] is to decide: a library that is
 /// mapped need not be in use, and a forked child inherits descriptors of CUDA without being a CUDA process.

@@ -1,4 +1,4 @@
-//! libcuda.so.1, loaded at run time and kept for the life of the process.
+//! libcuda.so.1, loaded at run time and never unloaded.
 #![allow(unsafe_code, reason = "calls of the CUDA driver; each block says why it is sound")]
 
 use std::ffi::{CStr, OsStr, c_int, c_void};

@@ -1,4 +1,4 @@
-//! What can go wrong, in words that say what to do next.
+//! Errors of the driver, with what to do next.
 
 use std::io;
 use std::path::Path;
@@ -14,12 +14,12 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// Why a call on the CUDA driver did not work.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// libcuda.so.1 cannot be loaded and no NVIDIA kernel module is there either.
+    /// libcuda.so.1 cannot be loaded, and no NVIDIA kernel module is loaded either.
     #[error("needs NVIDIA driver 570 or newer, no NVIDIA driver found")]
     NoDriver(#[source] libloading::Error),
     /// The kernel module is loaded but libcuda.so.1 cannot be.
     #[error(
-        "needs NVIDIA driver 570 or newer: driver {installed} is there but its libcuda.so.1 cannot be loaded; install \
+        "needs NVIDIA driver 570 or newer: driver {installed} is installed but its libcuda.so.1 cannot be loaded; install \
          the driver's compute libraries (in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility)"
     )]
     NoLibrary {
@@ -43,7 +43,7 @@ pub enum Error {
         installed: Option<DriverVersion>,
     },
     /// More pairs than the driver can count.
-    #[error("{0} GPU pairs are more than the driver takes")]
+    #[error("{0} GPU pairs are more than the driver accepts")]
     TooManyPairs(usize),
     /// Zero and negative numbers name process groups or nothing.
     #[error("{0} is not a process: a pid is greater than 0")]
@@ -52,7 +52,7 @@ pub enum Error {
     #[error("no process {0}")]
     NoProcess(i32),
     /// The number of a thread. The driver half accepts it, which misleads.
-    #[error("{tid} is a thread of process {pid}, give the pid {pid}")]
+    #[error("{tid} is a thread of process {pid}: use the pid {pid}")]
     ThreadId {
         /// The number given.
         tid: i32,
@@ -64,14 +64,14 @@ pub enum Error {
     ReadStatus {
         /// The process.
         pid: i32,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// A timeout that the driver cannot express.
-    #[error("a lock timeout of {0:?} is out of range: wants more than 0 (0 waits for ever) and at most 49 days")]
+    #[error("a lock timeout of {0:?} is out of range: it must be more than 0 (0 waits for ever) and at most 49 days")]
     Timeout(Duration),
     /// The driver reported a state that this version does not know.
-    #[error("process {pid} is in CUDA state {value}, which only a newer rekindle knows")]
+    #[error("process {pid} is in CUDA state {value}, which this version of rekindle does not know: use a newer one")]
     UnknownState {
         /// The process.
         pid: i32,
@@ -79,18 +79,18 @@ pub enum Error {
         value: i32,
     },
     /// The thread that does the driver's work cannot be let run while the others are stopped.
-    #[error("cannot let thread {tid} of process {pid} run alone (is a debugger on it?)")]
+    #[error("cannot run only thread {tid} of process {pid} (is a debugger attached?)")]
     Thread {
         /// The process.
         pid: i32,
         /// The thread.
         tid: i32,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// Somebody else's lock or checkpoint is on it.
     #[error(
-        "process {pid} is {state}, not running; if no other tool is at work on it, set it going with `rekindle cuda restore` and `rekindle cuda unlock --pid {pid}`"
+        "process {pid} is {state}, not running; if no other tool is using it, resume it with `rekindle cuda restore` and `rekindle cuda unlock --pid {pid}`"
     )]
     Busy {
         /// The process.
@@ -141,7 +141,7 @@ impl Error {
         }
     }
 
-    /// A restore was given GPU pairs that the driver does not take, or that name a GPU that is not there.
+    /// A restore was given GPU pairs that the driver does not accept, or that name a missing GPU.
     #[must_use]
     pub fn names_no_gpu(&self) -> bool {
         match self {
@@ -185,13 +185,13 @@ fn hint(function: Function, pid: i32, code: i32) -> &'static str {
     match (code, function) {
         (code::INVALID_VALUE, Function::Restore) => ": the GPU pairs must name every GPU that the process used",
         (code::INVALID_VALUE, Function::GetState | Function::GetRestoreThreadId) => {
-            ": the process does not use CUDA, or has not begun to"
+            ": the process does not use CUDA, or has not initialised it yet"
         }
         (code::OUT_OF_MEMORY, Function::Restore) => {
-            ": the GPU is too full; free it, kill the process and restore its image again"
+            ": the GPU has too little free memory; free some, kill the process and restore its image again"
         }
         (code::OUT_OF_MEMORY, _) => ": the host needs as much free memory as the process has on the GPU",
-        (code::NOT_INITIALIZED, _) => ": the process does not use CUDA, or has not begun to",
+        (code::NOT_INITIALIZED, _) => ": the process does not use CUDA, or has not initialised it yet",
         (code::STUB_LIBRARY, _) => ": libcuda.so.1 is the toolkit's stub; put the driver's own library first",
         (code::OPERATING_SYSTEM, _) if !exists(pid) => ": the process is gone",
         (code::OPERATING_SYSTEM, _) if !can_trace() => ": needs root or CAP_SYS_PTRACE",
@@ -201,11 +201,11 @@ fn hint(function: Function, pid: i32, code: i32) -> &'static str {
         (code::ILLEGAL_STATE, Function::Restore) => ": only a checkpointed process can be restored",
         (code::ILLEGAL_STATE, Function::Unlock) => ": only a locked process can be unlocked; restore it first",
         (code::NOT_READY, Function::Lock) => {
-            ": its GPU work did not pause in time and it runs on; try again, with all processes of the job at once"
+            ": its GPU work did not pause in time and the process continues; try again, with all processes of the job at once"
         }
         (code::NOT_SUPPORTED, Function::Restore) => {
             ": it has memory of another process mapped (CUDA IPC, NCCL over NVLink: set NCCL_P2P_DISABLE=1 and \
-             NCCL_CUMEM_HOST_ENABLE=0); it cannot go on, kill it"
+             NCCL_CUMEM_HOST_ENABLE=0); it cannot continue: kill it"
         }
         (code::NOT_SUPPORTED, _) => ": managed memory (cudaMallocManaged), MIG, MPS, vGPU and arm64 are not supported",
         _ => "",

@@ -2,22 +2,22 @@
 //!
 //! ```text
 //!              lock                 checkpoint
-//!   running ---------> locked -------------------> checkpointed      (device memory now lies in host memory,
+//!   running ---------> locked -------------------> checkpointed      (device memory is in host memory,
 //!      ^                | ^                             |             no /dev/nvidia* descriptor is open)
 //!      +----------------+ +-----------------------------+
 //!           unlock                   restore
 //!
-//!   failed: a restore that went wrong; kill the process and restore its image again
+//!   failed: the restore failed; kill the process and restore its image again
 //! ```
 //!
-//! - [`Driver`]: libcuda.so.1, loaded when first asked for and kept. Each function is looked up when it is called: an
-//!   old driver fails the call that needs a newer one and nothing else.
+//! - [`Driver`]: libcuda.so.1, loaded at the first use and never unloaded. Each function is looked up when it is
+//!   called: an old driver fails only the calls that need a newer one.
 //! - [`Process`]: one CUDA process and the calls on it, like `cuda.core.checkpoint.Process` of NVIDIA's Python library.
 //! - [`is_candidate`]: may this process use CUDA at all? Cheap, and without a driver.
-//! - [`GpuUuid`], [`GpuMapping`]: which GPU a process comes back on.
+//! - [`GpuUuid`], [`GpuMapping`]: the GPU on which a process is restored.
 //!
-//! All of it may be called from several threads at once; locking the ranks of one job needs that (locking two NCCL
-//! ranks one after the other times out on the second).
+//! All of it may be called from several threads at once. Locking the ranks of one job needs that: locking two NCCL
+//! ranks one after the other times out on the second.
 //!
 //! Source of the functions and structures: CUDA driver API, group `CUDA_CHECKPOINT`, and cuda.h of CUDA 13.
 

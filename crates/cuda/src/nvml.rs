@@ -1,5 +1,5 @@
-//! What NVML and the kernel module tell about the GPUs of this machine. All of it is optional: it enriches manifests,
-//! preflight and `doctor`, and nothing may fail because it is missing.
+//! What NVML and the kernel module report about the GPUs of this machine. All of it is optional: it is used in
+//! manifests, preflight and `doctor`, and nothing may fail because it is missing.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -35,9 +35,9 @@ pub struct Gpu {
     pub pci: Option<String>,
     /// Memory in all, bytes.
     pub memory_total: Option<u64>,
-    /// Memory in use by anybody, bytes.
+    /// Memory in use by any process, bytes.
     pub memory_used: Option<u64>,
-    /// Memory that can be had, bytes: what is neither in use nor the driver's own.
+    /// Available memory in bytes: neither in use nor reserved by the driver.
     pub memory_free: Option<u64>,
     /// Divided or not.
     pub mig: Mig,
@@ -129,7 +129,7 @@ fn gpu(device: &Device<'_>) -> Option<Gpu> {
         memory_free: memory.as_ref().map(|memory| memory.free),
         // A GPU that cannot be divided answers NotSupported.
         mig: if device.mig_mode().is_ok_and(|mode| mode.current == 1) { Mig::On } else { Mig::Off },
-        // One that is passed through as a whole is none.
+        // A GPU that is passed through as a whole is not a virtual one.
         is_virtual: matches!(device.virtualization_mode(), Ok(GpuVirtualizationMode::Vgpu)),
     })
 }

@@ -23,9 +23,9 @@ pub enum State {
     Running,
     /// Its CUDA calls block; device memory is untouched.
     Locked,
-    /// Device memory lies in its host memory and no GPU is held.
+    /// Device memory is in its host memory, and it uses no GPU.
     Checkpointed,
-    /// A restore went wrong; the process cannot go on.
+    /// A restore failed; the process cannot continue.
     Failed,
     /// A checkpoint is under way (from driver 615 on).
     Checkpointing,
@@ -155,7 +155,7 @@ impl Process {
         self.call(Function::Restore, (&raw mut args).cast())
     }
 
-    /// Lets its CUDA calls go on: locked to running.
+    /// Resumes its CUDA calls: locked to running.
     ///
     /// # Errors
     /// A failed call, for example in the wrong state.
@@ -163,8 +163,8 @@ impl Process {
         self.call(Function::Unlock, ptr::null_mut())
     }
 
-    /// Does `work` on a process whose threads are stopped: only `thread`, the one the driver works with
-    /// ([`Process::restore_thread_id`], asked while it ran), runs meanwhile. A process that is not stopped is left as it is.
+    /// Runs `work` on a process whose threads are stopped. Only `thread` runs in that time, the one that the driver
+    /// uses ([`Process::restore_thread_id`], asked while it ran). A process that is not stopped is not changed.
     ///
     /// A thread that was stopped may hold a lock that the work waits for. It is let run for a moment then
     /// ([`ptrace::lend`]), and after `patience` all are: what they can break by then is a process that would have to be
@@ -252,7 +252,7 @@ mod tests {
         let error = check(tid).unwrap_err();
         drop(stop);
         thread.join().unwrap();
-        assert!(error.to_string().ends_with(&format!("give the pid {}", std::process::id())), "{error}");
+        assert!(error.to_string().ends_with(&format!("use the pid {}", std::process::id())), "{error}");
     }
 
     #[test]

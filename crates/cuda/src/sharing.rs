@@ -1,22 +1,23 @@
-//! Device memory that the processes of a job share, let go for a checkpoint and taken again after it.
+//! Device memory that the processes of a job share: released before a checkpoint, and mapped again after it.
 //!
-//! The driver (580) checkpoints a process that has memory of another one mapped, and its restore fails and costs the
-//! process its life. So each process gives that up before, and gets it again afterwards at the same addresses: NCCL
-//! keeps its way over NVLink, and no program sees a difference. In the process our interposer knows what there is, and
-//! its keeper, a thread, does the work (`native/preload/src/sharing.rs`); here is who asks it to, for all processes together:
+//! The driver (580) checkpoints a process that has mapped another process's memory, but the restore fails and the
+//! process must be killed. So each process releases such memory first, and maps it again afterwards at the same
+//! addresses: NCCL continues to use NVLink, and no program sees a difference. In the process, our interposer records
+//! what there is, and its keeper thread does the work (`native/preload/src/sharing.rs`). This module makes the
+//! requests, for all processes together:
 //!
 //! ```text
 //!  locked, all threads stopped
-//!    unlock; the keepers alone: probe, release           [`let_go`]       then lock, checkpoint, dump, restore
-//!    unlock; the keepers alone: export, import, map      [`take_again`]   then all threads go on
+//!    unlock; only the keepers run: probe, release           [`let_go`]       then lock, checkpoint, dump, restore
+//!    unlock; only the keepers run: export, import, map      [`take_again`]   then all threads run
 //! ```
 //!
-//! CUDA is locked twice, and in between the threads of the job must not get hold of what the lock is made of, though they
-//! wait for it: that is [`announce`]'s part.
+//! CUDA is locked twice. In between, threads of the job that wait for the driver's lock must not get it: [`announce`]
+//! ensures that.
 //!
-//! Invariants: nothing is let go before it is known where all of it comes from and that every keeper can work; what was let
-//! go is taken again before a thread of the job runs. The table of a process is memory of the job's: what it says is
-//! compared and counted, and believed in nothing else.
+//! Invariants: nothing is released before it is known where all of it comes from and that every keeper can work; all
+//! that was released is mapped again before a thread of the job runs. The table of a process is in the job's memory:
+//! its content is compared and counted, and not trusted for anything else.
 
 mod session;
 mod table;
@@ -32,11 +33,11 @@ use session::Session;
 pub use table::Sharing;
 use table::{Import, Tag};
 
-/// Why memory that is shared could not be let go, or taken again.
+/// Why shared memory could not be released, or mapped again.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It has memory of another process that cannot be let go.
-    #[error("process {pid} has GPU memory of another process mapped, which its restore would not survive: {why}")]
+    /// It has memory of another process that cannot be released.
+    #[error("process {pid} has GPU memory of another process mapped, which cannot be restored: {why}")]
     Unmanaged {
         /// The process, as the job sees it.
         pid: i32,
@@ -44,7 +45,7 @@ pub enum Error {
         why: Obstacle,
     },
     /// A keeper gave no answer in time.
-    #[error("process {pid}: the GPU memory of other processes cannot be let go just now: {source}")]
+    #[error("process {pid}: cannot release other processes' GPU memory now: {source}")]
     Busy {
         /// The process, as the job sees it.
         pid: i32,
@@ -71,10 +72,10 @@ impl Error {
     }
 }
 
-/// What keeps memory of another process from being let go.
+/// Why memory of another process cannot be released.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Obstacle {
-    /// It came by CUDA IPC, or in a way that was not seen.
+    /// It was shared by CUDA IPC, or in a manner that the interposer did not see.
     Unseen(u32),
     /// Its exporter is not in the job, is gone, or has given the memory up.
     NoExporter,
@@ -82,7 +83,7 @@ pub enum Obstacle {
     Untracked,
     /// NVLink multicast.
     Multicast,
-    /// The process has no thread that could let go of it.
+    /// The process has no thread that could release it.
     NoKeeper,
 }
 
@@ -94,10 +95,12 @@ impl fmt::Display for Obstacle {
                 "{count} pieces by CUDA IPC (cudaIpcOpenMemHandle, tensors sent between processes); for NCCL unset \
                  NCCL_CUMEM_ENABLE, or set NCCL_P2P_DISABLE=1"
             ),
-            Obstacle::NoExporter => f.write_str("it belongs to a process outside the job, or one that has given it up"),
-            Obstacle::Untracked => f.write_str("more of it than rekindle can keep track of"),
+            Obstacle::NoExporter => {
+                f.write_str("it belongs to a process outside the job, or to one that has released it")
+            }
+            Obstacle::Untracked => f.write_str("it has more of it than rekindle can track"),
             Obstacle::Multicast => f.write_str("NVLink multicast; for NCCL set NCCL_NVLS_ENABLE=0"),
-            Obstacle::NoKeeper => f.write_str("the interposer could not start its thread there"),
+            Obstacle::NoKeeper => f.write_str("the interposer could not start its thread in the process"),
         }
     }
 }
@@ -105,13 +108,13 @@ impl fmt::Display for Obstacle {
 /// The tables of those processes that have one; `pids` as we see them.
 ///
 /// # Errors
-/// When one is there and cannot be read.
+/// If one exists and cannot be read.
 pub fn of(pids: &[i32]) -> std::io::Result<Vec<Sharing>> {
     pids.iter().filter_map(|pid| Sharing::of(*pid).transpose()).collect()
 }
 
-/// Whether what these processes share can be let go, and taken again afterwards. Asked while they run, the answer is of
-/// this moment.
+/// Whether the memory that these processes share can be released, and mapped again afterwards. While they run, the
+/// answer is valid for this moment only.
 ///
 /// # Errors
 /// [`Error::Unmanaged`]
@@ -136,7 +139,7 @@ fn obstacle(one: &Sharing, all: &[Sharing]) -> Option<Obstacle> {
     let imports: Vec<&Import> = one.imports().map(|(_, import)| import).collect();
     let foreign = table.foreign.load(Relaxed);
     let known = u32::try_from(imports.len()).unwrap_or(u32::MAX);
-    // A call under way may be between the driver and the note of it; nothing is let go while there is one.
+    // A call in progress may be between the driver and its record; nothing is released while there is one.
     if foreign > known && table.under_way.load(Relaxed) == 0 {
         return Some(Obstacle::Unseen(foreign - known));
     }
@@ -159,18 +162,18 @@ pub fn is_any(all: &[Sharing]) -> bool {
     all.iter().any(|one| one.imports().next().is_some())
 }
 
-/// Whether any of them has let go of memory that it is to get again.
+/// Whether any of them has released memory that must be mapped again.
 #[must_use]
 pub fn is_let_go(all: &[Sharing]) -> bool {
     all.iter().any(|one| one.table().state.load(Relaxed) != table::HELD)
 }
 
-/// Tells the interposer of each, `pids` as we see them, that CUDA is about to be locked, or is unlocked. One that has ended,
-/// or whose table cannot be read, keeps no other from being told.
+/// Tells each interposer, `pids` as we see them, that CUDA is about to be locked, or is unlocked. A process that has
+/// ended, or whose table cannot be read, is skipped.
 ///
-/// The driver's lock (580) is a lock of the libc's that calls of the API take for reading. Whoever waits for it as it is
-/// unlocked has it, running or not: a thread that stands still would keep it, and CUDA could not be locked again. Threads
-/// that come while this is announced wait beside it instead.
+/// The driver's lock (580) is a libc lock that API calls take for reading. A thread that waits for it gets it when it
+/// is unlocked, running or not: a stopped thread would never release it, and CUDA could not be locked again. Threads
+/// that arrive while this is announced poll instead.
 pub fn announce(pids: &[i32], is_locked: bool) {
     for one in pids.iter().filter_map(|pid| Sharing::of(*pid).ok().flatten()) {
         one.table().is_locked.store(is_locked.into(), Relaxed);
@@ -186,39 +189,39 @@ pub fn check_announced(all: &[Sharing]) -> Result<(), Error> {
     match all.iter().find(|one| one.table().is_locked.load(Relaxed) == 0) {
         None => Ok(()),
         Some(one) => {
-            let source = std::io::Error::other("it has just begun to share");
+            let source = std::io::Error::other("it has just started to share memory");
             Err(Error::Busy { pid: one.inner(), source })
         }
     }
 }
 
-/// Has all let go of what they have of others. Their threads stand still, but for the driver's where it needs one, and
-/// CUDA is not locked.
+/// Makes all release the memory that they have of others. Their threads are stopped, except the driver's if it needs
+/// one, and CUDA is not locked.
 ///
 /// # Errors
-/// Then some of it may have been let go: [`take_again`].
+/// Some of it may have been released then: call [`take_again`].
 pub fn let_go(all: &[Sharing]) -> Result<(), Error> {
     check(all)?;
     if let Some(one) = all.iter().find(|one| one.table().under_way.load(Relaxed) != 0) {
-        let source = std::io::Error::other("a call that has to do with it is under way");
+        let source = std::io::Error::other("a driver call on shared memory is in progress");
         return Err(Error::Busy { pid: one.inner(), source });
     }
     let sessions = open(all)?;
     // A thread that stopped with a lock of the driver's would keep a keeper from its work. Then nothing has happened yet.
-    each(&sessions, |session| session.ask(table::PROBE, "use the memory of others"))?;
-    each(&sessions, |session| session.ask(table::RELEASE, "let go of the memory of others"))?;
+    each(&sessions, |session| session.ask(table::PROBE, "use other processes' memory"))?;
+    each(&sessions, |session| session.ask(table::RELEASE, "release other processes' memory"))?;
     drop(sessions);
     // What the driver itself knows of: a call of the program's may have been between the driver and our note of it.
     match all.iter().find(|one| one.table().foreign.load(Relaxed) != 0) {
         Some(one) => {
-            let source = std::io::Error::other("it is changing");
+            let source = std::io::Error::other("what it shares is changing");
             Err(Error::Busy { pid: one.inner(), source })
         }
         None => Ok(()),
     }
 }
 
-/// Gives back what was let go. Their threads stand still, and CUDA is not locked.
+/// Maps again what was released. Their threads are stopped, and CUDA is not locked.
 ///
 /// # Errors
 /// Then the processes must not run again.
@@ -228,7 +231,7 @@ pub fn take_again(all: &[Sharing]) -> Result<(), Error> {
     for (at, one) in all.iter().enumerate() {
         exporters.extend(one.exports().map(|(index, tag)| (tag, (at, index))));
     }
-    // By exporter: which of its entries for which import of whom.
+    // By exporter: which of its entries is for which import of which process.
     let mut wanted: Vec<Vec<Wanted>> = all.iter().map(|_| Vec::new()).collect();
     for (importer, one) in all.iter().enumerate() {
         for (import, entry) in one.imports().filter(|(_, import)| import.is_gone.load(Relaxed) != 0) {
@@ -242,7 +245,7 @@ pub fn take_again(all: &[Sharing]) -> Result<(), Error> {
     while wanted.iter().any(|queue| !queue.is_empty()) {
         hand_over(&sessions, &mut wanted)?;
     }
-    each(&sessions, |session| session.ask(table::MAP, "map the memory of others again"))
+    each(&sessions, |session| session.ask(table::MAP, "map other processes' memory again"))
 }
 
 /// An export that is wanted, and where.
@@ -255,7 +258,7 @@ struct Wanted {
 /// How many descriptors a process has open at once for this; many jobs may have 1024 in all.
 const AT_ONCE: usize = 64;
 
-/// Has each exporter export as much as goes at once, and the importers import it.
+/// Makes each exporter export as many as possible at once, and the importers import them.
 fn hand_over(sessions: &[Mutex<Session<'_>>], wanted: &mut [Vec<Wanted>]) -> Result<(), Error> {
     let round: Vec<Vec<Wanted>> =
         wanted.iter_mut().map(|queue| queue.split_off(queue.len().saturating_sub(AT_ONCE))).collect();

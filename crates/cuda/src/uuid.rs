@@ -1,4 +1,4 @@
-//! Which GPU: UUIDs as nvidia-smi prints them, and old=new pairs of them.
+//! UUIDs of GPUs as nvidia-smi prints them, and old=new pairs of them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ pub struct GpuUuid([u8; 16]);
 
 /// Text that is no GPU UUID.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{text:?} is not the UUID of a GPU: wants GPU- and 32 hexadecimal digits, as `nvidia-smi -L` prints them")]
+#[error("{text:?} is not the UUID of a GPU: it must be GPU- and 32 hexadecimal digits, as `nvidia-smi -L` prints it")]
 pub struct ParseUuidError {
     text: String,
 }
@@ -104,7 +104,7 @@ pub struct GpuMapping {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParseMappingError {
     /// There is not exactly one `=`.
-    #[error("{0:?} is not a pair of GPUs: wants OLD=NEW")]
+    #[error("{0:?} is not a pair of GPUs: it must be OLD=NEW")]
     NotAPair(String),
     /// One side is not a UUID.
     #[error(transparent)]

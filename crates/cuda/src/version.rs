@@ -1,4 +1,4 @@
-//! Which NVIDIA driver is installed, told by its kernel module: no library needed.
+//! The version of the installed NVIDIA driver, as its kernel module reports it: no library needed.
 
 use std::fmt;
 use std::fs;
@@ -11,7 +11,7 @@ pub struct DriverVersion {
 }
 
 impl DriverVersion {
-    /// The version in `text`, for example `580.159.04`. None where it is not digits and dots.
+    /// The version in `text`, for example `580.159.04`. None if it is not digits and dots.
     #[must_use]
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim();

@@ -1,8 +1,8 @@
-//! The job's world and its start.
+//! The start of the job, and its environment.
 //!
-//! Owns: the namespaces, the reaper, who the job runs as and what it is given. Invariants: every descriptor the job gets
-//! is opened inside its mount namespace; it gets standard input, output and error and nothing else of ours. When the
-//! power goes, nothing here needs mending: a job is started anew or restored from an image.
+//! Owns the namespaces, the reaper, the job's user, and what the job is given. Invariants: every descriptor that the
+//! job gets is opened inside its mount namespace; the job gets standard input, output and error and no other descriptor
+//! of ours. After a power cut nothing here needs repair: a job is started from the beginning or restored from an image.
 
 pub mod embedded;
 pub mod gpus;
@@ -73,9 +73,9 @@ pub enum IoUring {
 }
 
 impl IoUring {
-    /// What a job gets that shall not have one: no filter where it is of no use, as the kernel answers so by itself
-    /// (`kernel.io_uring_disabled`), nor where there are no filters, nor where CRIU could not dump the filter: it takes
-    /// CAP_SYS_ADMIN over the machine to read one (`PTRACE_SECCOMP_GET_FILTER`), not that over a user namespace.
+    /// For a job that must not use io_uring. There is no filter if the kernel refuses anyway
+    /// (`kernel.io_uring_disabled`), if filters are not supported, or if CRIU could not dump the filter: reading one
+    /// (`PTRACE_SECCOMP_GET_FILTER`) needs CAP_SYS_ADMIN over the machine, not over a user namespace.
     #[must_use]
     pub fn refused_where_possible() -> IoUring {
         let useful = rights::io_uring_works();
@@ -90,12 +90,12 @@ pub enum ProgramError {
     /// There is no such program.
     #[error("command not found: {0}")]
     NotFound(String),
-    /// It is there, but is no executable file.
+    /// It exists, but is not an executable file.
     #[error("cannot execute {path}: {why}")]
     NotExecutable {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         why: String,
     },
 }

@@ -1,16 +1,16 @@
-//! What a job is made of besides its memory: for each kind of thing, how it is captured, and beside that how it is put back.
+//! The parts of a job besides its memory: for each kind, how it is captured and how it is put back.
 //!
 //! | part | captured | put back |
 //! |---|---|---|
 //! | [`files`] | content, sizes and names of files | before CRIU opens them |
 //! | [`landing`] | GPU memory, in files of the image | mapped by CRIU, read by the driver |
 //! | [`gpu`] | the CUDA processes: locked, checkpointed | restored, on other GPUs if they moved |
-//! | [`tcp`] | connections: kept or closed | ports that dead processes hold are freed |
-//! | [`groups`] | control groups that the job made | made again and entered |
+//! | [`tcp`] | connections: kept or closed | ports that dead processes use are freed |
+//! | [`groups`] | control groups that the job made | created again and entered |
 //! | [`devices`] | NVIDIA's devices in processes without CUDA | left out of the image |
-//! | [`fds`] | descriptors on their way between processes | CRIU does; the snapshot waits for what it cannot do |
+//! | [`fds`] | descriptors in flight between processes | by CRIU; the snapshot waits for those that CRIU cannot restore |
 //! | [`locks`] | file locks, by CRIU | those that CRIU loses |
-//! | [`access`] | what a process may be and have | compared before the job runs |
+//! | [`access`] | rights and open files of each process | compared before the job runs |
 
 pub(crate) mod access;
 pub mod devices;

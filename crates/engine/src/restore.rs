@@ -1,9 +1,9 @@
-//! Why did it end, is it worth another try, from which image; put the files back, restore.
+//! Restores a job: compare, put the files back, restore the processes.
 //!
-//! [`policy`] decides and [`compat`] compares, and both touch nothing; [`restore`] carries out. Invariants: an image is read and verified, never
-//! written to or used up; when a restore fails nothing of the half-restored job is left; files of the user are cut only
-//! after what is cut was copied beside them. When the power goes in the middle, the next run begins again with the same
-//! image, and finds files that were put back already as they should be.
+//! `policy` decides and [`compat`] compares, and both change nothing; [`restore`] does the work. Invariants: an image
+//! is read and verified, never changed. If a restore fails, nothing of the half-restored job remains. Files of the user
+//! are cut only after the tail was copied beside them. After a power cut, the next run starts again with the same
+//! image, and finds the files that were already put back in the right state.
 
 pub mod compat;
 mod error;
@@ -66,7 +66,7 @@ pub struct Request<'a> {
     pub network: Network<'a>,
     /// What happens over a file that changed and whose content the image does not have.
     pub changed_files: ChangedFiles,
-    /// Which GPUs it shall come back on, where that is not left to us.
+    /// The GPUs that the user asked for, if any.
     pub wishes: &'a Wishes,
     /// What has to be there before CRIU connects what was connected to it.
     pub prepare: Prepare<'a>,
@@ -97,7 +97,7 @@ pub struct Unpacking<'a> {
     pub threads: usize,
     /// How far it is.
     pub progress: &'a Progress,
-    /// What damaged content is replaced with; None where it is an error.
+    /// What damaged content is replaced with; None if it is an error.
     pub healing: Option<&'a Healing<'a>>,
 }
 
@@ -106,7 +106,7 @@ pub struct Unpacking<'a> {
 pub struct Restored {
     /// The running job.
     pub job: Job,
-    /// Files that were put back to their size or content of then.
+    /// Files that were put back to their size or content at the snapshot.
     pub put_back: Vec<PutBack>,
     /// The GPUs that it is not on any more, and those in their place.
     pub moved: Vec<Moved>,
@@ -116,7 +116,7 @@ pub struct Restored {
     pub timings: Vec<(&'static str, Duration)>,
 }
 
-/// Brings a job back from an image. `warn` is told what may keep it from working, before anything is done.
+/// Restores a job from an image. `warn` gets possible problems, before anything is done.
 ///
 /// # Errors
 /// When the image is damaged or cannot be restored here. Nothing of the job is left running then.
@@ -155,9 +155,9 @@ pub fn restore(
     if request.network == Network::Host {
         match timed.run("ports", || tcp::put_back::free(&request.image.dir.join(CRIU_DIR))) {
             Ok(0) => {}
-            Ok(ended) => tracing::debug!("ended {ended} connections of dead processes of the job"),
-            // CRIU says which port it is, if one is in the way.
-            Err(error) => tracing::debug!("cannot look for connections of dead processes of the job: {error}"),
+            Ok(ended) => tracing::debug!("closed {ended} connections of dead processes of the job"),
+            // If a port is in use, CRIU's message names it.
+            Err(error) => tracing::debug!("cannot find connections of dead processes of the job: {error}"),
         }
     }
     (request.prepare.0)(&world);
@@ -234,7 +234,7 @@ fn put_files_back(request: &Request<'_>, manifest: &Manifest) -> Result<Vec<PutB
     recreate(request.image, manifest)?;
     let made = rollback::make_folders(manifest, request.identity)?;
     if made > 0 {
-        tracing::info!("{made} folders that the job had removed since were made again");
+        tracing::info!("created {made} folders that the job had removed since the snapshot");
     }
     Ok(rollback::put_back(request.image, manifest, request.folder, request.identity, request.output)?)
 }
@@ -269,11 +269,11 @@ impl Timer<'_> {
     }
 }
 
-/// How long the memory of a process that was just killed may take to come free. The driver gives it back before the process
-/// is reaped, so this is for what lags behind.
+/// How long the memory of a process that was just killed may take to become free. The driver frees it before the
+/// process is reaped, so this is for delays.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// How often a GPU is looked at meanwhile.
+/// How often a GPU is checked in that time.
 const LOOK: Duration = Duration::from_millis(100);
 
 /// Whether it can work on this machine, and on which GPUs.
@@ -327,11 +327,11 @@ fn recreate(image: &Image, manifest: &Manifest) -> Result<(), Error> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Until {
     ItRuns,
-    /// Every process is made, and none has run: then it is called off, and all are taken away.
+    /// Every process is created, and none has run: then the restore is cancelled, and all are removed.
     BeforeItRuns,
 }
 
-/// Answers the root of what runs now, if anything does.
+/// Returns the root of what runs now, if anything does.
 fn run_criu(
     request: &Request<'_>,
     manifest: &Manifest,
@@ -367,8 +367,8 @@ fn run_criu(
         }
         locks::hold(root, lost_locks);
         groups::put_back::put_back(root, manifest, request.identity);
-        // CRIU would send it only after it has let go: until then a thread could look for memory that is not back yet,
-        // or take a lock of the driver with it into its sleep.
+        // CRIU would send the signal only after it has resumed the tasks: until then a thread could read memory that is
+        // not restored yet, or be stopped while it has a lock of the driver.
         if !manifest.tree.cuda.is_empty() {
             let is_cuda = |pid: &i32| process::inner_pid(*pid).is_some_and(|inner| manifest.tree.cuda.contains(&inner));
             process::tree(root).into_iter().filter(is_cuda).for_each(|pid| drop(ptrace::stop_when_let_go(pid)));
@@ -384,7 +384,7 @@ fn run_criu(
     let instead = moved::instead(manifest, request.folder, if plugin.is_some() { Logs::All } else { Logs::Moved });
     let options = RestoreOptions { tcp: manifest.tcp, instead: &instead, plugin };
     let restored = criu::restore(&place, options, &mut hooks);
-    // CRIU removes them when it could use them; after a failure they would lie beside the user's files.
+    // CRIU removes them when it could use them; after a failure they would remain beside the user's files.
     rollback::drop_links(manifest, request.identity);
     match (restored, refused) {
         (Ok(restored), _) => Ok(Some(restored.root)),

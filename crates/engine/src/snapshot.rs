@@ -1,9 +1,9 @@
 //! Freeze and capture: an ordered list of phases, each timed, each with an undo.
 //!
 //! ```text
-//!  preflight   may it be tried at all: memory, disk, what CRIU cannot dump        job runs
+//!  preflight   is a snapshot possible: memory, disk, what CRIU cannot dump          job runs
 //!  find        the CUDA processes of the tree                                       job runs
-//!  prepare     a place for the image, its pages made ready    undo: give it up      job runs
+//!  prepare     a place for the image, with its pages          undo: give it up      job runs
 //!  lock        all of them, at once                     undo: unlock               ---- freeze begins (CUDA)
 //!  checkpoint  device memory to host memory             undo: restore
 //!  dump        CRIU writes the tree, lets it run on     undo: drop saved links
@@ -13,16 +13,16 @@
 //!  publish     a manifest in memory, or hash, fsync, rename; the job runs
 //! ```
 //!
-//! All of it is done anew where the image has descriptors on their way between processes that a restore would not bring
-//! back right (`in_flight`), or a process that was killed and not waited for (`dead`): the job runs on, and a moment later
-//! they are received, or it is.
+//! The snapshot is taken again if the image has descriptors in flight between processes that could not be restored
+//! correctly (`in_flight`), or a process that was killed and whose exit status was not collected (`dead`). The job
+//! continues, and a moment later this has passed.
 //!
 //! Invariants:
-//! - A phase that fails undoes all before it, in reverse order, and the job runs on. Where that is not possible (the
-//!   driver cannot restore a process: there is no second try) the error says so ([`Error::job_is_lost`]), and the job
-//!   has to be brought back from an image.
-//! - Nothing is in memory or in the store under an image's name before it is whole ([`rekindle_store`]). When the power
-//!   goes, at most a draft is left, which the next start sweeps.
+//! - A phase that fails undoes all phases before it, in reverse order, and the job continues. If that is impossible
+//!   (the driver cannot restore a process: there is no second try) the error says so ([`Error::job_is_lost`]), and the
+//!   job must be restored from an image.
+//! - Nothing is in memory or in the store under an image's name before it is complete ([`rekindle_store`]). After a
+//!   power cut at most a draft remains, which the next start removes.
 
 pub mod dead;
 mod mapped;
@@ -62,7 +62,7 @@ pub struct Subject<'a> {
     pub job: &'a Job,
     /// Where its images go.
     pub folder: &'a JobFolder,
-    /// Proof that nobody else writes there.
+    /// Proof that nobody else writes to the store.
     pub lock: &'a WriterLock,
     /// How it is taken.
     pub options: &'a Options,
@@ -74,7 +74,7 @@ pub struct Subject<'a> {
     pub ours: Vec<PathBuf>,
     /// Where images land in memory; without it they land in a slot on the disk.
     pub staging: Option<&'a Area>,
-    /// The job's output, rotated while it stands still.
+    /// The job's output, rotated while the job is frozen.
     pub output: &'a launch::output::Files,
     /// The interval in force, where it was chosen.
     pub interval: Option<&'a Choice>,
@@ -95,9 +95,9 @@ pub struct Options {
     pub tcp: TcpChoice,
     /// How long the CUDA driver may wait for running kernels; at least 1 ms, because 0 means for ever to the driver.
     pub lock_timeout: Duration,
-    /// How long CRIU may try to stop all tasks; it counts whole seconds.
+    /// How long CRIU may try to stop all tasks; CRIU counts whole seconds.
     pub freeze_timeout: Duration,
-    /// How long a whole dump may take.
+    /// Time limit for the whole dump.
     pub dump_timeout: Duration,
     /// Bytes of host memory that must stay free.
     pub memory_reserve: u64,
@@ -129,7 +129,7 @@ pub struct Launch {
 pub struct Taken {
     /// The image.
     pub image: Image,
-    /// How long the job stood still.
+    /// How long the job was frozen.
     pub freeze: Duration,
     /// What could not be done and does not matter for the image, in words.
     pub notes: Vec<String>,
@@ -142,7 +142,7 @@ pub enum Error {
     #[error("not tried: {0}")]
     Refused(#[from] Refusal),
     /// The job is or has what a restore would refuse.
-    #[error("not tried, because an image of it would not be restored: {0}")]
+    #[error("not tried, because the image could not be restored: {0}")]
     Guard(String),
     /// A hook did not let it be tried.
     #[error("not tried: {0}")]
@@ -156,17 +156,17 @@ pub enum Error {
     /// CRIU could not dump the tree.
     #[error("dump: {0}")]
     Dump(#[from] criu::RunError),
-    /// A restore would not bring back the descriptors that are on their way between processes.
+    /// Descriptors in flight between processes could not be restored.
     #[error("dump: {0}")]
     InFlight(InFlight),
-    /// A process was killed, and the job has yet to hear of it.
-    #[error("{0}: no image is taken in which the job has yet to hear of that")]
+    /// A process was killed, and its parent has not collected its exit status.
+    #[error("{0}: the snapshot would lose that status, so it is refused until the parent has it")]
     Unnoticed(Unnoticed),
     /// CRIU would refuse to restore the image.
     #[error("dump: {}", in_words(.0))]
     Dangling(Vec<Dangling>),
-    /// The image CRIU wrote is not whole.
-    #[error("dump: the image is not whole: {0}")]
+    /// The image that CRIU wrote is incomplete or damaged.
+    #[error("dump: the image is incomplete or damaged: {0}")]
     Image(#[from] criu::image::Error),
     /// The store could not take it.
     #[error("store: {0}")]
@@ -199,7 +199,7 @@ pub enum Error {
     #[error("cancelled")]
     Cancelled,
     /// A phase failed and so did its undo: the job does not run on.
-    #[error("{cause}; and the job could not be set going again: {undo}")]
+    #[error("{cause}; and the job could not be resumed: {undo}")]
     Lost {
         /// What failed first.
         cause: Box<Error>,
@@ -215,8 +215,8 @@ fn in_words(sockets: &[Dangling]) -> String {
     };
     let list: Vec<String> = sockets.iter().map(one).collect();
     format!(
-        "{} waits for a program outside the job to accept its connection, which no restore brings back: see `ss -xp` for \
-         that program, start it inside the job, or close the connection before a snapshot",
+        "{} waits for a program outside the job to accept its connection, which cannot be restored: find \
+         that program with `ss -xp` and start it inside the job, or close the connection before a snapshot",
         list.join(", ")
     )
 }
@@ -242,7 +242,7 @@ impl From<staging::TakeError> for Error {
 }
 
 impl Error {
-    /// Whether the job cannot go on and has to be brought back from an image.
+    /// Whether the job cannot continue and must be restored from an image.
     #[must_use]
     pub fn job_is_lost(&self) -> bool {
         matches!(self, Error::Lost { .. })
@@ -293,7 +293,7 @@ pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool
     }
 }
 
-/// Completes the image while the job runs, and answers all that is to be known of it.
+/// Completes the image while the job runs, and returns everything known of it.
 fn manifest(frozen: &mut phases::Frozen<'_>, reason: Reason) -> Result<Manifest, Error> {
     frozen.complete()?;
     let manifest = describe(frozen, reason)?;
@@ -316,7 +316,7 @@ struct Env<'a> {
     dead: Dead,
 }
 
-/// All that is done while the job stands still; more than once where descriptors were on their way just then.
+/// Everything that is done while the job is frozen; more than once if descriptors were in flight.
 fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)) -> Result<phases::Frozen<'a>, Error> {
     let root = subject.job.root.pid();
     let mut attempt = 1;
@@ -326,7 +326,7 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
         let dead = if late { Dead::Taken } else { Dead::Refused };
         match phases::freeze(Env { subject, cancelled, dead }) {
             Err(Error::Unnoticed(found)) => {
-                tracing::info!("the snapshot is tried again: {found}");
+                tracing::info!("trying the snapshot again: {found}");
                 let over = || cancelled() || subject.job.root.has_ended().unwrap_or(true);
                 let until = *until.get_or_insert_with(dead::limit);
                 if !subject.deaths.wait(root, until, &over) && over() {
@@ -334,7 +334,7 @@ fn frozen<'a>(subject: &'a Subject<'a>, cancelled: &'a (dyn Fn() -> bool + Sync)
                 }
             }
             Err(Error::InFlight(found)) if attempt < fds::ATTEMPTS && found.moves(root, attempt, cancelled) => {
-                tracing::info!("the snapshot is tried again: {found}");
+                tracing::info!("trying the snapshot again: {found}");
                 attempt += 1;
             }
             Err(error) => return Err(error),

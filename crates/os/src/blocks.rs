@@ -1,4 +1,4 @@
-//! Where the content of a file lies, and copies that share its blocks.
+//! Where the content of a file is stored, and copies that share its blocks.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs::{File, OpenOptions};
@@ -15,7 +15,7 @@ use nix::sys::statfs::{
 /// Not in nix: include/uapi/linux/magic.h.
 const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
 
-/// File systems whose files the kernel makes up as they are read.
+/// File systems whose files the kernel generates when they are read.
 const MADE_UP: [FsType; 8] = [
     BPF_FS_MAGIC,
     CGROUP_SUPER_MAGIC,
@@ -63,7 +63,7 @@ mod call {
 /// no space until one of the two is changed. XFS and btrfs can do that.
 ///
 /// # Errors
-/// `EOPNOTSUPP` or `EINVAL` where the file system cannot; else those of open(2) with `O_TMPFILE`, or of the disk.
+/// `EOPNOTSUPP` or `EINVAL` if the file system cannot; else those of open(2) with `O_TMPFILE`, or of the disk.
 pub fn shared_copy(file: &File, beside: &Path) -> io::Result<File> {
     let copy = OpenOptions::new().read(true).write(true).custom_flags(libc::O_TMPFILE).mode(0o600).open(beside)?;
     let source = u64::try_from(file.as_raw_fd()).map_err(io::Error::other)?;

@@ -1,4 +1,5 @@
-//! Control groups: how much more memory a process may use before its own kills something, and which a job made.
+//! Control groups: how much more memory a process may use before the kernel kills something in its group, and which
+//! groups a job made.
 
 mod folder;
 mod hierarchy;
@@ -13,7 +14,7 @@ pub use setting::settings;
 /// A limit at or above this is none: cgroup v1 writes "unlimited" as the largest page-aligned number.
 const UNLIMITED: u64 = 1 << 60;
 
-/// Bytes left below the tightest memory limit of the control groups that hold the process; `None` without a limit.
+/// Bytes left below the tightest memory limit of the process's control groups; `None` without a limit.
 #[must_use]
 pub fn memory_headroom(pid: i32) -> Option<u64> {
     let membership = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
@@ -21,7 +22,7 @@ pub fn memory_headroom(pid: i32) -> Option<u64> {
     groups(&membership, &mounts, &MEMORY).iter().filter_map(Group::headroom).min()
 }
 
-/// Tasks left below the tightest limit of the control groups that hold the process; `None` without a limit.
+/// Tasks left below the tightest limit of the process's control groups; `None` without a limit.
 #[must_use]
 pub fn tasks_headroom(pid: i32) -> Option<u64> {
     let membership = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
@@ -103,8 +104,8 @@ fn groups(membership: &str, mounts: &str, bounded: &Bounded) -> Vec<Group> {
     found
 }
 
-/// Where the kernel counts the processes of a control group that it killed for want of memory (`oom_kill`): for cgroup v2
-/// those of all groups below too, for v1 (from kernel 4.13 on) those of the group only.
+/// Where the kernel counts the processes of a control group that it killed because memory ran out (`oom_kill`): for
+/// cgroup v2 including all groups below, for v1 (from kernel 4.13 on) the group only.
 #[must_use]
 pub fn kill_counters(pid: i32) -> Vec<PathBuf> {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();

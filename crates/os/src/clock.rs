@@ -1,9 +1,9 @@
-//! A clock that goes on while the machine sleeps.
+//! A clock that also counts the time in which the machine sleeps.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::time::Duration;
 
-/// The time since the boot, with what the machine slept (`CLOCK_BOOTTIME`). `Instant` stands still over a suspend.
+/// The time since the boot, including sleep of the machine (`CLOCK_BOOTTIME`). `Instant` does not count that.
 #[must_use]
 pub fn since_boot() -> Duration {
     let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };

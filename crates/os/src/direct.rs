@@ -1,12 +1,13 @@
-//! Large files past the page cache: what a store reads and writes by the gigabyte must not push the job's own files out
-//! of it, and is slower through it (each page is copied once more, and written back at a moment that nobody chose).
+//! Large files that bypass the page cache. A store reads and writes gigabytes. Through the cache, this would evict the
+//! job's own files. It would also be slower, because each page is copied once more and written back at an uncontrolled
+//! time.
 //!
-//! `O_DIRECT` wants memory, offsets and lengths that are multiples of [`ALIGN`]. It is set on an open file by fcntl(2),
-//! not at open(2), which creates the file before it refuses the flag. Where the file system does not take it, then or at
-//! the first read or write (EINVAL), the file is used as any other, but what was read or written is dropped from the cache
-//! behind us.
+//! `O_DIRECT` needs memory, offsets and lengths that are multiples of [`ALIGN`]. It is set on an open file with
+//! fcntl(2), because open(2) creates the file before it refuses the flag. If the file system does not support it
+//! (EINVAL, then or at the first read or write), the file is used normally, and what was read or written is dropped
+//! from the cache afterwards.
 //!
-//! When the power goes, a file has what was written before the last [`DirectFile::sync`].
+//! After a power cut, a file has what was written before the last [`DirectFile::sync`].
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs::{File, Permissions};
@@ -89,7 +90,7 @@ impl DirectFile {
     /// Makes a file, 0600, for writing.
     ///
     /// # Errors
-    /// Those of open(2); `AlreadyExists` where there is one.
+    /// Those of open(2); `AlreadyExists` if there is one.
     pub fn create(path: &Path, way: Way) -> io::Result<DirectFile> {
         point(Step::Write)?;
         let file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
@@ -135,7 +136,7 @@ impl DirectFile {
     /// Writes `bytes`, which begin at a multiple of [`ALIGN`] in memory and in the file and are a multiple of it long.
     ///
     /// # Errors
-    /// Those of pwrite(2); `WriteZero` where the kernel takes nothing.
+    /// Those of pwrite(2); `WriteZero` if the kernel takes nothing.
     pub fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         point(Step::Write)?;
         match self.file.write_all_at(bytes, offset) {
@@ -177,7 +178,7 @@ impl DirectFile {
     /// Those of pread(2).
     pub fn read_at<'a>(&self, into: &'a mut Aligned, offset: u64, len: usize) -> io::Result<&'a mut [u8]> {
         let (from, skip, whole) = span(offset, len);
-        let target = into.get_mut(..whole).ok_or_else(|| io::Error::other("a span that is larger than the buffer"))?;
+        let target = into.get_mut(..whole).ok_or_else(|| io::Error::other("the span is larger than the buffer"))?;
         let got = match self.fill(target, from) {
             Err(error) if self.refused(&error) => self.fill(target, from)?,
             got => got?,
@@ -209,14 +210,14 @@ impl DirectFile {
     fn refused(&self, error: &io::Error) -> bool {
         let refused = error.raw_os_error() == Some(libc::EINVAL) && self.way() == Way::Direct;
         if refused {
-            // Where it cannot be taken back, the second try fails as the first did.
+            // If the flag cannot be cleared, the second try fails as the first did.
             let _ = set_direct(&self.file, false);
             self.direct.store(false, Ordering::Relaxed);
         }
         refused
     }
 
-    /// Starts the way of what was just written to the disk, and drops what was written before from the cache.
+    /// Starts writing the last piece to the disk, and drops the earlier pieces from the cache.
     fn leave_behind(&self, offset: u64, end: u64) {
         sync_range(&self.file, offset, end - offset, libc::SYNC_FILE_RANGE_WRITE);
         let before = self.behind.swap(offset, Ordering::Relaxed);
@@ -228,7 +229,7 @@ impl DirectFile {
         }
     }
 
-    /// Advice: what the kernel does not follow costs memory that it can take back.
+    /// Advice: if the kernel ignores it, it costs memory that the kernel can reclaim.
     fn forget(&self, offset: u64, len: u64) {
         if let (Ok(offset), Ok(len)) = (i64::try_from(offset), i64::try_from(len)) {
             let _ = posix_fadvise(&self.file, offset, len, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
@@ -337,7 +338,7 @@ mod tests {
             for n in 0..8 {
                 file.read_at(&mut into, n << 20, 1 << 20).unwrap();
             }
-            // A last page may still be on its way in by read-ahead.
+            // Read-ahead may still be loading a last page.
             assert!(cached(&path) <= 64, "{way:?}, read");
         }
     }

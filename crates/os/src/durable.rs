@@ -1,9 +1,9 @@
-//! Durable writes: the one place that renames.
+//! Durable writes: the only place that renames.
 //!
-//! After a power cut a reader finds either what was there before or all of what replaced it, never a mixture, and once
-//! a function here has returned, the new state is the one that it finds. That takes four steps, in this order: write
-//! under a temporary name in the same directory, fsync the file, rename it, fsync the directory. A temporary name
-//! starts with [`TEMP_PREFIX`]; what a crash leaves under such a name is rubbish.
+//! After a power cut a reader finds either the old state or all of the new one, never a mixture. Once a function here
+//! has returned, the reader finds the new one. This takes four steps, in this order: write under a temporary name in
+//! the same directory, fsync the file, rename it, fsync the directory. A temporary name starts with [`TEMP_PREFIX`]; a
+//! file that a crash left under such a name is rubbish.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions, Permissions};
@@ -17,13 +17,14 @@ use nix::fcntl::{AT_FDCWD, RenameFlags, renameat2};
 
 use super::point::{Step, point};
 
-/// How the name of a file or folder starts while it is not whole.
+/// Prefix of the name of a file or folder while it is incomplete.
 pub const TEMP_PREFIX: &str = ".tmp-";
 
 /// Makes two writers of one process, and two processes, use different temporary names.
 static COUNTER: AtomicU64 = AtomicU64::new(0);
 
-/// Replaces `path` by a file that holds `bytes` and has exactly the permission bits `mode` (the umask does not count).
+/// Replaces `path` by a file with the content `bytes` and exactly the permission bits `mode` (the umask does not
+/// count).
 ///
 /// # Errors
 /// The first step that failed. The old file is then still there, unless it was the last step (fsync of the directory):
@@ -33,15 +34,15 @@ pub fn write_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     let written =
         write_new(&temp, bytes, mode).and_then(|()| point(Step::Write)).and_then(|()| fs::rename(&temp, path));
     if let Err(error) = written {
-        // The cause is what the caller must hear of, not that the rubbish is still there.
+        // The caller needs the cause, not that the leftover file still exists.
         let _ = fs::remove_file(&temp);
         return Err(error);
     }
     sync_dir(parent(path))
 }
 
-/// Writes `bytes` over those of the file from `offset` on, and waits for the disk. For what is worth nothing as it is: when
-/// the power goes, any of the bytes are the old or the new ones.
+/// Writes `bytes` over those of the file from `offset` on, and syncs. Only for a range that is worthless before: after
+/// a power cut, each byte is the old or the new one.
 ///
 /// # Errors
 /// The step that failed.
@@ -52,8 +53,8 @@ pub fn overwrite(path: &Path, offset: u64, bytes: &[u8]) -> io::Result<()> {
     file.sync_all()
 }
 
-/// Replaces `path` as [`write_file`] does, so that a reader finds the old or the new one whole, but does not wait for the
-/// disk: for what is worth nothing after a power cut. The umask does not count here either.
+/// Replaces `path` as [`write_file`] does, so that a reader finds the old or the new file complete, but does not sync:
+/// for files that are worthless after a power cut. The umask does not count here either.
 ///
 /// # Errors
 /// The step that failed; the old file is then still there.
@@ -68,7 +69,7 @@ pub fn replace_file(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
     written.inspect_err(|_| drop(fs::remove_file(&temp)))
 }
 
-/// Makes the symbolic link `path` lead to `target`, in place of a link that is there.
+/// Makes the symbolic link `path` lead to `target`, and replaces an existing link.
 ///
 /// # Errors
 /// The step that failed; the old link is then still there.
@@ -91,7 +92,7 @@ pub fn sync_dir(path: &Path) -> io::Result<()> {
 /// What is in the folder must have been synced before.
 ///
 /// # Errors
-/// `AlreadyExists` where `to` exists; else the step that failed. When fsync of the parent failed, the folder has its
+/// `AlreadyExists` if `to` exists; else the step that failed. When fsync of the parent failed, the folder has its
 /// new name already.
 pub fn publish_dir(tmp: &Path, to: &Path) -> io::Result<()> {
     point(Step::Write)?;
@@ -106,10 +107,10 @@ pub fn publish_dir(tmp: &Path, to: &Path) -> io::Result<()> {
     sync_dir(parent(to))
 }
 
-/// Has two folders change names in one step, and makes that durable. What is in both must have been synced before.
+/// Exchanges the names of two folders in one step, and makes that durable. What is in both must have been synced before.
 ///
 /// # Errors
-/// `Unsupported` where the file system cannot (NFS, some FUSE); else the step that failed.
+/// `Unsupported` if the file system cannot (NFS, some FUSE); else the step that failed.
 pub fn exchange_dirs(a: &Path, b: &Path) -> io::Result<()> {
     point(Step::Write)?;
     match renameat2(AT_FDCWD, a, AT_FDCWD, b, RenameFlags::RENAME_EXCHANGE) {
@@ -119,7 +120,7 @@ pub fn exchange_dirs(a: &Path, b: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes a file durably. One that is not there is as good as removed.
+/// Removes a file durably. A missing file counts as removed.
 ///
 /// # Errors
 /// The step that failed.
@@ -134,7 +135,7 @@ pub fn remove_file(path: &Path) -> io::Result<()> {
 /// Gives a file that was synced its lasting name, which nothing has, and makes that durable.
 ///
 /// # Errors
-/// `AlreadyExists` where `to` exists; else the step that failed.
+/// `AlreadyExists` if `to` exists; else the step that failed.
 pub fn publish_file(tmp: &Path, to: &Path) -> io::Result<()> {
     publish_dir(tmp, to)
 }
@@ -155,7 +156,8 @@ impl Unfinished {
         Unfinished::create(temp_name(path)?)
     }
 
-    /// Creates it under a name that is always the same, where nobody would tidy up what a crash leaves: the next removes it.
+    /// Creates it under a fixed name, for places where nobody would remove what a crash leaves: the next call removes
+    /// it.
     ///
     /// # Errors
     /// Those of unlink(2) and open(2).
@@ -183,7 +185,7 @@ impl Unfinished {
     /// with another name.
     ///
     /// # Errors
-    /// `AlreadyExists` where `to` exists; else the step that failed.
+    /// `AlreadyExists` if `to` exists; else the step that failed.
     pub fn publish(&mut self, to: &Path) -> io::Result<()> {
         self.file.sync_all()?;
         let Some(temp) = &self.temp else { return Ok(()) };
@@ -216,7 +218,7 @@ impl Drop for Unfinished {
 /// Opens a regular file for reading. Refuses a symbolic link, and does not hang on a FIFO in place of a file.
 ///
 /// # Errors
-/// That of open(2); `InvalidInput` where it is no regular file.
+/// That of open(2); `InvalidInput` if it is no regular file.
 pub fn open_for_reading(path: &Path) -> io::Result<File> {
     let file = OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
     if !file.metadata()?.is_file() {
@@ -235,7 +237,8 @@ fn write_new(path: &Path, bytes: &[u8], mode: u32) -> io::Result<()> {
 }
 
 fn temp_name(path: &Path) -> io::Result<PathBuf> {
-    let name = path.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the path names no file"))?;
+    let name =
+        path.file_name().ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the path has no file name"))?;
     let mut temp = OsString::from(TEMP_PREFIX);
     temp.push(name);
     temp.push(format!("-{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed)));

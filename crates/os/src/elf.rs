@@ -1,4 +1,4 @@
-//! The build-id of an ELF file, found the way CRIU finds it (`get_build_id` in criu/files-reg.c), for the same verdict.
+//! The build-id of an ELF file. It is found as CRIU finds it (`get_build_id` in criu/files-reg.c), so that both agree.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -14,7 +14,7 @@ const LIMIT: u64 = 1 << 20;
 /// A build-id has 20 bytes; CRIU takes none that is longer than this.
 const LONGEST: usize = 512;
 
-/// The build-id, padded with zeros to a multiple of four bytes. None where the file is no 64-bit little-endian ELF file,
+/// The build-id, padded with zeros to a multiple of four bytes. None if the file is no 64-bit little-endian ELF file,
 /// has none, or is damaged.
 #[must_use]
 pub fn build_id(file: &File) -> Option<Vec<u8>> {

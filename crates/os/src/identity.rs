@@ -1,4 +1,4 @@
-//! Touching files with another user's rights.
+//! File access with another user's rights.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs::File;

@@ -1,7 +1,7 @@
-//! What a process gets from whoever started it, beyond arguments and environment: signal actions, signal mask, umask.
+//! What a process inherits from its parent, beyond arguments and environment: signal actions, signal mask, umask.
 //!
-//! A caller may leave any of it in a state that breaks a supervisor without a word: with SIGCHLD ignored the kernel reaps
-//! our children itself and nobody learns how they ended (wait(2)); a blocked signal never arrives.
+//! A caller may leave any of it in a state that breaks a supervisor silently. If SIGCHLD is ignored, the kernel reaps
+//! our children itself and their exit status is lost (wait(2)). A blocked signal never arrives.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::io;

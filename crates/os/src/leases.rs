@@ -7,7 +7,7 @@ use std::path::PathBuf;
 /// A write lease: it is broken by any open(2) of its file, and the holder is sent a signal, SIGIO, that ends most programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WriteLease {
-    /// Who holds it.
+    /// The process that has it.
     pub pid: i32,
     inode: u64,
 }
@@ -25,7 +25,7 @@ impl WriteLease {
         self.inode == inode
     }
 
-    /// The file. None where the holder has closed it since.
+    /// The file. None if the holder has closed it since.
     #[must_use]
     pub fn path(&self) -> Option<PathBuf> {
         // The device of /proc/locks is not that of stat(2) on btrfs.

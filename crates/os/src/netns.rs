@@ -1,11 +1,11 @@
 //! A network namespace that belongs to a user without rights.
 //!
-//! Whoever is to work in a network namespace needs rights over the user namespace that it was made in (setns(2)). One that is
-//! made by root takes root. So this one is made in a user namespace of its own, whose owner is another user: that user has
-//! all rights in it (user_namespaces(7)), and none anywhere else.
+//! To work in a network namespace, a process needs rights over the user namespace in which it was created (setns(2)).
+//! One created by root needs root. So this one is created in its own user namespace, whose owner is another user: that
+//! user has all rights in it (user_namespaces(7)), and none anywhere else.
 //!
-//! Both are made by a process that is forked for this, and ended: a process with threads cannot enter a user namespace.
-//! Between fork and end it makes system calls only, because other threads may have held locks.
+//! Both are created by a process that is forked for this and then ended, because a process with threads cannot enter a
+//! user namespace. Between fork and end it makes only system calls, because other threads may have had locks.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs::{self, File};
@@ -87,7 +87,7 @@ fn enter(user: u32, group: u32) -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_setresgid, group, group, group) })?;
     // SAFETY: a system call on numbers.
     check(unsafe { libc::syscall(libc::SYS_setresuid, user, user, user) })?;
-    // Its owner is whoever makes it; the next one belongs to it.
+    // Its creator is its owner; the next namespace belongs to it.
     // SAFETY: a system call on numbers.
     check(unsafe { libc::syscall(libc::SYS_unshare, libc::CLONE_NEWUSER) })?;
     // SAFETY: a system call on numbers.
@@ -97,8 +97,8 @@ fn enter(user: u32, group: u32) -> io::Result<()> {
     check(unsafe { libc::syscall(libc::SYS_prctl, libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) })
 }
 
-/// Has a network namespace of a process take every address for its own: what was bound or connected anywhere else can be
-/// bound and connected there, and reaches nobody. Needs rights over it.
+/// Makes a network namespace of a process accept every address as its own: sockets of any address can be bound and
+/// connected there, and reach nobody. Needs rights over it.
 ///
 /// # Errors
 /// When it cannot be entered, or the kernel takes no route.
@@ -108,11 +108,11 @@ pub fn own_all_addresses(pid: i32) -> io::Result<()> {
     let work = move || {
         nix::sched::setns(&namespace, nix::sched::CloneFlags::CLONE_NEWNET)?;
         route_all_to_loopback(libc::AF_INET)?;
-        // Where there is no IPv6, no socket of the job's is of that kind.
+        // If there is no IPv6, no socket of the job's is of that kind.
         let _ = route_all_to_loopback(libc::AF_INET6);
         Ok(())
     };
-    std::thread::spawn(work).join().unwrap_or_else(|_| Err(io::Error::other("the thread died")))
+    std::thread::spawn(work).join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
 }
 
 /// `ip route add local default dev lo` (rtnetlink(7)).

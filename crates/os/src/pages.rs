@@ -1,14 +1,14 @@
-//! What moves pages in bulk: splice between pipes, and shared mappings of files that only the kernel writes into; and
-//! pages of files in RAM, made ready before they are needed.
+//! Moves pages in bulk: splice between pipes, shared mappings of files that only the kernel writes, and pages of files
+//! in RAM that are allocated before they are needed.
 //!
-//! A first write to a tmpfs page makes the kernel allocate and clear it: 4 KiB at a time that is four times slower than
-//! the copy itself, and it would happen while the job stands still. So the pages are made before, several threads at
-//! once, by `MADV_POPULATE_WRITE` (Linux 5.14). It tells of a full tmpfs by an error, and pages that are there cost it
+//! The first write to a tmpfs page makes the kernel allocate and clear it. At 4 KiB a time this is four times slower
+//! than the copy itself, and it would happen while the job is frozen. So the pages are allocated before, by several
+//! threads, with `MADV_POPULATE_WRITE` (Linux 5.14). It reports a full tmpfs as an error, and existing pages cost it
 //! little; fallocate(2) takes 1.7 s for each GiB of those.
 //!
-//! A mapping here is never read or written by our own instructions, but by read(2), process_vm_writev(2) and madvise(2) on
-//! its range. Where a page cannot be had (the file was cut, its file system is full) those fail with EFAULT or a short
-//! count; a load or a store would be a SIGBUS. For the same reason nothing here hands out a slice.
+//! A mapping here is never read or written by our own instructions, but by read(2), process_vm_writev(2) and madvise(2)
+//! on its range. If a page is not available (the file was cut, its file system is full), those fail with EFAULT or a
+//! short count; a load or a store would be a SIGBUS. For the same reason nothing here returns a slice.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs::File;
@@ -42,7 +42,7 @@ pub fn spare_threads() -> usize {
 /// Makes the file at least `len` bytes long, and all its pages present. What is in it stays.
 ///
 /// # Errors
-/// `StorageFull` or `OutOfMemory` where the tmpfs or the memory of the machine is not enough; the file may have grown then.
+/// `StorageFull` or `OutOfMemory` if the tmpfs or the memory of the machine is not enough; the file may have grown then.
 pub fn make_present(file: &File, len: u64) -> io::Result<()> {
     if file.metadata()?.size() < len {
         // Before the pages: a tmpfs with huge=within_size gives huge pages only below the size.
@@ -62,11 +62,12 @@ const WINDOW: u64 = 16 << 20;
 
 /// One of several threads that write to the same file.
 ///
-/// write(2) on a tmpfs holds the lock of the file while it looks for pages and copies (Linux 6.18: `shmem_file_write_iter`),
-/// so that threads which write to one file do so one after the other, and those that wait burn their processors. Worse in a
-/// virtual machine whose host takes back what is free (free page reporting of the balloon): the first touch of a page waits
-/// for the host, 11 us for each 4 KiB where this was measured, in which no other thread gets on. Through a mapping the pages
-/// are found and filled without that lock. On other file systems it is pwrite(2): there each page would be read first.
+/// write(2) on a tmpfs holds the file's lock while it looks for pages and copies (Linux 6.18: `shmem_file_write_iter`).
+/// Threads that write to one file take turns, and those that wait burn their processors. It is worse in a virtual
+/// machine whose host reclaims free memory (free page reporting of the balloon): the first touch of a page waits for
+/// the host, measured at 11 us for each 4 KiB, and no other thread makes progress in that time. Through a mapping the
+/// pages are found and filled without that lock. On other file systems pwrite(2) is used, because there each page would
+/// be read first.
 #[derive(Debug)]
 pub struct Writer {
     file: Arc<File>,
@@ -97,7 +98,7 @@ impl Writer {
         if end.is_some_and(|end| end <= self.mappable) && self.write_mapped(bytes, offset).is_ok() {
             return Ok(());
         }
-        // A mapping does not tell why there is no page to be had.
+        // A mapping does not say why no page is available.
         self.file.write_all_at(bytes, offset)
     }
 
@@ -120,11 +121,11 @@ impl Writer {
     }
 }
 
-/// Moves up to `length` bytes from one pipe to another pipe or device, without waiting. Between pipes whole pages change
-/// hands and nothing is copied.
+/// Moves up to `length` bytes from one pipe to another pipe or device, without waiting. Between pipes whole pages
+/// change their owner and nothing is copied.
 ///
-/// Returns how many bytes were moved: 0 at the end of the stream, which a FIFO that nobody has opened for writing is at
-/// too.
+/// Returns how many bytes were moved: 0 at the end of the stream, and also for a FIFO that nobody has opened for
+/// writing.
 ///
 /// # Errors
 /// EAGAIN when there is nothing to move now but somebody can still write, or no room.
@@ -188,7 +189,7 @@ impl Mapping {
     /// zeroed.
     ///
     /// # Errors
-    /// `StorageFull` or `OutOfMemory` where there is no page to be had, or the file is shorter.
+    /// `StorageFull` or `OutOfMemory` if there is no page to be had, or the file is shorter.
     pub fn populate(&self, at: usize, length: usize) -> io::Result<()> {
         let start = self.range(at, length)?;
         loop {

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-/// Does `work` with all, each on a thread of its own, and answers in their order: for work that waits for others.
+/// Runs `work` with all, each on a thread of its own, and returns the results in their order: for work that waits for others.
 pub fn at_once<T: Send, R: Send>(items: impl IntoIterator<Item = T>, work: impl Fn(T) -> R + Sync) -> Vec<R> {
     let mut items: Vec<T> = items.into_iter().collect();
     if items.len() == 1 {
@@ -16,8 +16,8 @@ pub fn at_once<T: Send, R: Send>(items: impl IntoIterator<Item = T>, work: impl 
     })
 }
 
-/// Does `work` for each item, the last first, on at most `threads` threads and as many as there are cores, until one fails.
-/// The answers are in no order.
+/// Runs `work` for each item, the last first, on at most `threads` threads and as many as there are cores, until one fails.
+/// The results are in no order.
 ///
 /// # Errors
 /// A failure of `work`; what others had begun then is finished.
@@ -36,7 +36,7 @@ where
         done.inspect_err(|_| queue().clear())
     };
     thread::scope(|scope| {
-        // A helper that cannot be started is not missed: the work is shared by whoever is there.
+        // A helper that cannot be started is not needed: the running ones share the work.
         let helpers = (1..threads).filter_map(|_| thread::Builder::new().spawn_scoped(scope, run).ok());
         let helpers: Vec<_> = helpers.collect();
         let mut done = run();

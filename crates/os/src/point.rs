@@ -1,7 +1,7 @@
 //! Numbered points of the protocols that write, publish and remove: before each step that changes the disk.
 //!
-//! A test injects a fault here: its process is killed at one of the points, or the disk is full from there on. That finds
-//! every state that a crash can leave without waiting for one. Otherwise nothing happens at a point.
+//! A test injects a fault here: its process is killed at one of the points, or the disk is full from there on. This
+//! finds every state that a crash can leave. Otherwise nothing happens at a point.
 
 use std::io;
 use std::sync::OnceLock;

@@ -1,6 +1,6 @@
-//! Looking at processes through /proc: the tree, pids inside a namespace, memory.
+//! Reads processes from /proc: the tree, pids inside a namespace, memory.
 //!
-//! A process may end between two looks; functions that list skip what has gone.
+//! A process may end between two reads; functions that list skip processes that have ended.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::io;
@@ -135,14 +135,14 @@ pub fn tracer(pid: i32) -> Option<i32> {
     status(pid, "TracerPid")?.parse().ok()
 }
 
-/// Lets the others have the processor first; holds for this thread and those that it starts (setpriority(2), NPTL).
+/// Lowers the priority for the processor; applies to this thread and those that it starts (setpriority(2), NPTL).
 pub fn be_nice() {
     // SAFETY: a system call on numbers; 0 is the calling thread.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
 }
 
-/// Has the calling thread read and write only while nobody else wants the disk, where the kernel's scheduler for that disk
-/// knows priorities; others ignore it.
+/// Makes the calling thread read and write only while nobody else uses the disk, if the kernel's scheduler for that
+/// disk knows priorities; others ignore it.
 pub fn be_last_at_the_disk() {
     const WHO_PROCESS: libc::c_int = 1;
     const IDLE: libc::c_int = 3 << 13;
@@ -150,8 +150,8 @@ pub fn be_last_at_the_disk() {
     unsafe { libc::syscall(libc::SYS_ioprio_set, WHO_PROCESS, 0, IDLE) };
 }
 
-/// Has the calling thread run at once whenever it can, before all that share the processors by turns: only for one that does
-/// little at a time and is waited for. It takes CAP_SYS_NICE or RLIMIT_RTPRIO; without, it has its turn as others.
+/// Makes the calling thread run immediately, before all normal threads: only for a thread that does little at a time
+/// and that others wait for. Needs CAP_SYS_NICE or RLIMIT_RTPRIO; without them it is scheduled normally.
 pub fn be_prompt() {
     let first = libc::sched_param { sched_priority: 1 };
     // SAFETY: a number, a policy and a struct that lives until the call is over; 0 is the calling thread.
@@ -196,7 +196,7 @@ pub struct Memory {
     pub shared: u64,
 }
 
-/// What an image of this process must hold; nothing for one that has ended.
+/// The memory that an image of this process must contain; nothing for one that has ended.
 #[must_use]
 pub fn memory(pid: i32) -> Memory {
     let bytes = |field| {
@@ -225,7 +225,7 @@ pub fn executable(pid: i32) -> Option<PathBuf> {
 #[must_use]
 pub fn start_time(pid: i32) -> Option<u64> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold spaces; field 22 is the 20th after it.
+    // The name in parentheses may contain spaces; field 22 is the 20th after it.
     text.get(text.rfind(')')? + 1..)?.split_whitespace().nth(19)?.parse().ok()
 }
 

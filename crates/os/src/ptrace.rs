@@ -1,15 +1,15 @@
-//! One thread of a stopped process that runs alone.
+//! Runs one thread of a stopped process alone.
 //!
-//! While the device memory of a CUDA process is checkpointed, none of its own threads may run: they can read what the
-//! driver has unmapped (seen with JAX on driver 580: a thread dies by SIGSEGV inside libcuda within a second). So its
-//! threads are stopped (SIGSTOP) for as long. The driver's work is done by one thread of the process, which has to run
-//! meanwhile. A tracer can let a single thread of a stopped process go on; when it detaches, the thread stops again with
+//! While the device memory of a CUDA process is checkpointed, none of its own threads may run: they can read memory
+//! that the driver has unmapped (seen with JAX on driver 580: a thread dies by SIGSEGV inside libcuda within a second).
+//! So its threads are stopped (SIGSTOP) for that time. The driver's work is done by one thread of the process, which
+//! has to run. A tracer can let a single thread of a stopped process run; when it detaches, the thread stops again with
 //! the others (ptrace(2), group-stop; kernel/ptrace.c, `__ptrace_unlink`).
 //!
-//! A thread that is made in a stopped process stops before its first instruction (kernel/signal.c,
-//! `task_join_group_stop`). Those that the running thread makes, above all the helpers of our interposer, are therefore
-//! traced from their birth and let run too. The helpers end by themselves; an image must not hold them, so the end of
-//! [`Alone`] waits for that.
+//! A thread that is created in a stopped process stops before its first instruction (kernel/signal.c,
+//! `task_join_group_stop`). Threads that the running thread creates, above all the helpers of our interposer, are
+//! therefore traced from their start, and run too. The helpers end by themselves. They must not be in an image, so the
+//! end of [`Alone`] waits for them.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 mod lock;
@@ -42,8 +42,8 @@ impl Alone {
         Alone::with(tid, Signals::Wait)
     }
 
-    /// Lets it run for a moment, in which signals come as ever: it may be in the middle of code that has blocked some, or be
-    /// about to enter such, and would go on with a mask of ours for ever.
+    /// Lets it run for a moment, with signals delivered as usual: it may be in code that has blocked some, or is about
+    /// to block some, and our mask would then stay for ever.
     ///
     /// # Errors
     /// As [`Alone::run`].
@@ -90,11 +90,11 @@ fn ptrace(request: u32, tid: i32, address: usize, data: usize) -> io::Result<()>
 /// What a thread gets for what it does itself.
 const FAULTS: [i32; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP];
 
-/// What stops a process: it stands already, and stays so when the thread is let go.
+/// What stops a process: it is stopped already, and stays so when the thread is detached.
 const STOPS: [i32; 4] = [libc::SIGSTOP, libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
 
-/// How often the tracer looks. A thread that makes a helper stands until it has; so it looks without a pause for a
-/// while after each.
+/// How often the tracer polls. A thread that creates a helper is stopped until it has polled; so it polls without a
+/// pause for a while after each.
 const PAUSE: Duration = Duration::from_micros(50);
 const ATTENTION: Duration = Duration::from_millis(1);
 
@@ -107,7 +107,7 @@ const HELPER: &str = "rekindle-copy";
 /// What becomes of signals meanwhile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Signals {
-    /// They wait until it is let go.
+    /// They wait until it is detached.
     Wait,
     Come,
 }
@@ -134,15 +134,15 @@ impl Tracee {
         let options = usize::try_from(libc::PTRACE_O_TRACECLONE).unwrap_or_default();
         ptrace(libc::PTRACE_SEIZE, tid, 0, options)?;
         let mut tracee = Tracee { tid, signals, mask: 0, made: Vec::new() };
-        // It stands with its process, unless somebody has just let that go on.
+        // It is stopped with its process, unless somebody has just resumed that.
         ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0)?;
         wait_for_stop(tid)?;
         if signals == Signals::Come {
             ptrace(libc::PTRACE_CONT, tid, 0, 0)?;
             return Ok(tracee);
         }
-        // A signal handler must not run in the middle of the driver's work: signals wait until the thread is let go. Not
-        // those of faults: the kernel takes the handler of one that is blocked away (`force_sig_info_to_task`).
+        // A signal handler must not run in the middle of the driver's work, so signals wait until the thread is
+        // detached. Not fault signals: if one is blocked, the kernel resets its handler (`force_sig_info_to_task`).
         ptrace(libc::PTRACE_GETSIGMASK, tid, size_of::<u64>(), (&raw mut tracee.mask).addr())?;
         let all = FAULTS.iter().fold(u64::MAX, |mask, signal| mask & !(1 << (signal - 1)));
         ptrace(libc::PTRACE_SETSIGMASK, tid, size_of::<u64>(), (&raw const all).addr())?;
@@ -150,8 +150,8 @@ impl Tracee {
         Ok(tracee)
     }
 
-    /// CRIU leaves a SIGSTOP in the queue of a stopped task, which no mask holds back: it and whatever else stops a
-    /// thread is passed over.
+    /// CRIU leaves a SIGSTOP in the queue of a stopped task, which no mask blocks: it, and whatever else stops a
+    /// thread, is ignored.
     fn keep_running(&mut self, over: &AtomicBool) {
         // The default slack, 50 us, would double the pause. It is this thread's own.
         // SAFETY: a system call on numbers.
@@ -172,7 +172,7 @@ impl Tracee {
                 std::thread::sleep(PAUSE);
             }
         }
-        // A thread that is gone needs nothing; one that cannot be detached is let go when this thread ends.
+        // A thread that is gone needs nothing; one that cannot be detached is released when this thread ends.
         for tid in std::mem::take(&mut self.made) {
             let _ = self.let_go(tid);
         }
@@ -180,17 +180,17 @@ impl Tracee {
     }
 
     fn has_helper(&self) -> bool {
-        // One that has not run yet still has the name of its maker. It stands with the others when it is let go, before
-        // its first instruction, and ends when they go on.
+        // A thread that has not run yet has the name of its creator. After the detach it is stopped with the others,
+        // before its first instruction, and ends when they are resumed.
         self.made.iter().any(|tid| process::name(*tid).is_some_and(|name| name == HELPER))
     }
 
-    /// Looks at all tracees of this thread and lets one go on that stands.
+    /// Inspects all tracees of this thread and resumes one that is stopped.
     fn look(&mut self) -> io::Result<Seen> {
         let seen = wait(-1, libc::__WNOTHREAD | libc::WNOHANG)?;
         match seen {
             Seen::Stopped(tid, signal) => {
-                // The stop of a new thread can be seen before that of its maker, which tells of it.
+                // The stop of a new thread can be reported before the event of its creator.
                 if tid != self.tid && !self.made.contains(&tid) {
                     self.made.push(tid);
                 }
@@ -254,8 +254,8 @@ fn wait_for_stop(tid: i32) -> io::Result<i32> {
     }
 }
 
-/// Stops all threads of a process and waits until they stand. Answers whether it ran before: one that somebody else
-/// stopped is to stay so.
+/// Stops all threads of a process and waits until they are stopped. Returns whether it ran before: a process that
+/// somebody else stopped stays stopped.
 ///
 /// # Errors
 /// When the process is gone, or a thread does not stop within `limit` (it waits in the kernel, in a driver).
@@ -268,15 +268,15 @@ pub fn stop(pid: i32, limit: Duration) -> io::Result<bool> {
     while !is_stopped(pid) {
         if Instant::now() > deadline || process::state(pid).is_none_or(|state| matches!(state, 'Z' | 'X')) {
             let _ = signal(pid, libc::SIGCONT);
-            return Err(io::Error::other(format!("the threads of process {pid} do not stop")));
+            return Err(io::Error::other(format!("cannot stop the threads of process {pid}")));
         }
         std::thread::sleep(Duration::from_micros(200));
     }
     Ok(true)
 }
 
-/// Puts a SIGSTOP into the queue of a process that a tracer holds: it stands before it executes an instruction when the
-/// tracer lets it go.
+/// Queues a SIGSTOP for a process that a tracer has stopped: when the tracer resumes it, it stops before it executes an
+/// instruction.
 ///
 /// # Errors
 /// When it is gone.
@@ -284,7 +284,7 @@ pub fn stop_when_let_go(pid: i32) -> io::Result<()> {
     signal(pid, libc::SIGSTOP)
 }
 
-/// Lets a stopped process go on.
+/// Resumes a stopped process.
 ///
 /// # Errors
 /// When it is gone.
@@ -299,8 +299,8 @@ pub fn is_stopped(pid: i32) -> bool {
     !threads.is_empty() && threads.iter().all(|tid| process::state(*tid) == Some('T'))
 }
 
-/// Whether every thread of the process is stopped. Where some are, the others are on their way, as one is that a tracer has
-/// just let go of: they are waited for, at most for `limit`.
+/// Whether every thread of the process is stopped. If some are, the others will stop soon, as a thread does that a
+/// tracer has just detached: wait for them, at most for `limit`.
 #[must_use]
 pub fn stands(pid: i32, limit: Duration) -> bool {
     let deadline = Instant::now() + limit;
@@ -361,7 +361,7 @@ mod tests {
         until(|| process::state(pid) == Some('R'));
     }
 
-    /// A turn leaves the signals of a thread as they are, and loses none.
+    /// A turn does not change the signals of a thread, and loses none.
     #[test]
     fn signals_come_in_a_turn_and_the_mask_stays() {
         let script = "trap 'echo came' USR1; echo ready; while :; do :; done";

@@ -1,4 +1,4 @@
-//! What this process may do, and what the kernel lets anybody do.
+//! The rights of this process, and what the kernel permits.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::io;

@@ -1,7 +1,7 @@
-//! TCP sockets of our network namespace that no process has any more, by the kernel's sock_diag(7).
+//! TCP sockets of our network namespace that belong to no process any more, found with the kernel's sock_diag(7).
 //!
-//! A connection that was closed on this side lives on for a while and keeps its port: a minute in TIME_WAIT, longer while
-//! the other side does not answer. `SOCK_DESTROY` ends it at once (CONFIG_INET_DIAG_DESTROY, CAP_NET_ADMIN).
+//! A connection that was closed on this side exists for a while and uses its port: a minute in TIME_WAIT, longer if the
+//! other side does not answer. `SOCK_DESTROY` ends it at once (CONFIG_INET_DIAG_DESTROY, CAP_NET_ADMIN).
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -26,7 +26,7 @@ pub enum Ending {
 pub struct Ownerless {
     /// This end.
     pub local: SocketAddr,
-    /// The other.
+    /// The address of the other end.
     pub remote: SocketAddr,
     /// How far it is.
     pub ending: Ending,
@@ -124,7 +124,7 @@ fn ask(socket: &OwnedFd, kind: u16, flags: u16, family: u8, id: &[u8; ID]) -> io
     Ok(())
 }
 
-/// Reads what is there; answers whether `take` wants more.
+/// Reads the available messages; returns whether `take` wants more.
 fn each(socket: &OwnedFd, mut take: impl FnMut(u16, &[u8]) -> io::Result<bool>) -> io::Result<bool> {
     // The kernel fills at most 32 KiB at once (`netlink_dump`).
     let mut buffer = vec![0; 64 << 10];
@@ -153,7 +153,7 @@ fn error(message: &[u8]) -> io::Result<()> {
     match word(message, HEADER).map(u32::cast_signed) {
         Some(0) => Ok(()),
         Some(code) => Err(io::Error::from_raw_os_error(code.wrapping_neg())),
-        None => Err(io::Error::other("netlink: an answer is cut")),
+        None => Err(io::Error::other("netlink: an answer is truncated")),
     }
 }
 

@@ -1,8 +1,9 @@
-//! Files with holes: where the data is, and copies that keep the holes.
+//! Sparse files: where the data is, and copies that preserve the holes.
 //!
-//! A hole costs the program that makes it one ftruncate(2), and whoever reads it as bytes the time and the disk of as many
-//! zeros. So what comes from a job is read extent by extent (lseek(2), SEEK_DATA and SEEK_HOLE). A file system that knows no
-//! holes answers with one extent up to the end. Data that is as long as a block may begin or end with zeros of its hole.
+//! A program creates a hole with one ftruncate(2), but reading it as bytes costs the time and the disk space of as many
+//! zeros. So files of a job are read extent by extent (lseek(2), SEEK_DATA and SEEK_HOLE). A file system without holes
+//! answers with one extent up to the end. Data is reported in whole blocks, so it may begin or end with zeros of a
+//! hole.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -17,7 +18,7 @@ use nix::unistd::{Whence, lseek};
 /// How much is copied at a time.
 const CHUNK: usize = 256 << 10;
 
-/// The first data at `at` or behind it, up to the next hole or `end`; None where there is none before `end`.
+/// The first data at `at` or behind it, up to the next hole or `end`; None if there is none before `end`.
 ///
 /// # Errors
 /// Those of lseek(2).
@@ -32,7 +33,7 @@ pub fn next_data(file: &File, at: u64, end: u64) -> io::Result<Option<Range<u64>
         return Ok(None);
     }
     let Some(start) = seek(at, Whence::SeekData)?.filter(|start| *start < end) else { return Ok(None) };
-    // Cut in between: then there is nothing to be had any more.
+    // The file was cut in between: nothing more can be read.
     let hole = seek(start, Whence::SeekHole)?.unwrap_or(start);
     Ok((hole > start).then(|| start..hole.min(end)))
 }
@@ -50,7 +51,7 @@ pub fn data(file: &File, range: Range<u64>) -> impl Iterator<Item = io::Result<R
     })
 }
 
-/// From where on `range` holds its last `most` bytes of data, and how much data there is in all of it.
+/// The offset from which `range` has its last `most` bytes of data, and how much data it has in all.
 ///
 /// # Errors
 /// Those of lseek(2).
@@ -71,7 +72,7 @@ pub fn last_data(file: &File, range: Range<u64>, most: u64) -> io::Result<(u64, 
     Ok((if total <= most { range.start } else { start.min(range.end) }, total))
 }
 
-/// Writes what is in `range` of one file to `to` of another one, whose holes stay holes where there is no data. Answers how
+/// Writes what is in `range` of one file to `to` of another one, whose holes stay holes if there is no data. Returns how
 /// much data that was.
 ///
 /// # Errors
@@ -85,7 +86,7 @@ pub fn copy(from: &File, range: Range<u64>, into: &File, to: u64) -> io::Result<
     Ok(copied)
 }
 
-/// Copies the same without the holes, until there are `most` bytes of data. Answers how much that was and where it ended.
+/// Copies the same without the holes, until there are `most` bytes of data. Returns how much that was and where it ended.
 ///
 /// # Errors
 /// Those of lseek(2), pread(2) and pwrite(2).
@@ -122,10 +123,10 @@ fn copy_extent(from: &File, extent: Range<u64>, into: &File, to: u64) -> io::Res
     Ok(at - extent.start)
 }
 
-/// Gives back the blocks of `range`, which reads as zeros from then on. The file stays as long as it is.
+/// Frees the blocks of `range`, which reads as zeros from then on. The length of the file does not change.
 ///
 /// # Errors
-/// Those of fallocate(2): `Unsupported` where the file system has no holes.
+/// Those of fallocate(2): `Unsupported` if the file system has no holes.
 pub fn punch(file: &File, range: Range<u64>) -> io::Result<()> {
     if range.is_empty() {
         return Ok(());
@@ -149,7 +150,7 @@ pub fn begin(file: &File) -> io::Result<u64> {
     let length = file.metadata()?.len();
     let Some(extent) = next_data(file, 0, length)? else { return Ok(length) };
     if extent.start == 0 {
-        // A hole that is smaller than a block is none that the file system tells of.
+        // The file system does not report a hole that is smaller than a block.
         let mut first = [1];
         let _ = file.read_at(&mut first, 0)?;
         if first != [0] {

@@ -1,12 +1,13 @@
-//! Starting children where an ordinary spawn cannot: in a new or an existing PID and mount namespace, with a chosen
-//! pid, with files opened inside.
+//! Starts children that std's spawn cannot: in a new or an existing PID and mount namespace, with a chosen pid, with
+//! files opened inside.
 //!
 //! Invariants:
 //! - A child that asks for a parent-death signal is forked by one thread that lives as long as the process, because the
 //!   kernel sends that signal when the forking *thread* ends (prctl(2), PR_SET_PDEATHSIG).
-//! - Every child is in a register until it is reaped, so that children we did not start (CRIU leaves the dead of a
+//! - Every child is in a register until it is reaped, so that children we did not start (CRIU leaves dead tasks of a
 //!   failed restore to us, as siblings of its own process) can be told apart and reaped by [`reap_strays`].
-//! - Between clone and exec only system calls are made: the process has other threads, whose locks are held for ever.
+//! - Between clone and exec only system calls are made: the process has other threads, whose locks stay locked in the
+//!   child.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 mod child;
@@ -78,7 +79,7 @@ pub enum World {
 /// Why a child did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// An argument holds a NUL byte.
+    /// An argument contains a NUL byte.
     #[error("cannot pass an argument with a NUL byte")]
     Nul(#[from] std::ffi::NulError),
     /// The fork itself failed.
@@ -111,7 +112,7 @@ fn register() -> std::sync::MutexGuard<'static, BTreeSet<i32>> {
 /// A path or text for execve(2).
 ///
 /// # Errors
-/// When it holds a NUL byte.
+/// If it contains a NUL byte.
 pub fn c_string(text: impl AsRef<OsStr>) -> Result<CString, std::ffi::NulError> {
     CString::new(text.as_ref().as_bytes())
 }
@@ -120,7 +121,7 @@ impl Spawn {
     /// A child that executes `program` with this process's environment, in its namespaces.
     ///
     /// # Errors
-    /// When a text holds a NUL byte.
+    /// If a text contains a NUL byte.
     pub fn new<A: AsRef<OsStr>>(program: &Path, args: impl IntoIterator<Item = A>) -> Result<Spawn, Error> {
         let program = c_string(program)?;
         let mut all = vec![program.clone()];
@@ -150,7 +151,7 @@ impl Spawn {
     }
 
     fn inherit_environment(mut self) -> Spawn {
-        // A variable of this process cannot hold a NUL.
+        // A variable of this process cannot contain a NUL.
         self.env = std::env::vars_os().filter_map(|(k, v)| c_string(join(&k, &v)).ok()).collect();
         self
     }
@@ -158,7 +159,7 @@ impl Spawn {
     /// Replaces the environment.
     ///
     /// # Errors
-    /// When a text holds a NUL byte.
+    /// If a text contains a NUL byte.
     pub fn environment<K: AsRef<OsStr>, V: AsRef<OsStr>>(
         mut self,
         variables: impl IntoIterator<Item = (K, V)>,
@@ -201,7 +202,7 @@ impl Spawn {
     /// The working directory, looked up in the child's mount namespace.
     ///
     /// # Errors
-    /// When the path holds a NUL byte.
+    /// If the path contains a NUL byte.
     pub fn directory(mut self, directory: &Path) -> Result<Spawn, Error> {
         self.directory = Some(c_string(directory)?);
         Ok(self)
@@ -239,7 +240,7 @@ impl Spawn {
     /// must not keep: unmounted elsewhere, they would stay in it as long as the child lives.
     ///
     /// # Errors
-    /// When a path holds a NUL byte.
+    /// If a path contains a NUL byte.
     pub fn own_tun(mut self, without: &[PathBuf]) -> Result<Spawn, Error> {
         self.own_tun = Some(without.iter().map(c_string).collect::<Result<_, _>>()?);
         Ok(self)
@@ -298,7 +299,7 @@ impl Spawn {
     }
 
     fn lost(&self) -> Error {
-        self.fork_error(io::Error::other("the forking thread is gone"))
+        self.fork_error(io::Error::other("the forking thread has ended"))
     }
 
     fn fork_error(&self, source: io::Error) -> Error {

@@ -1,4 +1,4 @@
-//! TCP connections that a CRIU left in the repair mode of the kernel (`TCP_REPAIR`), in which they send nothing.
+//! TCP connections that CRIU left in the kernel's repair mode (`TCP_REPAIR`), in which they send nothing.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs;
@@ -7,7 +7,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::process;
 
-/// Has those of these processes go on, and answers how many there were. What cannot be reached is left out.
+/// Resumes those of these processes, and returns how many there were. Connections that cannot be reached are left out.
 #[must_use]
 pub fn leave(tree: &[i32]) -> usize {
     let mut found = 0;

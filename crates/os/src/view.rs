@@ -1,10 +1,10 @@
-//! The machine's files as they are, in which whatever is written is lost with the process that entered.
+//! A view of the machine's files in which all writes are lost when its processes end.
 //!
-//! Each mounted file system gets an overlay (overlayfs) over it, whose upper side is in memory: reads see what is on disk
-//! now, writes, removals, sockets and locks are seen by this process and its children only. What cannot be laid over (a
-//! single file that is mounted, a file system that overlayfs does not take) is mounted for reading only. The kernel's own
-//! file systems stay as they are, for reading only too. When the last process in the view
-//! ends, nothing is left of it: all of it is mounts of a mount namespace of its own.
+//! Each mounted file system gets an overlay (overlayfs) whose upper layer is in memory. Reads see what is on disk now;
+//! writes, removals, sockets and locks are visible only to this process and its children. What cannot get an overlay (a
+//! single mounted file, a file system that overlayfs does not support) is mounted read-only. The kernel's own file
+//! systems are mounted read-only, too. When the last process in the view ends, nothing of it remains: all of it is
+//! mounts of a separate mount namespace.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -98,7 +98,7 @@ fn mounts(mountinfo: &str) -> Vec<Mount> {
     let mut found: Vec<Mount> = mountinfo.lines().filter_map(parse).collect();
     found.reverse();
     found.retain(|mount| seen.insert(mount.point.clone()));
-    // What lies below another comes after it.
+    // A mount below another comes after it.
     found.sort_by_key(|mount| mount.point.components().count());
     found
 }
@@ -137,9 +137,9 @@ fn unescaped(text: &str) -> PathBuf {
     PathBuf::from(std::ffi::OsString::from_vec(bytes))
 }
 
-/// Enters a view of its own for good. `base` is a folder to build it in, and stays as it is; `limit` is how many bytes may
-/// be written in it. The process must have one thread only. Answers the places that could not be laid over, but for the
-/// kernel's: what is not a file there (a FIFO, a device, a socket, a lock) is the machine's.
+/// Enters a separate view, permanently. `base` is a folder in which it is built, and is not changed; `limit` is how
+/// many bytes may be written in it. The process must have one thread only. Returns the places without an overlay,
+/// except the kernel's: what is not a regular file there (a FIFO, a device, a socket, a lock) is the machine's.
 ///
 /// # Errors
 /// When the kernel refuses: it takes CAP_SYS_ADMIN and overlayfs. The process is then in a mount namespace of its own, and
@@ -174,7 +174,7 @@ pub fn enter(base: &Path, limit: u64) -> Result<Vec<PathBuf>, Error> {
         match place.plan() {
             Plan::Overlay if overlay(number, place, &target).is_ok() => {}
             Plan::Overlay if place.point == Path::new("/") => {
-                overlay(number, place, &target).map_err(failed("lay a file system in memory over /"))?;
+                overlay(number, place, &target).map_err(failed("mount an overlay in memory over /"))?;
             }
             _ => {
                 bind(place, &target)?;

@@ -1,8 +1,9 @@
-//! Chunks: the pieces that the parts of an image are cut into, and by which they are stored once.
+//! Chunks: the pieces into which the parts of an image are cut. Each chunk is stored once.
 //!
-//! It owns what a chunk is: its name ([`id`]), where files are cut ([`cut`]), how its bytes are compressed ([`codec`]) and
-//! sealed ([`cipher`]), and the list of chunks of an image ([`map`]). Where a chunk lies is the business of
-//! [`super::pack`]. All of it is computed in memory; only the key, the page maps and the chunk map are read from files.
+//! This module defines what a chunk is: its name ([`id`]), where files are cut ([`cut`]), how its bytes are compressed
+//! ([`codec`]) and sealed ([`cipher`]), and the list of chunks of an image ([`map`]). [`super::pack`] knows where
+//! chunks are stored. Everything is computed in memory; only the key, the page maps and the chunk map are read from
+//! files.
 
 pub mod cipher;
 pub mod codec;

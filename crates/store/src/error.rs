@@ -34,14 +34,14 @@ impl std::fmt::Display for Failing<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match is_failing(self.0) {
             true => f.write_str(
-                ", because the disk is failing (see the kernel log, and replace the disk; nothing is marked as bad for it)",
+                ", because the disk is failing (see the kernel log, and replace the disk; no image is marked as bad)",
             ),
             false => Ok(()),
         }
     }
 }
 
-/// Whether the disk itself has failed: what it did not give may be whole all the same.
+/// Whether the disk itself has failed: what it did not deliver may be intact all the same.
 pub(crate) fn is_failing(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EIO)
 }
@@ -55,17 +55,17 @@ pub fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> File
 /// Why a call on the store failed. Nothing was deleted then, unless it was [`Error::Remove`].
 #[derive(Debug, Error)]
 pub enum Error {
-    /// Opened for reading, and not there.
-    #[error("there is no store at {}; `rekindle run` makes one, --store names another", .0.display())]
+    /// Opened for reading, and it does not exist.
+    #[error("there is no store at {}; `rekindle run` creates one, --store chooses another", .0.display())]
     NoStore(PathBuf),
     /// A file in place of the store or of one of its folders.
-    #[error("{} is not a folder; move it away, or name another store with --store", .0.display())]
+    #[error("{} is not a folder; move it away, or choose another store with --store", .0.display())]
     NotAFolder(PathBuf),
     /// We are root and others can write the folder: they could make us restore what they like.
-    #[error("{} can be written by others, and what is in it is run as root; run `chmod 0700 '{}'` after checking what is in it", .0.display(), .0.display())]
+    #[error("{} can be written by others, and its content is run as root; check its content, then run `chmod 0700 '{}'`", .0.display(), .0.display())]
     OthersCanWrite(PathBuf),
     /// We are root and the folder belongs to somebody else.
-    #[error("{} belongs to user {owner}, and what is in it is run as root; run `chown root '{}' && chmod 0700 '{}'` after checking what is in it, or name another store with --store", .path.display(), .path.display(), .path.display())]
+    #[error("{} belongs to user {owner}, and its content is run as root; check its content, then run `chown root '{}' && chmod 0700 '{}'`, or choose another store with --store", .path.display(), .path.display(), .path.display())]
     OtherOwner {
         /// The folder.
         path: PathBuf,
@@ -77,7 +77,7 @@ pub enum Error {
     UnknownJob {
         /// The name that was asked for.
         name: JobName,
-        /// Where.
+        /// The store.
         store: PathBuf,
         /// Those that are there.
         known: Vec<JobName>,
@@ -93,7 +93,7 @@ pub enum Error {
         known: Vec<ImageId>,
     },
     /// A prefix of several.
-    #[error("\"{wanted}\" could be several images of job \"{job}\"; {}", naming("they", .matching))]
+    #[error("\"{wanted}\" matches several images of job \"{job}\"; {}", naming("they", .matching))]
     AmbiguousImage {
         /// The job.
         job: JobName,
@@ -111,7 +111,7 @@ pub enum Error {
         known: Vec<ImageId>,
     },
     /// Another process is the job's supervisor.
-    #[error("job \"{job}\" is supervised by {}; stop that one first, or choose another --name", supervisor(.holder.as_deref()))]
+    #[error("job \"{job}\" is supervised by {}; stop that supervisor first, or choose another --name", supervisor(.holder.as_deref()))]
     Supervised {
         /// The job.
         job: JobName,
@@ -120,7 +120,7 @@ pub enum Error {
     },
     /// The lock was free, and the file names one who may be alive, on a machine to which our locks do not reach.
     #[error(
-        "job \"{job}\" may be supervised by {holder}, who gave a sign of life {} ago; stop that one first. If it is dead, try again once it has been silent for {}, or, at once, empty {} by hand",
+        "job \"{job}\" may be supervised by {holder}, whose last heartbeat was {} ago; stop that supervisor first. If it is dead, try again when its heartbeat is {} old, or empty {} to continue at once",
         humantime::format_duration(std::time::Duration::from_secs(silent.as_secs())), humantime::format_duration(super::lock::STALE), .file.display()
     )]
     PerhapsSupervised {
@@ -134,9 +134,7 @@ pub enum Error {
         file: PathBuf,
     },
     /// The lock is another process's, who took us for dead.
-    #[error(
-        "job \"{job}\" was taken over by {holder}, because this process was silent for too long; it must not go on here"
-    )]
+    #[error("job \"{job}\" was taken over by {holder} because this process stalled; it stops here")]
     TakenOver {
         /// The job.
         job: JobName,
@@ -145,7 +143,7 @@ pub enum Error {
     },
     /// The name of the lock leads to another file than the one that is locked.
     #[error(
-        "{} was replaced by another file, so job \"{job}\" may have another supervisor; this process must not go on here. Look with `rekindle status`, and run the same command again where there is none", .file.display()
+        "{} was replaced by another file, so job \"{job}\" may have another supervisor; this process stops here. If `rekindle status` shows no supervisor, run the same command again", .file.display()
     )]
     LockReplaced {
         /// The job.
@@ -154,87 +152,87 @@ pub enum Error {
         file: PathBuf,
     },
     /// A writer's call with the lock of another job.
-    #[error("the lock is not that of job \"{0}\"")]
+    #[error("the lock does not belong to job \"{0}\"")]
     WrongLock(JobName),
     /// 4,294,967,295 images.
-    #[error("job \"{0}\" has used up all image numbers; go on under another --name")]
+    #[error("job \"{0}\" has used all image numbers; continue under another --name")]
     NumbersUsedUp(JobName),
     /// A tag or a pin for an image in memory.
     #[error(
-        "image {0} is in memory only so far, and only one in the store can be pinned or tagged: try again when `rekindle list` shows it there"
+        "image {0} is only in memory, and only a stored image can be pinned or tagged: try again when `rekindle list` shows it as stored"
     )]
     NotStored(ImageId),
     /// The tags of an image cannot be read, and would be lost.
-    #[error("{} cannot be read ({why}), so the image counts as pinned; remove the file to begin without tags", .path.display())]
+    #[error("{} cannot be read ({why}), so the image counts as pinned; remove the file to remove all tags", .path.display())]
     UnreadableTags {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// More tags than an image may have.
-    #[error("image {0} would have more than {most} tags: take some back with `rekindle untag`", most = super::Tags::MOST)]
+    #[error("image {0} would have more than {most} tags: remove some with `rekindle untag`", most = super::Tags::MOST)]
     TooManyTags(ImageId),
     /// The image went while it was pinned or tagged.
-    #[error("image {0} is being removed just now: look with `rekindle list` whether it is still there, and try again")]
+    #[error("image {0} is being removed now: check with `rekindle list` whether it still exists, and try again")]
     RemovedMeanwhile(ImageId),
     /// Somebody has pinned the image that was to go.
-    #[error("image {0} is pinned; `rekindle unpin` takes that back")]
+    #[error("image {0} is pinned; `rekindle unpin` removes the pin")]
     Pinned(ImageId),
     /// Reading failed.
     #[error("cannot read {}{}", .path.display(), Failing(.source))]
     Read {
-        /// What.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// Creating a folder failed.
     #[error("cannot create {}{}", .path.display(), Failing(.source))]
     Create {
-        /// What.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// Writing failed.
     #[error("cannot write {}{}", .path.display(), Failing(.source))]
     Write {
-        /// What.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// Locking failed, not because of another holder.
     #[error("cannot lock {}; the file system must support flock", .path.display())]
     Lock {
-        /// What.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// Removing failed; what is left is removed at the next start.
+    /// Removing failed; what remains is removed at the next start.
     #[error("cannot remove {}{}", .path.display(), Failing(.source))]
     Remove {
-        /// What.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
     /// The record of a job is damaged.
-    #[error("{} is damaged; the images are not affected: remove the file to begin without it", .path.display())]
+    #[error("{} is damaged; the images are not affected: remove the file to continue without it", .path.display())]
     ParseRecord {
         /// The file.
         path: PathBuf,
         /// Where and how.
         source: serde_json::Error,
     },
-    /// With the key nobody but us could have written it, and it is not ours.
+    /// With the key only we could have written it, and it has no valid signature.
     #[error("{} {source}", .path.display())]
     UntrustedRecord {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: Untrusted,
     },
     /// The record of a job was written by a newer rekindle.

@@ -1,4 +1,4 @@
-//! Walking and hashing the files of an image.
+//! Lists and hashes the files of an image.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -52,7 +52,7 @@ pub(super) fn walk(root: &Path) -> Result<Vec<Entry>, (PathBuf, io::Error)> {
     Ok(found)
 }
 
-/// Size and BLAKE3 of what is in the file from where it stands.
+/// Size and BLAKE3 of the file from its present position.
 pub(super) fn hash(mut file: &File) -> io::Result<(u64, blake3::Hash)> {
     let mut buffer = vec![0; BUFFER];
     let mut hasher = blake3::Hasher::new();
@@ -66,7 +66,7 @@ pub(super) fn hash(mut file: &File) -> io::Result<(u64, blake3::Hash)> {
     }
 }
 
-/// Does `work` for each item, the largest first, on at most `threads` threads, until one fails. The answers are in no
+/// Runs `work` for each item, the largest first, on at most `threads` threads, until one fails. The results are in no
 /// order.
 pub(super) fn in_parallel<T, R, E>(
     mut items: Vec<(T, u64)>,

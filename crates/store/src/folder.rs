@@ -29,7 +29,7 @@ pub struct JobFolder {
 }
 
 impl JobFolder {
-    /// A folder that is there.
+    /// An existing folder.
     pub(super) fn existing(name: JobName, path: PathBuf, trust: &Trust) -> Result<JobFolder> {
         rights::check(&path)?;
         let trust = trust.for_job(&name);
@@ -59,7 +59,7 @@ impl JobFolder {
     }
 
     /// A name for what is the job's outside the store: its own for people, and a hash of where its folder is, because two
-    /// stores may hold jobs of one name.
+    /// stores may have jobs of one name.
     #[must_use]
     pub fn place_name(&self) -> String {
         let hash = blake3::hash(self.path.as_os_str().as_encoded_bytes()).to_hex();
@@ -84,7 +84,7 @@ impl JobFolder {
         self.path.join("bin")
     }
 
-    /// A folder for what a run of CRIU leaves beside its images; nothing in it is worth keeping.
+    /// A folder for what a run of CRIU leaves besides its images; nothing in it is needed later.
     ///
     /// # Errors
     /// [`Error::Create`], [`Error::NotAFolder`].
@@ -167,7 +167,7 @@ impl JobFolder {
         Ok(images)
     }
 
-    /// The image that a user means: `latest` (the newest good one), an id, the begin of one, a number, or a tag.
+    /// The image that a user means: `latest` (the newest good one), an id, the beginning of one, a number, or a tag.
     ///
     /// # Errors
     /// [`Error::UnknownImage`], [`Error::AmbiguousImage`], [`Error::NoGoodImage`], [`Error::Read`].
@@ -179,7 +179,7 @@ impl JobFolder {
         })
     }
 
-    /// Whether the store has the image, good or not. What cannot be told is a no: then the one in memory is kept.
+    /// Whether the store has the image, good or not. If unknown, it is a no: then the one in memory is kept.
     #[must_use]
     pub fn is_stored(&self, id: ImageId) -> bool {
         self.images_dir().join(id.to_string()).is_dir()
@@ -201,8 +201,8 @@ impl JobFolder {
         }
     }
 
-    /// The newest image of the line that the job has lived on from, where it is in memory and the store has none that is as new. What
-    /// cannot be read of the store is not there: then it is kept.
+    /// The newest image of the job's line that it has proven, if it is in memory and the store has none that is as new.
+    /// An unreadable image in the store counts as missing: then the one in memory is kept.
     #[must_use]
     pub fn proven_in_memory_only(&self) -> Option<ImageId> {
         let ours = self.line();
@@ -236,8 +236,8 @@ impl JobFolder {
         Ok(Known::gather(self.copies()?))
     }
 
-    /// Removes the hard links beside the user's files that the image in a slot keeps, unless the store has that image and
-    /// still needs them. To be called before the slot is emptied or begun anew.
+    /// Removes the hard links that the image in a slot has beside the user's files, unless the store has that image and
+    /// still needs them. Call it before the slot is emptied or overwritten.
     pub fn drop_links(&self, slot: &staging::Slot) {
         let image = slot.image().filter(|image| !self.is_stored(image.id));
         if let Some(manifest) = image.as_ref().and_then(Image::manifest) {
@@ -275,7 +275,7 @@ impl JobFolder {
     }
 
     /// Removes what crashes have left: `.tmp-ID` and `.del-ID` in `images/`, and files `.tmp-*` beside `job.json`, in
-    /// `bin/` and in images. Never anything else. Answers what it removed.
+    /// `bin/` and in images. Never anything else. Returns what it removed.
     ///
     /// # Errors
     /// [`Error::WrongLock`], [`Error::Read`] (then nothing was removed), [`Error::Remove`].

@@ -1,8 +1,7 @@
-//! What the readers of packs, indexes and chunk maps share: one error, the checks that come before everything else, and
-//! cautious reading of fields.
+//! Shared by the readers of packs, indexes and chunk maps: one error, the first checks, and careful reading of fields.
 //!
-//! All of these files are little endian and begin with 64 bytes that say what they are. A reader checks, in this order:
-//! the magic, the version, the sizes (before anything is allocated), the checksum, the fields. Nothing here writes.
+//! All of these files are little endian and begin with a header of 64 bytes. A reader checks, in this order: the magic,
+//! the version, the sizes (before anything is allocated), the checksum, the fields. Nothing here writes.
 
 use std::io;
 use std::path::PathBuf;
@@ -42,14 +41,14 @@ impl std::fmt::Display for What {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum FormatError {
     /// It does not begin as it must.
-    #[error("this is no {0} of rekindle: it begins with something else")]
+    #[error("not a rekindle {0}: wrong magic number")]
     NotOurs(What),
     /// Written by a newer rekindle.
     #[error(
         "this {what} has version {version}, and this rekindle reads version {known}; use the rekindle that wrote it, or a newer one"
     )]
     Newer {
-        /// What.
+        /// The kind of file or part.
         what: What,
         /// Its version.
         version: u32,
@@ -57,9 +56,9 @@ pub enum FormatError {
         known: u32,
     },
     /// A size that no writer makes.
-    #[error("this {what} is damaged: its {field} is {found}, and at most {bound} is possible")]
+    #[error("this {what} is damaged: its {field} is {found}, and the maximum is {bound}")]
     OutOfBounds {
-        /// What.
+        /// The kind of file or part.
         what: What,
         /// Which size.
         field: &'static str,
@@ -69,9 +68,9 @@ pub enum FormatError {
         bound: u64,
     },
     /// The end is missing.
-    #[error("this {what} is cut: it has {found} bytes of {expected}")]
+    #[error("this {what} is truncated: it has {found} of {expected} bytes")]
     Truncated {
-        /// What.
+        /// The kind of file or part.
         what: What,
         /// The bytes that are there.
         found: u64,
@@ -81,7 +80,7 @@ pub enum FormatError {
     /// More than there should be.
     #[error("this {what} is damaged: {extra} bytes follow its end")]
     TooLong {
-        /// What.
+        /// The kind of file or part.
         what: What,
         /// The bytes too many.
         extra: u64,
@@ -90,32 +89,32 @@ pub enum FormatError {
     #[error("this {0} is damaged: the checksum does not match")]
     Checksum(What),
     /// The checksum is right, and the content cannot be.
-    #[error("this {what} is damaged: its {field} is impossible")]
+    #[error("this {what} is damaged: its {field} is invalid")]
     Field {
-        /// What.
+        /// The kind of file or part.
         what: What,
         /// Which field.
         field: &'static str,
     },
     /// Another chunk than the one that was looked for.
-    #[error("this record holds another chunk than the index says")]
+    #[error("this record contains another chunk than its index says")]
     OtherChunk,
     /// Compressed bytes that do not decompress to what they should.
-    #[error("this chunk is damaged: it does not decompress: {0}")]
+    #[error("this chunk is damaged: it cannot be decompressed: {0}")]
     Undecodable(String),
     /// Sealed bytes that the key does not open.
     #[error("this chunk is damaged: it is not what was encrypted with this key")]
     Unsealed,
     /// Encrypted, and there is no key.
-    #[error("this pack is encrypted; name the key file with store.encryption-key")]
+    #[error("this pack is encrypted; set store.encryption-key to the key file")]
     NoKey,
     /// Not encrypted, though there is a key.
     #[error(
-        "this pack is not encrypted, though store.encryption-key is set: anyone who can write the store or the replica could have made it; set store.accept-unsigned = true if it is from before there was a key"
+        "this pack is not encrypted, but store.encryption-key is set: anyone who can write the store or the replica could have made it; set store.accept-unsigned = true if it is older than the key"
     )]
     Plain,
     /// Encrypted with another key.
-    #[error("this pack is encrypted with another key (its id is {}); name the right one with store.encryption-key", blake3_hex(.0))]
+    #[error("this pack is encrypted with another key (its id is {}); set store.encryption-key to the right key file", blake3_hex(.0))]
     OtherKey([u8; 16]),
 }
 
@@ -176,7 +175,7 @@ pub(super) fn is_check_right(header: &[u8; HEADER]) -> bool {
     blake3::hash(body).as_bytes().get(..CHECK) == Some(check)
 }
 
-/// The header at the begin of `bytes`.
+/// The header at the beginning of `bytes`.
 pub(super) fn header(what: What, bytes: &[u8]) -> Result<&[u8; HEADER], FormatError> {
     bytes.first_chunk().ok_or_else(|| FormatError::Truncated { what, found: size(bytes), expected: size_of(HEADER) })
 }
@@ -193,7 +192,7 @@ pub(super) fn hashed(what: What, bytes: &[u8]) -> Result<&[u8], FormatError> {
     }
 }
 
-/// Compares the size of a file with the one that its header tells of.
+/// Compares the size of a file with the size in its header.
 pub(super) fn check_size(what: What, found: u64, expected: u64) -> Result<(), FormatError> {
     match found.cmp(&expected) {
         std::cmp::Ordering::Less => Err(FormatError::Truncated { what, found, expected }),
@@ -223,7 +222,7 @@ impl<'a> Fields<'a> {
         Fields { what, rest: bytes }
     }
 
-    /// The next `N` bytes as they are.
+    /// The next `N` bytes.
     pub(super) fn bytes<const N: usize>(&mut self) -> Result<[u8; N], FormatError> {
         let cut = FormatError::Truncated { what: self.what, found: size(self.rest), expected: size_of(N) };
         let (field, rest) = self.rest.split_first_chunk::<N>().ok_or(cut)?;

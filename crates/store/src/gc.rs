@@ -1,25 +1,25 @@
-//! The way out of content that no image needs: packs are marked, swept after a while, and written anew where they are
-//! half empty.
+//! Removes content that no image needs: packs are marked, removed after a grace period, and rewritten if they are
+//! mostly unneeded.
 //!
-//! One round ([`collect`]) is this protocol; a crash after any step leaves what the next round goes on from:
+//! One round ([`collect`]) does these steps. After a crash at any point the next round continues correctly:
 //!
-//! 1. which chunks the images need is read from all chunk maps, which chunks the packs have from all indexes;
-//! 2. an index that is missing or damaged, of a pack whose headers are all whole, is written anew, without records that are
-//!    damaged;
-//! 3. a mark is taken back where the pack is needed after all;
-//! 4. packs whose mark is old enough are swept: index, pack, mark, in this order;
-//! 5. packs that nothing is needed of get a mark, `NAME.gone`;
-//! 6. what is needed of packs that are mostly not is copied to new packs, checked on the way; the old ones get a mark.
+//! 1. read from all chunk maps which chunks the images need, and from all indexes which chunks the packs have
+//! 2. rebuild an index that is missing or damaged, without damaged records, if all record headers of its pack are
+//!    intact
+//! 3. remove the mark of a pack that is needed again
+//! 4. remove packs whose mark is old enough: index, pack, mark, in this order
+//! 5. mark packs of which nothing is needed, with a file `NAME.gone`
+//! 6. copy the needed content of packs that are mostly unneeded to new packs, checked on reading; mark the old packs
 //!
-//! A chunk may be kept in two packs (`store.copies`). A second copy that is there stays for as long as any image needs the
-//! chunk, and both go when none does. Where one copy is enough, the other is content that nobody needs.
+//! A chunk may be in two packs (`store.copies`). A second copy stays as long as any image needs the chunk, and both are
+//! removed when none does. If one copy is enough, the second copy counts as unneeded.
 //!
-//! Invariants: while any image or pack cannot be read, nothing is marked, swept or copied: it may be needed. (One that was
-//! read and is damaged needs what its map still names.) A pack with a mark is still read from. Between mark and sweep lies at least the grace period by the clock of
-//! the wall; when that was set back, the mark is renewed.
+//! Invariants: while any image or pack cannot be read, nothing is marked, removed or copied, because it may be needed.
+//! (An image that was read and is damaged still needs what its map names.) A pack with a mark is still read. At least
+//! the grace period passes between mark and removal, by the wall clock; if the clock was set back, the mark is renewed.
 //!
-//! All of it needs the writer's lock, and within one process one thread at a time (`WriterLock::packs`): a persist that runs
-//! beside it could reuse a chunk that is just swept.
+//! A round needs the writer's lock, and only one thread of a process may run it at a time (`WriterLock::packs`): a
+//! persist in parallel could reuse a chunk that is just being removed.
 
 mod mark;
 mod needed;
@@ -62,13 +62,13 @@ pub struct Collected {
     pub reindexed: Vec<PackName>,
     /// Packs that got a mark.
     pub marked: Vec<PackName>,
-    /// Packs whose mark was taken back.
+    /// Packs whose mark was removed.
     pub revived: Vec<PackName>,
     /// Packs that are gone.
     pub swept: Vec<PackName>,
     /// Bytes that they had.
     pub freed: u64,
-    /// Packs of which what is needed was copied.
+    /// Packs whose needed content was copied.
     pub repacked: Vec<PackName>,
     /// Bytes that were copied.
     pub copied: u64,
@@ -80,33 +80,35 @@ pub enum Error {
     /// The store cannot be read, or the lock is another job's.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// What an image needs cannot be told.
+    /// It is unknown what an image needs.
     #[error(
-        "nothing is swept while it is not known what image {image} needs: {why}; `rekindle repair` helps where it is damaged"
+        "no unneeded content is removed while it is unknown what image {image} needs: {why}; if it is damaged, run `rekindle repair`"
     )]
     Image {
-        /// Which.
+        /// The image.
         image: ImageId,
-        /// Why.
+        /// The reason.
         why: String,
     },
-    /// What is in a pack cannot be told.
-    #[error("nothing is swept while pack {pack} cannot be read: {why}; `rekindle repair` helps where it is damaged")]
+    /// The content of a pack is unknown.
+    #[error(
+        "no unneeded content is removed while pack {pack} cannot be read: {why}; if it is damaged, run `rekindle repair`"
+    )]
     Pack {
-        /// Which.
+        /// The pack.
         pack: PackName,
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// A file cannot be written or removed, an old or a new one.
     #[error(transparent)]
     File(#[from] FileError),
     /// What is needed of a pack cannot be copied; the pack stays.
-    #[error("cannot copy what is needed of pack {pack}")]
+    #[error("cannot copy the needed content of pack {pack}")]
     Copy {
-        /// Which.
+        /// The pack.
         pack: PackName,
-        /// Why.
+        /// The cause.
         #[source]
         source: CopyError,
     },
@@ -117,7 +119,7 @@ pub use super::pack::CopyError;
 /// One round. `now` is the time by which the grace period is counted.
 ///
 /// # Errors
-/// When something cannot be read (then nothing was changed but indexes that were written anew), written or removed.
+/// If something cannot be read (then only indexes were rebuilt), written or removed.
 pub fn collect(
     folder: &JobFolder,
     lock: &WriterLock,
@@ -168,7 +170,7 @@ pub fn collect(
 pub fn sweep_now(folder: &JobFolder, lock: &WriterLock, copies: Copies) -> Result<u64, Error> {
     let bounds = Bounds { sweep_after: Duration::ZERO, repack: None, key: None, copies };
     let round = || collect(folder, lock, &bounds, Utc::now(), &|| false);
-    // The first marks, the second sweeps.
+    // The first round marks, the second removes.
     Ok(round()?.freed + round()?.freed)
 }
 
@@ -178,7 +180,7 @@ fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected
         let why = match &problem.lost {
             Lost::Nothing => None,
             Lost::From { offset, pack_len, why } => {
-                Some(format!("{why}, so {} of its {pack_len} bytes cannot be used", pack_len.saturating_sub(*offset)))
+                Some(format!("{why}, so {} of its {pack_len} bytes are unusable", pack_len.saturating_sub(*offset)))
             }
             Lost::All(why) => Some(rekindle_base::chain(why)),
         };
@@ -193,8 +195,8 @@ fn reindex(packs: &Packs, index: &Index, key: Option<&Key>, done: &mut Collected
     Ok(())
 }
 
-/// Writes the index of a pack anew, from its records. One that is damaged was perhaps struck out of the index that was there
-/// ([`super::heal`]), and must not take the place of a whole copy: it is left out.
+/// Rebuilds the index of a pack from its records. A damaged record was perhaps removed from the index that was there
+/// ([`super::heal`]), and must not replace an intact copy: it is left out.
 fn write_index(packs: &Packs, pack: PackName, key: Option<&Key>) -> Result<(), Error> {
     let why = |error: &dyn std::error::Error| Error::Pack { pack, why: rekindle_base::chain(error) };
     let scan = packs.scan(pack).map_err(|error| why(&error))?;
@@ -219,7 +221,7 @@ fn sweep(packs: &Packs, pack: PackName) -> Result<(), Error> {
     Ok(())
 }
 
-/// Marks of packs that a sweep has removed and was cut short.
+/// Marks of packs whose removal was interrupted.
 fn sweep_remains(packs: &Packs, index: &Index) -> Result<(), Error> {
     for name in packs.names()? {
         let path = packs.gone_path(name);

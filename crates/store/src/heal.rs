@@ -1,18 +1,18 @@
-//! Chunks that are damaged, or that the disk does not give, are made whole from where they are whole: another pack, or the
-//! replica.
+//! Replaces chunks that are damaged or unreadable with an intact copy from another pack or the replica.
 //!
-//! 1. each is read from every pack that has it, from the disk itself; what is whole there counts as such;
-//! 2. where two copies are kept, a chunk of which one is left is copied to a new pack;
-//! 3. what is whole nowhere here is fetched from the replica into new packs, each record checked as those of an image that is
-//!    fetched: by its name, and by the key where there is one;
-//! 4. the new packs are synced, named and indexed;
-//! 5. the damaged records are struck out of the indexes of their packs (pack/strike.rs), so that readers, sweeps and the next image
-//!    rely on whole ones only. A record that is damaged and whole nowhere is struck too: the next image that has the
-//!    chunk stores it again, which makes the older images whole as well. One that cannot be read stays, for it may
-//!    be there when the disk is repaired; it is noted, and the next image stores the chunk again ([`Unread`]).
+//! 1. each chunk is read from every pack that has it, from the disk itself; an intact copy is used
+//! 2. if two copies are configured, a chunk with one remaining copy is copied to a new pack
+//! 3. a chunk with no intact copy here is fetched from the replica into new packs; each record is checked as in a
+//!    fetch: by its name, and with a key by the key
+//! 4. the new packs are synced, named and indexed
+//! 5. the damaged records are removed from the indexes of their packs (pack/strike.rs), so that readers, repacking and
+//!    the next image use intact ones only. A damaged record without an intact copy is removed, too: the next image that
+//!    has the chunk stores it again, which completes the older images as well. An unreadable record stays, because it
+//!    may be readable when the disk is repaired; it is remembered, and the next image stores the chunk again
+//!    ([`Unread`])
 //!
-//! No content is removed, and no image is marked. When the power goes before 5, chunks are in more packs than before, and the next
-//! look does the rest; after it all is done.
+//! No content is removed, and no image is marked. After a power cut before step 5, chunks are in more packs than
+//! before, and the next run does the remaining steps.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::fmt;
@@ -42,7 +42,7 @@ pub type OpenReplica<'a> = &'a (dyn Fn() -> replica::Result<Replica> + Sync);
 pub struct Healing<'a> {
     /// The job.
     pub folder: &'a JobFolder,
-    /// Proof that nobody else writes there.
+    /// Proof that nobody else writes to the store.
     pub lock: &'a WriterLock,
     /// What packs are encrypted with.
     pub key: Option<&'a Key>,
@@ -50,7 +50,7 @@ pub struct Healing<'a> {
     pub copies: Copies,
     /// Where places are noted that the disk does not give.
     pub unread: &'a Unread,
-    /// Where chunks may come from that are whole nowhere here.
+    /// Where chunks without an intact copy here can be fetched.
     pub replica: Option<OpenReplica<'a>>,
 }
 
@@ -89,11 +89,11 @@ pub struct Healed {
     pub why: String,
     /// Chunks that another pack had.
     pub from_copies: u64,
-    /// Chunks that came from the replica.
+    /// Chunks that were fetched from the replica.
     pub from_replica: u64,
     /// Why the replica could not be asked, or not for all.
     pub replica_failure: Option<String>,
-    /// Chunks that are whole nowhere.
+    /// Chunks without any intact copy.
     #[serde(skip)]
     pub lost: BTreeSet<ChunkId>,
 }
@@ -133,7 +133,7 @@ impl fmt::Display for Healed {
         let outcomes = [
             (self.from_copies, "taken from another pack"),
             (self.from_replica, "taken from the replica and stored again"),
-            (u64::try_from(self.lost.len()).unwrap_or(u64::MAX), "lost: no whole copy was found"),
+            (u64::try_from(self.lost.len()).unwrap_or(u64::MAX), "lost: no intact copy was found"),
         ];
         let said: Vec<String> =
             outcomes.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}")).collect();
@@ -141,7 +141,7 @@ impl fmt::Display for Healed {
             write!(f, "{}{}", if all > 0 { ": " } else { "" }, said.join(", "))?;
         }
         match &self.replica_failure {
-            Some(why) => write!(f, "; the replica was of no help: {why}"),
+            Some(why) => write!(f, "; the replica could not replace it: {why}"),
             None => Ok(()),
         }
     }
@@ -160,7 +160,7 @@ enum Harm {
 }
 
 impl Healing<'_> {
-    /// Looks at these chunks, and makes them whole as far as that can be done.
+    /// Inspects these chunks, and replaces what is damaged as far as possible.
     ///
     /// # Errors
     /// When the store cannot be listed or written. A replica that fails is part of the answer.
@@ -204,7 +204,7 @@ struct Work<'a> {
     healed: Healed,
     told: BTreeSet<PackName>,
     strike: Vec<Place>,
-    /// What is whole nowhere here, with the places that are not.
+    /// Chunks without an intact copy here, with their damaged places.
     wanted: BTreeMap<ChunkId, Vec<(Location, Harm)>>,
 }
 
@@ -215,7 +215,7 @@ impl<'a> Work<'a> {
         let Some(Found { whole, bad }) = self.found(id, &mut stored) else { return Ok(()) };
         let has = |harm| bad.iter().any(|(_, other)| *other == harm);
         let is_nowhere = whole.is_empty() && bad.is_empty();
-        // It may be in a pack of which nothing can be read.
+        // It may be in an unreadable pack.
         let unread = self.index.unreadable().filter(|_| is_nowhere);
         self.healed.damaged += u64::from(has(Harm::Damaged));
         self.healed.unreadable += u64::from(has(Harm::Unreadable) || unread.is_some());
@@ -242,7 +242,7 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// None where a place is not for us: nothing is known of it then.
+    /// None if a place is not for us: nothing is known of it then.
     fn found(&mut self, id: &ChunkId, stored: &mut Stored) -> Option<Found> {
         let mut found = Found { whole: Vec::new(), bad: Vec::new() };
         for at in self.index.all(id) {
@@ -270,14 +270,14 @@ impl<'a> Work<'a> {
     fn first_of(&self, at: &Location, error: &CopyError) -> String {
         match error {
             CopyError::Read(source) if is_failing(source) => {
-                format!("byte {}: {source}: the disk is failing, see the kernel log and replace the disk", at.offset)
+                format!("byte {}: {source}: the disk is failing; see the kernel log, and replace the disk", at.offset)
             }
             CopyError::Read(source) => format!("byte {}: {source}", at.offset),
             CopyError::Damaged { source, .. } => format!("byte {}: {source}", at.offset),
         }
     }
 
-    /// What the pack is opened with; None where it is not for us.
+    /// What the pack is opened with; None if it is not for us.
     fn key_of(&self, at: &Location) -> Option<Option<&'a Key>> {
         let key: Result<_, FormatError> = self.index.pack(at.pack)?.key_for(self.healing.key);
         key.ok()

@@ -1,4 +1,4 @@
-//! Names: of an image and of a job. Both become file names, so both are checked where they come in.
+//! Names of images and jobs. Both become file names, so both are checked when they are parsed.
 
 use std::fmt;
 use std::str::FromStr;

@@ -9,7 +9,7 @@ use super::tags::Tags;
 /// An image, and where it is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Known {
-    /// The one to use: a good one where there is one, and of two the one that lasts.
+    /// The one to use: a good one if there is one, and of two the one that lasts.
     best: Image,
     other: Option<Image>,
 }
@@ -22,7 +22,7 @@ impl Known {
         let mut all: Vec<Known> = Vec::new();
         for image in copies {
             match all.last_mut().filter(|last| last.id() == image.id) {
-                // Two slots never hold one image: the first of each place counts.
+                // Two slots never have the same image: the first of each place counts.
                 Some(last) if last.best.place != image.place => last.other = last.other.take().or(Some(image)),
                 Some(_) => {}
                 None => all.push(Known { best: image, other: None }),
@@ -37,7 +37,7 @@ impl Known {
         self.best.id
     }
 
-    /// The copy to use: a good one where there is one, and of two the one in the store, which lasts.
+    /// The copy to use: a good one if there is one, and of two the one in the store, which lasts.
     #[must_use]
     pub fn best(&self) -> &Image {
         &self.best

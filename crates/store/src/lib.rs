@@ -90,9 +90,9 @@ const DELETED_PREFIX: &str = ".del-";
 /// What a store is opened for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// To look: a store that is not there is an error.
+    /// For reading: a missing store is an error.
     Read,
-    /// To run a job: a store that is not there is made.
+    /// To run a job: a missing store is created.
     Write,
 }
 
@@ -124,7 +124,7 @@ impl Store {
         Ok(Store { path, trust: Trust::default() })
     }
 
-    /// The same store, of which only that is believed. [`Store::open`] alone believes all that is in it.
+    /// The same store, which trusts only that. [`Store::open`] alone trusts all content.
     #[must_use]
     pub fn with_trust(self, trust: Trust) -> Store {
         Store { trust, ..self }

@@ -1,7 +1,7 @@
-//! The hard links beside the user's files that an image keeps ([`SavedLink`]): how they go.
+//! Removes the hard links that an image has beside the user's files ([`SavedLink`]).
 //!
-//! They lie in folders of the job's user, who can put other folders and links in their place at any time: a link is removed
-//! with the rights of that user. Best effort: one that stays costs space, and the image must go all the same.
+//! They are in folders of the job's user, who can put other folders and links there at any time. So a link is removed
+//! with that user's rights. Best effort: a remaining link costs space, and the image is removed all the same.
 
 use super::manifest::{Manifest, SavedLink};
 use rekindle_os::identity;

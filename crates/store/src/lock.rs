@@ -1,19 +1,23 @@
-//! One writer a job: an flock on `JOB/lock`, and in that file who holds it.
+//! One writer for each job: an flock on `JOB/lock`, and the identity of its holder in that file.
 //!
-//! The lock is the kernel's, so it ends with its holder however that dies. The file is never removed: two processes could
-//! then hold locks on two files of that name. The lock belongs to the open file description: a child that is forked and
-//! does not exec keeps it.
+//! The kernel releases the lock when the holder ends, for whatever reason. The file is never removed, otherwise two
+//! processes could lock two files of that name. The lock belongs to the open file description: a child that is forked
+//! and does not exec has it, too.
 //!
-//! Some shared file systems lock within one machine only, and say nothing (NFS version 3 mounted with `nolock`, Lustre
-//! with `localflock`, several FUSE ones). There the kernel gives the lock to two machines. So what the file says counts
-//! too: a holder renews the file's time stamp every [`HEARTBEAT`], and who gets the lock while the file names another that
-//! may be alive ([`judge`]) is refused. A holder that ends empties the file. One that was taken over, because it stood still
-//! for longer than [`STALE`], finds another name in the file at its next look and has to stop ([`Error::TakenOver`]).
-//! So everything that publishes, replaces or removes asks first whether the lock is still held ([`WriterLock::confirm`]), by the
-//! name in the file and by the file itself: one that was replaced is another lock. What writes for long asks again and again
-//! ([`WriterLock::still_held`]). A process that is stopped between that look and its write does it all the same when it goes
-//! on; no file system offers more.
-//! When the power goes the name stays; the other boot, the dead pid or the age of the time stamp tell that it is nobody's.
+//! Some shared file systems lock within one machine only, without an error (NFS version 3 mounted with `nolock`, Lustre
+//! with `localflock`, several FUSE ones). There the kernel gives the lock to two machines. So the identity in the file
+//! counts as well. A holder renews the file's time stamp every [`HEARTBEAT`]. A process that gets the lock is refused
+//! if the file names another holder that may be alive ([`judge`]). A holder that ends empties the file. A holder that
+//! was taken over, because it stalled for longer than [`STALE`], finds another name in the file at its next heartbeat
+//! and has to stop ([`Error::TakenOver`]).
+//!
+//! So everything that publishes, replaces or removes first confirms that the lock is still held
+//! ([`WriterLock::confirm`]), by the name in the file and by the file itself: a replaced file is another lock. Long
+//! writes check again and again ([`WriterLock::still_held`]). A process that is stopped between the check and its write
+//! still does that write when it continues; no file system can prevent this.
+//!
+//! After a power cut the name remains. The other boot, the dead pid or the age of the time stamp then show that the
+//! holder is gone.
 
 mod held;
 mod holder;
@@ -42,8 +46,8 @@ use rekindle_os::clock;
 pub(super) const FILE_NAME: &str = "lock";
 /// How often a holder says that it is alive.
 pub const HEARTBEAT: Duration = Duration::from_secs(30);
-/// A holder on another machine that said nothing for so long is dead. Ten heartbeats: a server of files may stand still for
-/// a while, and then all of its clients do.
+/// A holder on another machine whose last heartbeat is this old is dead. Ten heartbeats, because a file server may
+/// stall for a while, and then all of its clients do.
 pub(super) const STALE: Duration = Duration::from_secs(300);
 /// How long a look at the file is relied upon by who asks often.
 const CERTAIN: Duration = Duration::from_secs(1);
@@ -52,7 +56,8 @@ const TRIES: u32 = 5;
 const PAUSE: Duration = Duration::from_millis(20);
 /// A process that was killed loses its locks some moments before it counts as dead.
 const DYING: Duration = Duration::from_secs(2);
-/// Two that take over from the same dead holder, where locks do not hold, both write their name; the last one stays.
+/// If two processes take over from the same dead holder, where locks do not work, both write their name; the last one
+/// stays.
 const SETTLE: Duration = Duration::from_secs(1);
 /// A holder is some hundred bytes.
 const MAX_BYTES: u64 = 4 << 10;
@@ -69,7 +74,7 @@ pub struct WriterLock {
     /// The last heartbeat of a holder before that did not empty the file.
     last_seen: Option<SystemTime>,
     held: held::Held,
-    /// Images that the life of now may prove, the oldest first.
+    /// Images that the present life may prove, the oldest first.
     waiting: Mutex<Vec<ImageId>>,
     /// Held by the one thread that changes the packs.
     packs: Mutex<()>,
@@ -100,20 +105,21 @@ impl WriterLock {
         self.held.ids()
     }
 
-    /// Tells retention which images the life of now may prove, the oldest first: the first that is there stays until it is.
+    /// Tells retention which images the present life may prove, the oldest first: the first existing one is kept until
+    /// it is proven.
     pub fn wait_for_proof(&self, images: Vec<ImageId>) {
         *self.waiting.lock().unwrap_or_else(PoisonError::into_inner) = images;
     }
 
-    /// What was told last.
+    /// The last report.
     pub(super) fn waiting(&self) -> Vec<ImageId> {
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Waits until no other thread of this process changes the job's packs: what one finds in a pack and relies on, another
-    /// must not sweep.
+    /// Waits until no other thread of this process changes the job's packs: what one thread finds in a pack and relies
+    /// on, another must not remove.
     pub(super) fn packs(&self) -> MutexGuard<'_, ()> {
-        // It guards files, which are as they are after a panic.
+        // It protects files, which a panic does not change.
         self.packs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -126,7 +132,8 @@ impl WriterLock {
         self.look().map(drop)
     }
 
-    /// The same for what asks often: a look at the file is good for a second. That second goes on while the machine sleeps.
+    /// The same for frequent checks: a check of the file is valid for a second. That second includes sleep of the
+    /// machine.
     ///
     /// # Errors
     /// As [`WriterLock::confirm`].
@@ -140,12 +147,12 @@ impl WriterLock {
         clock::since_boot().saturating_sub(Duration::from_millis(self.confirmed.load(Ordering::Relaxed)))
     }
 
-    /// Who the file names, where it is ours: this process or, where it was emptied by hand, nobody.
+    /// The holder that the file names, if it is ours: this process or, if it was emptied by hand, nobody.
     fn look(&self) -> Result<Option<Holder>> {
         let path = self.folder.join(FILE_NAME);
         let failed = |source| Error::Read { path: path.clone(), source };
         let asked = clock::since_boot();
-        // By name and anew: that is when a network file system asks its server.
+        // Opened by name again, because then a network file system asks its server.
         let file = open(&path, Create::No).map_err(failed)?;
         let holder = read_holder(&file).map_err(failed)?;
         if let Some(holder) = holder.as_ref().filter(|holder| **holder != self.me) {
@@ -177,7 +184,7 @@ impl WriterLock {
         self.last_seen
     }
 
-    /// The heartbeat: wanted every [`HEARTBEAT`] from who holds the lock for longer.
+    /// The heartbeat: call it every [`HEARTBEAT`] while the lock is held.
     ///
     /// # Errors
     /// Those of [`WriterLock::confirm`]; [`Error::Write`]: it could not be done this time.
@@ -270,7 +277,7 @@ fn clock_of(folder: &Path) -> Option<SystemTime> {
     file.metadata().ok()?.modified().ok()
 }
 
-/// Who holds the lock just now. Takes it shared for a moment, so it can be asked by anyone who may read the file.
+/// The present holder of the lock. Takes it shared for a moment, so anyone who may read the file can ask.
 pub(super) fn writer(folder: &Path) -> Result<Writer> {
     let path = folder.join(FILE_NAME);
     let file = match open(&path, Create::No) {
@@ -283,7 +290,7 @@ pub(super) fn writer(folder: &Path) -> Result<Writer> {
         Err(TryLockError::WouldBlock) => Ok(named.map_or(Writer::Unnamed, Writer::Known)),
         Err(TryLockError::Error(source)) => Err(Error::Lock { path, source }),
         Ok(()) => {
-            // It may be held all the same, where locks end at the machine.
+            // Another machine may have it all the same, if locks are local to a machine.
             let (Some(holder), Ok(heartbeat)) = (named, file.metadata().and_then(|metadata| metadata.modified()))
             else {
                 return Ok(Writer::Nobody);
@@ -322,7 +329,7 @@ fn write_holder(mut file: &File, holder: &Holder) -> io::Result<()> {
     file.sync_data()
 }
 
-/// None where there is no name yet, or nothing that can be understood.
+/// None if there is no name yet, or nothing that can be understood.
 fn read_holder(mut file: &File) -> io::Result<Option<Holder>> {
     let mut bytes = Vec::new();
     io::Seek::rewind(&mut file)?;
@@ -330,7 +337,7 @@ fn read_holder(mut file: &File) -> io::Result<Option<Holder>> {
     Ok(serde_json::from_slice(&bytes).ok())
 }
 
-/// By the clock of the file system, where it has one of its own.
+/// By the clock of the file system, if it has one of its own.
 fn beat(file: &File) -> io::Result<()> {
     Ok(futimens(file, &TimeSpec::UTIME_OMIT, &TimeSpec::UTIME_NOW)?)
 }

@@ -1,9 +1,9 @@
-//! What an image says of itself: `manifest.json`.
+//! The description of an image: `manifest.json`.
 //!
-//! The file is one JSON object: `format`, `version`, `blake3` and `manifest`; the hash covers the exact bytes of the
-//! value of `manifest`, so that a flipped bit in a number is found as well. Reading checks, in this order: the size
-//! (before anything is parsed), the format, the version, the hash, the fields, and what the fields say of each other.
-//! A reader takes unknown fields for additions of a later rekindle that changed nothing else.
+//! The file is one JSON object: `format`, `version`, `blake3` and `manifest`. The hash covers the exact bytes of the
+//! value of `manifest`, so a flipped bit in a number is found as well. Reading checks, in this order: the size (before
+//! anything is parsed), the format, the version, the hash, the fields, and the consistency of the fields. A reader
+//! ignores unknown fields: they are additions of a later rekindle that changed nothing else.
 
 mod contents;
 mod fields;
@@ -48,7 +48,7 @@ pub const FILE_NAME: &str = "manifest.json";
 /// Why a manifest cannot be used.
 #[derive(Debug, Error)]
 pub enum ManifestError {
-    /// There is none: not an image that was published whole.
+    /// It does not exist: the image was not published completely.
     #[error("it has no {FILE_NAME}")]
     Missing,
     /// It cannot be opened or read; nothing is known of the image.
@@ -69,10 +69,10 @@ pub enum ManifestError {
     )]
     Newer(u32),
     /// Version 0 was never written.
-    #[error("its manifest has the impossible version 0")]
+    #[error("its manifest has version 0, which is invalid")]
     VersionZero,
     /// The version is outside of what the hash covers.
-    #[error("its {FILE_NAME} is damaged: version {0} does not go with what is in it")]
+    #[error("its {FILE_NAME} is damaged: version {0} does not match its content")]
     WrongVersion(u32),
     /// The content is not what was written.
     #[error("its {FILE_NAME} is damaged: the checksum does not match")]
@@ -83,7 +83,7 @@ pub enum ManifestError {
     /// A part that was never hashed: an image of the store has none.
     #[error("its manifest has no checksum for the part \"{0}\"")]
     NoChecksum(String),
-    /// With the key nobody but us could have written it, and it is not ours.
+    /// With the key only we could have written it, and it has no valid signature.
     #[error("its manifest {0}")]
     Untrusted(#[source] Untrusted),
     /// One of another job, which was copied here.
@@ -93,7 +93,7 @@ pub enum ManifestError {
     #[error("its manifest names the part \"{0}\" twice")]
     PartTwice(String),
     /// A file that a restore has to put somewhere has no part.
-    #[error("its manifest wants a file put back from \"{0}\", which is not among the parts")]
+    #[error("its manifest restores a file from the part \"{0}\", which it does not list")]
     NoSuchPart(String),
 }
 
@@ -132,7 +132,7 @@ impl Manifest {
             signature: trust.sign(&signed(&self.version().to_le_bytes(), &body)),
             manifest: &RawValue::from_string(body).map_err(ManifestError::Parse)?,
         };
-        // No line end after the last brace: a file that lost its last byte is not whole.
+        // No line end after the last brace: a file that lost its last byte is incomplete.
         let bytes = serde_json::to_vec_pretty(&envelope).map_err(ManifestError::Parse)?;
         if u64::try_from(bytes.len()).is_ok_and(|len| len <= MAX_BYTES) {
             Ok(bytes)

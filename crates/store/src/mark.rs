@@ -1,4 +1,4 @@
-//! `bad.json`: an image that must not be used for a restart, and why. It lies in the folder of the image.
+//! `bad.json` in the folder of an image: the image must not be used for a restart, and why.
 
 use std::io::{self, Read};
 use std::path::Path;

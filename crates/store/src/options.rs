@@ -1,4 +1,4 @@
-//! Options of the store that a user sets, with the text that each is written as.
+//! Options of the store that a user sets, and their text form.
 
 use serde::{Deserialize, Serialize};
 

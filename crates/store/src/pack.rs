@@ -1,16 +1,16 @@
-//! Packs: the files that chunks lie in.
+//! Packs: the files that contain chunks.
 //!
 //! ```text
 //! JOB/packs/  0700
-//!   NAME.pack   a header and records; never changed once it has that name, but for a damaged header (see [`super::repair`])
-//!   NAME.idx    which chunk is where in it; can be made anew from the records
-//!   NAME.gone   no image needs it any more, since when; a writer takes that back or sweeps the pack
-//!   .tmp-*      what a crash left
+//!   NAME.pack   a header and records; never changed under this name, except a damaged header (see [`super::repair`])
+//!   NAME.idx    where each chunk is in it; can be rebuilt from the records
+//!   NAME.gone   no image needs it any more, since when; a writer removes the mark or the pack
+//!   .tmp-*      leftovers of a crash
 //! ```
 //!
-//! It owns the bytes of packs ([`record`]) and indexes ([`index`]), and the door to the folder ([`set`]). A pack gets its
-//! name when it is synced, and its index after that: when the power goes between the two, the records
-//! are read instead of the index, and nothing is lost.
+//! This module owns the bytes of packs ([`record`]) and indexes ([`index`]), and the access to the folder ([`set`]). A
+//! pack gets its name when it is synced, and its index after that. After a power cut between the two, the records are
+//! read instead of the index, and nothing is lost.
 
 mod disk;
 pub mod index;

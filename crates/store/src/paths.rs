@@ -1,10 +1,10 @@
-//! The paths that files of a store or a replica name: one place that checks them, with types that cannot hold a bad one.
+//! The paths that files of a store or a replica name: checked in one place, with types that cannot contain a bad one.
 //!
-//! [`PartPath`] is the name of a file inside of an image, [`JobPath`] a path as the job sees it, [`GroupPath`] a control
-//! group. They are checked where they come in, which is where they are deserialised or made, and by nothing after that.
+//! [`PartPath`] is the name of a file inside an image, [`JobPath`] a path as the job sees it, [`GroupPath`] a control
+//! group. They are checked when they are deserialised or created, and nowhere after that.
 //!
-//! A path in JSON is without loss, though a path is bytes and JSON is Unicode: one that is UTF-8 is a string; any other is
-//! `{ "bytes": [47, 255] }`.
+//! A path in JSON is exact, although a path is bytes and JSON is Unicode: a UTF-8 path is a string; any other is `{
+//! "bytes": [47, 255] }`.
 
 mod group;
 
@@ -30,7 +30,7 @@ use super::{chunk, manifest, mark, tags};
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum PathError {
     /// Not one that a job can have.
-    #[error("{path:?} is not a path of a job: {why}")]
+    #[error("{path:?} is not a valid path of a job's file: {why}")]
     Job {
         /// The text.
         path: PathBuf,
@@ -38,7 +38,7 @@ pub enum PathError {
         why: &'static str,
     },
     /// Not one of a control group.
-    #[error("{path:?} is not a path of a control group: {why}")]
+    #[error("{path:?} is not a valid path of a control group: {why}")]
     Group {
         /// The text.
         path: String,
@@ -46,7 +46,7 @@ pub enum PathError {
         why: &'static str,
     },
     /// Not one inside of an image.
-    #[error("{path:?} is not a path inside an image: {why}")]
+    #[error("{path:?} is not a valid path inside an image: {why}")]
     Part {
         /// The text.
         path: String,
@@ -55,8 +55,8 @@ pub enum PathError {
     },
 }
 
-/// A path as the job sees it: absolute, without `.`, `..`, empty parts and zero bytes. What is there is the user's, and is
-/// opened with the user's rights.
+/// A path as the job sees it: absolute, without `.`, `..`, empty parts and NUL bytes. The file there is the user's, and
+/// is opened with the user's rights.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct JobPath(PathBuf);
 
@@ -69,13 +69,13 @@ impl JobPath {
         let path = path.into();
         let refuse = |path, why| Err(PathError::Job { path, why });
         if path.as_os_str().as_bytes().contains(&0) {
-            return refuse(path, "it has a zero byte");
+            return refuse(path, "it contains a NUL byte");
         }
         if !path.is_absolute() {
             return refuse(path, "it is not absolute");
         }
         if path.components().any(|part| part == Component::ParentDir) {
-            return refuse(path, "it has a \"..\"");
+            return refuse(path, "it contains \"..\"");
         }
         Ok(JobPath(path.components().collect()))
     }
@@ -179,12 +179,12 @@ impl PartPath {
         &self.0
     }
 
-    /// The part that holds the device memory of a process.
+    /// The part with the device memory of a process.
     pub(super) fn of_process(pid: i32) -> PartPath {
         PartPath(format!("gpu/{pid}"))
     }
 
-    /// Opens the part of the image in `dir`, to read it. A link on the way there is an error: nothing of ours is one, and it
+    /// Opens the part of the image in `dir`, to read it. A link on the path is an error: the store creates none, and it
     /// could lead anywhere.
     ///
     /// # Errors
@@ -232,13 +232,13 @@ impl FromStr for PartPath {
     fn from_str(text: &str) -> Result<PartPath, PathError> {
         let refuse = |why| Err(PathError::Part { path: text.to_owned(), why });
         if text.contains('\0') {
-            return refuse("it has a zero byte");
+            return refuse("it contains a NUL byte");
         }
         if text.split('/').any(|part| part.is_empty() || part == "." || part == "..") {
-            return refuse("it leads out of it, or is not written in the one way that there is");
+            return refuse("it leads out of the image, or has an empty, \".\" or \"..\" component");
         }
         if [manifest::FILE_NAME, chunk::map::FILE_NAME, mark::FILE_NAME, tags::FILE_NAME].contains(&text) {
-            return refuse("the store has a file of its own of that name");
+            return refuse("the store reserves that name");
         }
         Ok(PartPath(text.to_owned()))
     }

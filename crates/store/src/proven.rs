@@ -1,13 +1,13 @@
-//! `proven.json`: the images after which the job has lived for `restart.min-uptime`. It lies in the job's folder.
+//! `proven.json` in the job's folder: the images after which the job has lived for `restart.min-uptime`.
 //!
-//! - An image is proven by a life that went on for so long after it was taken, or after it was restored. What the job
-//!   did then shows that the state in the image can go on, which no look at its bytes does.
-//! - Retention keeps the newest proven image until a newer one is proven ([`super::retention`]), so that a row of images
-//!   that cannot go on never pushes out the last one that can.
-//! - It is no part of the manifest: that is signed and final when the image is published.
-//! - An image that is not named there is not proven, those of an older rekindle among them. A file that cannot be
-//!   understood proves nothing, and the next proof writes it anew. One that cannot be read is an error: then nothing is removed.
-//! - When the power goes there is the old file or the new one.
+//! - A life proves an image if it lasted that long after the image was taken or restored. This shows that a job can
+//!   continue from the state in the image; checking its bytes cannot.
+//! - Retention keeps the newest proven image until a newer one is proven ([`super::retention`]). So a series of images
+//!   from which the job cannot continue never removes the last good one.
+//! - It is not part of the manifest, which is signed and final when the image is published.
+//! - An image that is not named there is not proven, including those of an older rekindle. A file that cannot be parsed
+//!   proves nothing, and the next proof replaces it. A file that cannot be read is an error: then nothing is removed.
+//! - After a power cut there is the old file or the new one.
 
 use std::collections::BTreeSet;
 use std::io::{self, Read};

@@ -1,4 +1,4 @@
-//! `job.json`: what a later `run` of the same name has to know of the last one.
+//! `job.json`: what a later `run` of the same name must know of the last one.
 
 use std::io::{self, Read};
 use std::path::Path;
@@ -41,14 +41,14 @@ pub struct JobRecord {
     pub outcome: Outcome,
     /// What the job exited with, if it did.
     pub exit_code: Option<i32>,
-    /// How long the job has run in all, under every supervisor, up to the last change of this record: written at the begin
-    /// and the end of a run, at a death and at each snapshot.
+    /// How long the job has run in all, under every supervisor, up to the last change of this record: written at the
+    /// beginning and the end of a run, at a death and at each snapshot.
     #[serde(rename = "uptime_us", default, with = "micros")]
     pub uptime: Duration,
     /// How often it failed in that time; see [`rekindle_base::interval::Failures`].
     #[serde(default)]
     pub failures: u32,
-    /// How often this run was brought back from an image.
+    /// How often this run was restored from an image.
     #[serde(default)]
     pub restores: u32,
 }

@@ -1,12 +1,12 @@
-//! How images go, in an order that a crash can interrupt:
+//! Removes images, in an order that a crash can interrupt:
 //!
-//! 1. `ID` becomes `.del-ID`, `images/` is fsynced: from here on it is no image, and nobody can pin it any more;
-//!    where it is pinned, which may have been done a moment ago, it becomes `ID` again, and that was all;
-//! 2. the hard links that it kept beside the user's files are removed, unless another image needs the same one;
-//! 3. its manifest, which names those links, and all else is removed.
+//! 1. `ID` becomes `.del-ID`, and `images/` is synced. From here on it is not an image, and nobody can pin it any more.
+//!    If it is pinned (perhaps since a moment ago), it becomes `ID` again and stays.
+//! 2. The hard links that it has beside the user's files are removed, unless another image needs the same one.
+//! 3. Its manifest, which names those links, and everything else is removed.
 //!
-//! The next sweep begins again there, with the look for a pin. Nothing is removed while `images/` or a manifest that may need a link cannot be
-//! read.
+//! After a crash the next start continues there, beginning with the check for a pin. Nothing is removed while
+//! `images/`, or a manifest that may need a link, cannot be read.
 
 use std::collections::HashSet;
 use std::fs;
@@ -119,13 +119,13 @@ fn temporary_files(dir: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths.filter(|path| fs::symlink_metadata(path).is_ok_and(|meta| meta.is_file())).collect())
 }
 
-/// A file is made shorter by so much at a time. One that is removed in one go stops every writer of the file system for
-/// seconds where it is large (seen with 18 GB on ext4: a job that logged stood still for 5 s).
+/// A file is shortened by this much at a time. Removing a large file at once stops every writer of the file system for
+/// seconds (seen with 18 GB on ext4: a job that logged was blocked for 5 s).
 const STEP: u64 = 128 << 20;
 /// Others write in between.
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// Frees what large files take, bit by bit. What cannot be shortened is removed whole.
+/// Frees the space of large files in steps. A file that cannot be shortened is removed at once.
 fn shorten(folder: &Path) {
     for entry in files::walk(folder).unwrap_or_default() {
         let Kind::File { size } = entry.kind else { continue };

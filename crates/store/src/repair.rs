@@ -1,17 +1,18 @@
-//! What damage has left of a job's packs: every record is read, indexes are written anew from those that are whole, and
-//! the images that have lost something are named.
+//! Repairs a job's damaged packs: reads every record, rebuilds indexes from the intact ones, and names the images that
+//! have lost content.
 //!
-//! What is damaged and whole in another pack or the replica is taken from there ([`super::heal`]), before an image is judged.
+//! Damaged content that is intact in another pack or the replica is replaced ([`super::heal`]) before an image is
+//! judged.
 //!
-//! No content is removed. A record that is not what was written is left out of the index, so that the next image that has
-//! the same content stores it again; it stays in its pack until that goes as any other. The begin of a pack is written anew
-//! in its place where it is damaged, since all of it follows from the records. What cannot be read for another reason
-//! than its content (EIO: the disk is failing), or is not for us (a newer format, a key that we have not), stays as it is, and nothing is
-//! concluded from it. An image that has lost something is marked as bad, so that a restart passes it over; one that was
-//! marked and is whole after all keeps its mark, because what else speaks against it is not known here.
+//! No content is removed. A damaged record is left out of the index, so that the next image with the same content
+//! stores it again; it stays in its pack until the pack is removed. A damaged header of a pack is rewritten in place,
+//! because it follows from the records. A pack that cannot be read for another reason than its content (EIO: the disk
+//! is failing), or that this rekindle cannot judge (a newer format, a missing key), is left as it is, and nothing is
+//! concluded from it. An image that has lost content is marked as bad, so that a restart skips it. A marked image that
+//! is complete after all stays marked, because other reasons for the mark are not known here.
 //!
-//! Each pack is looked at and mended by itself, the index last. When the power goes, some are mended; the next repair
-//! begins again, and finds nothing to do about those.
+//! Each pack is repaired separately, the index last. After a power cut some are repaired; the next repair starts again
+//! and has nothing to do for those.
 
 mod images;
 mod mend;
@@ -48,7 +49,7 @@ pub struct Repaired {
 }
 
 impl Repaired {
-    /// Whether every image is whole, as far as it can be told, and everything could be.
+    /// Whether every image is intact, and everything could be judged.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         let known = |pack: &PackRepair| matches!(pack.outcome, Outcome::Mended | Outcome::Lost | Outcome::Unreadable);
@@ -59,12 +60,12 @@ impl Repaired {
 /// What became of a pack, or would.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct PackRepair {
-    /// Which.
+    /// The pack.
     #[serde(serialize_with = "as_text")]
     pub pack: PackName,
     /// In a word.
     pub outcome: Outcome,
-    /// Records that are whole, as far as they could be checked.
+    /// Records that are intact, as far as they could be checked.
     pub whole: usize,
     /// In words.
     pub what: String,
@@ -74,16 +75,17 @@ pub struct PackRepair {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Outcome {
-    /// All that was written is there again.
+    /// Everything that was written is intact again.
     Mended,
-    /// What is left can be used again; the rest is lost. Whether an image needs that is told with the images.
+    /// The remaining records can be used again; the others are lost. Whether an image needs those is reported with the
+    /// images.
     Lost,
-    /// The disk does not give some of it, which stays in its index: it may be whole. Whether an image needs that, and cannot
-    /// have it from elsewhere, is told with the images.
+    /// The disk does not deliver some records, which stay in its index: they may be intact. Whether an image needs
+    /// them, and cannot have them from elsewhere, is reported with the images.
     Unreadable,
     /// Its records cannot be read without another key, only that they are there.
     NotChecked,
-    /// Nothing could be told, and nothing was changed.
+    /// It could not be judged, and nothing was changed.
     LeftAlone,
 }
 
@@ -102,7 +104,7 @@ impl std::fmt::Display for Outcome {
 /// An image that cannot be put together any more, or perhaps not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Suffering {
-    /// Which.
+    /// The image.
     pub image: ImageId,
     /// Whether that is certain.
     pub loss: Loss,
@@ -116,7 +118,7 @@ pub struct Suffering {
 pub enum Loss {
     /// It has: it is marked as bad.
     Certain,
-    /// That cannot be told, because something cannot be read or is not for us. It is not marked.
+    /// Unknown, because something cannot be read or is not for us. It is not marked.
     NotKnown,
 }
 
@@ -133,7 +135,7 @@ pub enum Mode<'l> {
     Repair(&'l WriterLock),
 }
 
-/// Why a repair ended before its time. What was mended by then stays so.
+/// Why a repair ended early. What was repaired by then stays repaired.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The store cannot be listed, an image not be marked, or the lock is not ours (any more).

@@ -1,27 +1,27 @@
-//! Copies of a job's images in an object store, off this machine.
+//! Copies of a job's images in an object store, outside this machine.
 //!
-//! It owns what is below `PATH/JOB` of the address (layout.rs), of which it writes and removes nothing but packs, indexes,
-//! and files of images. It is the only part of the program that speaks with a network, and the only one with futures
-//! inside (client.rs); what calls it waits.
+//! This module owns everything below `PATH/JOB` of the address (layout.rs), where it writes and removes only packs,
+//! indexes, and files of images. It is the only part of the program that uses a network, and the only one with futures
+//! inside (client.rs); its callers block.
 //!
-//! An image is replicated when its manifest is there; that comes last:
+//! An image is replicated when its manifest is there, which is sent last:
 //!
-//! 1. the listing tells which of the packs that it needs are missing, or have another size;
-//! 2. those are sent, each whole or not at all, and behind each its index;
-//! 3. the chunk map is sent;
-//! 4. it is listed again, and what somebody has removed meanwhile is sent again;
-//! 5. the manifest is sent.
+//! 1. a listing shows which of the needed packs are missing or have another size
+//! 2. those are sent, each as a whole or not at all, each followed by its index
+//! 3. the chunk map is sent
+//! 4. the listing is repeated, and what somebody removed in the meantime is sent again
+//! 5. the manifest is sent
 //!
-//! An image is removed in the other order: manifest, map, and then the packs that no other image there needs. When either
-//! stops in the middle, by a loss of the network or of power, there are packs without an image: the next upload uses them,
-//! or the next removal takes them. Nothing of what was sent is sent again, but the pack that was on its way.
+//! An image is removed in the reverse order: manifest, map, and then the packs that no other image in the replica
+//! needs. If either is interrupted, by a network failure or a power cut, packs without an image remain: the next upload
+//! uses them, or the next removal removes them. Nothing that was sent is sent again, except the pack in progress.
 //!
-//! Two machines that write images of one job to one address are not supported: each would remove the images of the other
-//! by its own count. They harm no image that stays, as long as their clocks agree within an hour: names of packs are random, and a
-//! pack that no image names is left alone for an hour, in which the image that it was sent for may come.
+//! Two machines that write images of one job to one address are not supported: each would remove the other's images by
+//! its own count. They do not damage the images that stay, as long as their clocks differ by less than an hour: names
+//! of packs are random, and a pack without an image is left alone for an hour, so that its image can follow.
 //!
-//! What comes back is checked as what a stranger sent: manifests, maps and indexes by their own hashes, and the content chunk by chunk
-//! (fetch.rs).
+//! Everything that is fetched is checked as if it came from a stranger: manifests, maps and indexes by their own
+//! hashes, the content chunk by chunk (fetch.rs).
 
 mod chunks;
 mod client;
@@ -65,7 +65,7 @@ pub struct Replica {
     job: JobName,
 }
 
-/// An image that is there.
+/// An image in the replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RemoteImage {
     /// Its name.
@@ -119,7 +119,7 @@ impl Replica {
         })
     }
 
-    /// Believes only that of what is there. By itself it believes all.
+    /// Trusts only that content of the replica. By default it trusts all.
     #[must_use]
     pub fn with_trust(self, trust: &Trust) -> Replica {
         Replica { trust: trust.for_job(&self.job), ..self }
@@ -146,7 +146,7 @@ impl Replica {
         there.published().map(|(id, files)| self.look(id, files, cancelled)).collect()
     }
 
-    /// The newest image that is there, whatever is known of it.
+    /// The newest image in the replica, whatever is known of it.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
@@ -169,7 +169,7 @@ impl Replica {
         }
     }
 
-    /// How the last run of the job ended, as far as it is known there.
+    /// How the last run of the job ended, as far as the replica knows.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Damaged`], [`Error::Cancelled`].
@@ -186,7 +186,7 @@ impl Replica {
         }
     }
 
-    /// Says there how the last run ended: who goes on elsewhere has to know that a job is completed.
+    /// Records in the replica how the last run ended: another machine must know that a job is completed.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].

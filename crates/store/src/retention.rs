@@ -1,25 +1,27 @@
-//! Which images go, and why each stays or goes: a pure function from facts to a plan.
+//! Which images are removed, and why each is kept or removed: a pure function from facts to a plan.
 //!
-//! An image stays that any rule keeps, as in restic: one of the last N; the newest of its hour or day, for the last N hours
-//! and days that have a good image, in UTC, so that neither a time zone nor its summer moves an image; younger than a
-//! time; pinned. Then come bounds of size, which are above the rules: bad images go first and then the others, the oldest
-//! first, and no more than it takes.
+//! An image is kept if any rule keeps it, as in restic: it is one of the last N; it is the newest of its hour or day,
+//! for the last N hours and days that have a good image, in UTC, so that neither a time zone nor daylight saving time
+//! moves an image; it is younger than a time; it is pinned. Then the bounds of size apply, which override the rules:
+//! bad images are removed first and then the others, the oldest first, and no more than necessary.
 //!
 //! Invariants:
-//! - The newest good image stays. While there is no good image, all stay.
-//! - The newest good image that is proven stays until a newer one is: newer ones may all be of a state that cannot go on.
-//! - Both hold for the images of the line that the job is on by themselves: after a rewind those that it left are newer.
-//! - The image that is to be proven next stays until it is, unless there is no room: where images come faster than they are
-//!   proven, none would ever be.
+//! - The newest good image is kept. While there is no good image, all are kept.
+//! - The newest good image that is proven is kept until a newer one is proven: the job may be unable to continue from
+//!   any of the newer ones.
+//! - Both apply separately to the images of the current line: after a rewind, the images of the old line are newer.
+//! - The image that will be proven next is kept until it is, unless there is no space: if images are taken faster than
+//!   they are proven, none would ever be proven.
 //! - No rule and no bound removes a pinned image.
-//! - One that is on its way to the replica stays for so long, unless a new image has no room otherwise.
-//! - Only an image whose manifest was read counts as good; one of which nothing is known is neither counted nor removed.
-//!   Bad images stay for a while, not counted, so that a wrong mark loses nothing at once.
-//! - Newer means a higher number, whatever the clock said. Hours and days are those that the clock showed when the image was
-//!   taken; where it was put back, images of a later time than now count as young.
-//! - After a plan for [`Policy::max_total`] what is left is within it, or the plan says that it cannot be.
+//! - An image that is being replicated is kept until then, unless a new image has no space otherwise.
+//! - Only an image whose manifest was read counts as good; an unreadable one is neither counted nor removed. Bad images
+//!   are kept for a while, not counted, so that a wrong mark loses nothing at once.
+//! - Newer means a higher number, whatever the clock said. Hours and days are those of the clock when the image was
+//!   taken; if the clock was set back, images with a later time than now count as young.
+//! - After a plan for [`Policy::max_total`] the remaining images are within it, or the plan says that this is
+//!   impossible.
 //!
-//! [`admission`] asks the same before an image is written, [`survey`] collects the facts and carries a plan out.
+//! [`admission`] applies the same rules before an image is written; [`survey`] collects the facts and executes a plan.
 
 pub mod admission;
 mod facts;
@@ -57,7 +59,7 @@ impl Plan {
 /// What happens to an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Decision {
-    /// Which image.
+    /// The image.
     pub id: ImageId,
     /// What happens, and why.
     pub verdict: Verdict,
@@ -104,7 +106,7 @@ impl Plan {
     }
 }
 
-/// So many of `order`, from its begin, that `enough` holds of them and `gone`; None where all are not enough.
+/// So many of `order`, from its begin, that `enough` holds of them and `gone`; None if all are not enough.
 fn first_that(gone: &[ImageId], order: &[ImageId], enough: impl Fn(&[ImageId]) -> bool) -> Option<Vec<ImageId>> {
     let mut all = gone.to_vec();
     if enough(&all) {
@@ -215,7 +217,7 @@ impl<'p> Rules<'p> {
         Rules { policy, now, good: 0, hours: HashSet::new(), days: HashSet::new() }
     }
 
-    /// Why the next one stays; empty where it does not.
+    /// Why the next one stays; empty if it does not.
     fn keep(&mut self, taken: DateTime<Utc>) -> Vec<KeepReason> {
         let Policy { keep_last, keep_hourly, keep_daily, keep_within, .. } = *self.policy;
         let keep_last = keep_last.max(1);
@@ -244,7 +246,7 @@ impl<'p> Rules<'p> {
     }
 }
 
-/// Whether a time of which none was seen yet, while fewer than `most` were.
+/// Whether this time is new, while fewer than `most` were seen.
 fn is_first_of(seen: &mut HashSet<i64>, time: i64, most: u32) -> bool {
     u32::try_from(seen.len()).is_ok_and(|count| count < most) && seen.insert(time)
 }

@@ -1,4 +1,4 @@
-//! Whose folder is it? What is in an image is run with the rights of whoever restores it.
+//! The owner of a folder. The content of an image is run with the rights of whoever restores it.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

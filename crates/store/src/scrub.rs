@@ -1,8 +1,8 @@
-//! Looks for damage while there is nothing else to do: reads the packs of a job record by record, each pack once a day.
+//! Looks for damage while nothing else happens: reads the packs of a job record by record, each pack once a day.
 //!
-//! What was read is remembered in memory only: after a restart of the supervisor it begins anew, in another order, so that
-//! frequent restarts do not read the same packs each time. It holds the index of one pack and one record, and reads past the
-//! page cache. It only reads; [`super::heal`] does the rest.
+//! Its position is in memory only. After a restart of the supervisor it starts again in another order, so that frequent
+//! restarts do not read the same packs each time. It has the index of one pack and one record in memory, and bypasses
+//! the page cache. It only reads; [`super::heal`] replaces damaged content.
 
 use std::collections::hash_map::RandomState;
 use std::collections::{BTreeMap, BTreeSet};
@@ -23,7 +23,7 @@ use rekindle_os::direct::{Aligned, DirectFile, Way, span};
 pub const AGAIN: Duration = Duration::from_secs(24 * 3600);
 /// How often it is looked for new packs while there is none to be read.
 const LOOK: Duration = Duration::from_secs(60);
-/// More chunks of a pack than this are healed before the rest is read.
+/// If more chunks of a pack than this are damaged, they are replaced before the rest is read.
 const MANY: usize = 256;
 
 /// What one step did.
@@ -35,9 +35,9 @@ pub enum Step {
     Found(BTreeSet<ChunkId>),
     /// Nothing of this pack can be used. Told once a day.
     Unusable {
-        /// Which.
+        /// The pack.
         pack: PackName,
-        /// Why.
+        /// The reason.
         why: String,
     },
     /// All packs were read; it is time to look whether chunks are in no pack. Told once a day.
@@ -83,7 +83,7 @@ impl Scrub {
         Scrub { packs, key, again, read: BTreeMap::new(), round: None, order: RandomState::new(), open: None }
     }
 
-    /// Reads one record, or goes on to another pack.
+    /// Reads one record, or opens the next pack.
     ///
     /// # Errors
     /// When the packs cannot be listed.
@@ -132,7 +132,7 @@ impl Scrub {
         }
     }
 
-    /// None where it is not for us, or went just now.
+    /// None if it is not for us, or went just now.
     fn look(&self, pack: PackName) -> std::result::Result<Option<Open>, String> {
         let path = self.packs.pack_path(pack);
         let contents = match self.packs.pack_index(pack) {

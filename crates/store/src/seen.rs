@@ -1,9 +1,9 @@
-//! What this machine has seen of the images of jobs, outside of the store.
+//! The images of jobs that this machine has seen, recorded outside the store.
 //!
-//! A signature says that an image is ours, not that it is the newest: who can write a store or a replica can put an older
-//! state there that is signed as well. So the newest image of each run is noted in a folder of this machine
-//! (`store.seen-directory`), where there is a key, and a job that goes on from an older one is told of loudly. A machine that
-//! has seen nothing can tell nothing. When the power goes there is the old note or the new one.
+//! A signature says that an image is ours, not that it is the newest: whoever can write a store or a replica can put an
+//! older, signed state there. So with a key, the newest image of each run is recorded in a folder of this machine
+//! (`store.seen-directory`), and a warning is logged if a job continues from an older one. A machine that has seen
+//! nothing cannot warn. After a power cut there is the old record or the new one.
 
 use std::fs::DirBuilder;
 use std::io::{self, Read};
@@ -30,7 +30,7 @@ const MAX_BYTES: u64 = 64 << 10;
 pub struct Newest {
     /// See [`super::Manifest::lineage`].
     pub lineage: String,
-    /// Which.
+    /// The image.
     pub image: ImageId,
     /// When it was noted.
     pub when: DateTime<Utc>,
@@ -96,7 +96,7 @@ impl Seen {
         self.write(runs)
     }
 
-    /// Forgets a run: it is over, and nobody goes on from its images.
+    /// Forgets a run: it is over, and nobody continues from its images.
     ///
     /// # Errors
     /// As [`Seen::note`].
@@ -109,9 +109,9 @@ impl Seen {
 
     fn write(&self, runs: Vec<Newest>) -> Result<(), FileError> {
         let dir = self.path.parent().unwrap_or(&self.path);
-        DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(failed("make", dir))?;
+        DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(failed("create", dir))?;
         let bytes = serde_json::to_vec_pretty(&OnDisk { version: VERSION, runs });
-        let bytes = bytes.map_err(|error| failed("describe", &self.path)(error.into()))?;
+        let bytes = bytes.map_err(|error| failed("encode", &self.path)(error.into()))?;
         durable::write_file(&self.path, &bytes, 0o600).map_err(failed("write", &self.path))
     }
 }

@@ -1,4 +1,4 @@
-//! Which image does a text mean: `latest`, `42`, `000042-20261120T132105Z` or the begin of that, or a tag.
+//! Finds the image that a text means: `latest`, `42`, `000042-20261120T132105Z` or the beginning of that, or a tag.
 
 use super::error::{Error, Result};
 use super::id::{ImageId, JobName};
@@ -39,7 +39,7 @@ pub(super) fn select(
 }
 
 fn matches(ids: &[ImageId], wanted: &str) -> Vec<ImageId> {
-    // "42" is a number; "00004" is the begin of 000040 to 000049.
+    // "42" is a number; "00004" is the beginning of 000040 to 000049.
     if !wanted.starts_with('0')
         && let Ok(number) = wanted.parse::<u32>()
     {

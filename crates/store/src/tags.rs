@@ -1,13 +1,12 @@
-//! `tags.json`: what a user says of an image: names for it, and a pin that no retention removes. It lies in the folder of
-//! the image, in the store.
+//! `tags.json` in the folder of an image, in the store: the user's names for it, and a pin that no retention removes.
 //!
-//! - A pin keeps an image; a tag is a name for it and keeps nothing.
-//! - A file that is there and cannot be read counts as a pin: somebody may have set one. A change is refused then.
-//! - It is written by whoever may write the folder, without the lock of the one writer, which a supervisor holds for weeks.
-//!   That is safe because the file is small, is replaced whole and is read anew when it counts: the removal of an image
-//!   first takes its name away, after which nobody can set a pin, then reads this file, and gives the name back where
-//!   there is a pin (remove.rs). A pin that was set is therefore either seen or refused.
-//! - When the power goes there is the old or the new file, and perhaps a `.tmp-` file, which the next start sweeps.
+//! - A pin keeps an image; a tag is a name and keeps nothing.
+//! - A file that exists and cannot be read counts as a pin: somebody may have set one. A change is then refused.
+//! - It is written by whoever may write the folder, without the lock of the one writer, which a supervisor has for
+//!   weeks. This is safe because the file is small, is replaced as a whole, and is read again when it matters: the
+//!   removal of an image first renames it, after which nobody can set a pin, then reads this file, and renames the
+//!   image back if there is a pin (remove.rs). So a pin that was set is either seen or refused.
+//! - After a power cut there is the old or the new file, and perhaps a `.tmp-` file, which the next start removes.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -36,7 +35,7 @@ pub struct Tag(String);
 /// A text that is no tag.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "\"{0}\" is no tag: it must be 1 to 64 characters from A-Z a-z 0-9 . _ -, not begin with -, and be no number, image id or \"latest\""
+    "\"{0}\" is not a tag: a tag has 1 to 64 characters of A-Z a-z 0-9 . _ -, does not start with -, and is not a number, an image id or \"latest\""
 )]
 pub struct NoTag(String);
 
@@ -140,7 +139,7 @@ impl Tags {
     }
 }
 
-/// "pinned, best, epoch-3"; empty where nothing is said.
+/// "pinned, best, epoch-3"; empty without any.
 impl fmt::Display for Tags {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let pin = match &self.unreadable {
@@ -159,7 +158,7 @@ struct OnDisk {
     tags: BTreeSet<Tag>,
 }
 
-/// What is said of the image in `dir`.
+/// The tags of the image in `dir`.
 pub(super) fn read(dir: &Path) -> Tags {
     let illegible = |why: String| Tags { unreadable: Some(why), ..Tags::default() };
     let file = match durable::open_for_reading(&dir.join(FILE_NAME)) {
@@ -188,7 +187,7 @@ impl Image {
         }
     }
 
-    /// Changes what is said of it, durably, and answers what holds then. Needs no lock, see above.
+    /// Changes what is said of it, durably, and returns what holds then. Needs no lock, see above.
     ///
     /// # Errors
     /// [`Error::NotStored`] for an image in memory, [`Error::UnreadableTags`], [`Error::TooManyTags`], [`Error::Write`],

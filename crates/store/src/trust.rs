@@ -1,8 +1,9 @@
 //! Who may have written what is read from a store or a replica.
 //!
-//! Without a key anybody who can write there: a hash without a key finds damage and nobody's intent. With a key
-//! (`store.encryption-key`) manifests and job records carry a signature, a keyed hash that only who has the key can make,
-//! and one without is refused unless `store.accept-unsigned` is set. What each signature covers is in docs/format.md.
+//! Without a key: anybody who can write there. A hash without a key finds damage, not intent. With a key
+//! (`store.encryption-key`), manifests and job records have a signature, a keyed hash that only the owner of the key
+//! can make. A file without one is refused unless `store.accept-unsigned` is set. docs/format.md says what each
+//! signature covers.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -22,7 +23,7 @@ use super::manifest::hex;
 pub enum Untrusted {
     /// It may be from before there was a key, or somebody without the key has made it.
     #[error(
-        "has no signature, though store.encryption-key is {}: anyone who can write the store or the replica could have made it. If it is from before rekindle signed images, or from before this key was set, set store.accept-unsigned = true until newer images have taken its place; else remove it",
+        "has no signature, but store.encryption-key is {}: anyone who can write the store or the replica could have made it. If it is older than this key, or than signatures in rekindle, set store.accept-unsigned = true until newer images replace it; otherwise remove it",
         key.display()
     )]
     Unsigned {
@@ -31,7 +32,7 @@ pub enum Untrusted {
     },
     /// Signed with a key that is not ours.
     #[error(
-        "was signed with another key (its id is {id}) than the one in {}: set store.encryption-key to the key that it was made with, or remove it",
+        "was signed with another key (its id is {id}) than the one in {}: set store.encryption-key to that key, or remove the image",
         key.display()
     )]
     OtherKey {
@@ -41,14 +42,14 @@ pub enum Untrusted {
         id: String,
     },
     /// Signed, it says, with our key, and it is not.
-    #[error("has a signature that does not fit the key in {}: it was changed by someone who does not have the key, or is damaged", key.display())]
+    #[error("has a signature that does not match the key in {}: it is damaged, or was changed by someone without the key", key.display())]
     Forged {
         /// The key file.
         key: PathBuf,
     },
 }
 
-/// A signature, as it is in a file.
+/// A signature, as in a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Signature {
     /// The id of the key, hexadecimal. It tells nothing of the key.

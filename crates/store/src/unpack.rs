@@ -1,10 +1,10 @@
-//! From the packs to plain files: what a restart, or who looks into an image, needs.
+//! Unpacks packed images to plain files, for a restart or for whoever inspects an image.
 //!
-//! Every chunk is checked against its name, and the chunk map against the manifest, so that what was written is what was
-//! published. Zeros are left out: they are holes. Nothing is synced: the files are for now.
+//! Every chunk is checked against its name, and the chunk map against the manifest, so the files are exactly what was
+//! published. Zeros are left out: they are holes. Nothing is synced, because the files are temporary.
 //!
-//! A chunk that is damaged, or that the disk does not give, is taken from another pack that has it. What is whole nowhere
-//! here is brought from the replica ([`super::heal`]), where the caller allows that, and then read as any other.
+//! A chunk that is damaged or unreadable is taken from another pack that has it. If no pack here has it intact, it is
+//! fetched from the replica ([`super::heal`]), if the caller allows that, and then read normally.
 
 use std::collections::BTreeSet;
 use std::fs::{DirBuilder, File};
@@ -43,18 +43,18 @@ pub enum Error {
     /// The chunk map cannot be used.
     #[error("image {id} cannot be unpacked: its chunk map cannot be used")]
     Map {
-        /// Which.
+        /// The image.
         id: ImageId,
-        /// Why.
+        /// The cause.
         source: ReadError,
     },
     /// The packs cannot be listed.
     #[error(transparent)]
     Store(#[from] super::Error),
-    /// A chunk cannot be had.
-    #[error("image {id} cannot be unpacked: byte {offset} of \"{part}\" cannot be had")]
+    /// A chunk cannot be read.
+    #[error("image {id} cannot be unpacked: byte {offset} of \"{part}\" cannot be read")]
     Chunk {
-        /// Which image.
+        /// The image.
         id: ImageId,
         /// Which part.
         part: String,
@@ -63,10 +63,10 @@ pub enum Error {
         /// The pack, the place and what differs.
         source: Box<ReadChunkError>,
     },
-    /// A chunk is whole nowhere here, and may be in the replica, or could not be stored again.
-    #[error("image {id} cannot be unpacked now: content of it is damaged here, and was not replaced: {why}")]
+    /// A chunk has no intact copy here, and may be in the replica, or could not be stored again.
+    #[error("image {id} cannot be unpacked now: some of its content is damaged and was not replaced: {why}")]
     NotHealed {
-        /// Which image.
+        /// The image.
         id: ImageId,
         /// Why it was not replaced.
         why: String,
@@ -76,7 +76,7 @@ pub enum Error {
     /// A file cannot be written.
     #[error("cannot write {}{}", path.display(), super::error::Failing(source))]
     Write {
-        /// Which.
+        /// The path.
         path: PathBuf,
         /// The kernel's answer.
         source: io::Error,
@@ -98,7 +98,7 @@ impl Error {
         }
     }
 
-    /// Whether the disk is what failed: the image may be whole all the same, and is not to be marked for it.
+    /// Whether the disk has failed: the image may be intact all the same, and must not be marked for it.
     #[must_use]
     pub fn is_failing_disk(&self) -> bool {
         match self {
@@ -108,7 +108,7 @@ impl Error {
         }
     }
 
-    /// Whether the content may be had another time: the disk or the replica does not give it now.
+    /// Whether the content may be readable another time: the disk or the replica does not deliver it now.
     #[must_use]
     pub fn may_pass(&self) -> bool {
         matches!(self, Error::NotHealed { .. }) || self.is_failing_disk()
@@ -183,7 +183,7 @@ pub fn unpack(
 }
 
 impl Unpacking<'_> {
-    /// As [`unpack`]. Answers what was healed, where something had to be.
+    /// As [`unpack`]. Returns what was healed, where something had to be.
     ///
     /// # Errors
     /// As [`unpack`]; where healing was tried in vain, what was wrong with the first chunk.
@@ -225,8 +225,8 @@ impl Unpacking<'_> {
             Err(error) => {
                 let why = chain(&error);
                 let Some(first) = first else {
-                    // All that was wanted is there already.
-                    tracing::warn!("damaged content of the store was not replaced: {why}");
+                    // Everything requested exists already.
+                    tracing::warn!("cannot replace damaged content of the store: {why}");
                     return Ok(None);
                 };
                 return Err(Error::NotHealed { id: image.id, why, source: first.into() });
@@ -258,7 +258,7 @@ impl Unpacking<'_> {
     }
 }
 
-/// What could not be had from where it was looked for first.
+/// Chunks that could not be read from their first place.
 #[derive(Default)]
 struct Harmed {
     /// Chunks that another pack had.
@@ -332,12 +332,12 @@ struct Writing<'a> {
     manifest: &'a Manifest,
     into: &'a Path,
     progress: &'a Progress,
-    /// What is to be healed; None where what cannot be had ends it.
+    /// What is to be replaced; None if an unreadable chunk ends the work.
     harmed: Option<Mutex<Harmed>>,
 }
 
 impl Writing<'_> {
-    /// A chunk is whole nowhere: an error, or something to be healed.
+    /// A chunk has no intact copy: an error, or something to be replaced.
     fn not_had(&self, places: &[(ChunkId, Place)], source: ReadChunkError) -> Result<(), Error> {
         let Some((_, place)) = places.first() else { return Ok(()) };
         let may_be_healed = source.may_be_healed();

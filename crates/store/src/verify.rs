@@ -1,5 +1,5 @@
-//! Is an image still what was published? Reads every byte of one whose parts are files; of a packed one its chunk map and
-//! the indexes of the packs, and their content when that is asked for ([`Image::verify_content`], [`check_packs`]).
+//! Checks that an image is still what was published. Reads every byte of a loose image. Of a packed one it reads the
+//! chunk map and the indexes of the packs, and their content on request ([`Image::verify_content`], [`check_packs`]).
 
 mod content;
 mod packed;
@@ -24,7 +24,7 @@ pub use content::{PackReport, PacksReport, Share, check_packs};
 /// What [`Image::verify`] found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
-    /// Which image.
+    /// The image.
     pub image: ImageId,
     /// Which copy of it. One in memory has no hashes yet: only the sizes of its parts can be checked.
     pub place: Place,
@@ -41,7 +41,8 @@ impl Report {
         self.manifest.is_none() && self.problems().next().is_none()
     }
 
-    /// Whether something is not what was published, and not only unreadable: what the disk does not give may be whole.
+    /// Whether something differs from what was published, and is not only unreadable: what the disk does not deliver
+    /// may be intact.
     #[must_use]
     pub fn is_damage(&self) -> bool {
         let manifest = self.manifest.as_ref().is_some_and(|damage| damage.kind != DamageKind::Unreadable);
@@ -69,7 +70,7 @@ pub struct PartReport {
 pub enum Finding {
     /// Size and hash are those of the manifest.
     Ok,
-    /// It is not there.
+    /// It does not exist.
     Missing,
     /// It was cut or has grown.
     WrongSize {
@@ -119,7 +120,7 @@ impl std::fmt::Display for Finding {
             Finding::Unreadable { why } => write!(f, "unreadable: {why}"),
             Finding::Extra => f.pad("not in the manifest"),
             Finding::Chunks { count, offset, why } => {
-                write!(f, "{count} chunks cannot be had, the first at byte {offset}: {why}")
+                write!(f, "{count} chunks cannot be read, the first at byte {offset}: {why}")
             }
             Finding::Broken { why } => write!(f, "broken: {why}"),
         }
@@ -127,8 +128,8 @@ impl std::fmt::Display for Finding {
 }
 
 impl Image {
-    /// Reads the manifest anew and every file, on several threads; of an image in memory, whose parts have no hash yet, the
-    /// sizes; of a packed one whether the packs have all of it. Damage is part of the answer, never an error.
+    /// Reads the manifest again and every file, on several threads; of an image in memory, whose parts have no hash
+    /// yet, the sizes; of a packed one whether the packs have all of it. Damage is part of the result, never an error.
     #[must_use]
     pub fn verify(&self) -> Report {
         let before = self.look_again();

@@ -1,11 +1,11 @@
-//! What tests of all crates need: the gates that say what a machine lacks, and faults at each point of a protocol.
+//! Helpers for the tests of all crates: gates that say what a machine lacks, and faults at each point of a protocol.
 
 pub mod points;
 
 /// The manifest of an image, for tests that change one thing in it.
 pub const MANIFEST: &str = include_str!("manifest.json");
 
-/// Whether a gate is met. Where it is not, the test says SKIP and why, and fails where the environment says that it must be
+/// Whether a gate is met. If it is not, the test says SKIP and why, and fails where the environment says that it must be
 /// met (`REKINDLE_TEST_REQUIRE=root,criu`).
 ///
 /// # Panics
@@ -13,15 +13,31 @@ pub const MANIFEST: &str = include_str!("manifest.json");
 #[must_use]
 pub fn require(what: &str, met: bool, why: &str) -> bool {
     let required = std::env::var("REKINDLE_TEST_REQUIRE").is_ok_and(|all| all.split(',').any(|it| it == what));
-    assert!(met || !required, "REKINDLE_TEST_REQUIRE wants {what}: {why}");
+    assert!(met || !required, "REKINDLE_TEST_REQUIRE requires {what}: {why}");
     if !met {
         eprintln!("SKIP: {why}");
     }
     met
 }
 
+/// What a test needs, where it was found; `why` says what is missing and how to get it.
+///
+/// # Panics
+/// Where it is required and was not found.
+#[must_use]
+pub fn needs<T>(what: &str, found: Option<T>, why: &str) -> Option<T> {
+    let _ = require(what, found.is_some(), why);
+    found
+}
+
 /// Whether this is root.
 #[must_use]
 pub fn root() -> bool {
-    require("root", nix::unistd::geteuid().is_root(), "needs root")
+    require("root", nix::unistd::geteuid().is_root(), "this needs root")
+}
+
+/// The CRIU to test with.
+#[must_use]
+pub fn criu() -> Option<std::path::PathBuf> {
+    needs("criu", std::env::var_os("REKINDLE_CRIU").map(Into::into), "REKINDLE_CRIU names no CRIU")
 }

@@ -1,4 +1,4 @@
-//! Faults at the numbered points of a protocol that writes (`rekindle_os::point`), in a process of its own.
+//! Faults at the numbered points of a protocol that writes (`rekindle_os::point`), in a separate process.
 
 use std::ffi::OsStr;
 use std::io;

@@ -1,4 +1,5 @@
-//! What programs that run inside a job, or inside CRIU, and the supervisor agree on. Plain layouts and names; no code.
+//! Shared definitions of the supervisor and the programs that run inside a job or inside CRIU. Plain layouts and names;
+//! no code.
 #![no_std]
 
 pub mod sharing;

@@ -1,9 +1,9 @@
-//! What a process knows of device memory that it shares with others, and what its keeper is asked: the layout that the
+//! The table of device memory that a process shares with others, and the requests to its keeper: the layout that the
 //! interposer and the supervisor agree on.
 //!
 //! The table is a memfd of this name, mapped shared by the process and, while a snapshot or a restart needs it, by the
-//! supervisor. The job can write to it: the supervisor believes no number in it unchecked. All zero is an empty table.
-//! A change of the layout is a change of [`NAME`], as an image brings the table of its time with it.
+//! supervisor. The job can write to it, so the supervisor checks every number in it. All zero is an empty table. A
+//! change of the layout needs a change of [`NAME`], because an image contains the table of its version.
 #![allow(missing_docs, reason = "fields have the names that the driver gives them")]
 
 use core::ffi::CStr;
@@ -18,7 +18,7 @@ pub const MOST: usize = 16384;
 /// Places that may use one mapping: GPUs, and the host.
 pub const MOST_ACCESS: usize = 20;
 
-/// [`Table::state`]: the imports are there, or let go.
+/// [`Table::state`]: the imports are mapped, or released.
 pub const HELD: u32 = 0;
 pub const LET_GO: u32 = 1;
 
@@ -67,7 +67,7 @@ pub struct Import {
     pub mappings: AtomicU32,
     /// 1 where the entry is taken.
     pub is_live: AtomicU32,
-    /// 1 while it is let go.
+    /// 1 while it is released.
     pub is_gone: AtomicU32,
     pub pid: AtomicU32,
     /// 0 where it is not known whose it is.
@@ -108,21 +108,21 @@ pub struct Table {
     /// The process, as it sees itself; 0 until the table may be read.
     pub pid: AtomicI32,
     pub nonce: AtomicU32,
-    /// The keeper's thread, as the process sees it; 0 where there is none.
+    /// The keeper's thread, as the process sees it; 0 if there is none.
     pub keeper: AtomicI32,
     /// Objects of other processes that the driver has here, whoever asked for them.
     pub foreign: AtomicU32,
-    /// What cannot be let go, as far as it was seen since the beginning: [`UNTRACKED`], [`MULTICAST`].
+    /// What cannot be released, as far as it was seen since the beginning: [`UNTRACKED`], [`MULTICAST`].
     pub obstacles: AtomicU32,
     pub state: AtomicU32,
-    /// Calls of the program under way that name what can be let go: they have the driver's handle for it already.
+    /// Calls of the program in progress that name what can be released: they have the driver's handle for it already.
     pub under_way: AtomicU32,
     /// Set by the supervisor from before CUDA's lock until it is over.
     pub is_locked: AtomicU32,
     pub unused: AtomicU32,
     /// Raised by one, and woken (futex), to have the keeper make a socket.
     pub calls: AtomicU32,
-    /// The supervisor's end of it, once `answered` has the number of the call; -1 where there is none.
+    /// The supervisor's end of it, once `answered` has the number of the call; -1 if there is none.
     pub socket: AtomicI32,
     pub answered: AtomicU32,
     /// Entries that were ever used: none lies behind them.
@@ -134,7 +134,7 @@ pub struct Table {
     pub mappings: [Mapping; MOST],
 }
 
-/// What the keeper is asked, one packet each; it answers each with one, a [`Reply`].
+/// The requests to the keeper, one packet each; it answers each with one, a [`Reply`].
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Request {
@@ -154,7 +154,7 @@ pub struct Reply {
 
 /// [`Request::what`]: the first one. The supervisor has its end of the socket, and the keeper need not keep it open.
 pub const BEGIN: u32 = 0;
-/// Uses the driver without changing anything. Comes back if nobody stands in the driver's way.
+/// Uses the driver without changing anything. Returns if nothing blocks the driver.
 pub const PROBE: u32 = 1;
 /// Unmaps and releases all imports.
 pub const RELEASE: u32 = 2;

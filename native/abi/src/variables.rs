@@ -1,10 +1,10 @@
-//! Names of environment variables with which the supervisor tells its parts what to do.
+//! Names of the environment variables by which the supervisor configures its helpers.
 
 /// For the interposer, in the job: the folder of landing files.
 pub const LANDING: &str = "REKINDLE_LANDING";
 /// For the interposer, in the job: how many threads copy device memory.
 pub const COPY_THREADS: &str = "REKINDLE_COPY_THREADS";
-/// For the plugin, in CRIU: the devices of which CRIU leaves the descriptors to the plugin.
+/// For the plugin, in CRIU: the devices whose descriptors CRIU leaves to the plugin.
 pub const DEVICES: &core::ffi::CStr = c"REKINDLE_DEVICES";
 /// For the plugin, in CRIU: the user with whose rights files are opened.
 pub const FILES_AS: &core::ffi::CStr = c"REKINDLE_FILES_AS";

@@ -1,21 +1,23 @@
-//! CRIU's calls that open or change files by their path, as CRIU finds them instead of the C library's (LD_PRELOAD).
+//! CRIU's calls that open or change files by their path. CRIU finds these functions instead of the C library's
+//! (LD_PRELOAD).
 //!
-//! In a restore CRIU has the file rights of the job's user ([`rights`](crate::rights)), and every call is first made with
-//! those alone. Where the kernel refuses, these go on with more, and nothing else does:
+//! In a restore CRIU has the file rights of the job's user ([`rights`](crate::rights)), and every call is first made
+//! with those only. If the kernel refuses, only these are repeated with more rights:
 //!
 //! | what | with | why it is safe |
 //! |---|---|---|
-//! | an entry of /proc | root's rights, no link followed | CRIU's own processes; users make nothing there |
-//! | a link in /proc to an open file | the right to pass folders | the file itself asks for the user's rights |
-//! | what is told of a name; the working directory | the right to pass folders | nothing is opened |
+//! | an entry of /proc | root's rights, no link followed | CRIU's own processes; users create nothing there |
+//! | a link in /proc to an open file | the right to pass folders | the file itself needs the user's rights |
+//! | metadata of a name; the working directory | the right to pass folders | nothing is opened |
 //! | a regular file or a folder, to read | the right to read | nothing is changed; rekindle compares each with what the user may open before the job runs |
-//! | an existing regular file, to write | the right to pass folders | the file itself asks for the user's rights |
-//! | a name in a folder that [only root](crate::trusted) can change | root's rights | nobody can exchange it: CRIU's work folder; a library that was deleted since |
+//! | an existing regular file, to write | the right to pass folders | the file itself needs the user's rights |
+//! | a name in a folder that [only root](crate::trusted) can change | root's rights | nobody can replace it: CRIU's work folder; a library that was deleted since |
 //!
-//! What is neither regular nor a folder is never opened with more rights: to open a device or a FIFO can do something.
+//! Anything that is neither a regular file nor a folder is never opened with more rights, because opening a device or a
+//! FIFO can have effects.
 //!
-//! In a dump CRIU is root, and gives a file that has lost its name another one for a moment (`link_remap.N`), in the folder
-//! where it was: that is done with the user's rights.
+//! In a dump CRIU is root, and temporarily gives a deleted file another name (`link_remap.N`) in the folder where it
+//! was: this is done with the user's rights.
 
 use core::ffi::{c_char, c_int, c_long, c_uint, c_void};
 use core::slice::from_raw_parts;
@@ -45,7 +47,7 @@ pub(crate) fn rights() -> Option<Rights> {
     Rights::parse(sys::variable(c"REKINDLE_FILES_AS")?)
 }
 
-/// CRIU begins a dump or a restore. Answers whether it may go on: not where the [`rights`] it must have are not to be had.
+/// CRIU begins a dump or a restore. Returns whether it may continue: not if the required [`rights`] are not available.
 pub(crate) fn begin(stage: i32) -> bool {
     /// `CR_PLUGIN_STAGE__RESTORE`.
     const CRIU_RESTORES: i32 = 2;
@@ -107,7 +109,7 @@ unsafe fn open_in(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) 
     } else {
         open_what_is_there(from, path, flags)
     };
-    // That something is not there, which the user may not see, is CRIU's to know.
+    // CRIU may know that a file does not exist, even if the user may not see that.
     more.unwrap_or(result)
 }
 
@@ -139,7 +141,7 @@ fn open_in_proc(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) ->
     // SAFETY: a path that the caller gave, which ends with NUL, and a struct of the size that is told.
     let mut entry = raised(WRITE, || unsafe { sys::call(number::OPENAT2, arguments) });
     if entry == ENOSYS {
-        // Before Linux 5.6. CRIU's entries of this kind have no link on the way but its own /proc/self.
+        // Before Linux 5.6. CRIU's entries of this kind have no link on the path except its own /proc/self.
         entry = raised(WRITE, || raw_open(from, path, flags | O_NOFOLLOW, mode));
     }
     if entry >= 0 {
@@ -148,7 +150,7 @@ fn open_in_proc(from: c_int, path: *const c_char, flags: c_int, mode: c_uint) ->
     open_what_is_there(from, path, flags)
 }
 
-/// Opens a regular file or a folder on the way to which the user may not be.
+/// Opens a regular file or a folder to which the user may not have access to all parent folders.
 fn open_what_is_there(from: c_int, path: *const c_char, flags: c_int) -> Option<isize> {
     let found = raised(READ, || raw_open(from, path, O_PATH | O_CLOEXEC | (flags & O_NOFOLLOW), 0));
     if found < 0 {
@@ -192,7 +194,7 @@ fn own_link(fd: i32) -> [u8; 32] {
     name
 }
 
-/// Does `work` as root if only root can change what is on the way to `path`.
+/// Runs `work` as root if only root can change the folders above `path`.
 fn as_root_in(from: c_int, path: &[u8], work: impl FnOnce(&trusted::Place) -> isize) -> Option<isize> {
     let rights = rights()?;
     rights.lay_down(|| trusted::place(from, path).map(|place| work(&place)))

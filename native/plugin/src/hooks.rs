@@ -1,4 +1,4 @@
-//! What CRIU looks for in the object, as its criu-plugin.h has it.
+//! The symbols that CRIU looks for in a plugin, as in its criu-plugin.h.
 
 use core::ffi::{c_char, c_void};
 
@@ -22,7 +22,7 @@ unsafe impl Sync for Descriptor {}
 /// A hook of two that get the descriptor of what CRIU does not know as their first argument.
 type Hook = extern "C" fn(i32) -> i32;
 
-/// `init` gets what CRIU is about to do, and answers 0 where it may.
+/// `init` gets what CRIU is about to do, and returns 0 if it may.
 type Begin = extern "C" fn(i32) -> i32;
 
 const BEGIN: *const c_void = begin as Begin as *const c_void;

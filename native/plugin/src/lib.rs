@@ -1,18 +1,20 @@
-//! The plugin that CRIU loads: in a dump it has CRIU accept NVIDIA's devices in processes that are no CUDA processes.
+//! The plugin that CRIU loads: in a dump it makes CRIU accept NVIDIA's devices in processes that are not CUDA
+//! processes.
 //!
-//! CRIU (4.0 to 4.2) dumps neither a character device that it does not know ("Can't dump file 3 of that type [20666]
-//! (chr 195:255)") nor a mapping of one, unless a plugin says yes (`DUMP_EXT_FILE` in its files-ext.c, `HANDLE_DEVICE_VMA`
-//! in proc_parse.c). This one says yes to the devices that `REKINDLE_DEVICES` in CRIU's environment names ([`accept`]) and
-//! does nothing else. rekindle puts something else in their place while all processes still stand still
-//! (`sys::criu::image::without_devices`): no image names a plugin or a device, and no restore needs either.
+//! CRIU (4.0 to 4.2) dumps neither an unknown character device ("Can't dump file 3 of that type [20666] (chr 195:255)")
+//! nor a mapping of one, unless a plugin accepts it (`DUMP_EXT_FILE` in its files-ext.c, `HANDLE_DEVICE_VMA` in
+//! proc_parse.c). This plugin accepts the devices that `REKINDLE_DEVICES` in CRIU's environment names ([`accept`]) and
+//! does nothing else. rekindle replaces them while all processes are still stopped
+//! (`rekindle_criu::image::without_devices`): no image names a plugin or a device, and no restore needs either.
 //!
-//! It also gives CRIU the file rights of the job's user ([`rights`], [`files`]), where `REKINDLE_FILES_AS` names one. For
+//! It also gives CRIU the file rights of the job's user ([`rights`], [`files`]), if `REKINDLE_FILES_AS` names one. For
 //! that it is in CRIU's LD_PRELOAD too: CRIU then finds some functions of the C library here.
 //!
 //! # What CRIU can rely on
-//! - There is no link to libc: no symbol version can be missing where CRIU brings its own loader and libraries. `getenv` and
-//!   `__errno_location` are weak; without the first nothing is accepted.
-//! - Nothing is allocated, and nothing here panics. Without these variables each function does what the C library's does.
+//! - There is no link to libc: no symbol version can be missing if CRIU brings its own loader and libraries. `getenv`
+//!   and `__errno_location` are weak; without the first nothing is accepted.
+//! - Nothing is allocated, and nothing here panics. Without these variables each function does what the C library's
+//!   does.
 #![cfg_attr(not(test), no_std)]
 // Nothing here may become a call of a libc that is not linked.
 #![no_builtins]

@@ -1,15 +1,15 @@
-//! Whose rights CRIU has over files.
+//! CRIU's rights over files.
 //!
-//! CRIU is root, and works on paths that lie in folders of the job's user: between an image and its restore, and during one,
-//! the user can put links, other folders and other files there. So CRIU gets the file rights of that user, and keeps root's
+//! CRIU is root, and uses paths in folders of the job's user. Between an image and its restore, and during one, the
+//! user can put links, other folders and other files there. So CRIU gets the file rights of that user, and keeps root's
 //! over everything else: the kernel judges file access by the file-system ids (credentials(7)), and takes root's rights
 //! over files from a thread whose file-system user id is not 0 (capabilities(7), "Effect of user ID changes").
 //!
 //! [`Rights`] come from CRIU's environment, `REKINDLE_FILES_AS=UID:GID:GROUP,GROUP...`, and are in force
-//! - in a restore, from CRIU's first look at the job's files on, for CRIU and the tasks that it makes, until each task takes
-//!   its own ids ([`Rights::take`]);
-//! - in a dump, for the two calls that change something in folders of the job ([`Rights::borrow`]). CRIU needs root's rights
-//!   to look at processes, and looks only.
+//! - in a restore, from CRIU's first access to the job's files on, for CRIU and the tasks that it creates, until each
+//!   task takes its own ids ([`Rights::take`]);
+//! - in a dump, for the two calls that change something in folders of the job ([`Rights::borrow`]). CRIU needs root's
+//!   rights to inspect processes, and only reads them.
 
 use core::mem::MaybeUninit;
 
@@ -61,12 +61,12 @@ impl Rights {
         unsafe { sys::call(number::SETGROUPS, [count, list.as_ptr().addr(), 0, 0, 0, 0]) == 0 }
     }
 
-    /// Takes them for good. False where the kernel did not obey.
+    /// Takes them for good. False if the kernel did not obey.
     pub(crate) fn take(&self) -> bool {
         self.set_groups() && set_ids(self.uid, self.gid)
     }
 
-    /// Does `work` with them. None where the kernel did not let us: then it was not done.
+    /// Runs `work` with them. None if the kernel did not let us: then it was not done.
     pub(crate) fn borrow<T>(&self, work: impl FnOnce() -> T) -> Option<T> {
         let mut groups = [0u32; GROUPS];
         // SAFETY: the list is valid for its length.
@@ -81,7 +81,7 @@ impl Rights {
         result
     }
 
-    /// Does `work` as root where these were [taken](Rights::take).
+    /// Runs `work` as root where these were [taken](Rights::take).
     pub(crate) fn lay_down<T>(&self, work: impl FnOnce() -> T) -> T {
         set_ids(0, 0);
         let result = work();
@@ -91,7 +91,7 @@ impl Rights {
 }
 
 impl Rights {
-    /// Does `work` with these as the real ids: so a process may ask for the limits of another (prlimit(2)), where it lacks
+    /// Runs `work` with these as the real ids: so a process may ask for the limits of another (prlimit(2)), where it lacks
     /// CAP_SYS_RESOURCE. Root's rights stay, they go by the effective id.
     pub(crate) fn be_called<T>(&self, work: impl FnOnce() -> T) -> T {
         const SAME: usize = usize::MAX;
@@ -106,7 +106,7 @@ impl Rights {
     }
 }
 
-/// Sets the file-system ids, and answers whether they are set.
+/// Sets the file-system ids, and returns whether they are set.
 fn set_ids(uid: u32, gid: u32) -> bool {
     const SET_PDEATHSIG: usize = 1;
     const GET_PDEATHSIG: usize = 2;
@@ -128,7 +128,7 @@ fn set_ids(uid: u32, gid: u32) -> bool {
     is_set
 }
 
-/// Does `work` with these capabilities too.
+/// Runs `work` with these capabilities too.
 pub(crate) fn raised<T>(more: Capabilities, work: impl FnOnce() -> T) -> T {
     // `struct __user_cap_header_struct`, version 3, this thread; effective, permitted and inheritable, two words each.
     let header: [u32; 2] = [0x2008_0522, 0];

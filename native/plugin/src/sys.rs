@@ -1,4 +1,4 @@
-//! What is asked of the kernel and of the process.
+//! System calls, and access to the process's memory and environment.
 
 use core::arch::{asm, global_asm};
 use core::ffi::{c_char, c_void};
@@ -144,8 +144,8 @@ global_asm!(
     ".popsection",
 );
 
-// What the compiler calls by name. Hidden: nobody else finds these, and no libc is needed for them. Nothing here unwinds; the
-// personality is named by tables of the core library only.
+// Functions that the compiler calls by name. Hidden: no other object finds these, and no libc is needed for them.
+// Nothing here unwinds; only tables of the core library name the personality.
 #[cfg(not(test))]
 global_asm!(
     ".pushsection .text.rekindle_memory, \"ax\", @progbits",

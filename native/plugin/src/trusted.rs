@@ -1,4 +1,4 @@
-//! Folders in which root may work by name: no user can exchange anything on the way.
+//! Folders in which root may work by name, because no user can replace anything on the path.
 
 use core::ffi::c_char;
 
@@ -30,10 +30,10 @@ impl Drop for Place {
     }
 }
 
-/// Where `path` is, if every folder on the way to it belongs to root and only root can change it. Links are not followed.
-/// From elsewhere than the root of the file system only a name of one part counts, in a folder that was opened before: CRIU
-/// has its images and its work in such. Folders like /tmp, where everybody may make something and nobody can take away
-/// what is another's (the sticky bit), may be on the way, and are not the place.
+/// The folder of `path`, if every folder above it belongs to root and only root can change it. Links are not followed.
+/// A relative path is accepted only if it is a single name, in a folder that was opened before: CRIU has its images and
+/// its work files in such. Folders like /tmp, where everybody may create files and nobody can remove others' (the
+/// sticky bit), may be parents, but not the folder itself.
 pub(crate) fn place(from: i32, path: &[u8]) -> Option<Place> {
     let is_absolute = path.first() == Some(&b'/');
     let mut parts = path.split(|byte| *byte == b'/').filter(|part| !part.is_empty() && *part != b".").peekable();

@@ -1,13 +1,14 @@
-//! The driver's lock of its API, as threads of the program come to it.
+//! The lock of the driver's API, as threads of the program take it.
 //!
-//! In libcuda (580, seen) each call of the API takes one pthread_rwlock_t for reading, and cuCheckpointProcessLock takes it for
-//! writing. glibc hands such a lock over as it is unlocked (`__pthread_rwlock_wrunlock`): all readers that wait have it
-//! then, whether they run or not. Between the two times that a snapshot locks CUDA ([`crate::sharing`]) all threads are
-//! stopped. One that was in the middle of waiting would get the lock, keep it, and the second time never come.
+//! In libcuda (580, observed) each API call takes one pthread_rwlock_t for reading, and cuCheckpointProcessLock takes
+//! it for writing. glibc hands such a lock over when it is unlocked (`__pthread_rwlock_wrunlock`): all waiting readers
+//! have it then, whether they run or not. A snapshot locks CUDA twice ([`crate::sharing`]), and in between all threads
+//! are stopped. A stopped thread that was waiting would get the lock and never release it, and the second lock would
+//! never succeed.
 //!
-//! So while the supervisor says that CUDA is locked, threads that find the lock taken wait beside it: they look again every
-//! now and then. At any other time they wait as they always did, those too that began to wait beside it: whoever only looks
-//! now and then may never find a lock free that others take all the time.
+//! So while the supervisor says that CUDA is locked, threads that find the lock taken do not wait for it but try again
+//! at intervals. At any other time they wait normally, including those that began to poll, because a thread that only
+//! polls may never find a lock free that others take all the time.
 
 use core::ffi::c_void;
 use core::sync::atomic::{AtomicI32, Ordering};

@@ -1,4 +1,4 @@
-//! Whether the supervisor wants this process's device memory in a landing file, and the file.
+//! Whether the supervisor wants this process's device memory in a landing file, and that file.
 
 use core::mem::MaybeUninit;
 use core::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
@@ -97,7 +97,7 @@ impl Parser {
     }
 
     fn end_text(&mut self) {
-        // The first of a name counts, as for getenv; the name itself must have been there whole.
+        // The first entry of a name counts, as for getenv; the name must have been read completely.
         if self.is_folder && self.at > FOLDER.len() && self.found_folder == 0 {
             self.found_folder = self.folder.unwrap_or(0);
         }

@@ -12,14 +12,14 @@ use crate::{armed, cpu, landing, libc, sys};
 /// more than it brings.
 const LARGE: usize = 256 << 10;
 
-/// Copies further apart than this are not of one burst: then what the machine has is looked at anew.
+/// Copies further apart than this are not of one burst: then the machine's features are read again.
 const BURST_NS: u64 = 100_000_000;
 
 /// Held during a copy: there is one job at a time.
 static COPYING: Lock = Lock::new();
 static LAST: AtomicU64 = AtomicU64::new(0);
 static THREADS: AtomicUsize = AtomicUsize::new(1);
-/// The way out of the staging buffers, as a word; the way in is the same without the flush.
+/// The copy out of the staging buffers, by name; the copy into them is the same without the flush.
 static WAY_OUT: AtomicUsize = AtomicUsize::new(0);
 
 /// The memcpy of libcuda while there is a region: of that region, and all others.
@@ -36,7 +36,7 @@ pub(crate) unsafe extern "C" fn memcpy(to: *mut u8, from: *const u8, length: usi
     to
 }
 
-/// Copies on several threads, where this is a copy for it. Answers whether it did.
+/// Copies on several threads, where this is a copy for it. Returns whether it did.
 ///
 /// # Safety
 /// As for memcpy(3).

@@ -1,4 +1,4 @@
-//! What the CPU has. Asked again for each burst of copies: a process can be restored on another machine.
+//! The features of the CPU. Read again for each burst of copies, because a process can be restored on another machine.
 
 use core::arch::asm;
 use core::arch::x86_64::__cpuid_count;
@@ -32,7 +32,7 @@ pub(crate) fn level() -> Level {
     }
 }
 
-/// Whether CLFLUSHOPT is there.
+/// Whether the CPU has CLFLUSHOPT.
 pub(crate) fn has_flush() -> bool {
     const CLFLUSHOPT: u32 = 1 << 23;
     __cpuid_count(0, 0).eax >= 7 && __cpuid_count(7, 0).ebx & CLFLUSHOPT != 0

@@ -1,7 +1,7 @@
-//! A loaded object, read where the loader has put it (ELF-64, gABI chapters 4 and 5, and the x86-64 psABI).
+//! Reads a loaded object from its memory (ELF-64, gABI chapters 4 and 5, and the x86-64 psABI).
 //!
-//! Nothing is believed: every address is looked up in the object's own readable mappings before it is read, and whatever
-//! is not as the linkers for x86-64 make it ends the search.
+//! Nothing is trusted: every address is looked up in the object's own readable mappings before it is read, and anything
+//! that differs from what linkers for x86-64 produce ends the search.
 
 use core::mem::MaybeUninit;
 use core::ptr::with_exposed_provenance;
@@ -48,7 +48,7 @@ pub(crate) fn function(name: &[u8], is_wanted: impl Fn(&Mapping) -> bool) -> Opt
     found
 }
 
-/// Shows the loaded objects that have such a mapping of their code, as long as `visit` answers that it wants more.
+/// Shows the loaded objects that have such a mapping of their code, as long as `visit` wants more.
 pub(crate) fn objects(is_wanted: impl Fn(&Mapping) -> bool, mut visit: impl FnMut(&Object) -> bool) {
     maps::scan(|mapping| {
         if mapping.inode == 0 || mapping.prot & PROT_EXEC == 0 || !is_wanted(mapping) {
@@ -282,7 +282,7 @@ mod tests {
         assert_eq!(found(b"getpid\0"), Some(getpid as *const () as usize));
         // Data, and names that are another's beginning or end.
         assert_eq!([found(b"environ\0"), found(b"getpi\0"), found(b"etpid\0")], [None; 3]);
-        // Here it is a symbol that is wanted, not one that is there.
+        // Here the symbol is undefined, not defined.
         assert_eq!(function(b"getpid\0", |mapping| mapping.inode == own), None);
         assert_eq!(function(b"getpid\0", |mapping| mapping.is_libcuda), None);
     }

@@ -1,12 +1,12 @@
-//! What libcuda's own calls of libc's functions go through: the slots of its global offset table. While there is a region
-//! those of `memcpy` lead to [`crate::copy`], and nobody else's calls do; those of [`crate::api_lock`] are led there for good.
+//! The slots of libcuda's global offset table, through which it calls libc. While there is a region, those of `memcpy`
+//! lead to [`crate::copy`], and nobody else's calls do. Those of [`crate::api_lock`] are redirected for good.
 //!
-//! The old value of a slot is kept as it is: where functions are bound when they are first called, it is the address of
-//! the stub that does so. The tables are usually read-only once they are filled (RELRO), so a page is writable for a
-//! moment. What is not as expected is left alone: then the driver copies alone, which is slower and as right.
+//! The old value of a slot is preserved: if functions are bound at their first call, it is the address of the stub that
+//! binds them. The tables are usually read-only once they are filled (RELRO), so a page becomes writable for a moment.
+//! Anything unexpected is left alone: then the driver copies alone, which is slower and as correct.
 //!
-//! Slots and old values are in this object's memory, so they go with the process: into a forked child, whose calls are
-//! handed on, and through an image.
+//! Slots and old values are in this object's memory, so a forked child has them too, and hands its calls on; and so has
+//! an image.
 
 use core::ptr::with_exposed_provenance_mut;
 use core::sync::atomic::{AtomicUsize, Ordering};
@@ -17,7 +17,7 @@ use crate::lock::Lock;
 use crate::maps::{self, Mapping};
 use crate::{copy, sys};
 
-/// A slot that leads to us; address 0 where there is none.
+/// A slot that leads to us; address 0 if there is none.
 #[derive(Debug)]
 struct Slot {
     address: AtomicUsize,
@@ -112,7 +112,7 @@ fn load(address: usize) -> usize {
     unsafe { with_exposed_provenance_mut::<usize>(address).read_volatile() }
 }
 
-/// Stores in `mapping`, which holds the address. Answers whether it did.
+/// Stores in `mapping`, which holds the address. Returns whether it did.
 fn store(mapping: &Mapping, address: usize, value: usize) -> bool {
     // A table is data, of this process alone.
     if !address.is_multiple_of(align_of::<usize>()) || mapping.prot & sys::PROT_EXEC != 0 || !mapping.is_private {
@@ -125,7 +125,7 @@ fn store(mapping: &Mapping, address: usize, value: usize) -> bool {
     // SAFETY: mapped, writable and aligned. Other threads read it as one word, before or after.
     unsafe { AtomicUsize::from_ptr(with_exposed_provenance_mut(address)) }.store(value, Ordering::Release);
     if is_locked {
-        // Where this fails the table stays writable, as it is in an object without RELRO.
+        // If this fails the table stays writable, as it is in an object without RELRO.
         let _ = sys::protect(page, PAGE, mapping.prot);
     }
     true

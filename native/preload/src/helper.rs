@@ -1,10 +1,10 @@
-//! Helper threads: made when a burst of copies begins, gone 2 ms after it.
+//! Helper threads: created when a burst of copies begins, ended 2 ms after it.
 //!
-//! They are made by the bare system call. pthread_create allocates and takes locks of the libc, and the threads that may
-//! hold those stand still. A helper has no thread pointer and no signals, and uses nothing but [`JOB`] and the kernel.
+//! They are created by the bare system call. pthread_create allocates and takes locks of the libc, and the threads that
+//! may have those are stopped. A helper has no thread pointer and no signals, and uses only [`JOB`] and the kernel.
 //!
-//! A thread that is made in a stopped process stands with the others before its first instruction, and one that CRIU
-//! restored goes on where it was: neither is counted on, and both end once they find nothing to do.
+//! A thread that is created in a stopped process stops before its first instruction, and one that CRIU restored
+//! continues where it was: neither is relied on, and both end once they find nothing to do.
 
 use core::cell::UnsafeCell;
 use core::hint::spin_loop;
@@ -81,7 +81,7 @@ extern "C" fn main() -> ! {
         if sys::now().wrapping_sub(idle_since) > PATIENCE_NS {
             sys::end_thread();
         }
-        // Where there are fewer CPUs than threads, another one needs this.
+        // If there are fewer CPUs than threads, another one needs this.
         sys::yield_now();
     }
 }

@@ -1,14 +1,14 @@
-//! The exported symbols of the libc: `mmap`, `mmap64`, `munmap`, `ioctl` and `dlsym`. Those of the driver are in
+//! The hooked symbols of the libc: `mmap`, `mmap64`, `munmap`, `ioctl` and `dlsym`. Those of the driver are in
 //! [`crate::lookup`].
 //!
-//! Naked, for two reasons: what is not for us must cost one compare, and what may be for us needs the address that the
-//! call comes from, which is on top of the stack at entry. The slow way of mmap is an ordinary function that gets it as
-//! its seventh argument, on the stack.
+//! They are naked functions, for two reasons: a call that is not for us must cost only one compare, and a call that may
+//! be for us needs its caller's address, which is on top of the stack at entry. The slow path of mmap is an ordinary
+//! function that gets this address as its seventh argument, on the stack.
 //!
 //! `memcpy` is not among them: programs call it too often for even one compare (0.7 ns of 2 for 64 bytes).
 //!
-//! Python reaches `mmap64` only, libcuda both. `munmap` is hooked because nothing else tells when the region has ended:
-//! its address range can be anybody's memory next, and helpers must not be started for that.
+//! Python reaches only `mmap64`, libcuda both. `munmap` is hooked because nothing else shows when the region has ended:
+//! its address range can then become anybody's memory, and helpers must not be started for that.
 
 use core::arch::naked_asm;
 

@@ -1,9 +1,9 @@
 //! One copy, cut into chunks that any thread can take.
 //!
-//! Nobody is counted on: a helper that never runs takes no chunk, and its share is done by the others. `ticket` holds the
-//! number of the copy and the next chunk of it in one word. A thread reads what the copy is about and then takes a chunk
-//! by exchanging the very ticket it saw; had the copy been over meanwhile, the ticket would be another. Numbers of copies
-//! repeat after 2^32 of them, which no thread sleeps through.
+//! No thread is relied on: a helper that never runs takes no chunk, and the others do its share. `ticket` contains the
+//! number of the copy and its next chunk in one word. A thread reads the parameters of the copy and then takes a chunk
+//! by a compare-and-swap of exactly the ticket that it saw; if the copy has ended in the meantime, the ticket is
+//! different. Numbers of copies repeat after 2^32 of them, which no thread sleeps through.
 
 use core::hint::spin_loop;
 use core::ptr::{with_exposed_provenance, with_exposed_provenance_mut};
@@ -68,7 +68,7 @@ impl Job {
         self.ticket.0.store(number << 32, Ordering::Release);
     }
 
-    /// Copies chunks until none is left to take. Answers whether there was one.
+    /// Copies chunks until none is left to take. Returns whether there was one.
     pub(crate) fn work(&self) -> bool {
         let mut count = 0;
         while self.take_one() {
@@ -109,7 +109,7 @@ impl Job {
             for _ in 0..64 {
                 spin_loop();
             }
-            // Where there are more threads than CPUs, one of them waits for ours.
+            // If there are more threads than CPUs, one of them waits for ours.
             sys::yield_now();
         }
     }

@@ -1,8 +1,8 @@
-//! The keeper: a thread that lets go of what this process has of others, and takes it again, when the supervisor asks.
+//! The keeper: a thread that releases other processes' memory, and maps it again, when the supervisor asks.
 //!
-//! It is there from the first memory that the process shares, and sleeps (futex) all the time but for a snapshot or a
-//! restart; then all other threads of the program stand still. It is a thread of the libc's, as the driver uses
-//! thread-local storage, with all signals blocked. Between snapshots it has no descriptor open.
+//! It exists from the first memory that the process shares, and sleeps (futex) except for a snapshot or a restart; then
+//! all other threads of the program are stopped. It is a libc thread, because the driver uses thread-local storage,
+//! with all signals blocked. Between snapshots it has no descriptor open.
 
 use core::ffi::c_void;
 use core::ptr::null_mut;
@@ -15,14 +15,15 @@ use rekindle_abi::sharing::{self as table, Import, Mapping, Reply, Request, Tabl
 /// The process that has one.
 static STARTED: AtomicI32 = AtomicI32::new(0);
 
-/// How long the supervisor may be silent: at first, when nothing has been let go, and later.
+/// How long the supervisor may be silent: at first, when nothing has been released, and later.
 const FIRST_SECONDS: usize = 5;
 const PATIENCE_SECONDS: usize = 120;
 
 /// How many entries a probe touches.
 const PROBED: usize = 16;
 
-/// Starts it where it is not there. A process that cannot have one has shared memory all the same, and no snapshots.
+/// Starts it if it does not exist. A process that cannot have one shares memory all the same, but no snapshot is
+/// possible.
 pub(crate) fn start(table: &'static Table) {
     let pid = sys::pid();
     if STARTED.swap(pid, Ordering::Relaxed) == pid {

@@ -1,8 +1,7 @@
 //! The landing region: the driver's mapping for device memory, backed by a file of the supervisor's.
 //!
-//! A SIGBUS in the driver would end the job, so the mapping is handed out only when all of it has memory behind it. What
-//! fails on the way leaves a file of no length, which frees its memory for the driver's own mapping and tells the
-//! supervisor.
+//! A SIGBUS in the driver would end the job, so the mapping is returned only if all of it has memory. A failure leaves
+//! a file of length 0, which frees its memory for the driver's own mapping and tells the supervisor.
 
 use core::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 
@@ -124,7 +123,7 @@ fn map_file(file: &File, size: usize, length: usize, prot: i32) -> Option<usize>
 
 /// The same in two steps. The first is left out for a file that has all its pages: it takes 1.7 s for each GiB of them.
 fn populate_before_5_14(file: &File, start: usize, length: usize, prot: i32) -> Result<(), sys::Errno> {
-    // A huge page may reach over the end and so stand in for one that is missing.
+    // A huge page may extend beyond the end and so hide a missing page.
     if file.status()?.allocated < length.next_multiple_of(HUGE_PAGE) {
         file.allocate(length)?;
     }

@@ -1,12 +1,12 @@
-//! What is used of the libc, and what stands in where it has not been found.
+//! The functions of libc that are used, and their replacements until they have been found.
 //!
 //! The symbols are weak and have no version: an object that asks for a version which the job's libc lacks would end the
-//! process, and a program without a libc at all (Go makes such) could not start. What copies is libc's `memmove`: it has
-//! one version, where `memcpy` has two, the older of which is slow code in new glibcs (2.36: a half of the speed at
-//! 16 KiB). The loader puts its address here before anything can call us.
+//! process, and a program without a libc at all (as Go makes) could not start. The copies use libc's `memmove`: it has
+//! one version, while `memcpy` has two, and the older one is slow in new glibcs (2.36: half of the speed at 16 KiB).
+//! The loader puts its address here before anything can call us.
 //!
-//! dlsym(3) is a symbol of ours, and so is found another way: by dlvsym, and where there is none (musl; glibc before 2.34,
-//! while libdl is not loaded) in the tables of whatever object has one.
+//! dlsym(3) is a symbol of ours, and so is found differently: by dlvsym, or if there is none (musl; glibc before 2.34,
+//! while libdl is not loaded) in the tables of any object that has one.
 
 use core::arch::global_asm;
 use core::ffi::{CStr, c_char, c_void};
@@ -104,7 +104,7 @@ pub(crate) extern "C" fn find_dlsym() {
     if NEXT_DLSYM.load(Ordering::Relaxed).is_null() {
         let own = maps::find((crate::prepare as *const ()).addr()).map_or(0, |mapping| mapping.inode);
         let found = elf::function(b"dlsym\0", |mapping| mapping.inode != own);
-        // With none at all there is nobody who could have called it; it finds nothing then.
+        // Without any, nobody could have called it; it finds nothing then.
         let found = found.map_or(nothing as Dlsym as *mut c_void, with_exposed_provenance_mut);
         NEXT_DLSYM.store(found, Ordering::Relaxed);
     }
@@ -150,7 +150,7 @@ unsafe extern "C" fn raw_ioctl(fd: i32, request: usize, argument: usize) -> i32 
 static READ_LOCK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 static TRY_READ_LOCK: AtomicPtr<c_void> = AtomicPtr::new(null_mut());
 
-/// Answers whether both are there: then those below may be called.
+/// Returns whether both are there: then those below may be called.
 pub(crate) fn find_read_locks() -> bool {
     let all = [(&TRY_READ_LOCK, c"pthread_rwlock_tryrdlock"), (&READ_LOCK, c"pthread_rwlock_rdlock")];
     all.into_iter().all(|(slot, name)| {
@@ -182,7 +182,7 @@ pub(crate) unsafe fn try_read_lock(lock: *mut c_void) -> i32 {
     unsafe { function(lock) }
 }
 
-/// A thread of the libc's. Answers whether there is one.
+/// A thread of the libc's. Returns whether there is one.
 pub(crate) fn start_thread(main: ThreadMain, argument: *mut c_void) -> bool {
     let create = next(c"pthread_create");
     if create.is_null() {

@@ -15,7 +15,7 @@ impl Lock {
         Lock(AtomicI32::new(0))
     }
 
-    /// None where it is taken: by another thread, or by this one, which a signal handler interrupted.
+    /// None if it is taken: by another thread, or by this one, which a signal handler interrupted.
     pub(crate) fn take(&self, pid: i32) -> Option<Held<'_>> {
         let now = self.0.load(Ordering::Relaxed);
         let taken = now != pid && self.0.compare_exchange(now, pid, Ordering::Acquire, Ordering::Relaxed).is_ok();

@@ -1,9 +1,9 @@
-//! How programs find the driver's functions, and how they find ours in the place of some.
+//! How programs find the driver's functions, and how they find ours instead of some of them.
 //!
-//! The CUDA runtime, NCCL and others open libcuda by themselves and ask dlsym(3) for `cuGetProcAddress`, and that for all
-//! else; dlsym with a library looks past what is preloaded. So dlsym is one of our hooks. It acts on names that begin with
-//! `cu` only: any other costs one compare and a jump, which also leaves the address of the caller where libc looks for
-//! it: RTLD_NEXT counts from there, and RTLD_DEFAULT has the libraries of whoever asks.
+//! The CUDA runtime, NCCL and others open libcuda themselves and ask dlsym(3) for `cuGetProcAddress`, and that for
+//! everything else; dlsym with a library ignores preloaded objects. So dlsym is one of our hooks. It acts only on names
+//! that begin with `cu`: any other costs one compare and a jump. The jump also leaves the caller's address where libc
+//! expects it: RTLD_NEXT counts from there, and RTLD_DEFAULT uses the libraries of the caller.
 
 use core::ffi::{CStr, c_char, c_void};
 use core::mem::transmute;
@@ -84,7 +84,7 @@ impl Function {
         FUNCTIONS.iter().find(|entry| entry.function == self)
     }
 
-    /// The driver's own; null where there is none.
+    /// The driver's own; null if there is none.
     pub(crate) fn real(self) -> *mut c_void {
         let Some(entry) = self.entry() else { return null_mut() };
         let known = entry.real.load(Ordering::Relaxed);
@@ -127,7 +127,7 @@ fn of(symbol: *const c_char) -> Option<&'static Entry> {
     FUNCTIONS.iter().find(|entry| is_named(symbol, entry.symbol))
 }
 
-/// In the place of `found`, which the driver has for `symbol`: ours, where there is one.
+/// In the place of `found`, which the driver has for `symbol`: ours, if there is one.
 pub(crate) fn instead(symbol: *const c_char, found: *mut c_void) -> *mut c_void {
     let Some(entry) = of(symbol) else { return found };
     if !entry.is_ours(found) {

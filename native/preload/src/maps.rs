@@ -1,5 +1,5 @@
-//! /proc/self/maps: which file an address belongs to. Read in small pieces, as nothing may be allocated; no lock is
-//! needed for it, and it shows what the loader's list may only be about to show.
+//! /proc/self/maps: which file an address belongs to. Read in small pieces, because nothing may be allocated. It needs
+//! no lock, and it shows objects before the loader's list does.
 
 use core::mem::MaybeUninit;
 
@@ -33,7 +33,7 @@ pub(crate) fn find(address: usize) -> Option<Mapping> {
     found
 }
 
-/// Shows all mappings by address, as long as `visit` answers that it wants more.
+/// Shows all mappings by address, as long as `visit` wants more.
 pub(crate) fn scan(mut visit: impl FnMut(&Mapping) -> bool) {
     let Ok(file) = File::read_only(c"/proc/self/maps") else { return };
     let mut buffer = [const { MaybeUninit::<u8>::uninit() }; 4096];

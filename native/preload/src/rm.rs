@@ -1,13 +1,14 @@
 //! The driver's calls of its resource manager: which of its objects come from other processes.
 //!
-//! libcuda talks to the kernel module by ioctl(2) on /dev/nvidiactl, through libc's symbol (driver 580, measured). An
-//! object of another process gets into this one in two ways only: it is duplicated from another client (CUDA IPC), or it
-//! is imported from a descriptor (`cuMemImportFromShareableHandle`). Both are seen here, whichever function of CUDA they
-//! come from, and so is their end. A process that has one survives its checkpoint and not its restore, so the count of
-//! them decides whether a snapshot may be taken.
+//! libcuda talks to the kernel module by ioctl(2) on /dev/nvidiactl, through libc's symbol (driver 580, measured). A
+//! process gets an object of another process in two ways only: it is duplicated from another client (CUDA IPC), or
+//! imported from a descriptor (`cuMemImportFromShareableHandle`). Both, and their ends, are visible here, whichever
+//! function of CUDA they come from. A process that has one can be checkpointed but not restored, so their count decides
+//! whether a snapshot may be taken.
 //!
-//! An exported object carries 64 bytes of metadata, of which libcuda uses the first two (driver 580). Into the last 16 goes
-//! who exported it ([`Tag`]); an importer of ours finds them there and shows libcuda zeros.
+//! An exported object has 64 bytes of metadata; libcuda uses the first two (driver 580). The interposer writes the
+//! exporter's identity into the last 16 ([`Tag`]); an importer with the interposer reads it there and shows zeros to
+//! libcuda.
 //!
 //! Layouts and numbers: nvos.h, nv_escape.h, ctrl0000unix.h of NVIDIA's open kernel modules.
 
@@ -66,7 +67,7 @@ static PENDING: [Pending; 16] =
 pub(crate) struct Noted(&'static Pending);
 
 impl Noted {
-    /// None where too many threads do so at once.
+    /// None if too many threads do so at once.
     pub(crate) fn begin(tag: Option<Tag>) -> Option<Noted> {
         let thread = sys::thread();
         let free = |p: &&Pending| p.thread.compare_exchange(0, -1, Ordering::Acquire, Ordering::Relaxed).is_ok();
@@ -186,8 +187,8 @@ impl Words {
     }
 }
 
-/// Into metadata that has room. Where libcuda uses those bytes, it is left alone: then nobody knows where an import of it
-/// comes from, and a snapshot is refused.
+/// Into metadata that has space. If libcuda uses those bytes, they are not changed: then nobody knows where an import
+/// of it comes from, and a snapshot is refused.
 fn put_tag(metadata: usize, tag: Tag) {
     let words = Words(metadata + TAG_AT);
     if (0..4).all(|at| words.get(at) == 0) {

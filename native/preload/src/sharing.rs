@@ -1,22 +1,22 @@
-//! Device memory that processes share (`cuMem*` with shareable handles: NCCL over NVLink, PyTorch's symmetric memory), in
-//! such a way that it can be let go before a checkpoint and taken again after it, at the same addresses.
+//! Device memory that processes share (`cuMem*` with shareable handles: NCCL over NVLink, PyTorch's symmetric memory),
+//! tracked so that it can be released before a checkpoint and mapped again after it, at the same addresses.
 //!
-//! The driver (580) checkpoints a process that has memory of another mapped, and cannot restore it. One whose imports
-//! were unmapped and released survives, and so does the range of addresses that they had. Once exporter and importer
-//! are restored, the exporter exports its memory again, and the importer maps it where it was: neither program sees a
-//! difference (measured with NCCL 2.28 on two GPUs: 7 ms to let go of 112 imports, 40 ms to take them again, and the
-//! bandwidth of before). What there is to let go is written down here, in a table that the supervisor reads
-//! ([`crate::table`]); the work is done by the keeper ([`crate::keeper`]), when the supervisor asks for it.
+//! The driver (580) checkpoints a process that has mapped another process's memory, but cannot restore it. If the
+//! imports were unmapped and released first, the restore works, and the address ranges stay reserved. Once exporter and
+//! importer are restored, the exporter exports its memory again, and the importer maps it where it was: neither program
+//! sees a difference (measured with NCCL 2.28 on two GPUs: 7 ms to release 112 imports, 40 ms to map them again, and
+//! the same bandwidth as before). What has to be released is recorded in a table that the supervisor reads
+//! ([`crate::table`]); the keeper does the work ([`crate::keeper`]) when the supervisor asks for it.
 //!
-//! Programs find these functions by `cuGetProcAddress`, by dlsym(3) or by their name; [`crate::lookup`] has them find
-//! ours. All of them do what they did, and a note.
+//! Programs find these functions by `cuGetProcAddress`, by dlsym(3) or by their name; [`crate::lookup`] makes them find
+//! ours. Each calls the driver's function and records the result.
 //!
-//! A program has a number for an import, the driver's handle at first. Taken again, the driver has another one for it: the
-//! number of the program is its name from then on, which is led to the handle. So the driver's next handle may have a
-//! number that is a name already; then another one is asked for.
+//! A program has a number for an import, at first the driver's handle. After it is mapped again the driver has another
+//! handle for it. The program's number is then a name, which is translated to the handle. A new handle of the driver
+//! may equal such a name; then another handle is requested.
 //!
-//! What is not seen here, because a program came to the driver in another way, or could not be noted, is seen by
-//! [`crate::rm`]: then the snapshot is refused.
+//! Sharing that is not visible here, because a program reached the driver differently or the record failed, is counted
+//! by [`crate::rm`]: then the snapshot is refused.
 
 use core::ffi::c_void;
 use core::mem::transmute;
@@ -48,7 +48,7 @@ static NEXT_ID: AtomicU32 = AtomicU32::new(1);
 /// Whether an import has another handle than its name.
 pub(crate) static RENAMED: AtomicBool = AtomicBool::new(false);
 
-/// The table of this process, where it has one.
+/// The table of this process, if it has one.
 pub(crate) fn table() -> Option<&'static Table> {
     let table = TABLE.load(Ordering::Acquire);
     // SAFETY: mapped in this process for good, and all of it atomics.
@@ -60,7 +60,7 @@ pub(crate) fn is_locked() -> bool {
     table().is_some_and(|table| table.is_locked.load(Ordering::Relaxed) != 0)
 }
 
-/// The table, made where there is none yet. Without memory for it this process is as one without the interposer.
+/// The table, made if there is none yet. Without memory for it this process is as one without the interposer.
 fn table_or_new() -> Option<&'static Table> {
     if let Some(table) = table() {
         return Some(table);
@@ -82,7 +82,7 @@ fn table_or_new() -> Option<&'static Table> {
     Some(table)
 }
 
-/// The right to change the table. Whoever has it needs a moment only; None where a signal handler has interrupted it.
+/// The right to change the table. Whoever has it needs a moment only; None if a signal handler has interrupted it.
 fn wait() -> Option<Held<'static>> {
     let (pid, deadline) = (sys::pid(), sys::now() + 1_000_000_000);
     loop {
@@ -96,7 +96,7 @@ fn wait() -> Option<Held<'static>> {
     }
 }
 
-/// Notes that this process cannot be restored, whatever is let go.
+/// Records that this process cannot be restored, whatever is released.
 pub(crate) fn obstacle(what: u32) {
     if let Some(table) = table_or_new() {
         table.obstacles.fetch_or(what, Ordering::Relaxed);
@@ -155,8 +155,9 @@ fn forget_if_over(import: &Import) {
     }
 }
 
-/// A call of the program that has to do with what can be let go; over when dropped. CUDA's lock holds such a call up inside
-/// the driver, with a handle that is another one's when it goes on: while there is one, nothing is let go.
+/// A call of the program that names memory which can be released; it ends when this is dropped. CUDA's lock blocks such
+/// a call inside the driver, with a handle that is invalid when it continues: so nothing is released while there is
+/// one.
 struct UnderWay(Option<&'static Table>);
 
 impl UnderWay {
@@ -244,7 +245,7 @@ pub(crate) unsafe extern "C" fn import(new: *mut u64, shared: usize, kind: u32) 
     create_unnamed(new, || unsafe { real(new, shared, kind) }, |handle, tag| note_import(handle, kind, tag))
 }
 
-/// Has the driver make handles until one is no name, gives back the others, and notes it.
+/// Makes the driver create handles until one is not in use as a name, releases the others, and records it.
 fn create_unnamed(new: *mut u64, make: impl Fn() -> i32, note: impl Fn(u64, Option<Tag>)) -> i32 {
     let mut refused = [0; TRIES];
     let mut tries = refused.iter_mut();
@@ -412,7 +413,7 @@ pub(crate) unsafe extern "C" fn release(name: u64) -> i32 {
     code
 }
 
-/// Takes one off, and answers what is left.
+/// Takes one off, and returns what is left.
 fn lower(count: &AtomicU32) -> u32 {
     let left = count.load(Ordering::Relaxed).saturating_sub(1);
     count.store(left, Ordering::Relaxed);

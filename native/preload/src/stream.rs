@@ -1,9 +1,9 @@
-//! A copy with non-temporal stores: the target is not read, and does not drive out of the caches what is needed.
+//! A copy with non-temporal stores: the target is not read, and does not evict other data from the caches.
 //!
-//! Measured on one H200 (driver 580, 16 cores, 16 GiB): eight threads that copy out of the driver's staging buffers take
-//! 20 us for 2 MiB, and then the GPU's next write into that buffer takes 66 us, because its lines are in the cores' caches.
-//! With CLFLUSHOPT of the source right behind the reads the copy takes 46 us and the GPU does not wait: 41 to 45 GB/s
-//! where it was 23. On the way back to the GPU nothing is gained by a flush, a prefetch, or by plain stores.
+//! Measured on one H200 (driver 580, 16 cores, 16 GiB): eight threads that copy out of the driver's staging buffers
+//! take 20 us for 2 MiB, and then the GPU's next write into that buffer takes 66 us, because its lines are in the
+//! cores' caches. With CLFLUSHOPT of the source directly after the reads, the copy takes 46 us and the GPU does not
+//! wait: 41 to 45 GB/s instead of 23. For copies to the GPU a flush, a prefetch, or plain stores gain nothing.
 
 use core::arch::asm;
 use core::arch::x86_64::{

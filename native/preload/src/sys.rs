@@ -1,4 +1,4 @@
-//! The system calls of the interposer. They go past the libc: its wrappers set errno, and some are cancellation points.
+//! The system calls of the interposer. They bypass libc: its wrappers set errno, and some are cancellation points.
 
 use core::arch::asm;
 use core::ffi::CStr;
@@ -324,7 +324,7 @@ pub(crate) fn end_thread() -> ! {
     }
 }
 
-/// A thread of this process on a stack of its own. The kernel zeroes `ended` and wakes nobody when it is gone.
+/// A thread of this process with its own stack. The kernel zeroes `ended` when it has ended, and wakes nobody.
 ///
 /// It has no thread pointer: a stray use of thread-local storage must not reach another thread's variables.
 ///

@@ -1,14 +1,14 @@
-//! The two smallest processes of a job's world, in one static binary without a libc.
+//! The two smallest processes of a job, in one static binary without a libc.
 //!
-//! `init` is pid 1 of the job's PID namespace. It mounts /proc, takes the whole namespace down when the supervisor dies
-//! (its parent-death signal is SIGKILL, and a namespace ends with its pid 1), and reaps. It is never part of an image.
+//! `init` is pid 1 of the job's PID namespace. It mounts /proc, ends the whole namespace when the supervisor dies (its
+//! parent-death signal is SIGKILL, and a namespace ends with its pid 1), and reaps. It is never part of an image.
 //!
-//! `reap` is the parent of the job and the root of every image: leader of its own session, as CRIU demands, and child
-//! subreaper, so that daemons the job leaves behind stay in the tree that CRIU walks. It forwards signals, and ends as
-//! the job ended. Because it is in every image, it must not depend on anything that an upgrade can change: no libc, no
-//! shared object, and a file name that holds the hash of its content.
+//! `reap` is the parent of the job and the root of every image: leader of its own session, as CRIU requires, and child
+//! subreaper, so that daemons that the job leaves behind stay in the tree that CRIU walks. It forwards signals, and
+//! ends as the job ended. Because it is in every image, it must not depend on anything that an upgrade can change: no
+//! libc, no shared object, and a file name that contains the hash of its content.
 //!
-//! Both are started by the supervisor only; arguments are trusted. When power goes nothing is lost: they own no state.
+//! Only the supervisor starts them; arguments are trusted. After a power cut nothing is lost: they own no state.
 #![no_std]
 #![no_main]
 // A freestanding binary: the compiler must not turn the loops of memset and memcpy below into calls of themselves.
@@ -84,7 +84,7 @@ extern "C" fn begin(stack: *const usize) -> ! {
 
 /// `init LAST_PID READY_FD FLAGS [NAMES]`: prepares the namespaces, writes `ok` to the descriptor, then reaps until it is killed.
 /// FLAGS: `l` brings the loopback device of a network namespace of its own up. NAMES is a file that is put over /etc/resolv.conf,
-/// where there is one.
+/// if there is one.
 fn init(last_pid: i32, ready: i32, loopback: bool, names: Option<&CStr>) -> ! {
     let mut mask = sys::block_all();
     let prepared = sys::die_with_parent(sys::SIGKILL)
@@ -107,7 +107,7 @@ fn init(last_pid: i32, ready: i32, loopback: bool, names: Option<&CStr>) -> ! {
         Ok(()) => *b"ok",
         Err((step, errno)) => [step, u8::try_from(errno.0).unwrap_or(u8::MAX)],
     };
-    // The supervisor reads this; when it is gone already, nobody would ever end us.
+    // The supervisor reads this; if it has already died, nobody would ever end us.
     if sys::write(ready, &report).is_err() || prepared.is_err() {
         exit(125);
     }
@@ -196,8 +196,8 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
         let _ = sys::write(2, b"\n");
         exit(code)
     };
-    // A group of its own within the session that the reaper leads. What the job leaves behind in this session becomes the
-    // reaper's child, and that is a shape that CRIU brings back.
+    // A separate process group within the session that the reaper leads. What the job leaves behind in this session
+    // becomes the reaper's child, which CRIU can restore.
     if let Err(e) = sys::new_group() {
         failed(b"start a process group for", e, 125);
     }
@@ -237,9 +237,10 @@ fn become_job(args: &Args, envp: *const *const c_char) -> ! {
     failed(b"execute", errno, if errno == sys::ENOENT { 127 } else { 126 })
 }
 
-/// Stops all that is left in the job's PID namespace, in one step of the kernel. What outlives the job would clean up: remove
-/// files that an image needs. The supervisor ends the namespace a moment later; it may have to let processes go on before,
-/// so they are not killed here. A job that ended well is not restored, and its helpers may yet write what they have.
+/// Stops all that remains in the job's PID namespace, in one step of the kernel. Processes that outlive the job would
+/// clean up: remove files that an image needs. The supervisor ends the namespace a moment later; it may have to resume
+/// processes before, so they are not killed here. A job that ended well is not restored, and its helpers may still
+/// write what they have.
 fn freeze_the_others() {
     // Nobody's parent is outside of the initial namespace: there this would stop the machine.
     if sys::parent() == 0 {

@@ -226,7 +226,7 @@ static NO_IO_URING: [Instruction; 5] = [
     instruction(0x06, 0, 0, 0x7fff_0000),       // SECCOMP_RET_ALLOW
 ];
 
-/// Has this process and all it starts do without io_uring, which CRIU cannot dump. Takes CAP_SYS_ADMIN.
+/// Prevents this process and all it starts from using io_uring, which CRIU cannot dump. Takes CAP_SYS_ADMIN.
 pub(crate) fn refuse_io_uring() -> Result<(), Errno> {
     /// `struct sock_fprog`.
     #[repr(C)]

@@ -1,4 +1,4 @@
-//! A choice as one line of arithmetic that a person can follow.
+//! A choice as one line of arithmetic that a person can check.
 
 use std::fmt;
 use std::time::Duration;
@@ -25,12 +25,12 @@ impl fmt::Display for Choice {
         }
         match self.bound {
             Bound::Daly => {}
-            Bound::Minimum => write!(f, ", raised to {}, the least", short(SHORTEST))?,
-            Bound::Maximum => write!(f, ", lowered to {}, the most", short(LONGEST))?,
+            Bound::Minimum => write!(f, ", raised to the minimum of {}", short(SHORTEST))?,
+            Bound::Maximum => write!(f, ", lowered to the maximum of {}", short(LONGEST))?,
             Bound::MaxOverhead => {
                 write!(f, ", raised to {freeze} / {} - {freeze} by max-overhead", self.max_overhead)?;
             }
-            Bound::Persist => write!(f, ", raised to what the copy to the store took")?,
+            Bound::Persist => write!(f, ", raised to the time that storing an image takes")?,
         }
         let (overhead, loss) = (self.expected_overhead.rounded(), self.expected_loss.rounded());
         write!(f, "; costs {overhead} in freezes and {loss} in lost work")

@@ -64,12 +64,12 @@ fn the_arithmetic_can_be_followed() {
         (
             Facts { persist: Some(millis(120_000)), ..facts(millis(60), 20 * HOUR) },
             "2m: freeze 60ms, a failure every 20h (configured): sqrt(2 * 60ms * 20h) = 1m 32s, by Daly 1m 32s, raised \
-             to what the copy to the store took; costs 0.05% in freezes and 0.08% in lost work",
+             to the time that storing an image takes; costs 0.05% in freezes and 0.08% in lost work",
         ),
         (
             facts(millis(2), Duration::from_secs(10)),
             "1s: freeze 2.0ms, a failure every 10s (configured): sqrt(2 * 2.0ms * 10s) = 200ms, by Daly 198ms, raised to \
-             1s, the least; costs 0.2% in freezes and 5% in lost work",
+             the minimum of 1s; costs 0.2% in freezes and 5% in lost work",
         ),
         (
             Facts { max_overhead: Percentage::millionths(500_000), ..facts(millis(4000), millis(1500)) },

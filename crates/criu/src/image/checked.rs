@@ -1,5 +1,5 @@
-//! The files that CRIU compares at a restore with what they were (`validate_file` in criu/files-reg.c, CRIU 4.2): size,
-//! mode, and of ELF files the build-id. One that differs ends the restore.
+//! The files that CRIU compares in a restore with their state at the dump (`validate_file` in criu/files-reg.c, CRIU
+//! 4.2): size, mode, and for ELF files the build-id. If one differs, the restore fails.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use super::{Error, FILES, Records, remaps};
 use crate::proto::{FileEntry, RegFileEntry};
 
-/// A file that must be at a restore what it was, because nobody puts it back: mapped, executed, or open for reading.
+/// A file that a restore needs unchanged, because nothing puts it back: mapped, executed, or open for reading.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CheckedFile {
     /// Absolute path in the job's mount namespace.
@@ -25,7 +25,7 @@ pub struct CheckedFile {
 /// # Errors
 /// When an image file is damaged.
 pub fn checked_files(dir: &Path) -> Result<Vec<CheckedFile>, Error> {
-    // A file that lost its name, and the name that CRIU gave it instead: CRIU brings back both.
+    // A deleted file, and the temporary name that CRIU gave it: CRIU restores both.
     let remapped: Vec<u32> = remaps(dir)?.iter().flat_map(|remap| [remap.orig_id, remap.remap_id]).collect();
     let entries: Vec<FileEntry> = Records::open(dir.join("files.img"), FILES)?.all()?;
     let mut found: BTreeMap<PathBuf, Option<CheckedFile>> = BTreeMap::new();

@@ -1,8 +1,8 @@
-//! The devices of an image that a plugin has taken, made into what every machine has.
+//! Replaces the devices that a plugin accepted by files and memory that every machine has.
 //!
-//! CRIU (4.2) writes a descriptor that a plugin took as a file of type EXT, of which it says nothing more, and a mapping
-//! with `VMA_EXT_PLUGIN`, without pages; a restore would ask the plugin for both. Here they become what CRIU itself writes of
-//! /dev/null and of anonymous memory.
+//! CRIU (4.2) writes a descriptor that a plugin accepted as a file of type EXT without further data, and a mapping with
+//! `VMA_EXT_PLUGIN` without pages; a restore would ask the plugin for both. This module changes them to what CRIU
+//! itself writes for /dev/null and for anonymous memory.
 
 use std::path::{Path, PathBuf};
 
@@ -23,7 +23,7 @@ const REGULAR: u32 = 1;
 const ANON_PRIVATE: u32 = 1 << 9;
 const EXT_PLUGIN: u32 = 1 << 27;
 
-/// What was put in the place of a process's devices.
+/// What replaces a process's devices.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Replaced {
     /// The process, as it sees itself.
@@ -34,8 +34,8 @@ pub struct Replaced {
     pub mappings: usize,
 }
 
-/// Puts /dev/null in the place of the descriptors that a plugin took, and memory of the process's own, of zeros, in that of
-/// the mappings. Answers which processes have them, by pid.
+/// Replaces the descriptors that a plugin accepted by /dev/null, and the mappings by private memory of zeros. Returns
+/// which processes have them, by pid.
 ///
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.
@@ -75,7 +75,7 @@ pub fn without_devices(dir: &Path) -> Result<Vec<Replaced>, Error> {
     Ok(all)
 }
 
-/// The image files `KINDname.img`: what stands for `name`, and the path.
+/// The image files `KINDname.img`: the `name` part, and the path.
 pub(super) fn images(dir: &Path, kind: &str) -> Result<Vec<(String, PathBuf)>, Error> {
     let read = |source| Error::Read { path: dir.into(), source };
     let mut all = Vec::new();
@@ -89,7 +89,7 @@ pub(super) fn images(dir: &Path, kind: &str) -> Result<Vec<(String, PathBuf)>, E
     Ok(all)
 }
 
-/// Makes /dev/null of the files that a plugin took; answers their ids.
+/// Makes /dev/null of the files that a plugin took; returns their ids.
 fn null_files(path: &Path) -> Result<Vec<u32>, Error> {
     let mut ids = Vec::new();
     rewrite(path, FILES, |entry: PluginFileEntry, _| {
@@ -124,12 +124,12 @@ fn descriptors(path: &Path, files: &[u32]) -> Result<Vec<(u32, i32)>, Error> {
 /// stays in it.
 fn regular_descriptors(path: &Path) -> Result<(), Error> {
     rewrite(path, FDINFO, |entry: FdinfoEntry, record| {
-        // Of a field that is there twice, the last counts.
+        // If a field is there twice, the last one counts.
         Ok((entry.kind == EXT).then(|| [record, &[3 << 3, 1]].concat()))
     })
 }
 
-/// Makes memory of the process's own of the mappings that a plugin took; answers how many.
+/// Makes memory of the process's own of the mappings that a plugin took; returns how many.
 fn own_memory(path: &Path) -> Result<usize, Error> {
     let mut mappings = 0;
     rewrite(path, MM, |(), record| {

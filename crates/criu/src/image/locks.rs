@@ -1,9 +1,10 @@
 //! File locks that a restore would lose.
 //!
-//! CRIU (4.2) takes a process's locks again and after that maps its files, with descriptors of its own that it closes then
-//! (`restore_mapping` in criu/pie/restorer.c). A process that closes any descriptor of a file loses all its POSIX locks on
-//! that file (fcntl(2)). So those on files that it has mapped too are gone: SQLite's on the index of a write-ahead log, with
-//! which two processes would write to one place. `restart::locks` has the processes take them again.
+//! CRIU (4.2) takes a process's locks again, and after that maps its files with temporary descriptors, which it then
+//! closes (`restore_mapping` in criu/pie/restorer.c). A process that closes any descriptor of a file loses all its
+//! POSIX locks on that file (fcntl(2)). So locks on files that are also mapped are lost: for example SQLite's on the
+//! index of a write-ahead log, and then two processes would write to the same place. `parts::locks` of the engine makes the
+//! processes take them again.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -22,13 +23,13 @@ const OF_A_FILE: u32 = 1 << 6 | 1 << 7;
 /// A lock that a restore would lose.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LostLock {
-    /// Who holds it, as it sees itself.
+    /// The process that has the lock, as it sees itself.
     pub pid: i32,
     /// Its descriptor of the file.
     pub fd: i32,
     /// The file.
     pub path: PathBuf,
-    /// What it holds of it.
+    /// The locks that it has on the file.
     pub lock: PosixLock,
 }
 

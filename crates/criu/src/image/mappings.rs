@@ -1,4 +1,4 @@
-//! Mappings of files: which of them can change a file, and how CRIU opens the file for them at a restore.
+//! Mappings of files: which of them can change a file, and how CRIU opens the file for them in a restore.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -53,9 +53,9 @@ pub fn scarce(dir: &Path) -> Result<Option<&'static str>, Error> {
     Ok(None)
 }
 
-/// Has files opened for writing where a mapping of them is writable. CRIU 4.2 takes the access mode from the mode of the
+/// Makes CRIU open files for writing if a mapping of them is writable. CRIU 4.2 takes the access mode from the mode of the
 /// link in /proc/PID/map_files, and the kernel keeps the link of an earlier mapping of the same addresses with the mode that
-/// it had: a restore would fail with "Can't restore 0x... mapping". Answers how many mappings were corrected.
+/// it had: a restore would fail with "Can't restore 0x... mapping". Returns how many mappings were corrected.
 ///
 /// # Errors
 /// When an image file is missing or damaged, or cannot be written.

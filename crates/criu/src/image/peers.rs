@@ -1,8 +1,8 @@
-//! UNIX sockets of an image that CRIU (4.2) dumps, and does not restore.
+//! UNIX sockets that CRIU (4.2) dumps and cannot restore.
 //!
-//! A job that has called connect(2) for a stream socket of somebody else, who has not called accept(2) yet, is connected with
-//! that listening socket in the image, and that is not in it ("FATAL: Peer 123 unresolved for 124", criu/sk-unix.c). Once the
-//! connection is accepted the dump refuses it itself.
+//! If a job has called connect(2) on a stream socket of another program, and that program has not called accept(2) yet,
+//! the image says that the job is connected to the listening socket, which is not in the image ("FATAL: Peer 123
+//! unresolved for 124", criu/sk-unix.c). Once the connection is accepted, CRIU itself refuses the dump.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use super::queues::holders;
 use super::{Error, FILES, Records};
 use crate::proto::QueuedFileEntry;
 
-/// `USK_CALLBACK` and `USK_INHERIT`: somebody else brings it back.
+/// `USK_CALLBACK` and `USK_INHERIT`: another component restores it.
 const NOT_BY_CRIU: u32 = 1 << 2 | 1 << 3;
 
 /// A socket whose other end is not in the image.
@@ -18,7 +18,7 @@ const NOT_BY_CRIU: u32 = 1 << 2 | 1 << 3;
 pub struct Dangling {
     /// Its inode.
     pub inode: u32,
-    /// The first process that has it, as it sees itself. None where it is on its way between processes.
+    /// The first process that has it, as it sees itself. None if the socket is in flight between processes.
     pub process: Option<i32>,
 }
 

@@ -1,22 +1,22 @@
-//! Descriptors on their way through a UNIX socket (`SCM_RIGHTS`): sent, and not received.
+//! Descriptors in flight in a UNIX socket (`SCM_RIGHTS`): sent, and not received.
 //!
-//! CRIU writes them into sk-queues.img. But four things go wrong by way of it (4.2.1), all seen, all without a word:
+//! CRIU writes them into sk-queues.img. In a restore four things go wrong (4.2.1), all observed, all without an error:
 //!
-//! - Two sockets that are connected with each other (socketpair(2), accept(2)) are made and filled by one process: the first
-//!   that has the end which is later in files.img (`interconnected_pair`). The numbers of the descriptors were chosen before
-//!   that, for the first process that has the end they are sent from (`unix_note_scm_rights`). Where that is another process,
-//!   what has this number in the wrong one is sent: the receiver gets another file.
-//! - Where a file is not open yet by the time that such a pair is, both its queues stay empty: packets are lost
-//!   (`post_open_interconnected_master` says that it is done). That is so where another process has to open the file, or where it
-//!   waits for another one, as the end of a pipe does.
-//! - Of a stream, data is read together with what was sent after it with descriptors (`dump_sk_queue_packet`), and comes back
-//!   as one packet: whoever reads the data by itself throws the descriptors away.
-//! - A datagram without data ends the dump of its queue: it is not written, with its descriptors, nor what is behind it. Only
-//!   the kernel can tell how many there were.
+//! - Two sockets that are connected with each other (socketpair(2), accept(2)) are created and filled by one process:
+//!   the first that has the end which is later in files.img (`interconnected_pair`). The numbers of the descriptors
+//!   were chosen before that, for the first process that has the end from which they are sent (`unix_note_scm_rights`).
+//!   If these are different processes, the wrong one sends whatever has this number: the receiver gets another file.
+//! - If a file is not open yet when such a pair is created, both queues of the pair stay empty: packets are lost
+//!   (`post_open_interconnected_master` reports success). This happens if another process has to open the file, or if
+//!   the file waits for another one, as the end of a pipe does.
+//! - In a stream, data is read together with data that was sent after it with descriptors (`dump_sk_queue_packet`), and
+//!   is restored as one packet: a receiver that reads the data alone discards the descriptors.
+//! - A datagram without data ends the dump of its queue: neither it, with its descriptors, nor what follows is written.
+//!   Only the kernel knows how many there were.
 //!
-//! The first is mended by the order: the sending end goes behind the other. All that is left is for the caller to judge. What is
-//! loose comes back right: datagrams of a sender that is not connected, or only in one direction, and a queue whose other end
-//! is closed.
+//! The first is repaired by the order: the sending end is moved behind the other. The caller judges the others. These
+//! are restored correctly: datagrams of a sender that is not connected, or connected in one direction only, and a queue
+//! whose other end is closed.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 use std::path::Path;
@@ -37,9 +37,9 @@ const AT_ONCE: [u32; 4] = [1, 6, 17, 18];
 pub struct Stuck {
     /// The inode of the socket that they wait in.
     pub inode: u32,
-    /// The first process that has that socket, as it sees itself. None where it is on its way too.
+    /// The first process that has that socket, as it sees itself. None if the socket is in flight, too.
     pub receiver: Option<i32>,
-    /// The first that has the other end, where it is known.
+    /// The first that has the other end, if it is known.
     pub sender: Option<i32>,
     /// How many.
     pub descriptors: usize,
@@ -50,7 +50,7 @@ pub struct Stuck {
 pub struct Queues {
     /// How many are in each socket, by its inode.
     pub descriptors: BTreeMap<u32, usize>,
-    /// What no order brings back.
+    /// What cannot be restored in any order.
     pub stuck: Vec<Stuck>,
 }
 
@@ -69,7 +69,8 @@ pub fn keep_in_flight(dir: &Path) -> Result<Queues, Error> {
     let (mut found, mut behind) = (Queues::default(), Vec::new());
     for (receiver, queue) in &scene.queues {
         let socket = scene.socket(*receiver);
-        let socket = socket.ok_or_else(|| damaged(&path, format!("no socket {receiver}, which has a queue")))?;
+        let socket =
+            socket.ok_or_else(|| damaged(&path, format!("it has no socket {receiver}, which has queued data")))?;
         found.descriptors.insert(socket.ino, queue.files.len());
         match scene.judge(*receiver, socket) {
             Verdict::Right => {}
@@ -207,7 +208,8 @@ impl Scene {
 
     fn judge(&self, receiver: u32, socket: ConnectedEntry) -> Verdict {
         let Some(queue) = self.queues.get(&receiver) else { return Verdict::Right };
-        // One byte was sent by itself. Of more, nobody can tell whether the descriptors came with the first.
+        // One byte was sent alone. If there is more data, it is unknown whether the descriptors came with the first
+        // byte.
         if socket.kind == STREAM && queue.longest > 1 {
             return Verdict::Wrong;
         }

@@ -1,4 +1,4 @@
-//! Image files written anew with something in them changed. What we do not know of a record stays in it.
+//! Rewrites image files with changes. Unknown fields of a record are preserved.
 
 use std::path::Path;
 
@@ -7,7 +7,7 @@ use prost::encoding::{decode_varint, encode_varint};
 
 use super::{COMMON, Error, MAX_RECORD, Records, damaged};
 
-/// Writes an image file anew in which `change` answered something for a record.
+/// Rewrites an image file if `change` returns a new record for any of its records.
 pub(super) fn rewrite<M: Message + Default>(
     path: &Path,
     magic: u32,
@@ -33,8 +33,8 @@ pub(super) fn rewrite<M: Message + Default>(
     Ok(())
 }
 
-/// A message with other fields: `change` gets the key and the content of each field that has a length, and answers the new
-/// content where it has one. None where the message, or what `change` reads of it, cannot be read.
+/// A message with other fields: `change` gets the key and the content of each field that has a length, and returns the new
+/// content where it has one. None if the message, or what `change` reads of it, cannot be read.
 pub(super) fn with_fields(
     record: &[u8],
     mut change: impl FnMut(u64, &[u8]) -> Option<Option<Vec<u8>>>,

@@ -1,4 +1,4 @@
-//! The TCP sockets of an image: which there are, and those to the outside closed before anybody restores them.
+//! The TCP sockets of an image: lists them, and closes those to the outside before a restore.
 
 use std::collections::HashSet;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -22,7 +22,7 @@ pub enum TcpSocket {
     Connected {
         /// This end.
         local: SocketAddr,
-        /// The other.
+        /// The address of the other end.
         remote: SocketAddr,
     },
 }
@@ -61,7 +61,7 @@ pub fn tcp_sockets(dir: &Path) -> Result<Vec<TcpSocket>, Error> {
 }
 
 /// Makes sockets without a connection of those whose other end is not in the image, as CRIU's `tcp_close` does with all of
-/// them, and answers how many. The job finds such a socket as one that was reset: it reads and writes errors.
+/// them, and returns how many. The job finds such a socket as one that was reset: it reads and writes errors.
 ///
 /// CRIU (4.2) can only keep all connections or close all.
 ///
@@ -93,8 +93,8 @@ fn ends(socket: &TcpSocket) -> Option<(SocketAddr, SocketAddr)> {
     }
 }
 
-/// A `file_entry` with an `inet_sk_entry` to which is added that it is closed and has no ports: of a field that is there
-/// twice, the last counts.
+/// A `file_entry` with an `inet_sk_entry`, to which fields are appended that say it is closed and has no ports: if a
+/// field is there twice, the last one counts.
 fn without_connection(record: &[u8]) -> Option<Vec<u8>> {
     /// Field 4 with a length.
     const INET: u64 = 4 << 3 | 2;

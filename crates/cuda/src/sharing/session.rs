@@ -1,4 +1,4 @@
-//! A talk with the keeper of one process.
+//! A session with the keeper of one process.
 #![allow(unsafe_code, reason = "memory that is shared with the job; each block says why it is sound")]
 
 use std::io::{self, IoSlice, IoSliceMut};
@@ -15,7 +15,7 @@ use super::table::{self, Reply, Request, Sharing};
 use rekindle_os::process;
 use rekindle_os::ptrace::{self, Alone};
 
-/// How long the keeper may take for one answer. A piece takes the driver 0.1 ms; letting go of 112 of them 7 ms.
+/// Time limit for one answer of the keeper. The driver needs 0.1 ms for a piece; releasing 112 of them takes 7 ms.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// How often it is looked for the keeper's socket.
@@ -32,7 +32,7 @@ pub(super) struct Session<'a> {
 impl Drop for Session<'_> {
     fn drop(&mut self) {
         drop(self.socket.take());
-        // An image must not have its descriptor: only then may it stand still with the others.
+        // An image must not contain its descriptor: only when it is closed may the keeper stop with the others.
         let deadline = Instant::now() + PATIENCE;
         while self.sharing.table().socket.load(Acquire) != -1 && Instant::now() < deadline {
             if has_ended(self.sharing.pid()) {
@@ -50,8 +50,8 @@ impl<'a> Session<'a> {
         let keeper = table.keeper.load(Acquire);
         let is_it = |tid: &i32| process::inner_pid(*tid) == Some(keeper);
         let thread = process::threads(pid).into_iter().find(is_it);
-        let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread there"))?;
-        // The thread that the driver works with may still be on its way back to the others.
+        let thread = thread.ok_or_else(|| io::Error::other("the interposer has no thread in the process"))?;
+        // The thread that the driver uses may not have stopped with the others yet.
         ptrace::stop(pid, PATIENCE)?;
         let alone = Alone::run(thread)?;
         let call = table.calls.fetch_add(1, SeqCst).wrapping_add(1);
@@ -66,7 +66,7 @@ impl<'a> Session<'a> {
         let socket = process::fetch_descriptor(&process::open_pidfd(pid)?, table.socket.load(Relaxed))?;
         let seconds = i64::try_from(PATIENCE.as_secs()).unwrap_or(i64::MAX);
         setsockopt(&socket, ReceiveTimeout, &TimeVal::seconds(seconds))?;
-        // Which socket it is, the job says: it may be one that nobody reads from.
+        // The job names the socket: it may be one that nobody reads from.
         setsockopt(&socket, SendTimeout, &TimeVal::seconds(seconds))?;
         let session = Session { sharing, socket: Some(socket), _alone: alone };
         // From here on the keeper sees when our end is closed; till then it has that open too. What it answers is no matter.
@@ -76,7 +76,7 @@ impl<'a> Session<'a> {
         Ok(session)
     }
 
-    /// Has the keeper do something; `doing` says what the driver was to do.
+    /// Makes the keeper do something; `doing` describes what the driver was asked.
     pub(super) fn ask(&self, what: u32, doing: &'static str) -> Result<(), Error> {
         self.send(Request { what, index: 0 }, None)?;
         self.receive(doing).map(drop)
@@ -84,7 +84,7 @@ impl<'a> Session<'a> {
 
     /// Exports these entries again. All are asked for before the first answer is read, so that the keeper need not sleep.
     pub(super) fn export(&self, entries: &[u32]) -> Result<Vec<OwnedFd>, Error> {
-        let doing = "export memory for others again";
+        let doing = "export its memory to other processes again";
         entries.iter().try_for_each(|index| self.send(Request { what: table::EXPORT, index: *index }, None))?;
         let missing = || Error::Driver { pid: self.sharing.inner(), what: doing, code: -1 };
         entries.iter().map(|_| self.receive(doing)?.ok_or_else(missing)).collect()
@@ -93,10 +93,10 @@ impl<'a> Session<'a> {
     /// Imports these entries again, each from its memory.
     pub(super) fn import(&self, entries: &[(u32, OwnedFd)]) -> Result<(), Error> {
         let request = |index| Request { what: table::IMPORT, index };
-        // No more at once than the socket holds: else each would wait for the other.
+        // No more at once than fit into the socket: otherwise each side would wait for the other.
         for some in entries.chunks(super::AT_ONCE) {
             some.iter().try_for_each(|(index, memory)| self.send(request(*index), Some(memory)))?;
-            some.iter().try_for_each(|_| self.receive("import the memory of others again").map(drop))?;
+            some.iter().try_for_each(|_| self.receive("import other processes' memory again").map(drop))?;
         }
         Ok(())
     }
@@ -111,7 +111,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// The next answer, with the descriptor that came with it.
+    /// The next answer, with its descriptor.
     fn receive(&self, what: &'static str) -> Result<Option<OwnedFd>, Error> {
         let (reply, descriptor) = receive(self.socket()).map_err(|source| self.busy(source))?;
         match reply.code {
@@ -148,10 +148,10 @@ fn receive(socket: RawFd) -> io::Result<(Reply, Option<OwnedFd>)> {
         }
     }
     if length != size_of::<Reply>() {
-        return Err(io::Error::other("the interposer's thread has gone"));
+        return Err(io::Error::other("the interposer's thread has ended"));
     }
     let [[a, b, c, d], [e, f, g, h]] = bytes.as_chunks::<4>().0 else {
-        return Err(io::Error::other("an answer of another size"));
+        return Err(io::Error::other("the answer has the wrong size"));
     };
     let reply = Reply { code: i32::from_ne_bytes([*a, *b, *c, *d]), count: u32::from_ne_bytes([*e, *f, *g, *h]) };
     Ok((reply, descriptors.pop()))

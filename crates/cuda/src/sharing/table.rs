@@ -1,4 +1,4 @@
-//! The table that a process keeps of the memory it shares, mapped here.
+//! The table in which a process records the memory that it shares, mapped here.
 #![allow(unsafe_code, reason = "memory that is shared with the job; each block says why it is sound")]
 
 use std::fs::{File, OpenOptions};
@@ -36,7 +36,7 @@ impl Drop for Sharing {
 }
 
 impl Sharing {
-    /// The table of process `pid`, as we see it; None where it has none.
+    /// The table of process `pid`, as we see it; None if it has none.
     ///
     /// # Errors
     /// When it has one that cannot be read, or of another version of the interposer.
@@ -104,8 +104,8 @@ pub(super) fn origin(import: &Import) -> Tag {
 }
 
 fn map(file: &File) -> io::Result<NonNull<Table>> {
-    // The seals first: a job that cuts its table and seals it then would be found sealed, and long enough before that. An
-    // access to what is not there would end us.
+    // The seals first: a job could cut its table and then seal it, and it would be found sealed and long enough. An
+    // access beyond its end would kill us.
     // SAFETY: a system call on numbers.
     let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
     if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 {

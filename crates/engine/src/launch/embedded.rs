@@ -1,7 +1,7 @@
-//! Executable files of ours that are embedded in our own, and unpacked by content hash.
+//! Executable files that are embedded in rekindle, and unpacked under a name that contains the hash of their content.
 //!
-//! A job maps them, so every image names them, and CRIU wants the same file at the same path at a restore. Their names
-//! therefore hold the hash of their content: another version of rekindle unpacks another file and leaves this one alone.
+//! A job maps these files, so every image names them, and CRIU needs the same file at the same path for a restore. With
+//! the hash in its name, a file of another version does not replace this one.
 
 use std::io;
 use std::os::unix::fs::PermissionsExt;
@@ -10,9 +10,9 @@ use std::path::{Path, PathBuf};
 use super::{interposer, reaper};
 use rekindle_os::durable;
 
-/// A file cannot be put in place.
+/// A file cannot be written.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot put the {name} at {path}")]
+#[error("cannot write the {name} to {path}")]
 pub struct Error {
     name: &'static str,
     path: PathBuf,
@@ -38,7 +38,7 @@ impl Embedded {
         format!("{}-{}{}", self.name, hash.get(..HASH).unwrap_or_default(), self.suffix)
     }
 
-    /// Makes sure that `dir` holds this version's file, whole, and returns its path.
+    /// Makes sure that `dir` contains this version's file, complete, and returns its path.
     pub(super) fn unpack(&self, dir: &Path) -> Result<PathBuf, Error> {
         let path = dir.join(self.name_of(self.content));
         let result = put(&path, self.content, self.mode);
@@ -57,7 +57,7 @@ impl Embedded {
 /// Digits of the hash in a name.
 const HASH: usize = 16;
 
-/// The files that a job maps, of which an image keeps a copy.
+/// The files that a job maps and that an image contains a copy of.
 const MAPPED: [Embedded; 2] = [interposer::INTERPOSER, reaper::REAPER];
 
 /// Whether the path ends in a name that [`Embedded::unpack`] gives, in any version of rekindle.
@@ -71,17 +71,17 @@ pub(crate) fn is_named(path: &Path) -> bool {
 /// is that of its kind.
 ///
 /// # Errors
-/// `InvalidData` where the name is not that of the content; when the file cannot be read or written.
+/// `InvalidData` if the name is not that of the content; when the file cannot be read or written.
 pub(crate) fn put_back(path: &Path, content: &[u8]) -> io::Result<()> {
     let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     let kind = MAPPED.iter().find(|kind| kind.name_of(content) == name);
     let kind = kind.ok_or_else(|| {
-        io::Error::new(io::ErrorKind::InvalidData, "what the image has for it is another file than its name says")
+        io::Error::new(io::ErrorKind::InvalidData, "its content in the image does not match the hash in its name")
     })?;
     put(path, content, kind.mode)
 }
 
-/// Puts `content` at `path` with the permission bits `mode`, unless it is there already.
+/// Writes `content` to `path` with the permission bits `mode`, unless it exists already.
 ///
 /// # Errors
 /// When the file cannot be read or written.

@@ -1,9 +1,10 @@
-//! GPUs before a kill, for the drivers that need it.
+//! Releases GPUs before a kill, for the drivers that need it.
 //!
-//! Driver 595 (595.71.05, open kernel modules) hangs the whole machine, without a word in any log, when a process is killed that
-//! holds a GPU and was restored by the driver before: NVIDIA/cuda-checkpoint#53. One that is checkpointed holds none, and can be
-//! killed. So there each CUDA process is locked and checkpointed before rekindle kills it. That is done as well as it can be:
-//! a process that will not, or takes too long, is killed all the same, and one that dies by itself is beyond reach.
+//! Driver 595 (595.71.05, open kernel modules) hangs the whole machine, with nothing in any log, if a process is killed
+//! that uses a GPU and was restored by the driver before: NVIDIA/cuda-checkpoint#53. A checkpointed process uses no GPU
+//! and can be killed. So with such a driver rekindle locks and checkpoints each CUDA process before it kills the
+//! process. This is best effort: a process that refuses or takes too long is killed all the same, and nothing can be
+//! done for a process that dies by itself.
 
 use std::ops::RangeInclusive;
 use std::sync::mpsc;
@@ -22,13 +23,13 @@ const LOCK: Duration = Duration::from_secs(5);
 /// For all of it: 80 GiB of device memory go to host memory in less, at 5 GB/s.
 const LIMIT: Duration = Duration::from_secs(30);
 
-/// Whether a kill of a restored process that holds a GPU may hang the machine.
+/// Whether killing a restored process that uses a GPU may hang the machine.
 #[must_use]
 pub fn hangs_the_host(driver: &DriverVersion) -> bool {
     HANG_THE_HOST.contains(&driver.major())
 }
 
-/// Has those of the processes that use CUDA let their GPUs go, where the driver needs that. Waits for half a minute at most.
+/// Makes processes that use CUDA release their GPUs, if the driver needs that. Waits for half a minute at most.
 pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
     if !cuda::installed().is_some_and(|driver| hangs_the_host(&driver)) {
         return;
@@ -39,10 +40,10 @@ pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
         // The reaper stops all when the job has ended, and the driver works with a thread of the process.
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGCONT);
         let done = done.clone();
-        // No call of the driver can be called off: a thread that waits in one for ever ends with the kill of its process.
+        // A driver call cannot be cancelled: a thread that waits in one for ever ends when its process is killed.
         let work = move || drop(done.send((pid, checkpoint(pid))));
         if let Err(error) = thread::Builder::new().name("let-go".into()).spawn(work) {
-            tracing::warn!("process {pid} is killed while it may hold a GPU: {error}");
+            tracing::warn!("killing process {pid} while it may be using a GPU: {error}");
         }
     }
     drop(done);
@@ -50,12 +51,12 @@ pub(super) fn let_go(pids: impl IntoIterator<Item = i32>) {
         match results.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok((_, Ok(()))) => {}
             Ok((pid, Err(error))) => {
-                tracing::warn!("process {pid} is killed while it may hold a GPU: {}", chain(&error))
+                tracing::warn!("killing process {pid} while it may be using a GPU: {}", chain(&error))
             }
             Err(mpsc::RecvTimeoutError::Disconnected) => return,
             Err(mpsc::RecvTimeoutError::Timeout) => {
                 let limit = humantime::format_duration(LIMIT);
-                tracing::warn!("the job is killed while it may hold a GPU: the driver took longer than {limit}");
+                tracing::warn!("killing the job while it may be using a GPU: the driver took longer than {limit}");
                 return;
             }
         }

@@ -1,4 +1,4 @@
-//! The machine an image is taken on.
+//! The machine on which an image is taken.
 
 use rekindle_os::process;
 use rekindle_store::manifest::Host;

@@ -1,4 +1,4 @@
-//! Who a job runs as.
+//! The user that a job runs as.
 
 use nix::unistd::{Gid, User};
 

@@ -1,16 +1,17 @@
-//! The interposer: the shared object that jobs load, so that their device memory lands in a file at full speed.
+//! The interposer: the shared object that jobs load so that the driver writes device memory to a file at full speed.
 //!
-//! What it does, and what a job can rely on, is in its own documentation (`native/preload/src/lib.rs`). Here: its file, and what
-//! the job's environment needs. The supervisor's part for each CUDA process, in this order:
+//! `native/preload/src/lib.rs` documents what it does and what a job can rely on. This module has its file and the
+//! environment variables that the job needs. The supervisor does this for each CUDA process, in this order:
 //!
 //! 1. Lock the process; no CUDA call of the job runs any more.
-//! 2. Put the landing file at `$REKINDLE_LANDING/<pid as the process sees itself>`: a regular file on a tmpfs that the
-//!    job's user may read and write. Its pages should be there and its size be about that of the device memory; it is
-//!    made exactly as long as the driver's mapping.
-//! 3. Stop its threads, checkpoint ([`rekindle_os::ptrace::Alone`] lets the interposer's helpers run), dump. The file is
-//!    in use if /proc/PID/maps names it. If not, its size is 0 where it was tried in vain (no space), else what it was.
-//! 4. Restore; the driver unmaps it. Then rename or remove it: as long as it has this name, the next checkpoint of the
-//!    process goes to it. A restart puts it back under this name before CRIU runs.
+//! 2. Create the landing file at `$REKINDLE_LANDING/<pid as the process sees itself>`: a regular file on a tmpfs that
+//!    the job's user may read and write. Its pages should exist, and its size should be about that of the device
+//!    memory; the interposer sets it to exactly the length of the driver's mapping.
+//! 3. Stop the threads, checkpoint ([`rekindle_os::ptrace::Alone`] lets the interposer's helpers run), dump. The file
+//!    is in use if /proc/PID/maps names it. If not, its size is 0 if the interposer tried and failed (no space), else
+//!    unchanged.
+//! 4. Restore; the driver unmaps the file. Then rename or remove it: as long as it has this name, the next checkpoint
+//!    of the process uses it. A restart creates it again under this name before CRIU runs.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -22,7 +23,7 @@ use super::embedded::{Embedded, Error};
 /// bytes. It is read when the process begins.
 pub const LANDING_VARIABLE: &str = "REKINDLE_LANDING";
 
-/// The environment variable for the number of threads that copy, the driver's own included, at most 8. Where it is not
+/// The environment variable for the number of threads that copy, the driver's own included, at most 8. If it is not
 /// set: half of the CPUs that the driver's thread may use.
 pub const THREADS_VARIABLE: &str = "REKINDLE_COPY_THREADS";
 
@@ -41,8 +42,8 @@ pub struct UnusablePath {
     path: PathBuf,
 }
 
-/// Makes sure that `dir` holds this version's interposer, whole, and returns its path. `dir` must be open to the user
-/// that the job runs as.
+/// Makes sure that `dir` contains this version's interposer, complete, and returns its path. `dir` must be accessible
+/// to the user that the job runs as.
 ///
 /// # Errors
 /// When the file cannot be read or written.

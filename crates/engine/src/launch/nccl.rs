@@ -1,9 +1,10 @@
-//! What NCCL is told by the job's environment, so that its processes can be checkpointed.
+//! NCCL's environment variables in the job's environment, so that its processes can be checkpointed.
 //!
-//! Measured with NCCL 2.28.9 on two H200 with NVLink, driver 580.159.04, 2026-11-22: all-reduce of 256 MiB at 298 GB/s
-//! (bus bandwidth); without direct ways between GPUs (`NCCL_P2P_DISABLE=1`) at 27.6 GB/s. With `NCCL_CUMEM_HOST_ENABLE` on,
-//! the restore of a process fails even after it has let go of all that it has of others; off, NCCL uses /dev/shm. Multicast
-//! (NVLS) cannot be let go of and taken again. `NCCL_CUMEM_ENABLE=0` would bring CUDA IPC, which cannot either.
+//! Measured with NCCL 2.28.9 on two H200 with NVLink, driver 580.159.04, 2026-11-22: all-reduce of 256 MiB has a bus
+//! bandwidth of 298 GB/s; without direct access between GPUs (`NCCL_P2P_DISABLE=1`) 27.6 GB/s. With
+//! `NCCL_CUMEM_HOST_ENABLE` on, the restore of a process fails even if it has released all memory of other processes;
+//! with it off, NCCL uses /dev/shm. Multicast (NVLS) memory cannot be released and mapped again. `NCCL_CUMEM_ENABLE=0`
+//! would make NCCL use CUDA IPC, which cannot be released either.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -30,7 +31,7 @@ const MANAGED: &[(&str, &str)] =
 /// What keeps a process from sharing memory.
 const ALONE: &[(&str, &str)] = &[("NCCL_P2P_DISABLE", "1"), ("NCCL_CUMEM_HOST_ENABLE", "0"), ("NCCL_NVLS_ENABLE", "0")];
 
-/// Adds to `environment` what is not decided there already. Answers what was added, and what is set in a way that keeps
+/// Adds to `environment` what is not decided there already. Returns what was added, and what is set in a way that keeps
 /// snapshots from being possible.
 pub fn prepare(
     nccl: Nccl,
@@ -53,24 +54,26 @@ pub fn prepare(
             Some(set) => contrary.push(format!("{name}={}", set.to_string_lossy())),
         }
     }
-    // Who does without direct ways has nothing to let go of.
+    // Without direct access between GPUs there is nothing to release.
     let has_no_peer = environment.get(OsStr::new("NCCL_P2P_DISABLE")).is_some_and(|set| set == "1");
     contrary.retain(|set| !(has_no_peer && set.starts_with("NCCL_CUMEM_ENABLE=")));
     (added, contrary)
 }
 
-/// Says what was added and what that costs, and what is in the way.
+/// Logs what was added, what it costs, and which settings prevent snapshots.
 pub fn tell(added: &[String], contrary: &[String]) {
     if !added.is_empty() {
         let cost = match added.iter().any(|set| set.starts_with("NCCL_P2P_DISABLE")) {
-            true => "GPUs of different processes do not reach each other directly, which is slow where there is NVLink",
-            false => "NCCL does without multicast; GPUs reach each other directly",
+            true => {
+                "GPUs of different processes cannot access each other directly, which is slow if the machine has NVLink"
+            }
+            false => "NCCL multicast is disabled; GPUs access each other directly",
         };
         tracing::info!("gpu.nccl: {} in the job's environment: {cost}", added.join(" "));
     }
     if !contrary.is_empty() {
         tracing::warn!(
-            "{} is set: a job that uses NCCL on several GPUs cannot be snapshotted so; leave it to gpu.nccl",
+            "{} is set: no snapshot is possible of a job that uses NCCL on several GPUs with it; remove it, gpu.nccl sets what is needed",
             contrary.join(" ")
         );
     }

@@ -1,19 +1,20 @@
-//! The job's output: files it writes itself, followed to our terminal, and rotated.
+//! The job's output: files that the job writes itself, copied to our terminal, and rotated.
 //!
-//! The job holds the files open with O_APPEND. So it survives our death, a restored job writes on in the same file (CRIU
-//! checks neither size nor offset of such a descriptor), and a file that is cut is written on from its new end.
+//! The job has the files open with O_APPEND. So the output survives the supervisor's death, a restored job appends to
+//! the same file (CRIU checks neither size nor offset of such a descriptor), and after a cut the job appends at the new
+//! end.
 //!
-//! Rotation copies the file away and empties it. Lines written between the two would be lost, so the file is only emptied
-//! in a snapshot, while the job is frozen ([`Files::rotate`]). Between snapshots ([`Rotation`]) what was copied is punched
-//! out: the file keeps its length, and the job appends at its end, but its beginning is a hole and takes no room. What is
-//! left of the file begins at its [`begin`](sparse::begin).
+//! Rotation copies the file and empties it. Lines written in between would be lost, so the file is only emptied in a
+//! snapshot, while the job is frozen ([`Files::rotate`]). Between snapshots ([`Rotation`]) the copied part is punched
+//! out: the file has the same length and the job appends at its end, but its first part is a hole that needs no space.
+//! The remaining content begins at [`begin`](sparse::begin).
 //!
-//! A restart puts the files back to their length at the snapshot ([`Held::cut`]), and with them what was rotated since. All
-//! of it is told to the follower, which may be far behind: from the length of a file alone it could not see that one was
-//! cut and has grown past where it had read to.
+//! A restart cuts the files to their length at the snapshot ([`Held::cut`]) and reverts rotations since then. The
+//! follower is told about each cut and rotation, because it can be far behind: from the length of a file alone it could
+//! not see that the file was cut and has grown again beyond the follower's position.
 //!
-//! The job can do with its descriptor what it likes, also make the file longer than any disk. So holes are never copied
-//! and never shown, and what is kept is bounded in size and number ([`Bounds`]).
+//! The job can do anything with its descriptor, for example make the file longer than any disk. So holes are never
+//! copied and never shown, and rotated files are bounded in size and number ([`Bounds`]).
 
 mod cut;
 mod follow;
@@ -68,7 +69,7 @@ struct State {
     gone: u64,
     /// Counts what happens to the file, for who looked at it without the lock.
     epoch: u64,
-    /// What the follower has yet to see, the oldest first.
+    /// What the follower has not shown yet, the oldest first.
     changes: VecDeque<Change>,
 }
 
@@ -79,7 +80,7 @@ enum Change {
     Moved { from: u64, to: u64 },
     /// What was before this offset is not kept.
     Lost { to: u64 },
-    /// All was moved, and it began anew.
+    /// All of it was moved, and the file started empty again.
     Emptied,
     /// It was put back to this length; what was cut is in the other file, from this offset on.
     Cut { to: u64, from: u64, kept: Option<PathBuf> },
@@ -113,7 +114,7 @@ impl State {
 }
 
 impl Files {
-    /// The files in a job's log folder, created when they are not there. What a crash has left of a rotation is removed.
+    /// The files in a job's log folder, created if they do not exist. What a crash has left of a rotation is removed.
     ///
     /// # Errors
     /// When they cannot be created.
@@ -125,7 +126,7 @@ impl Files {
             let options = options.read(true).append(true).create(true).mode(0o600);
             let file = options.open(path).map_err(error("create", path))?;
             state.gone = sparse::begin(&file).map_err(error("look at", path))?;
-            remove_leftovers(path).map_err(error("remove what a crash left of", path))?;
+            remove_leftovers(path).map_err(error("remove leftovers of", path))?;
         }
         Ok(files)
     }
@@ -134,8 +135,8 @@ impl Files {
         [&self.stdout, &self.stderr]
     }
 
-    /// Moves what is longer than the bound to NAME.1, and NAME.1 to NAME.2, up to the number kept, and empties it. Only for a
-    /// job that stands still: nothing may be written between the copy and the cut.
+    /// Moves a file that exceeds the bound to NAME.1, and NAME.1 to NAME.2, up to the configured number, and empties
+    /// it. Only for a frozen job: nothing may be written between the copy and the cut.
     ///
     /// # Errors
     /// When a file cannot be copied; it is not cut then.
@@ -174,9 +175,9 @@ pub struct Held<'a> {
 }
 
 impl Held<'_> {
-    /// Cuts an output file to `to` bytes, and what was rotated since it was that long. What is cut is kept in a file of its
-    /// own beside it, NAME.rolled-back.N, as far as the bounds allow and there is room: the newest of it. None where it is
-    /// not longer.
+    /// Cuts an output file to `to` bytes, and reverts what was rotated since it had that length. The newest part of
+    /// what is cut is saved in a separate file beside it, NAME.rolled-back.N, as far as the bounds and the free space
+    /// allow. None if the file is not longer.
     ///
     /// # Errors
     /// When it cannot be read or cut.

@@ -1,4 +1,4 @@
-//! The plugin that CRIU loads: its file. What it does is in its own documentation (`native/plugin/src/lib.rs`).
+//! The file of the plugin that CRIU loads. `native/plugin/src/lib.rs` documents what it does.
 
 use std::io;
 use std::os::unix::fs::DirBuilderExt;
@@ -9,16 +9,16 @@ use super::{embedded, interposer};
 /// Built by build.rs from `native/plugin/`. No image names it, so every version has it at the same path.
 pub(crate) const PLUGIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/rekindle-plugin.so"));
 
-/// The plugin cannot be put in place.
+/// The plugin cannot be written.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot put CRIU's plugin at {}", path.display())]
+#[error("cannot write CRIU's plugin to {}", path.display())]
 pub struct Error {
     path: PathBuf,
     #[source]
     source: io::Error,
 }
 
-/// Puts this version's plugin into a folder of its own below `scratch`, where CRIU finds no other, and answers the folder.
+/// Puts this version's plugin into a folder of its own below `scratch`, where CRIU finds no other, and returns the folder.
 ///
 /// # Errors
 /// When the file cannot be read or written.

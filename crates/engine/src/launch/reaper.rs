@@ -1,4 +1,4 @@
-//! The reaper's executable. It is the root of every job's tree, and so part of every image.
+//! The reaper's executable. It is the root of every job's process tree, and so part of every image.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -24,7 +24,7 @@ pub(super) const REAPER: Embedded = Embedded {
     mode: MODE,
 };
 
-/// Makes sure that `dir` holds this version's reaper, whole, and returns its path.
+/// Makes sure that `dir` contains this version's reaper, complete, and returns its path.
 ///
 /// # Errors
 /// When the file cannot be read or written.

@@ -1,13 +1,13 @@
-//! A job's output file as another process reads it: from its beginning, or on and on.
+//! Reads a job's output file from another process: from its beginning, or continuously.
 //!
-//! The supervisor's own follower is told when a file is rotated or put back to an image ([`super::output`]). One from
-//! outside finds out by what it has shown last: when that is no longer where it was, the file was rotated, and what comes
-//! next is in NAME.1, or it was cut, and what differs from what was shown is new. What a job says again after a restart is
-//! not shown twice: nothing comes until it says something else, or more; but where so much of it comes at once that it is
-//! rotated before it was looked at.
+//! The supervisor's own follower is told when a file is rotated or cut ([`super::output`]). A reader from outside
+//! recognises this by the bytes that it showed last. If these are no longer at their place, the file was rotated (then
+//! the next bytes are in NAME.1) or cut (then what differs from the bytes already shown is new). Output that a job
+//! repeats after a restart is not shown twice: nothing is shown until the output differs or is longer. The exception is
+//! a job that repeats so much at once that it is rotated before this reader looks.
 //!
-//! Between snapshots a file is rotated without becoming shorter: its beginning becomes a hole. Holes are never shown, and
-//! nothing is read that is as long as a file says it is: the job can make it longer than any disk.
+//! Between snapshots a file is rotated without becoming shorter: its first part becomes a hole. Holes are never shown,
+//! and nothing here reads by the file's length: the job can make the file longer than any disk.
 
 use std::fs::{File, Metadata};
 use std::io::{self, Write};
@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use rekindle_os::sparse;
 
-/// What was shown last and is remembered. A cut to before that shows what is there from then on.
+/// The bytes shown last, which are remembered. After a cut to before them, everything from the cut on is shown.
 const REMEMBERED: usize = 1 << 20;
 /// So much of it tells whether a file is still the one that it was.
 const COMPARED: usize = 4096;
@@ -113,7 +113,7 @@ impl Tail {
         to.flush()
     }
 
-    /// Answers whether all of it was there: it may become a hole meanwhile.
+    /// Returns whether all of it was there: it may become a hole meanwhile.
     fn copy_from(&mut self, file: &File, to: &mut dyn Write) -> io::Result<bool> {
         let mut buffer = vec![0; CHUNK];
         let length = file.metadata()?.len();
@@ -147,7 +147,7 @@ impl Tail {
         }
     }
 
-    /// What follows `at` was rotated, or cut. The data of the file begins at `begin` now. Answers false where it is just
+    /// What follows `at` was rotated, or cut. The data of the file begins at `begin` now. Returns false if it is just
     /// being done.
     fn find_again(&mut self, file: &File, older: &[Signature], begin: u64, to: &mut dyn Write) -> io::Result<bool> {
         let new = older.iter().position(|one| self.older.contains(one)).unwrap_or(older.len());
@@ -179,7 +179,7 @@ impl Tail {
         }
         (self.at, self.begin, self.older) = (begin, begin, older.to_vec());
         if !goes_on {
-            // The file began anew: what was shown is not before what is in it.
+            // The file was emptied: what was shown does not precede its content.
             self.shown.clear();
         }
         Ok(true)
@@ -244,7 +244,7 @@ fn signature(meta: &Metadata) -> Signature {
     (meta.ino(), meta.mtime(), meta.mtime_nsec())
 }
 
-/// These, with their lengths, the oldest first; None where they have other names by now.
+/// These, with their lengths, the oldest first; None if they have other names by now.
 fn open_rotated(path: &Path, these: &[Signature]) -> io::Result<Option<Vec<(File, u64)>>> {
     let mut opened = Vec::new();
     for (n, wanted) in these.iter().enumerate().rev() {

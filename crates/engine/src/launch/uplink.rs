@@ -1,19 +1,21 @@
-//! The way out of a private network: slirp4netns, outside of the job.
+//! The connection of a private network to the outside: slirp4netns, which runs outside the job.
 //!
-//! It opens a tap device in the job's network namespace, gives it its addresses there, and makes of what comes out of it
-//! sockets of its own in the network of the supervisor. Invariants:
-//! - there is one a world, ready before the job runs and before CRIU binds what was bound at its address; it ends with the
-//!   world, and with the supervisor (parent-death signal), and no process of the job's world is its child or parent;
-//! - addresses are the same in each world, so the job's sockets find theirs again;
-//! - one that dies is started again, and costs the job its connections to the outside at most.
+//! It opens a tap device in the job's network namespace, configures its addresses, and forwards its traffic through
+//! sockets in the supervisor's network. Invariants:
+//! - There is one for each world. It is ready before the job runs, and before CRIU binds sockets at its address. It
+//!   ends with the world and with the supervisor (parent-death signal), and no process of the job's world is its child
+//!   or parent.
+//! - Addresses are the same in each world, so the job's sockets are valid after a restore.
+//! - If it dies, it is started again. At most the job loses its connections to the outside.
 //!
-//! It reads whatever the job sends, so it has no rights: it runs as a user that is neither root nor the job's, without a
-//! capability, without our environment, and filters its own system calls (no execve, mount, ptrace). To open its device in the
-//! job's network it needs rights there, which is why that network belongs to a user namespace that this user owns
-//! ([`netns`]): it has all rights over the job's network, and none over anything else.
+//! It reads whatever the job sends, so it has no rights: it runs as a user that is neither root nor the job's user,
+//! without capabilities and without our environment, and filters its own system calls (no execve, mount, ptrace). It
+//! needs rights in the job's network to open its device there. Therefore that network belongs to a user namespace of
+//! this user ([`netns`]), with all rights over the job's network and none over anything else.
 //!
-//! slirp4netns (1.2.0) is told not to go into its sandbox: that takes all mounts below /run along for as long as it lives,
-//! images in memory among them, which would keep their memory when they are unmounted; and it has it become root there.
+//! slirp4netns (1.2.0) is told not to enter its sandbox, for two reasons. The sandbox copies all mounts below /run for
+//! as long as it lives, images in memory among them, whose memory would then not be freed when they are unmounted. And
+//! slirp4netns becomes root in it.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -43,12 +45,12 @@ const NAME_SERVER: &str = "10.0.2.3";
 /// The kernel's tap devices.
 const DEVICE: &str = "/dev/net/tun";
 
-/// nobody and nogroup, as the kernel numbers who has no number here (`overflowuid`), and the number below for a job that is
-/// nobody: who owns the job's network has all rights there, which a job shall not have.
+/// nobody and nogroup, to which the kernel maps ids without a mapping (`overflowuid`), and the number below for a job
+/// that runs as nobody: the owner of the job's network has all rights there, which a job must not have.
 const NOBODY: u32 = 65534;
 const NOBODY_ELSE: u32 = 65533;
 
-/// How long it may take until the device is there. Some ten milliseconds are usual.
+/// Time limit until the device exists. It usually takes some ten milliseconds.
 const READY: Duration = Duration::from_secs(10);
 
 /// One that lived as long is started again at once.
@@ -58,17 +60,17 @@ const STEADY: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
-/// What an uplink needs and is not here.
+/// What an uplink needs and this machine lacks.
 #[derive(Debug, thiserror::Error)]
 pub enum Missing {
     /// The program.
     #[error(
-        "network.uplink = \"user\" needs {PROGRAM}, and there is none in PATH: install it (Debian, Ubuntu, Fedora: package {PROGRAM})"
+        "network.uplink = \"user\" needs {PROGRAM}, which is not in PATH: install it (Debian, Ubuntu, Fedora: package {PROGRAM})"
     )]
     Program,
     /// The kernel's tap devices.
     #[error(
-        "network.uplink = \"user\" needs /dev/net/tun, which is not there: run `modprobe tun`, or give it to the container (Docker: --device /dev/net/tun)"
+        "network.uplink = \"user\" needs /dev/net/tun, which does not exist: run `modprobe tun`, or pass the device to the container (Docker: --device /dev/net/tun)"
     )]
     Device,
 }
@@ -81,7 +83,7 @@ pub enum Error {
     Reach(#[source] io::Error),
     /// The job's network cannot be made.
     #[error(
-        "cannot make a network that belongs to user {user}, as whom {PROGRAM} runs; it takes user namespaces (sysctl user.max_user_namespaces)"
+        "cannot create a network for user {user}, as which {PROGRAM} runs; user namespaces must be allowed (sysctl user.max_user_namespaces)"
     )]
     Network {
         /// The user.
@@ -105,7 +107,7 @@ pub enum Error {
     /// It ended before the device was there.
     #[error("{PROGRAM} ended at once ({how}){}", quoted(said))]
     Ended {
-        /// How.
+        /// How it ended.
         how: String,
         /// Its last words.
         said: String,
@@ -154,8 +156,8 @@ impl Plan {
         netns::owned_by(self.user, self.user).map_err(|source| Error::Network { user: self.user, source })
     }
 
-    /// Writes what the job's /etc/resolv.conf is to be, and answers where: the machine's, but for the name servers. Those may
-    /// be on its loopback device, and change from machine to machine; this one is there in each world.
+    /// Writes the job's /etc/resolv.conf and returns its path. It is the machine's, except for the name servers: those
+    /// may be on the machine's loopback device, and differ between machines; the one written here exists in each world.
     pub fn names(&self) -> Result<PathBuf, Error> {
         let machine = std::fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
         let path = self.directory.join("resolv.conf");
@@ -269,7 +271,7 @@ impl Shared {
         let copy = words_end.try_clone().map_err(Error::Reach)?;
         let args = [
             "--configure",
-            // Or what listens on the machine's loopback device, and trusts whoever gets there, would be open to the job.
+            // Otherwise the job could reach services on the machine's loopback device that trust every local client.
             "--disable-host-loopback",
             "--enable-seccomp",
             // The most that it takes: fewer, larger packets are what makes it faster.
@@ -284,7 +286,7 @@ impl Shared {
         let spawn = Spawn::new(&self.program, args)?.session().directory(Path::new("/"))?;
         let spawn = spawn.open(null).fd(copy, 1).fd(words_end, 2).fd(ready_end, 3).fd(network, 4).fd(owner, 5);
         let spawn = spawn.environment::<&str, &str>([])?.identity(self.user, self.user).no_new_privileges();
-        // Most machines let everybody open it, which gives nobody a right by itself.
+        // On most machines everybody may open it, which grants no right by itself.
         let spawn = if is_open_to_all(Path::new(DEVICE)) { spawn } else { spawn.own_tun(&staging_mounts())? };
         let spawn = spawn.dies_with_us();
         let mut state = self.state();
@@ -332,7 +334,7 @@ impl Shared {
                 }
                 pause = if steady.elapsed() >= STEADY { Duration::ZERO } else { pause };
                 tracing::warn!(
-                    "the job's uplink has died ({how}){}: its connections to the outside are lost, and it is started again",
+                    "the job's uplink died ({how}){}: its connections to the outside are lost; starting it again",
                     quoted(&said)
                 );
             }
@@ -346,12 +348,12 @@ impl Shared {
             pause = (pause * 2).clamp(PAUSE, LONGEST_PAUSE);
             match self.begin() {
                 Ok(ready) => {
-                    tracing::info!("the job's uplink is there again");
+                    tracing::info!("the job's uplink works again");
                     current = Some(ready);
                 }
                 Err(_) if self.state().over => return,
                 Err(error) => tracing::warn!(
-                    "the job has no uplink; the next try is in {}: {}",
+                    "cannot start the job's uplink; trying again in {}: {}",
                     humantime::format_duration(pause),
                     chain(&error)
                 ),

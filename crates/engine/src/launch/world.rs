@@ -1,22 +1,22 @@
-//! The world a job lives in: a PID and a mount namespace under an init of ours, or the host's own.
+//! The namespaces that a job runs in: PID and mount namespaces under an init of ours, or the host's.
 //!
-//! Layout. The supervisor is outside; `init` is pid 1 of the namespaces and in no image; the `reaper` (pid 1000) is a
-//! child of the supervisor that was born into them, root of every image; the job (pid 1001) is its child. CRIU runs in
-//! the same namespaces as pid 2, started by the supervisor too. The job has an IPC namespace of its own besides, which CRIU
-//! stays out of: it is in the image, and with it what is System V's. Where it is wanted, the job and CRIU are in a network
-//! namespace of init's, with a loopback device and an [uplink] at most, which is in no image: each restore finds all ports
-//! free.
+//! Layout. The supervisor is outside. `init` is pid 1 of the namespaces and in no image. The `reaper` (pid 1000) is a
+//! child of the supervisor, created inside the namespaces, and the root of every image; the job (pid 1001) is its
+//! child. CRIU runs in the same namespaces as pid 2, also started by the supervisor. The job also has its own IPC
+//! namespace, which CRIU does not enter: it is in the image, with its System V objects. If configured, the job and CRIU
+//! are in a network namespace of init's, with a loopback device and at most an [uplink]. That namespace is in no image:
+//! each restore finds all ports free.
 //!
-//! So
-//! - neither the PID nor the mount namespace is part of an image: a restore needs no mount that has come or gone since,
-//!   on this machine or another (the other way, with init dumped from outside, was tried: it takes the whole mount table
-//!   into the image and makes it again);
-//! - when the supervisor dies, at any moment, a half-done restore included, the kernel kills init and with it every
-//!   process of the namespace: the job, CRIU, half-restored tasks. Nothing runs on unsupervised;
-//! - daemons that the job leaves behind become children of the reaper and stay in the image;
-//! - the job's end is the supervisor's to wait for, at first start and after a restore alike.
+//! So:
+//! - Neither the PID nor the mount namespace is part of an image: a restore does not depend on mounts that appeared or
+//!   disappeared since, on this machine or another. (The alternative, to dump init from outside, was tried: CRIU then
+//!   saves and recreates the whole mount table.)
+//! - If the supervisor dies, even during a restore, the kernel kills init and with it every process of the namespace:
+//!   the job, CRIU, half-restored tasks. Nothing runs unsupervised.
+//! - Daemons that the job leaves behind become children of the reaper and are in the image.
+//! - The supervisor waits for the end of the job in the same manner after a start and after a restore.
 //!
-//! In the host's namespaces the reaper watches over the supervisor itself, and pids of an image may be taken.
+//! In the host's namespaces the reaper itself watches the supervisor, and pids of an image can be in use.
 
 use std::ffi::OsString;
 use std::io;
@@ -47,14 +47,14 @@ pub enum Network<'a> {
     Uplink(&'a uplink::Plan),
 }
 
-/// Where a job lives.
+/// The namespaces that a job runs in.
 #[derive(Debug)]
 pub enum World {
     /// Namespaces of its own.
     Private {
-        /// It holds them.
+        /// The init of the namespaces.
         init: Child,
-        /// The way out of the network, where there is one.
+        /// The connection to the outside, if there is one.
         uplink: Option<Uplink>,
     },
     /// The namespaces of the supervisor.
@@ -66,7 +66,7 @@ pub enum World {
 pub enum Error {
     /// Init did not start.
     #[error(
-        "cannot make the job's namespaces; as root in the initial user namespace it works, elsewhere try pid-namespace = \"host\""
+        "cannot create the job's namespaces: run rekindle as root in the initial user namespace, or try pid-namespace = \"host\""
     )]
     Start(#[from] spawn::Error),
     /// Init could not prepare the namespaces.
@@ -79,10 +79,10 @@ pub enum Error {
         source: io::Error,
     },
     /// There is no way out of the network.
-    #[error("cannot give the job's network an uplink")]
+    #[error("cannot connect the job's network to the outside")]
     Uplink(#[from] uplink::Error),
     /// The pipe to init failed.
-    #[error("cannot talk to the job's init")]
+    #[error("cannot communicate with the job's init")]
     Talk(#[source] io::Error),
 }
 
@@ -126,7 +126,7 @@ impl World {
                     b's' => "setting mount propagation",
                     b'p' => "mounting /proc",
                     b'n' => "bringing up the loopback device",
-                    b'r' => "putting a file over /etc/resolv.conf",
+                    b'r' => "mounting a file over /etc/resolv.conf",
                     _ => "setting the next pid",
                 };
                 Error::Prepare { step, source: io::Error::from_raw_os_error(i32::from(errno)) }
@@ -215,8 +215,8 @@ fn kill_tree(root: i32) {
 /// How long what a failed restore left may take to end.
 const LEFTOVERS_END: Duration = Duration::from_secs(5);
 
-/// Ends what a failed restore left in the host's namespaces of the process that is `root` there. It is a child of ours, and
-/// as long as it is there, alive or not reaped, the next restore finds its pid taken.
+/// Ends what a failed restore left of the process that is `root`, in the host's namespaces. It is a child of ours, and
+/// until it is reaped the next restore finds its pid in use.
 pub(crate) fn end_leftovers(root: i32) {
     let deadline = std::time::Instant::now() + LEFTOVERS_END;
     while let Some(left) = rekindle_criu::find_restored(root) {
@@ -240,8 +240,8 @@ fn ends_within(child: &Child, limit: Duration) -> bool {
     false
 }
 
-/// The number after which the kernel shall go on counting pids in a world that restores these: the start of the largest
-/// gap, so that neither CRIU's helpers nor the job's next children meet a pid of the image.
+/// The number after which the kernel counts pids in a world that restores these: the start of the largest gap, so that
+/// neither CRIU's helpers nor the job's next children get a pid of the image.
 #[must_use]
 pub fn last_pid_for(taken: &[i32]) -> i32 {
     largest_gap(taken, limit_for(taken, pid_max()))

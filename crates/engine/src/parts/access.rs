@@ -1,18 +1,19 @@
-//! What a restored job of another user is, and what it has open, must be what that user may be and may open.
+//! Checks that a restored job has only the rights and open files that its user may have.
 //!
-//! CRIU takes both from the image, and opens files by their path, with more rights than the job has. The user owns the
-//! folders, and could have put a link to somebody else's file in the place of one that the job had open, between the
-//! snapshot and the restore. So before the first instruction of the job runs
-//! - the rights of every thread are compared with what a launch gives (`rights`);
-//! - every file of every process (descriptors, mappings, programs, working directories) is looked up anew by its path, with
-//!   the rights of the user, in the mount namespace of the job: it must be the same file, by device and inode, and the user
-//!   must have the access that the process has. A mode alone says nothing: the way to the file may be closed;
-//! - files of the kernel's own, in /proc and /sys, must be of those that do not depend on who opened them (`kernel`).
+//! CRIU takes both from the image, and opens files by their path with more rights than the job has. The user owns the
+//! folders. Between the snapshot and the restore, the user could have replaced a file that the job had open by a link
+//! to somebody else's file. So before the first instruction of the job runs:
+//! - The rights of every thread are compared with what a launch gives (`rights`).
+//! - Every file of every process (descriptors, mappings, programs, working directories) is looked up again by its path,
+//!   with the user's rights, in the job's mount namespace. It must be the same file, by device and inode, and the user
+//!   must have the access that the process has. The mode of the file is not enough, because a folder above it can be
+//!   closed to the user.
+//! - Kernel files in /proc and /sys must be on the list of files that do not depend on who opened them (`kernel`).
 //!
-//! What root gave to the job (its output, a standard input, a working directory that the user cannot reach) is noted in the
-//! image with its inode and its access, and must be that very file. A file that lost its name has no path to look up, and is
-//! judged by its owner and mode alone. The same is looked at before a snapshot: what would be refused later is refused at
-//! once, so that there is no image that cannot be restored.
+//! Files that root gave to the job (its output, a standard input, a working directory that the user cannot reach) are
+//! recorded in the image with inode and access, and must be exactly those files. A deleted file has no path to look up,
+//! and is judged by its owner and mode only. The same checks run before a snapshot: what a restore would refuse is
+//! refused at once, so every image can be restored.
 
 mod files;
 mod kernel;
@@ -56,7 +57,7 @@ pub enum Refused {
     },
     /// A process has a file that it could not open.
     #[error(
-        "{} is {how} in the restored job, and user {user} may not open it: it was replaced since the snapshot; put it back, or take another image",
+        "{} is {how} in the restored job, but user {user} may not open it: it was replaced since the snapshot. Put the original back, or restore another image",
         path.display()
     )]
     File {
@@ -69,7 +70,7 @@ pub enum Refused {
     },
     /// A process has a file of the kernel's own that can show more to one who restores than to the job.
     #[error(
-        "the job has {} open, which shows different things to different users: CRIU would open it anew with more rights than user {user} has. Close it before a snapshot",
+        "the job has {} open, whose content depends on who opens it: CRIU would open it with more rights than user {user} has. Close it before a snapshot",
         path.display()
     )]
     KernelFile {
@@ -78,14 +79,14 @@ pub enum Refused {
         /// Who the job is.
         user: String,
     },
-    /// A process is in other namespaces than the rest.
+    /// A process is in other namespaces than the rest of the job.
     #[error("{process} is in a mount namespace of its own")]
     Namespace {
         /// The process.
         process: String,
     },
     /// It is not known what a process is or has.
-    #[error("cannot look at the rights and files of process {pid}")]
+    #[error("cannot inspect the rights and files of process {pid}")]
     Unread {
         /// The process.
         pid: i32,
@@ -94,7 +95,7 @@ pub enum Refused {
         source: io::Error,
     },
     /// The look with the user's rights failed.
-    #[error("cannot look at files with the rights of user {user}")]
+    #[error("cannot inspect files with the rights of user {user}")]
     Switch {
         /// Who the job is.
         user: String,
@@ -102,8 +103,8 @@ pub enum Refused {
         #[source]
         source: io::Error,
     },
-    /// Nothing of the job is there.
-    #[error("no process of the job is there")]
+    /// The job has no process.
+    #[error("the job has no process")]
     NoProcess,
 }
 
@@ -128,7 +129,7 @@ pub(crate) struct Noted {
     pub(crate) rights: JobRights,
 }
 
-/// Looks at a job that stands still, of which `root` is the reaper.
+/// Checks a stopped job whose reaper is `root`.
 ///
 /// # Errors
 /// Names what a restore would refuse.

@@ -1,19 +1,19 @@
-//! NVIDIA's devices in processes that are no CUDA processes.
+//! NVIDIA's devices in processes that are not CUDA processes.
 //!
-//! A child by fork of a CUDA process (a worker of a DataLoader, of a compiler) has the descriptors of its parent and most of
-//! its mappings of the devices. The driver checkpoints the parent and leaves them to the child, for which they are of no
-//! use: CUDA does not work there (driver 580: NOT_INITIALIZED). A process that only asks NVML has descriptors, no mappings,
+//! A fork of a CUDA process (a worker of a DataLoader, of a compiler) has its parent's descriptors and most of its
+//! mappings of the devices. The driver checkpoints the parent and leaves them in the child. The child cannot use them:
+//! CUDA does not work there (driver 580: NOT_INITIALIZED). A process that only uses NVML has descriptors, no mappings,
 //! and not /dev/nvidia-uvm. CRIU refuses both unless a plugin accepts them (`native/plugin/`).
 //!
 //! ```text
-//!  prepare   which devices are NVIDIA's on this machine; the plugin where CRIU looks for it    job runs
-//!  dump      CRIU asks the plugin, and writes down that there is something
-//!            whose are they? a CUDA process's own, or used other than by CUDA: the dump fails   job stands still
-//!            else /dev/null and memory of zeros in their place, in the image
+//!  prepare   find NVIDIA's devices on this machine; put the plugin where CRIU looks for it     job runs
+//!  dump      CRIU asks the plugin, and records the devices
+//!            used by a CUDA process, or without CUDA? the dump fails                           job is frozen
+//!            else the image gets /dev/null and memory of zeros instead
 //! ```
 //!
-//! Nothing is changed in the running job, and an image has nothing of a device in it: it can be restored where there is none.
-//! The restored process finds each number taken, its calls there fail, and its addresses are valid.
+//! The running job is not changed, and the image contains nothing of a device: it can be restored on a machine without
+//! one. In the restored process each descriptor number is in use, calls on it fail, and the addresses are valid.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
@@ -29,7 +29,7 @@ struct Device {
     major: u64,
     /// All of them, where it is not given.
     minor: Option<u64>,
-    /// /dev/nvidia-uvm: whoever has it uses the GPU's memory, or inherited it.
+    /// /dev/nvidia-uvm: a process that has it uses the GPU's memory, or inherited it.
     memory: bool,
 }
 
@@ -57,7 +57,7 @@ pub struct Devices {
 }
 
 impl Devices {
-    /// Those of this machine, where it has any.
+    /// Those of this machine, if it has any.
     pub fn find() -> Option<Devices> {
         let mut all = nvidia(&std::fs::read_to_string("/proc/devices").unwrap_or_default());
         all.extend(stand_ins());
@@ -70,9 +70,9 @@ impl Devices {
         &self.list
     }
 
-    /// Takes the devices out of the image in `criu_dir`, while all tasks stand still. `root` is the root of the tree and
-    /// `cuda` are the CUDA processes in it, as we see them. Answers what the user should know; an error, in words, where an
-    /// image without the devices would not be one of the job.
+    /// Removes the devices from the image in `criu_dir`, while all tasks are frozen. `root` is the root of the tree and
+    /// `cuda` are the CUDA processes in it, as we see them. Returns a note for the user; or an error, in words, if the
+    /// job could not run without the devices.
     pub(crate) fn settle(&self, criu_dir: &Path, root: i32, cuda: &[i32]) -> Result<Option<String>, String> {
         let replaced = image::without_devices(criu_dir).map_err(|e| rekindle_base::chain(&e))?;
         if replaced.is_empty() {
@@ -83,7 +83,7 @@ impl Devices {
         let mut asking = Vec::new();
         for Replaced { pid, descriptors, mappings } in replaced {
             let outer = tree.iter().find(|(inner, _)| *inner == pid).map(|(_, outer)| *outer);
-            let outer = outer.ok_or_else(|| format!("process {pid} has NVIDIA devices open and is not to be found"))?;
+            let outer = outer.ok_or_else(|| format!("process {pid} has NVIDIA devices open and cannot be found"))?;
             let shown = || format!("process {pid} ({})", process::name(outer).unwrap_or_default());
             let facts = Facts {
                 is_cuda: cuda.contains(&outer),
@@ -96,13 +96,13 @@ impl Devices {
                 Verdict::Asks => asking.push(shown()),
                 Verdict::Left => {
                     return Err(format!(
-                        "{} still has NVIDIA devices open after its CUDA checkpoint: it uses the GPU other than by CUDA too (OpenGL, NVENC), which cannot be brought back",
+                        "{} still has NVIDIA devices open after its CUDA checkpoint: it also uses the GPU without CUDA (OpenGL, NVENC), which cannot be restored",
                         shown()
                     ));
                 }
                 Verdict::Uses => {
                     return Err(format!(
-                        "{} has NVIDIA devices open: it just begins to use CUDA, and the next attempt will work, or it uses the GPU other than by CUDA (OpenGL, NVENC), which cannot be brought back",
+                        "{} has NVIDIA devices open: either it is just starting CUDA, and the next attempt will work, or it uses the GPU without CUDA (OpenGL, NVENC), which cannot be restored",
                         shown()
                     ));
                 }
@@ -110,7 +110,7 @@ impl Devices {
         }
         Ok((!asking.is_empty()).then(|| {
             format!(
-                "NVML is used without CUDA by {}: in a job that is brought back from this image its calls fail until it initialises NVML anew",
+                "NVML is used without CUDA by {}: NVML calls fail after a restore until it initialises NVML again",
                 asking.join(", ")
             )
         }))
@@ -129,7 +129,7 @@ impl Devices {
 struct Facts {
     /// The driver has just checkpointed it.
     is_cuda: bool,
-    /// It came from a CUDA process by fork(2).
+    /// It is a fork of a CUDA process.
     is_fork: bool,
     /// It has mappings of devices, or the device of the GPU's memory.
     has_memory: bool,
@@ -183,8 +183,8 @@ fn nvidia(text: &str) -> Vec<Device> {
     all
 }
 
-/// Devices that stand for NVIDIA's in a test of a debug build, `nvidia=c10:232 nvidia-uvm=b7:0`. A build for use has no way
-/// to name others.
+/// Devices that replace NVIDIA's in a test of a debug build, `nvidia=c10:232 nvidia-uvm=b7:0`. A release build cannot
+/// name others.
 fn stand_ins() -> Vec<Device> {
     let named = cfg!(debug_assertions).then(|| std::env::var("REKINDLE_TEST_DEVICES").ok()).flatten();
     named.iter().flat_map(|text| text.split(' ')).filter_map(stand_in).collect()

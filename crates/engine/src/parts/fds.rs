@@ -1,13 +1,14 @@
-//! Descriptors that the job's processes have sent each other through UNIX sockets, and not received.
+//! Descriptors in flight: the job's processes have sent them to each other through UNIX sockets, and not received them
+//! yet.
 //!
 //! ```text
-//!  preflight   some are on their way? most are for microseconds: wait a little     job runs
-//!  dump        CRIU writes them; what a restore by it would lose or exchange       job stands still
-//!              fails this attempt, the rest is put into its order in the image
-//!  afterwards  wait until it moves, and take the snapshot anew                      job runs
+//!  preflight   some in flight? most are for microseconds only: wait a little          job runs
+//!  dump        CRIU writes them. Those that it would lose or mix up in a restore
+//!              fail this attempt; the others are put in order in the image            job is frozen
+//!  afterwards  wait until they move, and take the snapshot again                      job runs
 //! ```
 //!
-//! The kernel says in /proc/PID/fdinfo how many wait in a socket (`scm_fds`, Linux 5.6 and newer).
+//! /proc/PID/fdinfo says how many wait in a socket (`scm_fds`, Linux 5.6 and newer).
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
@@ -17,7 +18,7 @@ use std::time::{Duration, Instant};
 use rekindle_criu::image::{self, Queues, Stuck, keep_in_flight};
 use rekindle_os::process;
 
-/// So often a snapshot is tried; a CUDA job stands still for a checkpoint and a restore each time.
+/// Number of attempts for a snapshot; each freezes a CUDA job for a checkpoint and a restore.
 pub(crate) const ATTEMPTS: u32 = 5;
 /// How long descriptors are waited for before a freeze, in which they may do no harm.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -25,7 +26,7 @@ const PATIENCE: Duration = Duration::from_millis(100);
 const MORE_PATIENCE: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(2);
 
-/// Descriptors that a restore would not bring back right.
+/// Descriptors that could not be restored correctly.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InFlight {
     all: Vec<Stuck>,
@@ -39,11 +40,11 @@ impl std::fmt::Display for InFlight {
                 Some(name) => format!("process {pid} ({name})"),
                 None => format!("process {pid}"),
             },
-            None => "a socket that is on its way itself".to_owned(),
+            None => "a socket that is itself in flight".to_owned(),
         };
         write!(
             f,
-            "descriptors are on their way through UNIX sockets (SCM_RIGHTS), and CRIU would lose or exchange them: "
+            "file descriptors are in flight in UNIX sockets (SCM_RIGHTS), and CRIU would lose them or mix them up: "
         )?;
         for (at, stuck) in self.all.iter().enumerate() {
             let comma = if at == 0 { "" } else { ", " };
@@ -52,13 +53,13 @@ impl std::fmt::Display for InFlight {
                 write!(f, " from {}", process(stuck.sender))?;
             }
         }
-        write!(f, "; a snapshot works once they are received")
+        write!(f, "; a snapshot is possible once they are received")
     }
 }
 
 impl InFlight {
-    /// Looks into the image in `criu_dir`, while all tasks of the tree below `root` stand still, and puts those right that
-    /// can be. `names` are those of the processes, as they see themselves.
+    /// Inspects the image in `criu_dir`, while all tasks of the tree below `root` are frozen, and repairs the order
+    /// where possible. `names` are those of the processes, as they see themselves.
     pub(crate) fn find(
         criu_dir: &Path,
         root: i32,
@@ -69,14 +70,15 @@ impl InFlight {
         Ok((!queues.stuck.is_empty()).then(|| InFlight { all: queues.stuck, names: names.clone() }))
     }
 
-    /// Waits until any of them was received, and a random moment more: a job that sends in step with our attempts would hold
-    /// up all of them. False where nothing moves: then nobody receives them.
+    /// Waits until any of them was received, and a random moment more: a job that sends in step with our attempts would
+    /// otherwise delay all of them. False if nothing moves: then nobody receives them.
     pub(crate) fn moves(&self, root: i32, attempt: u32, cancelled: &dyn Fn() -> bool) -> bool {
         let tree = process::tree(root);
         let was = |stuck: &Stuck| u64::try_from(stuck.descriptors).ok();
         let moved = || {
             let now = waiting(&tree);
-            // A kernel that does not say how many there are, or a socket that nobody has any more, may have moved.
+            // If the kernel does not say how many there are, or no process has the socket any more, assume that they
+            // moved.
             self.all.iter().any(|stuck| now.get(&stuck.inode).map(|waiting| waiting.count) != was(stuck))
         };
         let moved = until(MORE_PATIENCE, || cancelled() || moved());
@@ -87,10 +89,10 @@ impl InFlight {
     }
 }
 
-/// Waits a little for descriptors that are on their way between these processes. Most of them would do no harm.
+/// Waits a little for descriptors in flight between these processes. Most of them would do no harm.
 pub(crate) fn let_pass(tree: &[i32], cancelled: &dyn Fn() -> bool) {
     if !until(PATIENCE, || cancelled() || waiting(tree).is_empty()) {
-        tracing::debug!(sockets = ?waiting(tree), "descriptors are on their way and not received");
+        tracing::debug!(sockets = ?waiting(tree), "file descriptors are in flight in UNIX sockets");
     }
 }
 
@@ -190,7 +192,7 @@ mod tests {
         assert_eq!(count(), None);
         assert!(in_flight.moves(me, 2, &|| false));
         let text = in_flight.to_string();
-        assert!(text.contains("exchange them: 2 to process 7 (a) from process 8; a snapshot works once"), "{text}");
+        assert!(text.contains("mix them up: 2 to process 7 (a) from process 8; a snapshot is possible once"), "{text}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! The job's GPUs: the CUDA processes of its tree, and which GPUs they are restored on.
+//! The job's GPUs: the CUDA processes of its tree, and the GPUs on which they are restored.
 
 pub mod capture;
 pub mod placement;

@@ -1,7 +1,7 @@
-//! Locks on files that CRIU loses ([`image::lost_locks`]), taken again before the job runs.
+//! File locks that CRIU loses (`rekindle_criu::image::lost_locks`), taken again before the job runs.
 //!
-//! Each process that uses a file with a lost lock is stopped from the moment that CRIU lets it go until all such locks are
-//! held again. Otherwise a process that held none could take one first.
+//! Each process that uses a file with a lost lock is stopped from the moment that CRIU resumes it until all such locks
+//! are taken. Otherwise another process could take one first.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A process could not take a lock again.
 #[derive(Debug, thiserror::Error)]
-#[error("process {pid} cannot take its lock on {} again: see who holds it (lslocks)", path.display())]
+#[error("process {pid} cannot lock {} again: another process has the lock; find it with lslocks", path.display())]
 pub struct Error {
     pid: i32,
     path: PathBuf,
@@ -23,15 +23,15 @@ pub struct Error {
     source: io::Error,
 }
 
-/// Stops the processes of the tree below `root` that use a file with a lost lock, as soon as CRIU lets them go.
+/// Stops the processes of the tree below `root` that use a file with a lost lock, as soon as CRIU resumes them.
 pub(crate) fn hold(root: i32, lost: &LostLocks) {
     for pid in users(root, lost) {
         drop(ptrace::stop_when_let_go(pid));
     }
 }
 
-/// Takes the locks again for the processes that held them. Those that are also `held` for something else stay stopped, the
-/// others go on.
+/// Takes the locks again for the processes that had them. Those that are also `held` for something else stay stopped,
+/// the others are resumed.
 pub(crate) fn take_again(root: i32, lost: &LostLocks, held: &[i32]) -> Result<(), Error> {
     let mut waiting = Vec::new();
     for pid in users(root, lost) {
@@ -46,7 +46,7 @@ pub(crate) fn take_again(root: i32, lost: &LostLocks, held: &[i32]) -> Result<()
             waiting.push(pid);
         }
     }
-    // Only when all have theirs: one of them would find a lock free that another one holds.
+    // Only when all have their locks: otherwise one of them could find a lock free that belongs to another.
     for pid in waiting {
         let _ = ptrace::go_on(pid);
     }

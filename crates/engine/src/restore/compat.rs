@@ -1,9 +1,9 @@
-//! Can an image be restored on this machine? Asked before anything is started or put back.
+//! Can an image be restored on this machine? Checked before anything is started or put back.
 //!
-//! [`compare`] is a pure function from the manifest and the facts of this machine ([`Here`]) to what differs. Invariants: a
-//! difference is [`Severity::Fatal`] only where a restore, or the job after it, cannot work: an image that is refused is
-//! lost to the user until something is put right, so what is not sure is a warning. What is not known, of the image or of
-//! this machine, is no difference. Another boot, another host name and more of anything are none either.
+//! [`compare`] is a pure function from the manifest and the facts of this machine ([`Here`]) to the differences.
+//! Invariants: a difference is [`Severity::Fatal`] only if a restore, or the job after it, cannot work. A refused image
+//! is unusable until something is fixed, so anything uncertain is a warning. Unknown facts, of the image or of this
+//! machine, are no differences. Another boot, another host name, or more of anything are none either.
 
 mod cpu;
 mod files;
@@ -69,7 +69,7 @@ impl Difference {
 impl fmt::Display for Difference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Difference { what, image, here, advice, .. } = self;
-        write!(f, "{what}: the image has {image}, here is {here}; {advice}")
+        write!(f, "{what}: the image has {image}, this machine has {here}; {advice}")
     }
 }
 
@@ -89,9 +89,8 @@ pub fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
 pub(super) fn too_few_gpus(manifest: &Manifest, here: &Here) -> Difference {
     let (image, here) =
         (format!("{} GPUs that the job could see", manifest.gpus.len()), here.devices.all.len().to_string());
-    Difference::new(Severity::Fatal, "GPUs", image, here).advise(
-        "to bring the job back on other GPUs the driver wants as many: make more of them visible, or restore it on another machine",
-    )
+    Difference::new(Severity::Fatal, "GPUs", image, here)
+        .advise("the driver needs as many GPUs to restore on others: make more visible, or use another machine")
 }
 
 /// So many differences are named in one message: after an upgrade of the system hundreds of files differ.
@@ -102,7 +101,7 @@ pub(super) fn summary(differences: &[Difference]) -> String {
     let fatal: Vec<String> = differences.iter().filter(|d| d.is_fatal()).map(ToString::to_string).collect();
     let named = fatal.iter().take(NAMED).cloned().collect::<Vec<_>>().join(" | ");
     match fatal.len().checked_sub(NAMED) {
-        Some(more) if more > 0 => format!("{named} | and {more} more, which `rekindle show` lists"),
+        Some(more) if more > 0 => format!("{named} | and {more} more (`rekindle show` lists all)"),
         _ => named,
     }
 }

@@ -1,4 +1,4 @@
-//! Why an image was not restored, and who is to blame.
+//! Why an image was not restored, and what the cause is.
 
 use std::path::PathBuf;
 
@@ -33,7 +33,7 @@ pub enum Error {
         what: String,
     },
     /// The image does not fit this machine; nothing was started.
-    #[error("image {id} cannot be restored on this machine as it is: {}", compat::summary(differences))]
+    #[error("image {id} cannot be restored on this machine: {}", compat::summary(differences))]
     Misfit {
         /// The image.
         id: rekindle_store::ImageId,
@@ -44,7 +44,7 @@ pub enum Error {
     #[error(transparent)]
     OtherUser(#[from] super::OtherUser),
     /// What was restored is or has what the job may not; it did not run.
-    #[error("image {id} is refused, and nothing of it has run: {why}")]
+    #[error("image {id} is refused, and none of it has run: {why}")]
     Refused {
         /// The image.
         id: rekindle_store::ImageId,
@@ -61,21 +61,21 @@ pub enum Error {
         #[source]
         why: crate::parts::gpu::placement::NoPlace,
     },
-    /// It could not be brought out of the packs of the store, through no fault of its own.
+    /// It could not be unpacked from the store, through no fault of its own.
     #[error(transparent)]
     Unpack(rekindle_store::unpack::Error),
-    /// The place in memory that it was brought to failed.
+    /// Writing the unpacked image to memory failed.
     #[error(transparent)]
     Staging(rekindle_store::staging::Error),
     /// The image wants a file put where rekindle puts none; nothing was done.
-    #[error("the image wants a file put at {}, which {why}", path.display())]
+    #[error("the image would create {}, which {why}", path.display())]
     NotOurs {
-        /// Where.
+        /// The path.
         path: PathBuf,
         /// The rule that it breaks.
         why: String,
     },
-    /// A file of ours that the job runs could not be put in place.
+    /// A file of rekindle that the job runs could not be written.
     #[error("cannot put {} back", path.display())]
     Recreate {
         /// The file.
@@ -108,7 +108,7 @@ pub enum Error {
     /// The job's folder cannot be used.
     #[error(transparent)]
     Store(#[from] rekindle_store::Error),
-    /// The GPUs did not come back.
+    /// The GPUs were not restored.
     #[error(transparent)]
     Gpu(gpu::Error),
     /// It was not wanted any more.
@@ -132,7 +132,7 @@ const KILLED: Ended = Ended::Signal(libc::SIGKILL);
 pub enum Blame {
     /// Its files are not what was written.
     Damaged,
-    /// It was refused for a reason that is in the image, as far as can be told.
+    /// It was refused for a reason in the image, as far as is known.
     Image,
     /// It is not known, or was somebody outside: that is no evidence against the image.
     Unknown,
@@ -143,14 +143,14 @@ pub enum Blame {
     Unread,
     /// The machine: another image would not do better, and this one is as good as it was.
     Machine,
-    /// Files that the job wrote to and that are not here as they should be: an older image may not need them.
+    /// Files that the job wrote to and that are missing or changed: an older image may not need them.
     Files,
-    /// This machine, which the image does not fit: another try would not do better, and another image would be a loss of
-    /// work that nobody asked for.
+    /// This machine, which the image does not fit: another try would not help, and another image would lose work that
+    /// nobody agreed to lose.
     Here,
     /// What is configured, which the image does not fit: as with [`Blame::Here`], it is as good as it was.
     Configuration,
-    /// Nobody: it was called off.
+    /// No fault: it was cancelled.
     Nobody,
 }
 
@@ -188,7 +188,7 @@ impl Error {
             | Error::Recreate { .. }
             | Error::Lock(_)
             | Error::Landing(_) => Blame::Machine,
-            // It may be a zombie of the life before, which pid 1 has yet to reap.
+            // It may be a zombie of the previous life, which pid 1 has not reaped yet.
             Error::PidTaken(_) => Blame::Machine,
             // No driver, no right, a GPU that is full or gone, a process killed meanwhile: nothing in the image can
             // change that.

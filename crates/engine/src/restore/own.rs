@@ -1,8 +1,10 @@
-//! Where a restore puts files of ours: programs that the job has mapped, and GPU memory that the driver reads back.
+//! Checks where a restore writes rekindle's own files: programs that the job has mapped, and GPU memory that the driver
+//! reads.
 //!
-//! The image says where, and an image may be a stranger's. So only names that rekindle itself makes are taken, in the folders
-//! that it has here, or in folders of the same form where a job had them on another machine or below another store. Those
-//! must be root's alone with all that is above them. What such a file may do is for us to say, and not for the image.
+//! The image names the paths, and the image can come from somebody else. So only names that rekindle itself creates are
+//! accepted, in the folders that this rekindle uses, or in folders of the same form that a job had on another machine
+//! or below another store. These folders, and all above them, must be writable by root only. The mode of such a file is
+//! ours to decide, not the image's.
 
 use std::fs;
 use std::io;
@@ -15,8 +17,8 @@ use rekindle_store::Manifest;
 use rekindle_store::manifest::Landing;
 
 /// The parts of the rule, for messages.
-const PROGRAMS: &str = "rekindle puts back only its own programs, in its own folders";
-const LANDINGS: &str = "rekindle puts GPU memory back only in its own staging folders";
+const PROGRAMS: &str = "a restore writes only rekindle's own programs, to its own folders";
+const LANDINGS: &str = "a restore writes GPU memory only to rekindle's own staging folders";
 
 /// Whether all files of ours that the image names may be put where it says. Touches nothing.
 pub(super) fn check(manifest: &Manifest, request: &Request<'_>) -> Result<(), Error> {
@@ -28,10 +30,10 @@ pub(super) fn check(manifest: &Manifest, request: &Request<'_>) -> Result<(), Er
         let folder = path.parent().unwrap_or(path);
         let job = manifest.job.as_str();
         let result = match named {
-            false => Err(format!("is not the name of a program of rekindle's; {PROGRAMS}")),
+            false => Err(format!("is not the name of a rekindle program; {PROGRAMS}")),
             true if here.iter().flatten().any(|here| here == folder) => Ok(()),
             true if is_bin(folder, job) || is_area(folder, job) => is_roots(folder),
-            true => Err(format!("is in no folder of this job's; {PROGRAMS}")),
+            true => Err(format!("is not in a folder of this job; {PROGRAMS}")),
         };
         result.map_err(|why| Error::NotOurs { path: path.to_path_buf(), why })?;
     }
@@ -52,7 +54,7 @@ fn check_landing(landing: &Landing, manifest: &Manifest, here: Option<&Path>) ->
         return Ok(());
     }
     let is_ours = folder.ends_with("landing") && folder.parent().is_some_and(|it| is_area(it, manifest.job.as_str()));
-    if is_ours { is_roots(folder) } else { Err(format!("is in no staging folder of this job's; {LANDINGS}")) }
+    if is_ours { is_roots(folder) } else { Err(format!("is not in a staging folder of this job; {LANDINGS}")) }
 }
 
 /// `STORE/JOB/bin`.
@@ -67,16 +69,16 @@ fn is_area(folder: &Path, job: &str) -> bool {
     hash.is_some_and(|hash| hash.len() == 8 && hash.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b)))
 }
 
-/// Whether nobody but root can change what is in the folder, or put another in its place. What of it is not there is made
-/// by root.
+/// Whether only root can change what is in the folder, or replace the folder. Missing parts of the path are created by
+/// root.
 fn is_roots(folder: &Path) -> Result<(), String> {
     let there = folder.ancestors().find(|path| fs::symlink_metadata(path).is_ok());
-    let there = there.ok_or("is in a folder that cannot be looked at")?;
-    let real = fs::canonicalize(there).map_err(|error| format!("is in a folder that cannot be looked at: {error}"))?;
+    let there = there.ok_or("is in a folder that cannot be inspected")?;
+    let real = fs::canonicalize(there).map_err(|error| format!("is in a folder that cannot be inspected: {error}"))?;
     for path in there.ancestors().chain(real.ancestors()) {
         let place = if path == folder || (path == real && there == folder) { Place::Last } else { Place::Above };
         let meta = fs::symlink_metadata(path).map_err(|error: io::Error| {
-            format!("is in a folder that cannot be looked at: {}: {error}", path.display())
+            format!("is in a folder that cannot be inspected: {}: {error}", path.display())
         })?;
         judge(&meta, place, nix::unistd::geteuid().as_raw())
             .map_err(|why| format!("is in {}, {why}", path.display()))?;
@@ -94,12 +96,12 @@ fn judge(meta: &fs::Metadata, place: Place, we: u32) -> Result<(), String> {
     const OTHERS_WRITE: u32 = 0o022;
     const STICKY: u32 = 0o1000;
     if meta.uid() != 0 && meta.uid() != we {
-        return Err(format!("which belongs to user {}: what is there can be exchanged", meta.uid()));
+        return Err(format!("which belongs to user {}: that user can replace the file", meta.uid()));
     }
     if meta.is_symlink() {
         return Ok(());
     }
-    // Where it is sticky nobody takes away what is root's.
+    // In a sticky folder nobody can remove root's files.
     let is_safe = meta.mode() & OTHERS_WRITE == 0 || (place == Place::Above && meta.mode() & STICKY != 0);
     if is_safe { Ok(()) } else { Err("which others can write".into()) }
 }

@@ -1,9 +1,9 @@
-//! The files of an image as CRIU and the driver read them.
+//! Provides the files of an image as CRIU and the driver read them.
 //!
-//! An image in memory has them. A loose one of the store too; every byte is compared with its hash first. One that is
-//! packed is unpacked, which checks every chunk: into a slot in memory, where it stays for the next restart, or into a
-//! folder of the store where memory has no room, which goes when the job has its memory back. When the power goes that
-//! folder is left, and the next restore begins by removing it.
+//! An image in memory has them. A loose image in the store has them too; every byte is compared with its hash first. A
+//! packed image is unpacked, and every chunk is checked. It is unpacked into a slot in memory, where it stays for the
+//! next restart; or, if memory is too small, into a folder of the store, which is removed once the job has its memory.
+//! After a power cut that folder remains, and the next restore removes it first.
 
 use std::fs;
 use std::io;
@@ -66,14 +66,14 @@ fn check(image: &Image) -> Result<(), Error> {
     }
 }
 
-/// None where memory has no room.
+/// None if memory has no room.
 fn into_memory(
     request: &Request<'_>,
     manifest: &Manifest,
     cancelled: &(dyn Fn() -> bool + Sync),
 ) -> Result<Option<Image>, Error> {
     let Some(area) = request.unpacking.staging.filter(|area| area.is_there()) else { return Ok(None) };
-    // Host memory is there twice until the job runs; device memory leaves the landing file for the GPU.
+    // Host memory exists twice until the job runs; device memory moves from the landing file to the GPU.
     let pages = manifest.parts.iter().filter(|part| part.path.starts_with("criu/pages-"));
     let besides = pages.map(|part| part.size).sum();
     let need = Need { image: manifest.bytes, besides, keep: request.unpacking.memory_reserve };
@@ -81,11 +81,11 @@ fn into_memory(
     let filling = match area.take(request.folder, request.image.id, need, own, |_| {}) {
         Ok(filling) => filling,
         Err(TakeError::NoRoom(why)) => {
-            tracing::info!("the image is unpacked to the disk, which takes longer: {why}");
+            tracing::info!("unpacking the image to disk, which takes longer: {why}");
             return Ok(None);
         }
         Err(error @ (TakeError::Area(_) | TakeError::DiskFull(_))) => {
-            tracing::warn!("the image is unpacked to the disk, which takes longer: {}", chain(&error));
+            tracing::warn!("unpacking the image to disk, which takes longer: {}", chain(&error));
             return Ok(None);
         }
     };
@@ -121,7 +121,7 @@ fn run(request: &Request<'_>, into: &std::path::Path, cancelled: &(dyn Fn() -> b
     match unpacking.unpack(request.image, request.folder, into) {
         Ok(None) => Ok(()),
         Ok(Some(healed)) => {
-            tracing::warn!("image {}: {healed}; the restore goes on", request.image.id);
+            tracing::warn!("image {}: {healed}; the restore continues", request.image.id);
             Ok(())
         }
         Err(unpack::Error::Cancelled) => Err(Error::Cancelled),

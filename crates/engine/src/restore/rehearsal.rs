@@ -1,16 +1,16 @@
 //! A restore that is tried beside the running job, and never runs.
 //!
-//! A process of its own ([`play`], behind the hidden command `rekindle rehearse`) sees the machine's files through a
-//! [`view`], in which all it writes is lost. It has PID, IPC and network namespaces of its own, in which every address is its
-//! own. In there the image is restored by the same steps as in earnest, until CRIU has made every process and is about to
-//! give them their rights and let them run. There it is called off: no instruction of the job is executed, and the kernel takes
-//! away what was made.
+//! A separate process ([`play`], started by the hidden command `rekindle rehearse`) sees the machine's files through a
+//! [`view`], in which all its writes are lost. It has its own PID, IPC and network namespaces, in which every address
+//! is local. There the image is restored by the same steps as in a real restore, until CRIU has created every process
+//! and is about to give them their rights and let them run. Then the restore is cancelled: no instruction of the job is
+//! executed, and the kernel removes what was created.
 //!
-//! What it cannot show: whether the driver takes GPU memory back, and what the job does once it runs. What has changed on
-//! the machine since the snapshot (a file that is gone) is no fault of the image; only a refusal of CRIU's speaks against it.
+//! A rehearsal cannot show whether the driver restores GPU memory, or what the job does once it runs. Changes on the
+//! machine since the snapshot (a missing file) are no fault of the image; only a refusal by CRIU counts against it.
 //!
-//! It takes as much memory again as the job. It is first in line for the kernel's OOM killer, and is not begun where
-//! memory is short.
+//! A rehearsal needs as much memory again as the job. The kernel's OOM killer chooses it first, and it is not started
+//! if memory is short.
 
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
@@ -64,7 +64,7 @@ pub struct Script {
     pub reserve: u64,
 }
 
-/// What came of it.
+/// The result.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", tag = "outcome")]
 pub enum Outcome {
@@ -80,7 +80,7 @@ pub enum Outcome {
     },
     /// It could not be tried, which says nothing about the image.
     NotTried {
-        /// What was in the way.
+        /// What prevented it.
         why: String,
     },
 }
@@ -91,10 +91,10 @@ pub fn play(script: &Script) -> Outcome {
     let not_tried = |why: String| Outcome::NotTried { why };
     // Before the supervisor's end is noticed by anything else.
     if let Err(error) = nix::sys::prctl::set_pdeathsig(Signal::SIGKILL) {
-        return not_tried(format!("cannot bind it to the supervisor: {error}"));
+        return not_tried(format!("cannot tie it to the life of the supervisor: {error}"));
     }
     if let Err(error) = fs::write("/proc/self/oom_score_adj", "1000") {
-        return not_tried(format!("cannot put it before the job for the OOM killer: {error}"));
+        return not_tried(format!("cannot make the OOM killer choose it before the job: {error}"));
     }
     process::be_nice();
     match try_it(script) {
@@ -141,7 +141,7 @@ impl Failure {
         let log = error.criu_log();
         let says = |mark: &str| log.is_some_and(|log| log.errors().iter().any(|line| line.contains(mark)));
         if says(OUTSIDE) {
-            let why = "it is connected to a program outside of the job, which must not hear of it";
+            let why = "it is connected to a program outside the job, which a rehearsal must not disturb";
             return Failure::NotTried(why.into());
         }
         if log.is_some_and(criu::Log::says_killed) || NOT_OF_THE_IMAGE.iter().any(|mark| says(mark)) {
@@ -149,7 +149,7 @@ impl Failure {
         }
         match error {
             Error::Criu(criu::RunError::Refused { log }) if !log.errors().is_empty() => Failure::Refused(chain(error)),
-            // It found itself wrong about the image. Killed it may have been by anybody.
+            // It found a fault in the image. If it was killed, that may have been anybody.
             Error::Criu(criu::RunError::Gone {
                 ended: Ended::Signal(libc::SIGABRT | libc::SIGSEGV | libc::SIGBUS),
                 ..
@@ -178,10 +178,10 @@ fn try_it(script: &Script) -> Result<Duration, Failure> {
     let began = Instant::now();
     let result = restore(script, &folder, &image, manifest);
     let took = began.elapsed();
-    // Its files are gone or others once the slot holds a later image.
+    // Its files are gone or replaced once the slot has a later image.
     match result {
         Err(Failure::Refused(_)) if find(&folder, script.image).is_err() => {
-            Err(Failure::NotTried("a later image has taken its place".into()))
+            Err(Failure::NotTried("a newer image replaced it".into()))
         }
         Err(failure) => Err(failure),
         Ok(()) => Ok(took),
@@ -190,7 +190,7 @@ fn try_it(script: &Script) -> Result<Duration, Failure> {
 
 fn find(folder: &JobFolder, id: ImageId) -> Result<Image, Failure> {
     let staged = folder.staged().into_iter().find(|image| image.id == id && image.is_good());
-    staged.ok_or_else(|| Failure::NotTried("the image is not in memory any more".into()))
+    staged.ok_or_else(|| Failure::NotTried("the image is no longer in memory".into()))
 }
 
 /// Whether a second copy of the job takes nothing from the first but memory and time.
@@ -199,14 +199,14 @@ fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
     match criu::image::scarce(&image.dir.join(CRIU_DIR)) {
         Ok(None) => {}
         Ok(Some(what)) => {
-            return not_tried(format!("it has {what}, and a second copy would take some of them from it"));
+            return not_tried(format!("it has {what}, and a second copy of the job would take some of them away"));
         }
         Err(error) => return Err(Failure::of_restore(&criu::RunError::Image(error).into())),
     }
     // Processes, threads, groups and sessions: more than it has tasks.
     let tasks = u64::try_from(manifest.tree.ids.len()).unwrap_or(u64::MAX);
     if let Some(left) = cgroup::tasks_headroom(std::process::id().cast_signed()).filter(|left| left / 4 < tasks) {
-        return not_tried(format!("it has up to {tasks} tasks, and its control group has room for {left} more"));
+        return not_tried(format!("it has up to {tasks} tasks, and its control group allows only {left} more"));
     }
     // A file that is copied to the view is opened, which breaks a write lease of the job's.
     let leases = WriteLease::all();
@@ -220,7 +220,7 @@ fn harmless(image: &Image, manifest: &Manifest) -> Result<(), Failure> {
     }
 }
 
-/// Whether the job has nothing in the places that the view shows as they are.
+/// Whether the job has no files in the places that the view shows unchanged.
 fn out_of_reach(image: &Image, as_they_are: &[PathBuf]) -> Result<(), Failure> {
     let tables = ["files.img", "ghost-file.img", "remap-fpath.img"].map(|name| image.dir.join("criu").join(name));
     let tables: Vec<Vec<u8>> = tables.iter().filter_map(|path| fs::read(path).ok()).collect();
@@ -231,7 +231,9 @@ fn out_of_reach(image: &Image, as_they_are: &[PathBuf]) -> Result<(), Failure> {
         tables.iter().any(|table| table.windows(bytes.len().max(1)).any(|window| window == bytes))
     };
     match as_they_are.iter().find(names) {
-        Some(path) => Err(Failure::NotTried(format!("it has files at {}, which cannot be laid over", path.display()))),
+        Some(path) => {
+            Err(Failure::NotTried(format!("it has files at {}, where no overlay can be mounted", path.display())))
+        }
         None => Ok(()),
     }
 }
@@ -256,7 +258,7 @@ fn room(manifest: &Manifest, reserve: u64) -> Result<u64, Failure> {
     let free = free.saturating_sub(free / 8);
     if need > free {
         let (need, free) = (bytesize::ByteSize::b(need), bytesize::ByteSize::b(free));
-        return Err(Failure::NotTried(format!("it needs {need} of memory, and {free} may be used")));
+        return Err(Failure::NotTried(format!("it needs {need} of memory, and {free} is available")));
     }
     Ok(free.saturating_sub(pages))
 }

@@ -1,4 +1,4 @@
-//! Whose job an image is.
+//! Checks that an image belongs to the job's user.
 
 use crate::launch::identity::{self, Identity};
 use rekindle_store::{ImageId, Manifest};
@@ -6,7 +6,7 @@ use rekindle_store::{ImageId, Manifest};
 /// An image was taken of the job as another user than it is to run as.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "image {id} was taken while the job ran as user {then}, and {now}. Set job.user to {then}, or pass --accept-user {then} to go on from this image as user {then}; `rekindle run --fresh` begins anew. The image is kept"
+    "image {id} was taken while the job ran as user {then}, and {now}. Set job.user to {then}, or pass --accept-user {then} to restore it as user {then}. `rekindle run --fresh` starts the job from the beginning. The image is kept"
 )]
 pub struct OtherUser {
     /// The image.
@@ -44,7 +44,7 @@ pub fn check_user(manifest: &Manifest, user: Option<&Identity>) -> Result<(), Ot
     let then = known.unwrap_or_else(|| then.map_or_else(|| "unknown".to_owned(), name_of));
     let now = match user {
         Some(user) => format!("job.user is {} ({wanted})", user.name),
-        None => format!("job.user is not set, which means {}", name_of(own)),
+        None => format!("job.user is not set (that is {})", name_of(own)),
     };
     Err(OtherUser { id: manifest.id, then, now })
 }
@@ -76,7 +76,7 @@ mod tests {
         for (manifest, user, then) in [
             (image(None, None), Some(&nobody), None),
             (image(None, Some(0)), Some(&nobody), Some("root")),
-            // What the image calls nobody is root: the number counts.
+            // A user id 0 in the image is root, whatever its name: the number counts.
             (image(Some("nobody"), Some(0)), Some(&nobody), Some("root")),
             (image(Some("nobody"), None), None, Some("nobody")),
             (image(Some("no such user"), None), Some(&nobody), Some("no such user")),

@@ -1,22 +1,22 @@
-//! Processes of the job that a signal has ended, and that nobody has waited for.
+//! Processes of the job that a signal killed, and whose parent has not waited for them.
 //!
 //! ```text
-//!  preflight   a process was killed just now? it is not tried                       job runs
-//!  dump        a process was killed before the freeze, and its parent has yet to
-//!              hear of it: fails this attempt                                       job stands still
-//!  afterwards  wait until the parent has waited for it, and a moment more for what
-//!              it does then; take the snapshot anew, if the job still runs          job runs
+//!  preflight   a process was killed just now? no snapshot                           job runs
+//!  dump        a process was killed before the freeze, and its parent does not
+//!              know yet: this attempt fails                                         job is frozen
+//!  afterwards  wait until the parent has waited for it, and a moment more for its
+//!              reaction; take the snapshot again, if the job still runs             job runs
 //! ```
 //!
-//! Such a death is often the end of the whole job: a parent that hears of it gives up. An image that is taken between the
-//! death and the moment in which the parent hears of it dies like that after each restore. A parent that hears of it while
-//! the job runs either carries on, and then the next image has nothing of it, or ends the job, and then the image before
-//! the death is restored.
+//! Such a death often ends the whole job, because the parent gives up. An image taken between the death and the
+//! parent's wait(2) would end the same after each restore. If the parent learns of the death while the job runs, it
+//! either continues, and the next image is clean; or it ends the job, and the image before the death is restored.
 //!
-//! A parent may also never wait for its children. So one that has been dead for [`PATIENCE`] and was not waited for does
-//! not hold up a snapshot, nor does any once all of this has taken [`LIMIT`].
+//! A parent may also never wait for its children. So a process that has been dead for [`PATIENCE`] does not delay a
+//! snapshot, and neither does any once all of this has taken [`LIMIT`].
 //!
-//! A process that is gone is none of this: the kernel keeps one until its parent has waited for it, or does not want to.
+//! A process that is gone is not affected: the kernel has a dead process only until its parent has waited for it, or
+//! ignores it.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
@@ -27,7 +27,7 @@ use rekindle_os::spawn::Ended;
 
 /// After so long without a wait the parent is one that does not.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// How long deaths hold up one snapshot at most: of a job that kills its children all the time there is always one.
+/// How long deaths may delay one snapshot: a job that kills its children all the time always has one.
 pub const LIMIT: Duration = Duration::from_secs(15);
 /// What a parent that has just heard of a death gets to end the job for that.
 pub const AFTERMATH: Duration = Duration::from_secs(1);
@@ -36,11 +36,11 @@ const PAUSE: Duration = Duration::from_millis(5);
 /// A process by its pid, as we see it, and when it began: pids are used again.
 pub type Key = (i32, u64);
 
-/// What earlier looks have seen, so that a process that stays dead holds up one snapshot only.
+/// What earlier attempts have seen, so that a process that stays dead delays only one snapshot.
 #[derive(Debug, Default)]
 pub struct Deaths(Mutex<BTreeMap<Key, Instant>>);
 
-/// Processes that a signal has ended, and that nobody has waited for.
+/// Processes that a signal killed, and that nobody has waited for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unnoticed(Vec<Dead>);
 
@@ -55,20 +55,20 @@ struct Dead {
 impl std::fmt::Display for Unnoticed {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let each = self.0.iter().map(|Dead { pid, name, signal }| {
-            format!("process {pid} ({name}) was ended by {}", Ended::Signal(*signal))
+            format!("process {pid} ({name}) was killed by {}", Ended::Signal(*signal))
         });
-        write!(f, "{}, and its parent has not waited for it", each.collect::<Vec<_>>().join(", "))
+        write!(f, "{}, and its parent has not collected its exit status", each.collect::<Vec<_>>().join(", "))
     }
 }
 
 /// A look at the dead of a tree.
 #[derive(Debug, Default)]
 pub(super) struct Look {
-    /// Those that hold up a snapshot.
+    /// Those that delay a snapshot.
     pub(super) fresh: Option<Unnoticed>,
     /// Those that do not any more.
     pub(super) old: Option<Unnoticed>,
-    /// All processes of the tree: of one that stands still nobody needs to look for them again.
+    /// All processes of the tree; in a frozen tree nobody needs to list them again.
     pub(super) tree: Vec<i32>,
 }
 
@@ -86,7 +86,7 @@ impl Deaths {
         Look { fresh: some(fresh), old: some(old), tree }
     }
 
-    /// Whether each of these has been dead for so long that it does not hold up a snapshot. Forgets all others.
+    /// Whether each of these has been dead for so long that it does not delay a snapshot. Forgets all others.
     pub fn long_dead(&self, keys: impl Iterator<Item = Key>, now: Instant) -> Vec<bool> {
         let since = self.since(keys, now);
         since.into_iter().map(|since| now.saturating_duration_since(since) >= PATIENCE).collect()
@@ -100,8 +100,8 @@ impl Deaths {
         keys.into_iter().map(|key| *seen.entry(key).or_insert(now)).collect()
     }
 
-    /// Waits until nobody holds up a snapshot any more. False where it is over before: called off, the job has ended, or
-    /// `until` has come.
+    /// Waits until no dead process delays a snapshot any more. False if it ends before: cancelled, the job has ended,
+    /// or `until` has passed.
     pub(super) fn wait(&self, root: i32, until: Instant, over: &dyn Fn() -> bool) -> bool {
         while !over() && Instant::now() < until {
             let look = self.look(root);
@@ -120,7 +120,7 @@ impl Deaths {
     }
 }
 
-/// Until when deaths may hold up a snapshot that begins now.
+/// Until when deaths may delay a snapshot that begins now.
 pub(super) fn limit() -> Instant {
     Instant::now() + LIMIT
 }
@@ -153,7 +153,7 @@ mod tests {
             assert!(Instant::now() < deadline);
         }
         let words = deaths.look(me).fresh.unwrap().to_string();
-        assert!(words.contains(&format!("process {pid} (sleep) was ended by signal SIGKILL")), "{words}");
+        assert!(words.contains(&format!("process {pid} (sleep) was killed by signal SIGKILL")), "{words}");
         child.wait().unwrap();
         let look = deaths.look(me);
         assert!(!sees(&look.fresh) && !sees(&look.old));

@@ -1,7 +1,7 @@
-//! Files that a restore needs as they were: what the job has mapped, executes, or reads.
+//! Files that a restore needs unchanged: those that the job has mapped, executes, or reads.
 //!
-//! Taken from CRIU's image while the job runs on. A restore is refused where one of them differs, so a file is left out
-//! in any doubt: CRIU itself looks at all of them again.
+//! They are read from CRIU's image while the job runs. A restore is refused if one of them differs, so a file is left
+//! out in case of doubt: CRIU itself checks all of them again.
 
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
@@ -28,7 +28,7 @@ impl PutBack<'_> {
     }
 }
 
-/// The files of the dump in `criu_dir` that nobody puts back. `kept` are those that the image has a copy of.
+/// The files of the dump in `criu_dir` that nothing puts back. `kept` are those that the image has a copy of.
 pub(super) fn files(
     criu_dir: &Path,
     put_back: PutBack<'_>,

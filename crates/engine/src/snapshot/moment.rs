@@ -1,4 +1,4 @@
-//! What is recorded at the very moment of the image, while CRIU holds all tasks.
+//! Records the state at the moment of the image, while CRIU has all tasks stopped.
 
 use std::path::{Path, PathBuf};
 use std::time::{Instant, SystemTime};
@@ -34,9 +34,9 @@ pub(super) struct Moment {
 /// Why the moment is not one to take an image of: it is looked at after CRIU has ended.
 #[derive(Debug)]
 pub(super) enum Wrong {
-    /// Descriptors are on their way that a restore would not bring back.
+    /// Descriptors in flight could not be restored.
     InFlight(InFlight),
-    /// A process was killed, and its parent has yet to hear of it.
+    /// A process was killed, and its parent has not waited for it yet.
     Unnoticed(Unnoticed),
 }
 
@@ -56,7 +56,7 @@ pub(super) struct Still<'a, 'w> {
     pub(super) drained: Option<Drained>,
     pub(super) wrong: Option<Wrong>,
     pub(super) moment: Option<Moment>,
-    /// Names that were given to files without one; they are on disk also where what comes after them fails.
+    /// Names that were given to deleted files; they are on disk even if a later step fails.
     pub(super) saved_links: &'w mut Vec<SavedLink>,
 }
 
@@ -91,7 +91,7 @@ impl Still<'_, '_> {
         Ok(())
     }
 
-    /// What is still on its way are the job's pages themselves, not copies.
+    /// What is still in the FIFOs are the job's pages themselves, not copies.
     fn take_pages(&mut self) -> Result<(), String> {
         if let Some(receivers) = self.receivers.take() {
             self.drained = Some(receivers.drain(self.deadline).map_err(|e| chain(&e))?);
@@ -99,14 +99,14 @@ impl Still<'_, '_> {
         Ok(())
     }
 
-    /// CRIU would send the signal only after it has let go.
+    /// CRIU would send the signal only after it has resumed the tasks.
     fn keep_cuda_processes_stopped(&self) {
         for pid in self.gpus.group.stopped_pids() {
             let _ = ptrace::stop_when_let_go(pid);
         }
     }
 
-    /// Answers the tree, and what is to be told of processes that are dead in the image.
+    /// Returns the tree, and notes on processes that are dead in the image.
     fn refuse_what_a_restore_would_lose(&mut self) -> Result<(Vec<i32>, Vec<String>), String> {
         if let Some(lost) = InFlight::find(self.dir, self.env.root(), &self.seen.names).map_err(|e| chain(&e))? {
             let why = lost.to_string();
@@ -130,7 +130,7 @@ impl Still<'_, '_> {
         let contents = &mut self.seen.contents;
         let mut captured = contents
             .capture(&mut open_files, mapped, view, self.image)
-            .map_err(|error| format!("cannot copy the files that the job writes to: {error}"))?;
+            .map_err(|error| format!("cannot copy the files that the job writes: {error}"))?;
         notes.append(&mut captured.notes);
         let read = criu::image::checked_files(dir).map_err(|e| chain(&e))?.into_iter().map(|file| file.path);
         let read = read.filter(|path| !open_files.iter().any(|open| open.path == *path)).collect();
@@ -144,12 +144,12 @@ impl Still<'_, '_> {
 
     fn note_access(&self) -> Result<access::Noted, String> {
         let corrected = criu::image::correct_access(self.dir).map_err(|e| chain(&e))?;
-        tracing::debug!(corrected, "mappings of files that CRIU took for read-only");
+        tracing::debug!(corrected, "corrected file mappings that CRIU recorded as read-only");
         let privileges = self.env.subject.options.privileges;
         access::note(self.env.root(), self.env.user(), privileges).map_err(|error| chain(&error))
     }
 
-    /// Gives names to open files that have none any more, and answers the folders that a restore needs.
+    /// Gives names to open files that have none any more, and returns the folders that a restore needs.
     fn name_files(&mut self, open_files: &mut [OpenFile], captured: &Captured) -> Result<Vec<Folder>, String> {
         let (root, ours) = (self.env.root(), self.env.folders());
         let ours: Vec<&Path> = ours.iter().map(PathBuf::as_path).collect();

@@ -1,10 +1,10 @@
-//! The job's memory, received from CRIU into memory that was made ready before the freeze.
+//! Receives the job's memory from CRIU into memory that was prepared before the freeze.
 //!
-//! CRIU writes the pages of each task into `pages-N.img` with splice(2), task by task, in one thread; into a tmpfs that
-//! goes at 0.3 to 2.5 GB/s, because every page of the file is allocated and zeroed on the way. Here a FIFO stands in the
-//! place of each of those files before the dump begins. CRIU opens it with O_WRONLY|O_CREAT|O_TRUNC and does not see the
-//! difference (criu 4.2.1, image.c and page-xfer.c write_pages_loc); what it splices are then references to the frozen
-//! tasks' pages, and several threads of ours copy those into files whose pages are present and mapped:
+//! CRIU writes the pages of each task into `pages-N.img` with splice(2), task by task, in one thread. Into a tmpfs this
+//! runs at 0.3 to 2.5 GB/s, because every page of the file is allocated and zeroed at the same time. So before the dump
+//! begins, a FIFO is created instead of each of those files. CRIU opens it with O_WRONLY|O_CREAT|O_TRUNC and does not
+//! see the difference (criu 4.2.1, image.c and page-xfer.c write_pages_loc). What it splices are then references to the
+//! frozen tasks' pages, and several threads copy these into files whose pages are present and mapped:
 //!
 //! ```text
 //!  task's page --vmsplice--> CRIU's pipe --splice--> FIFO --splice--> pipe of a thread --read--> file
@@ -12,17 +12,19 @@
 //! ```
 //!
 //! Invariants:
-//! - A FIFO holds references to live pages, not copies. [`Receivers::drain`] must return before the tasks run again, and
-//!   returns only when every byte was copied: call it in [`PostDump`](rekindle_criu::Notify::PostDump).
-//! - CRIU never waits for us for good: what cannot be stored is thrown away, and `drain` says why.
-//! - Whatever is dropped when, no FIFO and no thread is left, and the files of the spool stay for the next time.
-//! - When CRIU opens a pages file that has no FIFO it makes a regular one: slower, still right.
+//! - A FIFO contains references to live pages, not copies. [`Receivers::drain`] must return before the tasks run again,
+//!   and returns only when every byte was copied: call it in [`PostDump`](rekindle_criu::Notify::PostDump).
+//! - CRIU never waits for us for ever: data that cannot be stored is discarded, and `drain` says why.
+//! - Whatever is dropped at whatever time, no FIFO and no thread remains, and the files of the spool stay for the next
+//!   time.
+//! - If CRIU opens a pages file that has no FIFO, it creates a regular one: slower, but correct.
 //!
-//! CRIU numbers pages files as it goes: shared memory when the first task that has it is dumped, before that task's own
-//! pages. The page map, which it opens first, tells whose they are, and so which file of the spool was made ready for them.
+//! CRIU numbers pages files in the order of the dump: shared memory is dumped with the first task that has it, before
+//! that task's own pages. CRIU opens the page map first. It says whose pages follow, and so which file of the spool was
+//! prepared for them.
 //!
-//! Files in the spool become a part of the image as hard links: the spool belongs to one image at a time, and starting
-//! anew on it overwrites that image. When the power goes, all of it is gone; it is a tmpfs.
+//! Files in the spool become part of the image as hard links. The spool belongs to one image at a time, and the next
+//! snapshot with it overwrites that image. After a power cut all of it is gone; it is a tmpfs.
 
 mod expect;
 mod spool;
@@ -68,7 +70,7 @@ const MAX_THREADS: usize = 8;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A file of the spool cannot be used.
-    #[error("cannot make memory ready for the image in {}", .path.display())]
+    #[error("cannot prepare memory for the image in {}", .path.display())]
     Prepare {
         /// The file.
         path: PathBuf,
@@ -108,7 +110,7 @@ pub enum Error {
         source: io::Error,
     },
     /// CRIU has not closed a pages file.
-    #[error("{} is not at its end: CRIU did not close it, or copying it takes too long; raise snapshot.dump-timeout", .path.display())]
+    #[error("{} is incomplete: CRIU did not close it, or copying it takes too long; raise snapshot.dump-timeout", .path.display())]
     Undrained {
         /// The FIFO.
         path: PathBuf,
@@ -133,9 +135,9 @@ pub struct Received {
     pub bytes: u64,
 }
 
-/// Has `spool` hold a file for each of `expected`, with all its pages present, so that [`Receivers::start`] finds little to
-/// do. As there, an image that files of this spool are a part of is no image any more. Takes about 0.3 s for each GiB and
-/// thread where pages are missing.
+/// Makes `spool` contain a file for each of `expected`, with all its pages present, so that [`Receivers::start`] has
+/// little to do. As there, an image that uses files of this spool becomes invalid. Takes about 0.3 s for each GiB and
+/// thread if pages are missing.
 ///
 /// # Errors
 /// [`Error::Full`] when there is no room; what was made until then stays.
@@ -143,8 +145,8 @@ pub fn make_ready(spool: &Path, expected: &[Expected]) -> Result<(), Error> {
     spool::make_ready(spool, expected, threads()).map(drop)
 }
 
-/// FIFOs in the place of CRIU's pages files, and the threads that empty them. Dropped without [`Receivers::drain`] it takes
-/// both away.
+/// FIFOs that replace CRIU's pages files, and the threads that empty them. If dropped without [`Receivers::drain`], it
+/// removes both.
 #[derive(Debug)]
 pub struct Receivers {
     shared: Arc<Shared>,
@@ -159,7 +161,7 @@ impl Receivers {
     /// spool with nothing else in it.
     ///
     /// # Errors
-    /// When there is no room, or no FIFO or thread can be made. Nothing is left then but what is in the spool.
+    /// If there is no memory, or a FIFO or thread cannot be created. Then only the files of the spool remain.
     pub fn start(criu_dir: &Path, spool: &Path, expected: &[Expected]) -> Result<Receivers, Error> {
         Receivers::start_with(criu_dir, spool, expected, threads())
     }
@@ -188,8 +190,8 @@ impl Receivers {
         Ok(receivers)
     }
 
-    /// Waits until all that CRIU has written is copied. To be called while the tasks stand still and CRIU has closed its
-    /// pages files; it then takes about as long as copying what is still in a FIFO, a millisecond.
+    /// Waits until everything that CRIU has written is copied. Call it while the tasks are frozen and CRIU has closed
+    /// its pages files; it then takes about as long as copying what is still in a FIFO, a millisecond.
     ///
     /// # Errors
     /// What went wrong since the start, or that `deadline` has passed. FIFOs and threads are gone then.
@@ -237,8 +239,8 @@ pub struct Drained {
 }
 
 impl Drained {
-    /// Cuts each file to what came, puts it in the place of its FIFO and removes what this image does not use: FIFOs, and
-    /// files of the spool. Cutting takes a while (20 ms for each GiB given back), so it is for when the job runs again.
+    /// Cuts each file to what was received, replaces its FIFO by it, and removes what this image does not use: FIFOs,
+    /// and files of the spool. Cutting takes a while (20 ms for each GiB freed), so it is done when the job runs again.
     ///
     /// # Errors
     /// When a file cannot be cut, linked or removed.

@@ -1,7 +1,7 @@
-//! The phases in their order, with their undo, and what each hands to the next.
+//! The phases in their order, with their undo, and the data that each passes to the next.
 //!
-//! What is found while the job runs ([`Seen`], [`Gpus`], [`Ready`]) needs no undo but to be dropped. The phases of the freeze
-//! are a table with an undo each.
+//! Results of the phases before the freeze ([`Seen`], [`Gpus`], [`Ready`]) need no undo: they are dropped. The phases
+//! of the freeze are a table with an undo each.
 
 use std::time::{Duration, Instant};
 
@@ -24,13 +24,13 @@ use rekindle_store::manifest::{Landing, MappedFile, Phase, Recreate, SavedLink, 
 /// CRIU's images within an image.
 pub(crate) const CRIU_DIR: &str = "criu";
 
-/// A phase of the freeze: what it does, and how it is taken back when it or a later one fails.
+/// A phase of the freeze: what it does, and how it is undone if it or a later one fails.
 struct Step {
     name: &'static str,
-    /// Whether a cancellation is asked for before it. Later the job is set going again in any case.
+    /// Whether a cancellation is checked before it. Later the job is resumed in any case.
     cancellable: bool,
     run: fn(&mut Freeze<'_>) -> Result<(), Error>,
-    /// Tries everything; answers what could not be undone.
+    /// Tries everything; returns what could not be undone.
     undo: fn(&mut Freeze<'_>) -> Result<(), String>,
 }
 
@@ -144,7 +144,7 @@ impl Freeze<'_> {
     fn undo(&mut self, failed: usize, cause: Error) -> Error {
         let done = STEPS.iter().take(failed + 1).rev();
         let failures: Vec<String> = done.filter_map(|step| (step.undo)(self).err()).collect();
-        // A CUDA process that is in no state to run on, a GPU that was not taken back: only an image helps.
+        // A CUDA process that cannot run, or a GPU that was not restored: only an image helps.
         let stuck = self.gpus.group.stuck();
         if failures.is_empty() && stuck.is_none() {
             return cause;
@@ -170,7 +170,7 @@ impl Freeze<'_> {
         let image = self.ready.target.dir().to_path_buf();
         let dir = image.join(CRIU_DIR);
         let io = |what: &str| {
-            let what = format!("dump: {what}");
+            let what = format!("dump: cannot {what}");
             move |source| Error::Io { what, source }
         };
         let scratch = subject.folder.scratch_dir().map_err(Error::Store)?;
@@ -221,12 +221,13 @@ impl Freeze<'_> {
             (Err(_), Some(Wrong::Unnoticed(found))) => return Err(Error::Unnoticed(found)),
             (Err(error), None) => return Err(error.into()),
         };
-        let silent = || Error::Guard("CRIU ended its dump without a word at the moment of the image".into());
+        let silent =
+            || Error::Guard("CRIU ended the dump and did not report the point at which the job was frozen".into());
         let moment = moment.ok_or_else(silent)?;
         let frozen = criu::image::frozen_time(&scratch).unwrap_or_default();
-        std::fs::write(image.join("dump.log"), log.text()).map_err(io("keep CRIU's log"))?;
+        std::fs::write(image.join("dump.log"), log.text()).map_err(io("save CRIU's log"))?;
         let ours = record::ours(&subject.ours, env.root());
-        let recreate = record::keep_ours(&image, &ours).map_err(io("keep our files"))?;
+        let recreate = record::keep_ours(&image, &ours).map_err(io("save rekindle's own files"))?;
         self.dumped = Some(Dumped { moment, drained, frozen, recreate });
         Ok(())
     }
@@ -252,12 +253,12 @@ impl Freeze<'_> {
 }
 
 impl Frozen<'_> {
-    /// How long the job stood still: with CUDA from the lock to the last unlock, without it what CRIU measured.
+    /// How long the job was frozen: with CUDA from the lock to the last unlock, without it what CRIU measured.
     pub(super) fn time(&self) -> Duration {
         if self.gpus.group.is_empty() { self.dumped.frozen } else { self.timings.locked() }
     }
 
-    /// The rest of the image, for which the job need not stand still.
+    /// The parts of the image for which the job need not be frozen.
     pub(super) fn complete(&mut self) -> Result<(), Error> {
         if let Some(drained) = self.dumped.drained.take() {
             drained.place()?;

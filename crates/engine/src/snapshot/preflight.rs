@@ -1,4 +1,4 @@
-//! May a snapshot be tried: looked at while the job runs, so that a refusal costs it nothing.
+//! Checks whether a snapshot is possible. It runs while the job runs, so a refusal costs the job nothing.
 
 use std::collections::BTreeMap;
 
@@ -15,7 +15,7 @@ use rekindle_os::process;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// Device memory does not fit into host memory.
-    #[error("the GPU memory of the job ({need}) does not fit into the host memory that is free ({free}, of which {keep} are to stay free: snapshot.memory-reserve)", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep))]
+    #[error("the GPU memory of the job ({need}) does not fit into the free host memory ({free} is free, and {keep} must stay free: snapshot.memory-reserve)", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep))]
     Memory {
         /// Bytes of device memory.
         need: u64,
@@ -25,21 +25,21 @@ pub enum Refusal {
         keep: u64,
     },
     /// It does not fit below the memory limit of the job's control group.
-    #[error("the GPU memory of the job ({need}) does not fit below the memory limit of its control group ({free} left): raise the limit (Slurm: --mem)", need = ByteSize::b(*need), free = ByteSize::b(*free))]
+    #[error("the GPU memory of the job ({need}) does not fit into what the memory limit of its control group leaves ({free}): raise the limit (Slurm: --mem)", need = ByteSize::b(*need), free = ByteSize::b(*free))]
     Cgroup {
         /// Bytes of device memory.
         need: u64,
         /// Bytes below the limit.
         free: u64,
     },
-    /// A debugger holds a process.
+    /// A debugger is attached to a process.
     #[error("process {pid} ({name}) is traced by process {tracer} (a debugger, strace): detach it")]
     Traced {
         /// The process.
         pid: i32,
         /// Its name.
         name: String,
-        /// Who.
+        /// The tracing process.
         tracer: i32,
     },
     /// CRIU cannot dump something a process has.
@@ -49,15 +49,15 @@ pub enum Refusal {
         pid: i32,
         /// Its name.
         name: String,
-        /// What.
+        /// What it is.
         what: &'static str,
         /// What helps.
         hint: &'static str,
     },
     /// Somebody has to know of every open of a file.
     #[error(
-        "process {pid} ({name}) has a write lease on {path} (fcntl F_SETLEASE), which a snapshot would break, and that ends \
-         most programs: snapshots are taken again once the lease is released"
+        "process {pid} ({name}) has a write lease on {path} (fcntl F_SETLEASE): a snapshot would break the lease, which kills \
+         most programs. Snapshots continue when the lease is released"
     )]
     Lease {
         /// The process.
@@ -69,7 +69,7 @@ pub enum Refusal {
     },
     /// What a process shares with others cannot be seen.
     #[error(
-        "process {pid} ({name}) uses NCCL without the interposer, so that GPU memory it shares with others cannot be seen, and its restore would not survive that: set gpu.nccl = \"auto\" and leave snapshot.interposer at \"auto\", or put NCCL_P2P_DISABLE=1 and NCCL_CUMEM_HOST_ENABLE=0 in the job's environment"
+        "process {pid} ({name}) uses NCCL without the interposer, so rekindle cannot see which GPU memory it shares with other processes, and its restore would fail: set gpu.nccl = \"auto\" and leave snapshot.interposer at \"auto\", or put NCCL_P2P_DISABLE=1 and NCCL_CUMEM_HOST_ENABLE=0 in the job's environment"
     )]
     Nccl {
         /// The process.
@@ -79,14 +79,14 @@ pub enum Refusal {
     },
     /// A process of the job has a namespace of its own.
     #[error(
-        "process {pid} ({name}) is in a {kind} namespace of its own (a sandbox, a container), which CRIU cannot bring back here"
+        "process {pid} ({name}) is in a {kind} namespace of its own (a sandbox, a container), which CRIU cannot restore"
     )]
     Namespace {
         /// The process.
         pid: i32,
         /// Its name.
         name: String,
-        /// Which.
+        /// The kind of namespace.
         kind: &'static str,
     },
     /// A process is on a part of a GPU.
@@ -109,7 +109,7 @@ pub enum Refusal {
 pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> {
     let root = subject.job.root.pid();
     tree.iter().try_for_each(|pid| check_process(*pid, root))?;
-    // CRIU opens files to look for a build-id, and the holder, which stands still, does not answer.
+    // CRIU opens files to look for a build-id, and the lease holder is stopped and does not answer.
     match WriteLease::all().into_iter().find(|lease| tree.contains(&lease.pid)) {
         None => Ok(()),
         Some(lease) => {
@@ -120,7 +120,7 @@ pub(super) fn check(tree: &[i32], subject: &Subject<'_>) -> Result<(), Refusal> 
     }
 }
 
-/// Whether the CUDA processes are on whole GPUs: the driver (580) checkpoints neither instances of a divided one (MIG) nor
+/// Whether the CUDA processes use whole GPUs: the driver (580) checkpoints neither instances of a divided one (MIG) nor
 /// virtual ones (vGPU).
 pub(super) fn check_gpus(inventory: &GpuInventory, pids: &[i32]) -> Result<(), Refusal> {
     for pid in pids {
@@ -137,7 +137,7 @@ pub(super) fn check_gpus(inventory: &GpuInventory, pids: &[i32]) -> Result<(), R
         }
         let on = |gpu: &&Gpu| match inventory.used_on(*pid) {
             Some(used) => used.contains_key(&gpu.uuid),
-            // Where it cannot be told, only if there is no other that it could be on.
+            // If this is unknown, only if there is no other GPU that it could use.
             None => inventory.gpus.iter().all(|other| other.mig == Mig::On || other.is_virtual),
         };
         if let Some(gpu) = inventory.gpus.iter().filter(|gpu| gpu.mig == Mig::On || gpu.is_virtual).find(on) {
@@ -145,7 +145,7 @@ pub(super) fn check_gpus(inventory: &GpuInventory, pids: &[i32]) -> Result<(), R
             return Err(match gpu.mig {
                 Mig::On => refusal(
                     format!("an instance of the divided GPU {uuid} (MIG)"),
-                    format!(", or end that with `nvidia-smi -i {uuid} -mig 0`"),
+                    format!(", or turn MIG off with `nvidia-smi -i {uuid} -mig 0`"),
                 ),
                 _ => refusal(format!("the virtual GPU {uuid} (vGPU)"), String::new()),
             });
@@ -179,8 +179,8 @@ pub(super) fn device_memory(inventory: &GpuInventory, pids: &[i32]) -> Vec<u64> 
     })
 }
 
-/// Whether processes may share memory with each other that nobody sees: several with NCCL, which was not told to do
-/// without, and no interposer.
+/// Whether processes may share memory that rekindle cannot see: several with NCCL, whose sharing was not disabled, and
+/// no interposer.
 pub(super) fn check_nccl(pids: &[i32]) -> Result<(), Refusal> {
     let unseen = |pid: &&i32| {
         let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
@@ -199,7 +199,7 @@ pub(super) fn check_nccl(pids: &[i32]) -> Result<(), Refusal> {
     }
 }
 
-/// Whether so much device memory may lie in host memory for as long as the snapshot takes.
+/// Whether host memory can contain this much device memory for the duration of the snapshot.
 pub(super) fn check_memory(device: u64, subject: &Subject<'_>) -> Result<(), Refusal> {
     let left = cgroup::memory_headroom(subject.job.root.pid());
     admit_memory(device, cgroup::memory_available(), left, subject.options.memory_reserve)
@@ -242,7 +242,7 @@ fn check_process(pid: i32, root: i32) -> Result<(), Refusal> {
     let mut targets = descriptors.flatten().filter_map(|fd| std::fs::read_link(fd.path()).ok());
     if targets.any(|target| target.as_os_str() == "anon_inode:[io_uring]") {
         let (pid, name) = shown(pid);
-        let hint = ": with job.allow-io-uring = false programs do without (PyTorch's TCPStore also with USE_LIBUV=0)";
+        let hint = ": set job.allow-io-uring = false, and programs do not use it (for PyTorch's TCPStore, USE_LIBUV=0 is enough)";
         return Err(Refusal::Unsupported { pid, name, what: "an io_uring", hint });
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! What is known of the job before anything of it stands still: the phases `preflight` and `find`.
+//! What is known of the job before anything of it is stopped: the phases `preflight` and `find`.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -50,7 +50,7 @@ impl Seen {
         Ok(Seen { job_pid, names, expected, nameless, contents, rewritten, tcp })
     }
 
-    /// Leaves files on disk out, where memory has no room for them beside the job's memory. Answers whether that helps.
+    /// Leaves files on disk out, where memory has no room for them beside the job's memory. Returns whether that helps.
     pub(super) fn keep_no_files(&mut self) -> bool {
         self.contents.keep_none_of_the_disk();
         std::mem::replace(&mut self.rewritten, 0) > 0
@@ -100,7 +100,7 @@ impl Gpus {
 }
 
 pub(super) fn copied(source: std::io::Error) -> Error {
-    Error::Io { what: "cannot copy the files that the job writes to".into(), source }
+    Error::Io { what: "cannot copy the files that the job writes".into(), source }
 }
 
 impl<'a> Env<'a> {

@@ -1,7 +1,7 @@
-//! A control group as a folder: looked at, made, set and entered.
+//! A control group as a folder: read, created, configured and entered.
 //!
-//! All of it goes by open descriptors and single names, so that no link leads elsewhere. Who may do it is for the kernel to
-//! say, by the rights over files of the thread that asks.
+//! Everything here uses open descriptors and single names, so no symbolic link can lead elsewhere. The kernel decides
+//! who may do what, by the file rights of the calling thread.
 
 use std::collections::BTreeMap;
 use std::fs::{File, Metadata, Permissions};
@@ -19,7 +19,7 @@ use super::setting::{self, Setting, settings};
 /// The file with the processes of a group.
 pub const PROCS: &str = "cgroup.procs";
 
-/// The files that a group is handed to somebody with, beside its folder (cgroups(7), "Delegation").
+/// The files that are delegated with a group, besides its folder (cgroups(7), "Delegation").
 const HANDED_OVER: [&str; 4] = [PROCS, "cgroup.threads", setting::SUBTREE, "tasks"];
 
 /// Below a group with more groups than this, some process is taken to be.
@@ -62,7 +62,7 @@ impl Folder {
         Ok(Folder { dir: File::from(self.at(name, AS_FOLDER)?), is_two: self.is_two })
     }
 
-    /// The same, made where there is none. Answers whether it was.
+    /// The same, made if there is none. Returns whether it was.
     ///
     /// # Errors
     /// The kernel's answer.
@@ -95,7 +95,7 @@ impl Folder {
         File::from(self.at(PROCS, OFlag::O_PATH | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW)?).metadata()
     }
 
-    /// Whether processes can be in it as a whole: not where it is a group of threads.
+    /// Whether whole processes can be in it: not in a threaded group.
     #[must_use]
     pub fn is_of_processes(&self) -> bool {
         // Version 1 has no such file.
@@ -137,8 +137,8 @@ impl Folder {
         all.filter(|(it, value)| value != it.fresh).map(|(it, value)| (it.name.to_owned(), value)).collect()
     }
 
-    /// Has its settings be those of `wanted`, and all others what a new group has. Answers what could not be set. Names that
-    /// are no settings are not looked at.
+    /// Sets its settings to those of `wanted`, and all others to the values of a new group. Returns what could not be
+    /// set. Unknown names are ignored.
     #[must_use]
     pub fn put_settings(&self, wanted: &BTreeMap<String, String>) -> Vec<NotSet> {
         let put = |it: &Setting| -> Option<NotSet> {
@@ -154,7 +154,7 @@ impl Folder {
             result.err().map(|source| NotSet { name: it.name, value: value.to_owned(), source })
         };
         let failed: Vec<Setting> = settings(self.is_two).iter().filter(|it| put(it).is_some()).copied().collect();
-        // One may stand in the way of another until that is set too: a lower limit and the limit with swap.
+        // One setting can prevent another until it is set too: a lower limit and the limit with swap.
         failed.iter().filter_map(put).collect()
     }
 
@@ -204,7 +204,7 @@ impl Folder {
 
     fn write(&self, name: &'static str, text: &str) -> io::Result<()> {
         let flags = OFlag::O_WRONLY | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW | OFlag::O_NONBLOCK;
-        // One write(2): the kernel takes each for a whole value.
+        // One write(2): the kernel takes each write for a complete value.
         match File::from(self.at(name, flags)?).write(text.as_bytes())? {
             all if all == text.len() => Ok(()),
             _ => Err(io::ErrorKind::WriteZero.into()),

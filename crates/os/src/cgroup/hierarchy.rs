@@ -1,4 +1,4 @@
-//! The hierarchies of control groups, where this process is in each, and where that is on disk.
+//! The control group hierarchies, the group of this process in each, and the folder of that group.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ pub struct Hierarchy {
     pub controllers: String,
     /// The group of this process, as /proc/self/cgroup has it.
     pub own: String,
-    /// The folder of that group; None where this hierarchy is mounted nowhere.
+    /// The folder of that group; None if this hierarchy is mounted nowhere.
     pub folder: Option<PathBuf>,
 }
 

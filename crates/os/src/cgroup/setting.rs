@@ -1,14 +1,14 @@
-//! The settings of a control group that a restore puts back.
+//! The settings of a control group that a restore sets again.
 //!
-//! A list and no more: a group has files that do other things than to set a limit. `release_agent` names a program that root
-//! runs, `cgroup.kill` kills, `devices.allow` opens devices.
+//! This is a fixed list, because a group also has files that do more than set a limit: `release_agent` names a program
+//! that root runs, `cgroup.kill` kills, `devices.allow` opens devices.
 
 /// A setting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setting {
     /// The file in the group's folder.
     pub name: &'static str,
-    /// What a new group has there; empty where that says nothing.
+    /// What a new group has there; empty if that says nothing.
     pub fresh: &'static str,
 }
 

@@ -1,7 +1,8 @@
-//! A lock on a file that a stopped process takes because we have it make the system call.
+//! Takes a lock on a file for a stopped process, by making the process execute the system call.
 //!
-//! POSIX locks belong to the process that took them (fcntl(2)): nobody can take one for another process. So a thread of it
-//! executes one `syscall` instruction of its own program with registers of ours, and then has its own again.
+//! POSIX locks belong to the process that took them (fcntl(2)): no process can take one for another. So a thread of the
+//! process executes one `syscall` instruction of its own program with registers of ours, and then gets its own
+//! registers again.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::fs::File;
@@ -23,15 +24,15 @@ pub struct PosixLock {
     pub length: i64,
 }
 
-/// Has a process, all of whose threads are stopped, take a lock by its descriptor `fd`. It is stopped afterwards as before.
+/// Makes a stopped process take a lock through its descriptor `fd`. It is stopped afterwards as before.
 ///
 /// # Errors
-/// `EAGAIN` or `EACCES` where another process has a lock that stands against it; else what the kernel says of the tracing,
+/// `EAGAIN` or `EACCES` if another process has a lock that stands against it; else what the kernel says of the tracing,
 /// or of a descriptor that is none of a file.
 pub fn take_lock(pid: i32, fd: i32, lock: PosixLock) -> io::Result<()> {
     let is_stopped = |tid: &i32| process::state(*tid) == Some('T');
     let thread = process::threads(pid).into_iter().find(is_stopped);
-    let mut guest = Guest::enter(pid, thread.ok_or_else(|| io::Error::other("it is not stopped"))?)?;
+    let mut guest = Guest::enter(pid, thread.ok_or_else(|| io::Error::other("the process is not stopped"))?)?;
     guest.take_lock(fd, lock)
 }
 
@@ -44,7 +45,7 @@ const STOPS_AGAIN: Duration = Duration::from_secs(10);
 /// More steps are not needed: one, and one for each stop that was in the queue.
 const STEPS: usize = 100;
 
-/// A thread of another process that stands, with what it gets back.
+/// A stopped thread of another process, with the registers that it gets back.
 struct Guest {
     tid: i32,
     mask: u64,
@@ -86,7 +87,8 @@ impl Guest {
         for (at, field) in fields {
             bytes.get_mut(at..at + field.len()).unwrap_or_default().copy_from_slice(field);
         }
-        // Where its stack ends now, which is there for certain. No thread of it runs, and it gets its own bytes back.
+        // The present end of its stack, which certainly exists. No thread of the process runs, and it gets its own
+        // bytes back.
         let place = self.registers.rsp & !15;
         let mut own = [0; size_of::<libc::flock>()];
         self.memory.read_exact_at(&mut own, place)?;
@@ -125,7 +127,7 @@ impl Guest {
                 };
             }
         }
-        Err(io::Error::other("it makes no step"))
+        Err(io::Error::other("the process does not execute a step"))
     }
 }
 
@@ -173,7 +175,7 @@ fn find_syscall(pid: i32, memory: &File) -> io::Result<u64> {
             }
         }
     }
-    Err(io::Error::other("its program has no system call"))
+    Err(io::Error::other("its program has no system call instruction"))
 }
 
 #[cfg(test)]

@@ -1,13 +1,13 @@
-//! Turns for stopped threads that hold what the running thread of their process waits for.
+//! Lets stopped threads run in turns, if the running thread of their process waits for something that they have.
 //!
-//! A thread can be stopped while it holds a lock that has nothing to do with CUDA: glibc's of the heap, above all. The
-//! driver's thread, which alone runs then, waits for it for ever (seen on driver 580 with processes that were freeing
-//! memory at their exit: 2 of 261 checkpoints; the same futex of libc's is behind a JAX restore that did not end).
+//! A thread can be stopped while it has a lock that is unrelated to CUDA, most often glibc's heap lock. The driver's
+//! thread, which then runs alone, waits for it for ever (seen on driver 580 with processes that were freeing memory at
+//! their exit: 2 of 261 checkpoints; the same futex of libc causes a JAX restore that does not end).
 //!
-//! So where the running thread waits for a futex and nothing in the process computes, the stopped threads are let run for a
-//! moment, one after the other: first those that were met outside of a call that waits, for only they can be about to give
-//! a lock back, later all. One at a time and for a millisecond, because a thread that meets memory which the driver has
-//! unmapped dies of it: a fault in its turn is held back, and met again once the memory is there.
+//! So if the running thread waits for a futex and nothing in the process computes, the stopped threads run for a
+//! moment, one after the other: first those that were stopped outside a waiting call, because only they can be about to
+//! release a lock; later all. They run one at a time and for a millisecond, because a thread that reads memory which
+//! the driver has unmapped would die: a fault during its turn is held back, and delivered once the memory is restored.
 
 use std::fs;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -25,13 +25,13 @@ const LONGEST_TURN: Duration = Duration::from_millis(64);
 /// So many rounds are for those that are not in a call that waits.
 const ROUNDS_OF_THE_BUSY: u32 = 4;
 
-/// Looks after the running thread `tid` of a stopped process until `over` is closed. After `patience` all threads are let go
-/// on.
+/// Watches the running thread `tid` of a stopped process until `over` is closed. After `patience` all threads are
+/// resumed.
 pub fn lend(pid: i32, tid: i32, patience: Duration, over: &Receiver<()>) {
     let (began, mut round, mut before) = (Instant::now(), 0, None);
     while over.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
         if began.elapsed() > patience {
-            tracing::warn!(pid, "the driver's thread waits for {patience:?}: all threads of the process are let go on");
+            tracing::warn!(pid, "the driver's thread has waited for {patience:?}: resuming all threads of the process");
             let _ = go_on(pid);
             return;
         }
@@ -74,7 +74,7 @@ struct Wait {
 }
 
 impl Wait {
-    /// None where the thread does not wait for a futex.
+    /// None if the thread does not wait for a futex.
     fn of(pid: i32, tid: i32) -> Option<Wait> {
         let call = call_of(pid, tid).filter(|call| number(call) == Some(libc::SYS_futex))?;
         let computed = process::threads(pid).into_iter().filter_map(|tid| computed(pid, tid)).sum();

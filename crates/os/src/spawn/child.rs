@@ -1,7 +1,7 @@
 //! The child's side of a spawn, between clone and exec.
 //!
-//! Nothing here may allocate or lock: the process was forked from one with other threads, whose locks are held for ever
-//! in the copy. Everything needed is laid out by [`Plan::new`] before the fork.
+//! Nothing here may allocate or lock: the process was forked from one with other threads, whose locks stay locked in
+//! the copy. [`Plan::new`] prepares everything before the fork.
 #![allow(unsafe_code, reason = "calls of the kernel and the C library; each block says why it is sound")]
 
 use std::ffi::CString;
@@ -22,9 +22,9 @@ const STEPS: [&str; 13] = [
     "resetting signals",
     "execve",
     "setting the parent-death signal",
-    "becoming another user",
+    "switching to another user",
     "setting no-new-privileges",
-    "making a device for tunnels",
+    "creating the tunnel device",
 ];
 
 /// What the child writes to the report pipe when a step fails: its number, then errno.
@@ -40,7 +40,7 @@ pub(super) fn explain(failure: Failure) -> (&'static str, io::Error) {
 /// Descriptors are first lifted to this number or above, so that placing one never covers another that is still to be
 /// placed. Low, because the caller's limit on open files may be (`ulimit -n 64`).
 const LIFTED: RawFd = 16;
-/// So many descriptors can be given: their lifted numbers have to lie in memory that is there before the fork.
+/// Maximum number of descriptors: their lifted numbers must be in memory that exists before the fork.
 const MOST: usize = 8;
 
 /// So long a program may be open for writing: two seconds, where a fork that is not slowed down is at its exec within a
@@ -197,10 +197,11 @@ impl<'a> Plan<'a> {
         self.fail(8)
     }
 
-    /// Opens and moves; answers the highest number in use.
+    /// Opens and moves; returns the highest number in use.
     fn place_descriptors(&mut self) -> RawFd {
         let mut top: RawFd = 2;
-        // The report pipe and all given descriptors go up first, out of the way of the final numbers.
+        // The report pipe and all given descriptors are moved to high numbers first, so that the final numbers are
+        // free.
         let mut lifted = [(0, 0); MOST];
         for (slot, (from, to)) in lifted.iter_mut().zip(&self.moves) {
             *slot = (self.check(4, lift(*from)), *to);

@@ -1,11 +1,11 @@
 //! Keys, the names of chunks, and sealing.
 //!
-//! One key file of 32 random bytes makes four keys that know nothing of each other: one names chunks, one seals them, one
-//! signs manifests and job records, one is the key's public id. Chunks are named with a key because a bare hash would tell whoever sees the store whether a
-//! content that he knows is in it. XChaCha20-Poly1305 with a random nonce of 24 bytes: no counter to be kept, so
-//! nothing repeats when the power goes.
+//! Four independent keys are derived from a key file of 32 random bytes: one names chunks, one seals them, one signs
+//! manifests and job records, one is the key's public id. Chunks are named with a key, because a bare hash would tell
+//! anybody who sees the store whether it contains a content that he knows. Sealing uses XChaCha20-Poly1305 with a
+//! random nonce of 24 bytes. There is no counter to save, so no nonce repeats after a power cut.
 //!
-//! A key is never shown, logged or written, and its memory is wiped when it goes.
+//! A key is never shown, logged or written, and its memory is wiped when it is dropped.
 
 use std::fmt;
 use std::io::{self, Read};
@@ -49,7 +49,7 @@ pub enum KeyError {
         source: io::Error,
     },
     /// Others can read or write it.
-    #[error("the key file {} has mode {mode:04o}: others can use it; mend it with: chmod 600 '{}'", .path.display(), .path.display())]
+    #[error("the key file {} has mode {mode:04o}: others can use it; run `chmod 600 '{}'`", .path.display(), .path.display())]
     OthersCanRead {
         /// The file.
         path: PathBuf,
@@ -57,7 +57,7 @@ pub enum KeyError {
         mode: u32,
     },
     /// It belongs to somebody else.
-    #[error("the key file {} belongs to user {owner}; mend it with: chown {we} '{}'", .path.display(), .path.display())]
+    #[error("the key file {} belongs to user {owner}; run `chown {we} '{}'`", .path.display(), .path.display())]
     OtherOwner {
         /// The file.
         path: PathBuf,
@@ -67,7 +67,7 @@ pub enum KeyError {
         we: u32,
     },
     /// Neither 32 bytes nor 64 digits. What is in it is not shown.
-    #[error("the key file {} holds no key: 32 raw bytes or 64 hexadecimal digits are one", .path.display())]
+    #[error("{} is not a key file: it needs 32 raw bytes or 64 hex digits", .path.display())]
     NoKey {
         /// The file.
         path: PathBuf,
@@ -87,7 +87,7 @@ pub struct Key {
 /// What a reader that has a key does with packs that are not encrypted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum PlainPacks {
-    /// It refuses them: whoever can write the store could have made them.
+    /// It refuses them: anybody who can write the store could have made them.
     #[default]
     Refused,
     /// It reads them: they are from before there was a key.
@@ -110,7 +110,8 @@ impl fmt::Debug for Key {
 }
 
 impl Key {
-    /// Reads a key file: 32 raw bytes, or 64 hexadecimal digits. It must be ours and nobody else's (0600, 0400).
+    /// Reads a key file: 32 raw bytes, or 64 hexadecimal digits. It must belong to this user and be private (0600,
+    /// 0400).
     ///
     /// # Errors
     /// Each says what to do.

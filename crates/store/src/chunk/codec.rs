@@ -1,11 +1,12 @@
 //! Compression of chunks.
 //!
-//! A chunk is compressed by itself, so that it can be read by itself. Compression that does not pay is not kept: then the
-//! raw bytes are stored. [`Compression::Auto`] compresses a sample of the chunk first, because half of what is in images
-//! is weights, which hold nothing to be saved, and trying all of it costs more than all else that is done with it.
+//! Each chunk is compressed separately, so that it can be read separately. If compression does not pay, the raw bytes
+//! are stored. [`Compression::Auto`] compresses a sample of the chunk first: half of an image's content is weights,
+//! which do not compress, and trying all of them would cost more than everything else.
 //!
-//! LZ4 is the block format: the record has both sizes, and the hash of the raw bytes is the name of the chunk, so a frame
-//! would say everything twice; and reading a block fills a buffer of the known size, where a frame names its own.
+//! LZ4 uses the block format, not the frame format. The record has both sizes, and the name of the chunk is the hash of
+//! the raw bytes, so a frame would repeat them. And reading a block fills a buffer of known size, while a frame states
+//! its own size.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -59,7 +60,7 @@ pub enum Compression {
     /// A sample of each chunk decides between raw and [`AUTO_LEVEL`].
     #[default]
     Auto,
-    /// Store everything as it is.
+    /// Store everything uncompressed.
     None,
     /// LZ4: half the gain, several times as fast.
     Lz4,
@@ -128,9 +129,9 @@ pub const AUTO_LEVEL: i32 = 1;
 const SAMPLE: usize = 4 << 10;
 /// `auto` compresses what saves this share of the samples, in per cent, with LZ4.
 const SAMPLE_SAVES: usize = 8;
-/// Or what has at most so many bits of information in each byte, taken by itself. In weights nothing is there twice, which
-/// is all that LZ4 finds, but few values of the byte with the exponent are in use: 7.36 bits for float32, less for bfloat16.
-/// Noise has 7.95 in a sample.
+/// Or if each byte of the sample has at most this many bits of information. Weights contain no repetitions, which is
+/// all that LZ4 finds, but the exponent byte has few values: 7.36 bits for float32, less for bfloat16. Noise has 7.95
+/// in a sample.
 const SAMPLE_BITS: f64 = 7.5;
 /// What is compressed must save this share, in per cent, or the raw bytes are stored: reading them costs nothing.
 const SAVES: usize = 6;
@@ -224,7 +225,7 @@ pub fn decode(codec: Codec, stored: &[u8], raw_len: usize, into: &mut Vec<u8>) -
     };
     match written {
         Ok(n) if n == raw_len => Ok(()),
-        Ok(n) => Err(FormatError::Undecodable(format!("{n} bytes instead of {raw_len}"))),
+        Ok(n) => Err(FormatError::Undecodable(format!("it has {n} bytes instead of {raw_len}"))),
         Err(why) => Err(FormatError::Undecodable(why)),
     }
 }

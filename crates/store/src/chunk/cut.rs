@@ -1,12 +1,12 @@
 //! Where the files of an image are cut into chunks.
 //!
-//! Two images share a chunk when the same bytes stand between the same cuts. Most files are cut at multiples of
-//! [`CHUNK`]. A pages file of CRIU holds only the pages that are there, one after the other: one more page in the middle
-//! would move all that follow. So it is cut by the addresses of its pages: where the next page lies in another piece of
-//! [`CHUNK`] bytes of the address space.
+//! Two images share a chunk if they have the same bytes between the same cuts. Most files are cut at multiples of
+//! [`CHUNK`]. A pages file of CRIU contains only the present pages, one after the other: one more page in the middle
+//! would move all that follow. So it is cut by the addresses of its pages, where the next page belongs to another piece
+//! of [`CHUNK`] bytes of the address space.
 //!
-//! Nothing depends on where the cuts are but how much is shared: a page map that cannot be read, or does not
-//! add up to the size of the file, means cuts at fixed offsets.
+//! The cuts affect only how much is shared. If a page map cannot be read, or does not match the size of the file, the
+//! file is cut at fixed offsets.
 
 use std::collections::HashMap;
 use std::fs;

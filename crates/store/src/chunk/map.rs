@@ -1,4 +1,4 @@
-//! The chunk map of an image: the file `chunks`, which says of what each part consists.
+//! The chunk map of an image: the file `chunks`, which lists the chunks of each part.
 //!
 //! ```text
 //! 0   magic "REKINDLE CHUNKS\0"  16
@@ -11,8 +11,8 @@
 //! end BLAKE3 of all before       32
 //! ```
 //!
-//! It names chunks and never says where they lie: packs can be rewritten without touching an image. It is written
-//! once, before the manifest that has its hash, and never changed.
+//! It names chunks and not their places, so packs can be rewritten without changing an image. It is written once,
+//! before the manifest that has its hash, and never changed.
 
 use std::io::Read;
 use std::path::Path;
@@ -46,7 +46,7 @@ pub enum Extent {
     },
     /// A chunk.
     Chunk {
-        /// Which.
+        /// The chunk.
         id: ChunkId,
         /// Its raw bytes. At least one, at most [`CHUNK_MAX`].
         len: u32,
@@ -156,7 +156,7 @@ impl ChunkMap {
         }
     }
 
-    /// Reads the file at `path`, of which the manifest has the hash.
+    /// Reads the file at `path`, whose hash is in the manifest.
     ///
     /// # Errors
     /// When it cannot be read, or is not what was written.
@@ -198,7 +198,7 @@ impl ChunkMap {
         let sum = |part: &[Extent]| part.iter().try_fold(0_u64, |sum, extent| sum.checked_add(extent.len()));
         match self.parts.iter().zip(&manifest.parts).all(|(extents, part)| sum(extents) == Some(part.size)) {
             true => Ok(()),
-            false => wrong("sum of a part"),
+            false => wrong("size of a part"),
         }
     }
 }
@@ -216,7 +216,7 @@ fn read_bytes(path: &Path) -> Result<Vec<u8>, ReadError> {
     Ok(bytes)
 }
 
-/// The size of the file; None where it is beyond all numbers.
+/// The size of the file; None if it is beyond all numbers.
 fn file_size(parts: u64, extents: u64) -> Option<u64> {
     let content = extents.checked_mul(size_of(EXTENT))?.checked_add(parts.checked_mul(8)?)?;
     content.checked_add(size_of(HEADER + format::FOOTER))

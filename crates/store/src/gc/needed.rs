@@ -1,4 +1,4 @@
-//! Which chunks the images of a job need, and so of what use each pack is.
+//! Which chunks the images of a job need, and so which packs are needed.
 
 use std::collections::HashSet;
 use std::io;
@@ -36,7 +36,7 @@ impl Needed {
             State::Damaged { why } if !matches!(why.kind, DamageKind::Broken | DamageKind::Untrusted) => {
                 return Err(unknown(why.to_string()));
             }
-            // Of no use as it is, or perhaps not for us, but as long as it is kept, so is what its map names.
+            // Unusable as it is, or perhaps not readable by us; but as long as it is kept, so is what its map names.
             State::Damaged { .. } => ChunkMap::read_any(&image.dir.join(map::FILE_NAME)).map(|(map, _)| Some(map)),
             State::Good(_) | State::Bad { .. } => image.chunk_map(),
         };
@@ -45,7 +45,7 @@ impl Needed {
                 self.0.extend(map.iter().flat_map(ChunkMap::chunks).filter_map(|(id, _)| prefix(id.as_bytes())));
                 Ok(())
             }
-            // It was read and is not what was written, or not there: whatever it named cannot be put together any more.
+            // It was read and is damaged, or is missing: what it named cannot be restored any more.
             Err(ReadError::Format { source, .. }) if !source.is_not_for_us() => Ok(()),
             Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(()),
             Err(error) => Err(unknown(chain(&error))),
@@ -62,7 +62,7 @@ impl Needed {
         for info in index.packs() {
             let pack = packs.pack_index(info.name).map_err(|problem| Error::Pack {
                 pack: info.name,
-                why: problem.index.as_ref().map_or_else(|| "it is not there any more".into(), |error| chain(error)),
+                why: problem.index.as_ref().map_or_else(|| "it is missing".into(), |error| chain(error)),
             })?;
             let from_here = |entry: &&crate::pack::index::Entry| {
                 self.has(&entry.id) && index.kept(&entry.id, copies.count()).any(|place| place.pack == info.name)

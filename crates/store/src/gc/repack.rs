@@ -1,9 +1,9 @@
-//! Packs that are mostly not needed are written anew.
+//! Rewrites packs that are mostly unneeded.
 //!
-//! What is needed is read, checked as at a restore, and copied record by record; where it is damaged and another pack has it
-//! whole, that one is copied. Of two copies of a chunk each goes to a pack of its own. The old pack gets its mark only when
-//! the new packs are on the disk with their indexes: a crash before that leaves chunks in more places, which costs space
-//! until the next round and nothing else.
+//! Needed records are read, checked as in a restore, and copied one by one. If a record is damaged and another pack has
+//! it intact, that one is copied. Two copies of a chunk go to different packs. The old pack is marked only when the new
+//! packs and their indexes are on the disk. After a crash before that, chunks are in more places than before, which
+//! costs space until the next round and nothing else.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -24,9 +24,9 @@ use rekindle_os::durable;
 
 use super::needed::Needed;
 
-/// A pack of which less than one part in so many is needed is worth the copy.
+/// A pack is copied if less than one part in this many is needed.
 const WORTH: u64 = 2;
-/// Smaller ones are brought together, as soon as there are [`MANY`]: each costs a file or two, and a seek.
+/// Smaller ones are merged, as soon as there are [`MANY`]: each costs a file or two, and a seek.
 const SMALL: u64 = PACK / 8;
 const MANY: usize = 32;
 

@@ -1,5 +1,5 @@
-//! Images that the writer itself is reading, such as the one on its way to the replica: no rule removes them meanwhile.
-//! Nothing of it outlives the process, and so does no reader.
+//! Images that the writer itself is reading, for example to replicate them: no rule removes them in the meantime. This
+//! is in memory only; the readers end with the process, too.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 

@@ -1,4 +1,4 @@
-//! Who holds a lock: what the lock file says.
+//! The holder of a lock, as the lock file names it.
 
 use std::fmt;
 

@@ -1,4 +1,4 @@
-//! Is the holder that a lock file names alive, though the kernel gave the lock to us? A pure function.
+//! A pure function: is the holder named in a lock file alive, although the kernel gave us the lock?
 
 use std::time::{Duration, SystemTime};
 
@@ -45,11 +45,11 @@ pub(super) fn judge(holder: &Holder, facts: &Facts<'_>) -> Verdict {
     if holder.started.is_none() {
         return Verdict::Dead;
     }
-    // A clock that was put back makes a heartbeat of the future: nothing says that it is old.
+    // A clock that was set back makes a heartbeat in the future: nothing says that it is old.
     let silent = facts.now.duration_since(facts.heartbeat).unwrap_or_default();
     if holder.boot_id == me.boot_id {
-        // A lock that this process had before was given back. Of a process in another PID namespace (a container that was
-        // started again) only the kernel knows, which is the same for both, and says that it is gone.
+        // A lock that this process had before was released. For a process in another PID namespace (a container that was
+        // started again) only the kernel knows; it is the same kernel, and says that the process is gone.
         let is_me = (holder.pid, holder.started) == (me.pid, me.started);
         let lives = holder.pid_namespace == me.pid_namespace && !is_me && (facts.lives)(holder);
         return if lives { Verdict::Alive { silent } } else { Verdict::Dead };

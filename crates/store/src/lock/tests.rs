@@ -100,7 +100,7 @@ fn another_machine_is_believed_while_it_gives_signs_of_life() {
     let error = lock(dir.path()).unwrap_err().to_string();
     assert!(error.contains("may be supervised by pid 77 on host elsewhere"), "{error}");
     assert!(
-        error.contains("a sign of life 4") && error.contains("silent for 5m") && error.contains("/lock by hand"),
+        error.contains("last heartbeat was 4") && error.contains("is 5m old") && error.contains("/lock to continue"),
         "{error}"
     );
     assert_eq!(writer(dir.path()).unwrap(), Writer::Known(named(dir.path()).unwrap()));

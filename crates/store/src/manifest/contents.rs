@@ -1,4 +1,4 @@
-//! Fields of a manifest: what is known of the content of files.
+//! Fields of a manifest: the content of files.
 
 use std::fs::Metadata;
 use std::os::unix::fs::MetadataExt;
@@ -84,9 +84,9 @@ pub enum TrackedKind {
     },
     /// A symbolic link.
     Link {
-        /// Where it leads; bytes that are not UTF-8 are not kept, and such a link is left as it is.
+        /// Its target; a target that is not UTF-8 is not saved, and such a link is not changed.
         target: String,
     },
-    /// A FIFO, a socket or a device: it stays as it is.
+    /// A FIFO, a socket or a device: it is not changed.
     Other,
 }

@@ -54,7 +54,7 @@ pub struct Manifest {
     /// Files that did not exist, and would be taken for a part of one that is put back: `DATABASE-journal`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub absent_files: Vec<JobPath>,
-    /// Folders that are put back whole.
+    /// Folders that are put back completely.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tracked_folders: Vec<TrackedFolder>,
     /// Files that root gave to a job of another user; a restored one may have no other files of that kind.
@@ -63,15 +63,15 @@ pub struct Manifest {
     /// Folders that must be there at a restore, each after the one that it is in. An image of an earlier version names none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub folders: Vec<Folder>,
-    /// Control groups below the supervisor's that processes of the job were in, and those between. An image of an earlier
-    /// version names none, and its job comes back in the supervisor's group.
+    /// Control groups below the supervisor's that processes of the job were in, and those between. An image of an
+    /// earlier version names none, and its job is restored in the supervisor's group.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub control_groups: Vec<ControlGroup>,
     /// Hard links made so that files that had lost their name have one at restore.
     pub saved_links: Vec<SavedLink>,
     /// Files of ours that the job has mapped, and that must be put back before a restore.
     pub recreate: Vec<Recreate>,
-    /// Files that nobody puts back and that must be at a restore what they were. An image of an earlier version names none.
+    /// Files that nothing puts back and that a restore needs unchanged. An image of an earlier version names none.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub mapped_files: Vec<MappedFile>,
     /// Device memory of CUDA processes that is in a file of its own, which the process has mapped in the image.
@@ -81,7 +81,7 @@ pub struct Manifest {
     pub tcp: Tcp,
     /// The phases of the snapshot, in order.
     pub phases: Vec<Phase>,
-    /// How long the job stood still, in microseconds.
+    /// How long the job was frozen, in microseconds.
     pub freeze_us: u64,
     /// The interval that was in force, where it was chosen (`snapshot.interval = "auto"`) and not the first snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -222,7 +222,7 @@ pub struct OpenFile {
     /// Who owns it, where its content is in the image.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub owner: Option<Owner>,
-    /// The folder or file that it is put back together with, or not at all; unset where it stands for itself.
+    /// The folder or file together with which it is put back, or not at all; unset if it is independent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<JobPath>,
 }
@@ -273,7 +273,7 @@ pub struct JobRights {
     pub filtered: bool,
 }
 
-/// A folder in which the job has something, or stands.
+/// A folder in which the job has a file, a socket or its working directory.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Folder {
     /// Where it is.
@@ -307,7 +307,7 @@ pub struct Recreate {
     pub path: JobPath,
     /// Its permission bits.
     pub mode: u32,
-    /// The part of this image that holds its content.
+    /// The part of this image with its content.
     pub part: PartPath,
 }
 
@@ -347,7 +347,7 @@ pub struct Landing {
     pub pid: i32,
     /// Where it has to be, as the job sees it.
     pub path: JobPath,
-    /// The part of this image that holds its content.
+    /// The part of this image with its content.
     pub part: PartPath,
     /// Its size, in bytes.
     pub bytes: u64,
@@ -358,7 +358,7 @@ pub struct Landing {
 pub struct Phase {
     /// Its name.
     pub phase: String,
-    /// When it began, in microseconds from the begin of the snapshot.
+    /// When it began, in microseconds from the beginning of the snapshot.
     pub started_us: u64,
     /// How long it took, in microseconds.
     pub took_us: u64,
@@ -389,7 +389,7 @@ pub(crate) mod hex {
         let text = String::deserialize(d)?;
         let hash = blake3::Hash::from_hex(&text).map_err(de::Error::custom)?;
         // from_hex takes upper case as well; a flipped bit makes one of the other.
-        if hash.to_hex().as_str() == text { Ok(hash) } else { Err(de::Error::custom("not in lower case")) }
+        if hash.to_hex().as_str() == text { Ok(hash) } else { Err(de::Error::custom("it is not in lower case")) }
     }
 
     pub(crate) mod optional {

@@ -132,22 +132,22 @@ fn no_path_of_a_manifest_leads_elsewhere() {
     for (place, text) in PARTS.iter().flat_map(|place| bad.map(|text| (place, text))) {
         let error = parse(place, text).unwrap_err();
         assert!(matches!(&error, ManifestError::Parse(_)), "{place} {text:?}: {error}");
-        assert!(error.to_string().contains("is not a path inside an image"), "{error}");
+        assert!(error.to_string().contains("is not a valid path inside an image"), "{error}");
     }
     for text in ["manifest.json", "bad.json", "tags.json", "chunks"] {
-        assert!(parse(PARTS[0], text).unwrap_err().to_string().contains("a file of its own of that name"));
+        assert!(parse(PARTS[0], text).unwrap_err().to_string().contains("the store reserves that name"));
     }
     for (place, text) in PATHS.iter().flat_map(|place| ["", "a", "../a", "/a/../b", "/a\0b"].map(|text| (place, text)))
     {
         let error = parse(place, text).unwrap_err().to_string();
         assert!(
-            error.contains("is not a path of a job") && error.contains(&format!("{text:?}")),
+            error.contains("is not a valid path of a job's file") && error.contains(&format!("{text:?}")),
             "{place} {text}: {error}"
         );
     }
     for text in ["", "/", "/x", "..", "../x", "x/../../y", "x/", "./x", "x//y", "x\0"] {
         let error = parse("/control_groups/0/path", text).unwrap_err().to_string();
-        assert!(error.contains("is not a path of a control group"), "{text:?}: {error}");
+        assert!(error.contains("is not a valid path of a control group"), "{text:?}: {error}");
     }
     for path in ["a", "a/b", "...", "a..b", "criu/manifest.json", ".hidden", "ü"] {
         Manifest { parts: vec![part(path)], ..manifest() }.to_bytes(&Trust::default()).unwrap();

@@ -1,15 +1,15 @@
-//! The thread that brings packs to the disk, so that hashing goes on meanwhile.
+//! The thread that writes packs to the disk while hashing continues.
 //!
-//! A pack becomes one by these steps; each begins when the one before is done:
+//! A pack is created in these steps, each after the one before:
 //!
-//! 1. it is written as `.tmp-NAME.pack`;
-//! 2. that is synced;
-//! 3. it gets the name `NAME.pack`, and `packs/` is synced;
-//! 4. `NAME.idx` is written durably.
+//! 1. it is written as `.tmp-NAME.pack`
+//! 2. that file is synced
+//! 3. it gets the name `NAME.pack`, and `packs/` is synced
+//! 4. `NAME.idx` is written durably
 //!
-//! When the power goes before 3 there is a temporary file, which the next start sweeps; between 3 and 4 a pack without an
-//! index, whose records are found by reading them; after 4 all of it. A pack that no image came to name is not needed, and
-//! goes as those go.
+//! After a power cut before 3 there is a temporary file, which the next start removes; between 3 and 4 a pack without
+//! an index, whose records are found by reading them; after 4 everything. A pack that no image refers to is unneeded,
+//! and is removed as such.
 
 use std::fs;
 use std::io;
@@ -23,11 +23,11 @@ use rekindle_os::direct::{Aligned, DirectFile, Way};
 use rekindle_os::durable::{self, TEMP_PREFIX};
 use rekindle_os::point::{Step, point};
 
-/// What the thread is told.
+/// Messages to the thread.
 pub(super) enum Job {
     /// A pack begins.
     Begin(PackName),
-    /// So many bytes of it lie in this memory and go to this place.
+    /// This many bytes of it are in this memory, to be written to this offset.
     Write { memory: Aligned, len: usize, offset: u64 },
     /// It is so long, and this is in it.
     Close { len: u64, entries: Vec<Entry> },
@@ -57,7 +57,7 @@ impl Disk {
         Ok(Disk { packs: packs.clone(), jobs: Some(jobs), free, thread: Some(thread) })
     }
 
-    /// Memory that is not on its way to the disk; waits for it.
+    /// A buffer that is not being written; waits for one.
     pub(super) fn memory(&mut self) -> Result<Aligned, FileError> {
         match self.free.recv() {
             Ok(memory) => Ok(memory),
@@ -83,7 +83,7 @@ impl Disk {
         self.jobs = None;
         match self.join() {
             Some(Err(error)) => error,
-            _ => self.failed("write to", io::Error::other("the thread that writes has ended")),
+            _ => self.failed("write to", io::Error::other("the writing thread has ended")),
         }
     }
 
@@ -118,7 +118,7 @@ struct Temporary {
 impl Temporary {
     fn create(packs: &Packs, name: PackName, way: Way) -> Result<Temporary, FileError> {
         let path = packs.dir().join(format!("{TEMP_PREFIX}{name}.pack"));
-        let file = point(Step::Write).and_then(|()| DirectFile::create(&path, way)).map_err(failed("make", &path))?;
+        let file = point(Step::Write).and_then(|()| DirectFile::create(&path, way)).map_err(failed("create", &path))?;
         Ok(Temporary { name, path, file, kept: false })
     }
 
@@ -126,8 +126,8 @@ impl Temporary {
     fn close(mut self, packs: &Packs, len: u64, entries: Vec<Entry>) -> Result<(), FileError> {
         let lasting = packs.pack_path(self.name);
         let synced = self.file.cut(len).and_then(|()| point(Step::Other)).and_then(|()| self.file.sync());
-        synced.map_err(failed("bring to the disk", &self.path))?;
-        durable::publish_file(&self.path, &lasting).map_err(failed("give its name to", &lasting))?;
+        synced.map_err(failed("sync", &self.path))?;
+        durable::publish_file(&self.path, &lasting).map_err(failed("rename", &lasting))?;
         self.kept = true;
         let path = packs.index_path(self.name);
         let bytes = PackIndex::new(len, entries).to_bytes();
@@ -138,7 +138,7 @@ impl Temporary {
 impl Drop for Temporary {
     fn drop(&mut self) {
         if !self.kept {
-            // What cannot be removed, the next sweep takes.
+            // If it cannot be removed now, the next start removes it.
             let _ = fs::remove_file(&self.path);
         }
     }

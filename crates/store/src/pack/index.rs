@@ -12,7 +12,7 @@
 //! end BLAKE3 of all before        32
 //! ```
 //!
-//! It says nothing that the records of the pack do not say: [`scan`] makes it anew.
+//! It contains nothing that is not in the records of the pack: [`scan`] rebuilds it.
 
 use std::io;
 
@@ -32,7 +32,7 @@ pub const MAX_BYTES: u64 = 64 + PACK_RECORDS * 56 + 32;
 pub struct Entry {
     /// The name of the chunk.
     pub id: ChunkId,
-    /// Where its record begins, in bytes from the begin of the pack.
+    /// The offset of its record in the pack, in bytes.
     pub offset: u64,
     /// Bytes of the chunk.
     pub raw_len: u32,
@@ -163,11 +163,11 @@ pub(super) fn check_pack_size(what: What, found: u64) -> Result<(), FormatError>
 /// What the records of a pack say.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Scan {
-    /// The begin of the pack.
+    /// The header of the pack.
     pub header: PackHeader,
-    /// The records up to the first that is not whole. Its `pack_len` is where they end.
+    /// The records up to the first damaged one. Its `pack_len` is where they end.
     pub index: PackIndex,
-    /// What is wrong with the first record that is not whole; None where the pack ends with its last record.
+    /// What is wrong with the first damaged record; None if the pack ends with its last record.
     pub lost: Option<FormatError>,
 }
 

@@ -1,8 +1,8 @@
-//! Reads many records in the order in which they lie, several MiB at a time, on several threads.
+//! Reads many records in the order of their offsets, several MiB at a time, on several threads.
 //!
-//! Every record proves itself: its header names the chunk, and the raw bytes hash to that name. Where one is damaged and the
-//! chunk lies in another pack too, that one is taken. A pack that went while it was wanted (its chunks were copied to
-//! another one) is looked for once more.
+//! Every record proves itself: its header names the chunk, and the raw bytes hash to that name. If a record is damaged
+//! and the chunk is in another pack too, that one is read. If a pack was removed in the meantime (its chunks were
+//! copied to another one), its chunks are looked up once more.
 
 use std::collections::VecDeque;
 use std::io;
@@ -20,12 +20,12 @@ use rekindle_os::direct::{Aligned, DirectFile, Way, span};
 
 /// Read at once, unless one record is larger.
 const SPAN: u64 = 4 << 20;
-/// What is not wanted is read over up to here: a disk that has to begin anew loses more.
+/// Gaps up to this size are read and discarded: a new request costs the disk more.
 const GAP: u64 = 128 << 10;
-/// Reads that are under way at once, at least: one is decoded while others are on their way.
+/// Minimum number of concurrent reads: one is decoded while others are in progress.
 const READERS: usize = 4;
 
-/// Why a chunk cannot be had.
+/// Why a chunk cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ReadChunkError {
     /// The kernel does not give it.
@@ -33,19 +33,19 @@ pub enum ReadChunkError {
     Read {
         /// The pack.
         path: PathBuf,
-        /// Where.
+        /// The offset in bytes.
         offset: u64,
         /// The kernel's answer.
         source: io::Error,
     },
-    /// It is there, and is not what it should be, or not for us.
-    #[error("chunk {id} cannot be had from byte {offset} of {}", path.display())]
+    /// It is damaged, or not readable by us.
+    #[error("cannot use chunk {id} at byte {offset} of {}", path.display())]
     Format {
         /// The chunk.
         id: ChunkId,
         /// The pack.
         path: PathBuf,
-        /// Where.
+        /// The offset in bytes.
         offset: u64,
         /// What differs.
         source: FormatError,
@@ -81,7 +81,7 @@ impl ReadChunkError {
         }
     }
 
-    /// Whether the disk is what failed. The chunk may be whole all the same.
+    /// Whether the disk has failed. The chunk may be intact all the same.
     #[must_use]
     pub fn is_failing_disk(&self) -> bool {
         match self {
@@ -110,7 +110,7 @@ impl ReadChunkError {
 /// A chunk that is wanted, and what for.
 #[derive(Debug, Clone, Copy)]
 pub struct Want<T> {
-    /// Which.
+    /// The chunk.
     pub id: ChunkId,
     /// Where it is.
     pub location: Location,
@@ -121,7 +121,7 @@ pub struct Want<T> {
 /// How packs are read.
 #[derive(Clone, Copy)]
 pub struct Reading<'a> {
-    /// Which.
+    /// The packs.
     pub packs: &'a Packs,
     /// What those are encrypted with that are.
     pub key: Option<&'a Key>,
@@ -146,7 +146,7 @@ pub trait Visit<T>: Sync {
     /// What ends the reading.
     type Error: Send + From<ReadChunkError>;
 
-    /// The chunk, for all that want it (at least one), or why it cannot be had.
+    /// The chunk, for all that want it (at least one), or why it cannot be read.
     ///
     /// # Errors
     /// To end the reading.
@@ -157,7 +157,7 @@ pub trait Visit<T>: Sync {
         raw: Result<&[u8], ReadChunkError>,
     ) -> Result<(), Self::Error>;
 
-    /// The chunk could not be had from where it was looked for first, and another pack had it.
+    /// The chunk could not be read from its first place, and another pack had it.
     fn elsewhere(&self, _: &Want<T>, _: ReadChunkError) {}
 }
 
@@ -212,7 +212,7 @@ impl Reading<'_> {
         let pass = Pass { reading: self, index, wants: &wants, queue: &queue, visit, fallback };
         let readers = self.threads.max(READERS).min(pass.queue().len());
         thread::scope(|scope| {
-            // A helper that cannot be started is not missed: the work is shared by whoever is there.
+            // A helper that cannot be started is not needed: the running ones share the work.
             let start = |_| thread::Builder::new().name("reader".into()).spawn_scoped(scope, || pass.run()).ok();
             let helpers: Vec<_> = (1..readers).filter_map(start).collect();
             let mut all = pass.run();
@@ -254,7 +254,7 @@ impl Reading<'_> {
         Ok(())
     }
 
-    /// The raw bytes, which lie in `record` or in `scratch`.
+    /// The raw bytes, which are in `record` or in `scratch`.
     fn decode<'b>(
         &self,
         index: &Index,
@@ -275,10 +275,10 @@ impl Reading<'_> {
     }
 }
 
-/// What is done about what cannot be had from where it should be.
+/// What to do about a chunk that cannot be read from its place.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Fallback {
-    /// Another pack is asked; what was in a pack that is not there is left for another pass.
+    /// Another pack is tried; chunks of a missing pack are left for another pass.
     Later,
     /// Another pack is asked.
     Now,
@@ -319,7 +319,7 @@ struct Pass<'a, T, V> {
 /// What a thread works with.
 struct Tools<O> {
     memory: Aligned,
-    /// For what is not stored as it is.
+    /// Buffer for records that are not stored raw.
     scratch: Vec<u8>,
     /// A chunk that was read by itself.
     raw: Vec<u8>,
@@ -332,7 +332,7 @@ impl<T: Copy, V: Visit<T>> Pass<'_, T, V> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Reads spans until there are no more, or somebody failed. Answers what was in packs that are not there.
+    /// Reads spans until there are no more, or one failed. Returns the chunks of missing packs.
     fn run(&self) -> Result<Vec<Want<T>>, V::Error> {
         let mut tools =
             Tools { memory: Aligned::new(0), scratch: Vec::new(), raw: Vec::new(), open: None, own: V::Own::default() };

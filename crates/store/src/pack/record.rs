@@ -36,7 +36,7 @@ pub const HEADER_BYTES: u64 = 64;
 /// How a pack begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PackHeader {
-    /// The id of the key that it is encrypted with; None where it is not.
+    /// The id of the key that it is encrypted with; None if it is not.
     pub key: Option<[u8; 16]>,
 }
 
@@ -57,7 +57,7 @@ impl PackHeader {
         bytes
     }
 
-    /// Reads the begin of a pack.
+    /// Parses the header of a pack.
     ///
     /// # Errors
     /// Every kind of damage has its own.
@@ -131,7 +131,7 @@ impl RecordHeader {
         bytes
     }
 
-    /// Reads the begin of a record.
+    /// Parses the header of a record.
     ///
     /// # Errors
     /// Every kind of damage has its own.
@@ -154,7 +154,7 @@ impl RecordHeader {
         Ok(RecordHeader { codec, raw_len, stored_len, id })
     }
 
-    /// The bytes of the whole record.
+    /// The size of the complete record in bytes.
     #[must_use]
     pub fn record_len(&self) -> u64 {
         HEADER_BYTES + u64::from(self.stored_len)
@@ -185,11 +185,11 @@ pub(super) fn check_lengths(what: What, raw_len: u32, stored_len: u32) -> Result
     Ok(())
 }
 
-/// Adds a whole record to `into`: header, and `stored`, which `codec` made of `raw_len` bytes, sealed where there is a
-/// key.
+/// Appends a complete record to `into`: header, and `stored`, which `codec` made of `raw_len` bytes, sealed if there is
+/// a key.
 ///
 /// # Errors
-/// `InvalidInput` where the sizes are out of bounds; when the kernel gives no random bytes.
+/// `InvalidInput` if the sizes are out of bounds; when the kernel gives no random bytes.
 pub fn write(
     into: &mut Vec<u8>,
     id: ChunkId,
@@ -214,8 +214,8 @@ pub fn write(
     Ok(header)
 }
 
-/// Turns a whole record into the raw bytes of the chunk `wanted`, which are then all of `into`; all of it is checked.
-/// `record` is opened in place and worth nothing afterwards.
+/// Decodes a complete record into the raw bytes of the chunk `wanted`, which are then all of `into`; all of it is
+/// checked. `record` is decrypted in place and unusable afterwards.
 ///
 /// # Errors
 /// Every kind of damage has its own.
@@ -230,7 +230,7 @@ pub fn read(
     prove(into, wanted, key).map(|_| header)
 }
 
-/// As [`read`], but raw bytes that are stored as they are stay where they are; others are then all of `scratch`.
+/// As [`read`], but raw bytes stay where they are in the record; decoded ones are all of `scratch`.
 ///
 /// # Errors
 /// As [`read`].

@@ -1,8 +1,8 @@
-//! The packs of a job: the door to `packs/`, and the index of all of them in memory.
+//! The packs of a job: access to `packs/`, and the index of all of them in memory.
 //!
-//! Reading needs no lock. A pack whose index is missing or cannot be used is read itself, header by header; what
-//! cannot be had that way is a [`Problem`]. Nothing here writes or removes, and whoever does (sweep, repack) must not
-//! while there are problems: what cannot be read is never taken for empty.
+//! Reading needs no lock. A pack whose index is missing or unusable is read itself, header by header; if that fails, it
+//! is a [`Problem`]. Nothing here writes or removes. Code that does (removal, repack) must not while there are
+//! problems: an unreadable pack is never taken for an empty one.
 
 mod name;
 mod table;
@@ -26,7 +26,7 @@ use rekindle_os::durable;
 pub const PACK_SUFFIX: &str = ".pack";
 /// How the name of an index ends.
 pub const INDEX_SUFFIX: &str = ".idx";
-/// How the name of the mark of a pack that is on its way out ends.
+/// Suffix of the mark of a pack that is to be removed.
 pub const GONE_SUFFIX: &str = ".gone";
 
 /// The folder with the packs of a job.
@@ -38,22 +38,22 @@ pub struct Packs {
 /// What is not as it should be with a pack.
 #[derive(Debug)]
 pub struct Problem {
-    /// Which.
+    /// The pack.
     pub pack: PackName,
-    /// Why its index was not used; None where that is not the problem.
+    /// Why its index was not used; None if that is not the problem.
     pub index: Option<ReadError>,
-    /// What of the pack cannot be had.
+    /// Which part of the pack cannot be read.
     pub lost: Lost,
 }
 
-/// What of a pack cannot be had.
+/// Which part of a pack cannot be read.
 #[derive(Debug)]
 pub enum Lost {
     /// Nothing: its records were read in place of the index.
     Nothing,
     /// Everything from that byte on.
     From {
-        /// The first byte that is no whole record.
+        /// The first byte that is not part of a complete record.
         offset: u64,
         /// How many bytes the pack has.
         pack_len: u64,
@@ -97,13 +97,13 @@ impl Packs {
         self.dir.join(format!("{name}{INDEX_SUFFIX}"))
     }
 
-    /// The mark that it is on its way out.
+    /// The mark that it is to be removed.
     #[must_use]
     pub fn gone_path(&self, name: PackName) -> PathBuf {
         self.dir.join(format!("{name}{GONE_SUFFIX}"))
     }
 
-    /// The packs, by name; also those of which only the index or the mark is left.
+    /// The packs, by name; also those of which only the index or the mark exists.
     ///
     /// # Errors
     /// [`Error::Read`]: a folder that cannot be listed is never an empty one.
@@ -131,7 +131,7 @@ impl Packs {
     pub fn index(&self) -> Result<Index> {
         let mut index = Index::default();
         for (name, files) in self.list()? {
-            // A mark without pack and index: a sweep that was cut short. There is nothing to be read, nor to be lost.
+            // A mark without pack and index: an interrupted removal. There is nothing to read, and nothing to lose.
             if !files.pack && !files.index {
                 continue;
             }
@@ -150,7 +150,7 @@ impl Packs {
     /// What is in one pack, from its index or else from its records.
     ///
     /// # Errors
-    /// Where nothing of it can be had.
+    /// If nothing of it can be had.
     pub fn pack_index(&self, name: PackName) -> std::result::Result<PackIndex, Box<Problem>> {
         self.load(name, Files { pack: true, index: true, gone: false }).map(|loaded| loaded.pack)
     }
@@ -215,10 +215,10 @@ impl Packs {
         }
     }
 
-    /// The index of a pack as it is in its file.
+    /// The index of a pack as stored in its file.
     ///
     /// # Errors
-    /// Where it cannot be read, or is not what was written.
+    /// If it cannot be read, or is not what was written.
     pub(crate) fn read_index(&self, name: PackName) -> std::result::Result<PackIndex, ReadError> {
         let path = self.index_path(name);
         let failed = |source| ReadError::Read { path: path.clone(), source };
@@ -233,7 +233,7 @@ impl Packs {
         PackIndex::parse(&bytes).map_err(wrong)
     }
 
-    /// An index tells of this pack when the pack is as long as it says.
+    /// An index belongs to this pack if the pack has the length that the index says.
     fn fits(&self, name: PackName, pack: PackIndex) -> std::result::Result<(PackHeader, PackIndex), ReadError> {
         let path = self.pack_path(name);
         let failed = |source| ReadError::Read { path: path.clone(), source };
@@ -256,7 +256,7 @@ struct Loaded {
     problem: Option<Problem>,
 }
 
-/// As much of the begin of a pack as there is.
+/// As much of the header of a pack as exists.
 fn read_header(file: &File, pack_len: u64) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; usize::try_from(pack_len.min(HEADER_BYTES)).unwrap_or(0)];
     file.read_exact_at(&mut bytes, 0)?;

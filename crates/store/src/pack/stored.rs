@@ -1,4 +1,4 @@
-//! One record as it is stored, read and checked by itself: for who copies records from pack to pack.
+//! One record as it is stored, read and checked separately, for code that copies records between packs.
 
 use std::io;
 
@@ -15,7 +15,7 @@ pub enum CopyError {
     #[error("cannot read it{}", crate::error::Failing(.0))]
     Read(#[from] io::Error),
     /// It is not what was written.
-    #[error("the record at byte {offset} is damaged; `rekindle repair` says which images suffer")]
+    #[error("the record at byte {offset} is damaged; `rekindle repair --dry-run` says which images it affects")]
     Damaged {
         /// Where it begins.
         offset: u64,

@@ -1,10 +1,12 @@
-//! Records that are not to be used any more: struck out of the index of their pack, or remembered as not readable.
+//! Records that must not be used any more: removed from the index of their pack, or remembered as unreadable.
 //!
-//! A chunk that no index has is stored again by the next image that has it, and no reader looks for it where it was. The record
-//! itself stays in its pack until that goes. Indexes are replaced whole: when the power goes, each is the old or the new one.
+//! If no index has a chunk, the next image that has it stores it again, and no reader looks for it at the old place.
+//! The record itself stays in its pack until the pack is removed. Indexes are replaced as a whole: after a power cut,
+//! each is the old or the new one.
 //!
-//! What the disk does not give (EIO) may be there all the same, for who repairs the disk: its entry stays until the chunk
-//! is whole elsewhere. Until then this process remembers the place ([`Unread`]), so that no new image relies on it.
+//! A record that the disk does not deliver (EIO) may be intact after the disk is repaired: its entry stays until the
+//! chunk is intact elsewhere. Until then this process remembers the place ([`Unread`]), so that no new image relies on
+//! it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -41,8 +43,8 @@ impl Unread {
     }
 }
 
-/// Writes the indexes of packs anew without these records. The index of a pack that is not good is left alone: it is not used,
-/// and what replaces it is told by [`super::super::repair`]. Answers how many records were struck.
+/// Rewrites the indexes of packs without these records. An unusable index is left alone: it is not used, and
+/// [`super::super::repair`] replaces it. Returns how many records were removed.
 ///
 /// # Errors
 /// [`Error::Write`]; those of the lock.

@@ -1,10 +1,10 @@
-//! Records are gathered in memory and go to the disk a few MiB at a time, in packs of about [`PACK`] bytes.
+//! Collects records in memory and writes them to the disk a few MiB at a time, in packs of about [`PACK`] bytes.
 //!
-//! The raw bytes of a chunk are read to where its record will lie ([`PackWriter::room`]), so that content that is not
-//! compressed is copied once only. What is not kept costs nothing: its room is used for the next one.
+//! The raw bytes of a chunk are read directly to the place of its record ([`PackWriter::room`]), so that uncompressed
+//! content is copied only once. A record that is dropped costs nothing: its space is used for the next one.
 //!
-//! The steps by which a pack comes to the disk are in `disk.rs`. A writer that is dropped leaves the packs that it closed,
-//! whole and with their index, and removes the open one.
+//! The steps by which a pack is written are in `disk.rs`. A writer that is dropped leaves the packs that it closed,
+//! complete and with their index, and removes the open one.
 
 use super::disk::{Disk, Job};
 use super::record::{self, PackHeader, RecordHeader};
@@ -17,7 +17,7 @@ use rekindle_os::direct::{ALIGN, Aligned, Way, padded};
 
 /// Written at once, and a little more. From here on a disk gets no faster.
 const PIECE: usize = 4 << 20;
-/// One is filled, one is written, one waits: neither side stands still for the other.
+/// One is filled, one is written, one waits: neither side waits for the other.
 const PIECES: usize = 3;
 
 /// How packs are made.
@@ -96,7 +96,7 @@ impl<'k> PackWriter<'k> {
         self.memory.get_mut(start..start + raw_len.min(CHUNK)).unwrap_or_default()
     }
 
-    /// Makes a record of the `raw_len` bytes that were put into [`PackWriter::room`]. Answers how many bytes it takes in
+    /// Makes a record of the `raw_len` bytes that were put into [`PackWriter::room`]. Returns how many bytes it takes in
     /// the pack.
     ///
     /// # Errors
@@ -127,7 +127,7 @@ impl<'k> PackWriter<'k> {
         Ok(header.record_len())
     }
 
-    /// Adds a record that is encoded already. Answers how many bytes it takes in the pack.
+    /// Adds a record that is encoded already. Returns how many bytes it takes in the pack.
     ///
     /// # Errors
     /// When this or an earlier one cannot be written.
@@ -139,7 +139,7 @@ impl<'k> PackWriter<'k> {
         Ok(header.record_len())
     }
 
-    /// Closes the last pack and waits until all are on the disk. Answers which.
+    /// Closes the last pack and waits until all are on the disk. Returns which.
     ///
     /// # Errors
     /// When one cannot be written.
@@ -187,7 +187,7 @@ impl<'k> PackWriter<'k> {
         }
     }
 
-    /// Sends the whole blocks of what there is.
+    /// Writes the complete blocks of the buffered bytes.
     fn send(&mut self) -> Result<(), FileError> {
         let len = self.filled - self.filled % ALIGN;
         self.start_pack()?;

@@ -18,7 +18,7 @@ impl GroupPath {
         &self.0
     }
 
-    /// The names on the way, the group's own last.
+    /// The names of the path, the group's own last.
     pub fn parts(&self) -> impl Iterator<Item = &str> {
         self.0.split('/')
     }
@@ -37,10 +37,10 @@ impl FromStr for GroupPath {
         let refuse = |why| Err(PathError::Group { path: text.to_owned(), why });
         // A line of /proc/PID/cgroup ends at a line end, so the kernel takes no such name.
         if text.contains(['\0', '\n']) {
-            return refuse("it has a zero byte or a line end");
+            return refuse("it contains a NUL byte or a line break");
         }
         if text.split('/').any(|part| part.is_empty() || part == "." || part == "..") {
-            return refuse("it leads out of the supervisor's group, or is not written in the one way that there is");
+            return refuse("it leads out of the supervisor's group, or has an empty, \".\" or \"..\" component");
         }
         Ok(GroupPath(text.to_owned()))
     }

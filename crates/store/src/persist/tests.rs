@@ -161,7 +161,7 @@ fn every_kind_of_part_comes_back_as_it_was() {
             for wrong in wrong.iter().filter(|_| key.is_some()) {
                 let error = ground.unpack(&image, wrong.as_ref()).unwrap_err();
                 assert!(!error.is_damage(), "{error:?}");
-                let expected = if wrong.is_some() { "another key" } else { "name the key file" };
+                let expected = if wrong.is_some() { "another key" } else { "to the key file" };
                 assert!(rekindle_base::chain(&error).contains(expected), "{error:?}");
             }
         }

@@ -1,4 +1,4 @@
-//! Which images have lost something.
+//! Which images have lost content.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -20,13 +20,13 @@ use rekindle_base::chain;
 /// What the packs have, and what they may have.
 #[derive(Debug, Default)]
 pub(super) struct Known {
-    /// What is whole.
+    /// What is intact.
     pub(super) index: Index,
-    /// What packs are said to have that could not be looked at.
+    /// Content that packs should have and that could not be checked.
     perhaps: Index,
     /// Of how many such packs there is not even an index.
     dark: usize,
-    /// Chunks with a record that is not whole, or cannot be read.
+    /// Chunks with a damaged or unreadable record.
     pub(super) harmed: BTreeSet<ChunkId>,
 }
 
@@ -67,7 +67,7 @@ pub(super) fn look(folder: &JobFolder, known: &Known, hold: &Hold<'_>) -> Result
     Ok(all)
 }
 
-/// What an image has lost; None where it is whole.
+/// What an image has lost; None if it is complete.
 fn lost_of(image: &Image, known: &Known) -> Option<(Loss, String)> {
     match &image.state {
         State::Damaged { why } if why.kind == DamageKind::Broken => Some((Loss::Certain, why.to_string())),
@@ -123,8 +123,8 @@ fn of_chunks(image: &Image, known: &Known) -> Option<(Loss, String)> {
     match (lost, perhaps) {
         (0, 0) => None,
         (0, perhaps) => {
-            Some((Loss::NotKnown, format!("{} of it are in packs that cannot be read, in {parts}", size(perhaps))))
+            Some((Loss::NotKnown, format!("{} are in packs that cannot be read, in {parts}", size(perhaps))))
         }
-        (lost, _) => Some((Loss::Certain, format!("{} of it are lost, in {parts}", size(lost)))),
+        (lost, _) => Some((Loss::Certain, format!("{} are lost, in {parts}", size(lost)))),
     }
 }

@@ -1,4 +1,4 @@
-//! One pack: what is left of it, what is to be done about that, and doing it.
+//! Repairs one pack: decides what to do from what is intact, and does it.
 
 use std::fs::File;
 use std::io;
@@ -17,7 +17,7 @@ use crate::pack::{Entry, PackHeader, PackIndex, PackName, Packs};
 use crate::persist::Progress;
 use rekindle_os::durable;
 
-/// What packs are mended with.
+/// What packs are repaired with.
 pub(super) struct Mending<'a> {
     pub(super) packs: &'a Packs,
     pub(super) key: Option<&'a Key>,
@@ -35,12 +35,12 @@ struct Plan {
 }
 
 impl Mending<'_> {
-    /// Mends a pack. None where there is nothing to say.
+    /// Mends a pack. None if there is nothing to say.
     pub(super) fn pack(&self, name: PackName) -> Result<Option<PackRepair>, Error> {
         let left_alone = |why: String| {
             self.known(|known| known.not_known(name, self.packs.read_index(name).ok()));
             let outcome = Outcome::LeftAlone;
-            Ok(Some(PackRepair { pack: name, outcome, whole: 0, what: format!("{why}; it stays as it is") }))
+            Ok(Some(PackRepair { pack: name, outcome, whole: 0, what: format!("{why}; left as it is") }))
         };
         let on = |bytes: u64| {
             self.progress.add(usize::try_from(bytes).unwrap_or(usize::MAX));
@@ -59,24 +59,24 @@ impl Mending<'_> {
         };
         if found.begin == Begin::Lost {
             return left_alone(
-                "its begin is damaged, and none of its records is whole, or all are encrypted with a key that is not the \
-                 one of store.encryption-key; where it is not for want of the key, move it away from here"
+                "its header is damaged, and no record is intact, or all are encrypted with another key than \
+                 store.encryption-key; if the key is right, move the pack out of the store"
                     .to_owned(),
             );
         }
         self.with(name, &file, found)
     }
 
-    /// Only an index or a mark. A sweep removes the index first, so one without a pack is of a pack that was lost.
+    /// Only an index or a mark. A removal removes the index first, so an index without a pack belongs to a lost pack.
     fn without_pack(&self, name: PackName) -> Result<Option<PackRepair>, Error> {
         let lost = match self.packs.read_index(name) {
             Err(ReadError::Read { source, .. }) if source.kind() == io::ErrorKind::NotFound => return Ok(None),
-            // One that came and went while nobody was kept away.
+            // It was created and removed while the lock was not held.
             _ if self.packs.pack_path(name).exists() => return Ok(None),
             index => index.map_or_else(|_| "all of it".to_owned(), |index| of_records(index.entries().len())),
         };
         self.carry_out(name, &Plan { remove_index: true, ..Plan::default() }, None)?;
-        let what = format!("it is not there any more, and with it {lost}; its index is removed");
+        let what = format!("it is missing, and {lost} with it; its index was removed");
         Ok(Some(PackRepair { pack: name, outcome: Outcome::Lost, whole: 0, what }))
     }
 
@@ -90,7 +90,7 @@ impl Mending<'_> {
             let lost = index.entries().iter().filter(|entry| !has(&contents, entry)).map(|entry| entry.id);
             self.known(|known| known.harmed.extend(lost));
         }
-        // What the disk does not give stays in the index: it may be whole.
+        // Records that the disk does not deliver stay in the index: they may be intact.
         let unread = PackIndex::new(pack_len, unread);
         let whole = contents.clone();
         let contents = PackIndex::new(pack_len, contents.entries().iter().chain(unread.entries()).copied().collect());
@@ -123,23 +123,23 @@ impl Mending<'_> {
         let lost = before.lost(&contents);
         let mut said = Vec::new();
         if mend.is_some() {
-            said.push("its begin was damaged and is written anew".to_owned());
+            said.push("its header was damaged and was rewritten".to_owned());
         }
         match &before {
-            Before::None => said.push("its index was missing and is written anew".to_owned()),
-            Before::Broken => said.push("its index was damaged and is written anew".to_owned()),
-            Before::Other => said.push("its index was of another pack and is written anew".to_owned()),
-            Before::Index(_) if lost > 0 => said.push(format!("{} of its index lost", of_records(lost))),
-            Before::Index(_) if !same => said.push("its index did not fit and is written anew".to_owned()),
+            Before::None => said.push("its index was missing and was rebuilt".to_owned()),
+            Before::Broken => said.push("its index was damaged and was rebuilt".to_owned()),
+            Before::Other => said.push("its index was of another pack and was rebuilt".to_owned()),
+            Before::Index(_) if lost > 0 => said.push(format!("{} of its index are lost", of_records(lost))),
+            Before::Index(_) if !same => said.push("its index did not match and was rebuilt".to_owned()),
             Before::Index(_) => {}
         }
         let is_lost = lost > 0 || (!same && damaged > 0);
         if is_lost && lost == 0 {
-            said.push(format!("there is damage at {damaged} places"));
+            said.push(format!("it is damaged in {damaged} places"));
         }
         let mut outcome = if is_lost { Outcome::Lost } else { Outcome::Mended };
         if let Some(why) = &unchecked {
-            said.push(format!("that its records are there was checked, and not what is in them: {why}"));
+            said.push(format!("its records are complete, but their content could not be checked: {why}"));
             outcome = if is_lost { Outcome::Lost } else { Outcome::NotChecked };
         }
         if !unread.entries().is_empty() {
@@ -159,7 +159,7 @@ impl Mending<'_> {
         }
         let (pack, index) = (self.packs.pack_path(name), self.packs.index_path(name));
         if let Some(header) = plan.begin {
-            durable::overwrite(&pack, 0, &header.to_bytes()).map_err(failed("write the begin of", &pack))?;
+            durable::overwrite(&pack, 0, &header.to_bytes()).map_err(failed("write the header of", &pack))?;
         }
         if let (true, Some(contents)) = (plan.index, contents) {
             durable::write_file(&index, &contents.to_bytes(), 0o600).map_err(failed("write", &index))?;
@@ -196,7 +196,7 @@ impl Before {
         }
     }
 
-    /// Records that it named and that are not whole.
+    /// Records that it named and that are damaged.
     fn lost(&self, contents: &PackIndex) -> usize {
         match self {
             Before::Index(index) => index.entries().iter().filter(|entry| !has(contents, entry)).count(),

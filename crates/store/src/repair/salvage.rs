@@ -1,4 +1,4 @@
-//! What is whole of one pack. Reads only.
+//! Finds what is intact in one pack. Reads only.
 
 use std::fs::File;
 use std::io;
@@ -11,9 +11,9 @@ use crate::format::{self, FormatError, HEADER, What};
 use crate::pack::record::{self, HEADER_BYTES};
 use crate::pack::{Entry, PACK_MAX, PackHeader, RecordHeader};
 
-/// What is whole of a pack.
+/// What is intact of a pack.
 pub(super) struct Salvage {
-    /// Its records that are whole, or whose header is where they cannot be checked, in the order in which they lie.
+    /// Its intact records, or those with a header if they cannot be checked, in the order of their offsets.
     pub(super) entries: Vec<Entry>,
     /// Records whose header is, and whose body the disk does not give.
     pub(super) unread: Vec<Entry>,
@@ -34,7 +34,7 @@ pub(super) enum Begin {
     Whole(PackHeader),
     /// It is damaged, and this is what it was.
     Mend(PackHeader),
-    /// It is damaged, and whether its records are whole cannot be told.
+    /// It is damaged, and its records cannot be judged.
     Lost,
 }
 
@@ -69,7 +69,7 @@ pub(super) fn salvage(file: &File, key: Option<&Key>, on: &dyn Fn(u64) -> Result
     let (candidates, unchecked) = match begin.map(|begin| key_of(begin.header())) {
         Some(Ok(key)) => (vec![key], None),
         Some(Err(why)) => (Vec::new(), Some(why)),
-        // It does not say whether it is encrypted. The first record that is whole does.
+        // It does not say whether it is encrypted. The first intact record does.
         None if key.is_some() => (vec![key, None], None),
         None => (vec![None], None),
     };
@@ -112,7 +112,7 @@ pub(super) fn salvage(file: &File, key: Option<&Key>, on: &dyn Fn(u64) -> Result
         (None, _) if headers == 0 => Begin::Mend(PackHeader::of(key)),
         (None, _) => Begin::Lost,
     };
-    // A begin that is written anew may be longer than all that was there.
+    // A rewritten header may be longer than the damaged file.
     Ok(Salvage { entries, unread, damaged, pack_len: pack_len.max(HEADER_BYTES), begin, unchecked })
 }
 
@@ -125,7 +125,7 @@ impl Begin {
     }
 }
 
-/// None where it is lost.
+/// None if it is lost.
 fn begin(file: &File, pack_len: u64) -> Result<Option<Begin>, Stop> {
     let mut bytes = [0; HEADER];
     if !read_at(file, 0, pack_len, &mut bytes)? {
@@ -150,7 +150,7 @@ fn header_at(file: &File, at: u64, pack_len: u64) -> io::Result<Option<RecordHea
 
 struct Walk<'a> {
     file: &'a File,
-    /// The keys that the pack may be encrypted with, none among them; empty where it cannot be checked.
+    /// The keys that the pack may be encrypted with, none among them; empty if it cannot be checked.
     candidates: Vec<Option<&'a Key>>,
     record: Vec<u8>,
     raw: Vec<u8>,
@@ -164,7 +164,7 @@ impl Walk<'_> {
             self.record.resize(usize::try_from(header.record_len()).unwrap_or(usize::MAX), 0);
             match self.file.read_exact_at(&mut self.record, at) {
                 Ok(()) => {}
-                // A bad sector concerns this record; the others may be whole.
+                // A bad sector affects this record; the others may be intact.
                 Err(error) if is_failing(&error) => return Ok(Body::Unread),
                 Err(error) => return Err(error),
             }

@@ -151,7 +151,7 @@ impl Case {
                 Err(error) => {
                     let text = rekindle_base::chain(&error);
                     assert!(text.contains(&image.id.to_string()), "{text}");
-                    let part = parts.iter().any(|(path, _)| text.contains(&format!("of \"{path}\" cannot be had")));
+                    let part = parts.iter().any(|(path, _)| text.contains(&format!("of \"{path}\" cannot be read")));
                     let place = text.contains(".pack") || text.contains("is in no pack");
                     let manifest = now.manifest().is_none();
                     assert!(part && place || text.contains("chunk map") || manifest, "{text}");

@@ -1,7 +1,7 @@
-//! Single chunks that are damaged here, from whatever pack there has them.
+//! Fetches single chunks that are damaged here, from any pack in the replica that has them.
 //!
-//! Each is checked as those of an image that is fetched: by its name, and by the key where there is one. Where what came is
-//! not right it is asked for once more, and then looked for in other packs.
+//! Each is checked as in the fetch of an image: by its name, and with a key by the key. A wrong answer is requested
+//! once more, and then another pack is tried.
 
 use std::collections::HashSet;
 
@@ -15,12 +15,12 @@ use crate::chunk::{ChunkId, Key};
 use crate::pack::record::HEADER_BYTES;
 use crate::pack::{Entry, PackHeader, PackName, Packs, RecordHeader};
 
-/// Whose word is taken for what is in a pack.
+/// Which source is trusted for the content of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Indexes {
-    /// The index of here, where the pack is here too and as long: it need not be fetched.
+    /// The index here, if the pack is here too and has the same length: it need not be fetched.
     Here,
-    /// The index of there: here records may have been struck out of it.
+    /// The index in the replica: records may have been removed from the one here.
     There,
 }
 
@@ -28,7 +28,7 @@ pub(super) enum Indexes {
 type Put<'p> = &'p mut dyn FnMut(Option<&Key>, &RecordHeader, &[u8]) -> Result<()>;
 
 impl Replica {
-    /// Fetches these chunks, as far as they are there, whole, and for our key. Answers those that are not.
+    /// Fetches these chunks, if they exist, are intact, and match our key. Returns those that do not.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`]; what `put` makes an error.
@@ -74,7 +74,7 @@ impl Replica {
         Ok(wanted)
     }
 
-    /// What the pack is opened with; None where that is not for us.
+    /// What the pack is opened with; None if that is not for us.
     fn key_of<'k>(
         &self,
         pack: PackName,

@@ -1,11 +1,11 @@
-//! Calls on the other side, one after the other, for who knows nothing of futures.
+//! Calls to the object store, one after the other, for callers that know nothing of futures.
 //!
-//! The one runtime of the program lives here; it has no threads of its own but for blocking calls on a folder. A call
-//! returns within a moment of being cancelled, wherever it waits.
+//! The only async runtime of the program is here; it has no threads of its own except for blocking calls on a folder. A
+//! call returns within a moment of being cancelled, wherever it waits.
 //!
-//! An object is there whole or not at all: object stores promise that of each upload, and the client for folders
-//! writes under a temporary name (`NAME#1`), syncs, and renames. When the power goes there is nothing of it, or a
-//! temporary file, or parts that were not put together, which the provider's own rule for such removes (for S3:
+//! An object exists completely or not at all: object stores guarantee that for each upload, and the client for folders
+//! writes under a temporary name (`NAME#1`), syncs, and renames. After a power cut there is nothing, or a temporary
+//! file, or parts of an incomplete upload, which a rule of the provider removes (for S3:
 //! `AbortIncompleteMultipartUpload`).
 
 use std::future::Future;
@@ -25,7 +25,7 @@ use super::error::{Error, Failure, Result, Secrets, translate};
 use super::url::{ReplicaUrl, Scheme};
 use crate::JobName;
 
-/// How long a cancelled call may go on.
+/// How long a cancelled call may continue.
 const NAP: Duration = Duration::from_millis(50);
 
 /// An object below the job's path.
@@ -82,13 +82,13 @@ impl Client {
         let path = std::path::Path::new(self.url.path()).join(self.root.as_ref());
         match std::fs::DirBuilder::new().mode(0o700).create(&path) {
             Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => {
-                Err(self.failed("make a folder in", Failure::Other(format!("{}: {error}", path.display()))))
+                Err(self.failed("create a folder in", Failure::Other(format!("{}: {error}", path.display()))))
             }
             _ => Ok(()),
         }
     }
 
-    /// Everything of the job that is there.
+    /// All objects of the job.
     pub(super) fn list(&self, cancelled: Cancelled<'_>) -> Result<Vec<Object>> {
         let listed = self.store.list(Some(&self.root)).try_collect::<Vec<_>>();
         let objects = self.run("list", cancelled, listed)?;
@@ -100,7 +100,7 @@ impl Client {
         Ok(ours.collect())
     }
 
-    /// A whole small object; None where it is not there.
+    /// A complete small object; None if it does not exist.
     pub(super) fn get(&self, name: &str, max: u64, cancelled: Cancelled<'_>) -> Result<Option<Vec<u8>>> {
         let path = self.path(name);
         let action = || format!("read {name} from");
@@ -112,7 +112,7 @@ impl Client {
         match self.run(&action(), cancelled, got) {
             Ok(Ok(bytes)) => Ok(Some(bytes.to_vec())),
             Ok(Err(size)) => {
-                let why = format!("it has {size} bytes, and {max} are the most");
+                let why = format!("it has {size} bytes, and the maximum is {max}");
                 Err(Error::Damaged { url: self.shown(), what: name.to_owned(), why })
             }
             Err(error) if error.is_missing() => Ok(None),
@@ -133,17 +133,17 @@ impl Client {
         if u64::try_from(bytes.len()).is_ok_and(|len| len == wanted) {
             return Ok(bytes.to_vec());
         }
-        let why = format!("of {wanted} bytes in the middle {} came", bytes.len());
+        let why = format!("asked for a range of {wanted} bytes and received {}", bytes.len());
         Err(Error::Damaged { url: self.shown(), what: name.to_owned(), why })
     }
 
-    /// Puts a small object there, in place of one that is there.
+    /// Writes a small object, and replaces an existing one.
     pub(super) fn put(&self, name: &str, bytes: Vec<u8>, cancelled: Cancelled<'_>) -> Result<()> {
         let path = self.path(name);
         self.run(&format!("write {name} to"), cancelled, self.store.put(&path, bytes.into())).map(drop)
     }
 
-    /// Removes an object; one that is not there is no error.
+    /// Removes an object; a missing one is no error.
     pub(super) fn delete(&self, name: &str, cancelled: Cancelled<'_>) -> Result<()> {
         let path = self.path(name);
         match self.run(&format!("remove {name} from"), cancelled, self.store.delete(&path)) {
@@ -160,7 +160,7 @@ impl Client {
         &self.store
     }
 
-    /// Waits for the answer, or for nobody wanting it.
+    /// Waits for the answer, or until it is cancelled.
     pub(super) fn run<T>(
         &self,
         action: &str,

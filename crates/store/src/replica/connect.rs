@@ -1,7 +1,7 @@
-//! From an address to a client, with what the environment says.
+//! Creates a client from an address and the environment.
 //!
-//! Each client reads the variables of its provider's own tools, by their prefix: a variable `TOKEN` of the user's job is none of
-//! its business. Nothing is sent yet.
+//! Each client reads the variables of its provider's own tools, by their prefix: it must not use a variable `TOKEN` of
+//! the user's job. Nothing is sent yet.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -21,8 +21,8 @@ use super::url::{ReplicaUrl, Scheme};
 const REQUEST: Duration = Duration::from_secs(120);
 const CONNECT: Duration = Duration::from_secs(5);
 
-/// How long what passes by itself (no connection, 5xx, too many requests) is waited for within one request. Longer outages
-/// end the call; who made it comes again, and goes on from what is there then.
+/// How long temporary failures (no connection, 5xx, too many requests) are retried within one request. Longer outages
+/// end the call; the caller tries again later, and continues from what exists then.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Patience {
     /// Somebody waits.
@@ -47,7 +47,7 @@ fn client_options() -> ClientOptions {
     ClientOptions::new().with_timeout(REQUEST).with_connect_timeout(CONNECT)
 }
 
-/// What a client is told: names and values of variables.
+/// Options for a client: names and values of variables.
 #[derive(Clone)]
 pub(super) struct Environment(Vec<(String, String)>);
 
@@ -91,7 +91,7 @@ pub(super) fn connect(
     environment: &Environment,
     patience: Patience,
 ) -> object_store::Result<(Arc<dyn ObjectStore>, Path)> {
-    // What HTTPS is spoken with; a second call is told that one is there, which is all that is wanted.
+    // The TLS provider; a second call finds one installed, which is all that is needed.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let path = Path::parse(url.path());
     Ok(match url.scheme() {
@@ -140,7 +140,7 @@ pub fn reads_variable(url: &ReplicaUrl, name: &str) -> bool {
 /// What helps where that failed.
 pub(super) fn help(url: &ReplicaUrl) -> String {
     match url.scheme() {
-        Scheme::File => format!("{}: make it, or mount what belongs there", credentials_help(Scheme::File)),
+        Scheme::File => format!("{}: create it, or mount what belongs there", credentials_help(Scheme::File)),
         scheme => credentials_help(scheme).to_owned(),
     }
 }

@@ -1,4 +1,4 @@
-//! Which packs are needed, where a chunk may lie in several: a pure function.
+//! Which packs are needed, if a chunk can be in several: a pure function.
 
 use std::collections::{BTreeSet, HashSet};
 

@@ -1,9 +1,8 @@
-//! What can go wrong with a replica, in words that hold no credentials.
+//! Errors of a replica, in words that contain no credentials.
 //!
-//! The clients' own errors quote requests and answers: an address with a signature in it, a header that a server sent back.
-//! None of that leaves this module: what is shown is our own sentence, the number of the answer and the short code in
-//! it, and where the text of an error is taken over all the same, values from the environment that are credentials are
-//! struck out first.
+//! The clients' own errors quote requests and answers: an address with a signature, a header that a server sent. None
+//! of that leaves this module. A message is our own sentence, with the status and the short code of the answer. If the
+//! text of an error is used all the same, credentials from the environment are removed from it first.
 
 use std::fmt;
 use std::io;
@@ -50,8 +49,8 @@ pub enum Error {
         /// In words.
         why: String,
     },
-    /// With the key nobody but us could have written it, and it is not ours.
-    #[error("{what} in the replica {url} is refused, and stays as it is: {why}")]
+    /// With the key only we could have written it, and it has no valid signature.
+    #[error("{what} in the replica {url} is refused, and left as it is: {why}")]
     Untrusted {
         /// The address.
         url: String,
@@ -60,25 +59,23 @@ pub enum Error {
         /// In words.
         why: String,
     },
-    /// It is not there, or not whole.
-    #[error("image {image} is not whole in the replica {url}: {why}")]
+    /// It does not exist, or is incomplete.
+    #[error("image {image} is incomplete in the replica {url}: {why}")]
     NotWhole {
         /// The address.
         url: String,
-        /// Which.
+        /// The image.
         image: ImageId,
         /// What is missing.
         why: String,
     },
     /// Only an image whose content is in packs can be sent.
-    #[error(
-        "image {0} is not in packs, and only such images are replicated; it will be when it was brought to the store anew"
-    )]
+    #[error("image {0} is not packed and cannot be replicated; it is packed when it is stored again")]
     NotPacked(ImageId),
     /// A file of ours.
     #[error("cannot read {}", path.display())]
     Read {
-        /// Which.
+        /// The path.
         path: PathBuf,
         /// The kernel's answer.
         #[source]
@@ -87,25 +84,25 @@ pub enum Error {
     /// A file of ours is not what it should be.
     #[error(transparent)]
     Local(#[from] ReadError),
-    /// The image cannot be sent, because it is not whole here.
-    #[error(
-        "image {0} cannot be replicated: of its content is missing here what no pack has; `rekindle verify` says more"
-    )]
+    /// The image cannot be sent, because it is incomplete here.
+    #[error("image {0} cannot be replicated: some of its content is in no pack; see `rekindle verify`")]
     NotWholeHere(ImageId),
     /// It is encrypted, and the key is not the one.
-    #[error("image {image} in the replica {url} cannot be used: {why}; set store.encryption-key as where it was made")]
+    #[error(
+        "image {image} in the replica {url} cannot be used: {why}; set store.encryption-key to the key with which it was made"
+    )]
     Key {
         /// The address.
         url: String,
-        /// Which.
+        /// The image.
         image: ImageId,
         /// In words.
         why: String,
     },
     /// The disk is too full for it.
-    #[error("image {image} of the replica takes {need} more here, and {path} has {free} free, of which {keep} are to stay free (store.min-free): make room there (`rekindle prune` removes images that no rule keeps), lower store.min-free, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
+    #[error("image {image} of the replica needs {need}, and {path} has {free} free, and {keep} must stay free (store.min-free): free space there (`rekindle prune` removes images that no rule keeps), lower store.min-free, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
     NoRoom {
-        /// Which.
+        /// The image.
         image: ImageId,
         /// Bytes that are to be fetched.
         need: u64,
@@ -119,7 +116,7 @@ pub enum Error {
     /// A file of ours cannot be written.
     #[error("cannot write {}", path.display())]
     Write {
-        /// Which.
+        /// The path.
         path: PathBuf,
         /// The kernel's answer.
         #[source]
@@ -140,7 +137,7 @@ pub enum Failure {
     Unreachable(String),
     /// No answer in time.
     TimedOut,
-    /// There are no credentials.
+    /// No credentials.
     NoCredentials(&'static str),
     /// The credentials are not enough.
     Refused {
@@ -149,7 +146,7 @@ pub enum Failure {
         /// What helps.
         help: &'static str,
     },
-    /// Neither the object nor, perhaps, the bucket is there.
+    /// The object or the bucket does not exist.
     NotThere {
         /// The short code of the answer, such as `NoSuchBucket`.
         code: Option<String>,
@@ -172,17 +169,15 @@ impl fmt::Display for Failure {
             Failure::Unreachable(why) => {
                 write!(f, "it cannot be reached ({why}); check the network, the address and the proxy settings")
             }
-            Failure::TimedOut => {
-                f.write_str("no answer in time; check the network, or send less at once (replica.rate)")
-            }
+            Failure::TimedOut => f.write_str("it did not answer in time; check the network, or lower replica.rate"),
             Failure::NoCredentials(help) => write!(f, "there are no credentials; {help}"),
             Failure::Refused { code: of, help } => {
-                write!(f, "it was refused{}: the credentials are wrong, or may not do this; {help}", code(of))
+                write!(f, "it refused{}: the credentials are wrong or do not allow this; {help}", code(of))
             }
             Failure::NotThere { code: of } => {
-                write!(f, "it is not there{}; does the bucket or folder exist, in this region?", code(of))
+                write!(f, "not found{}: check that the bucket or folder exists, and the region", code(of))
             }
-            Failure::Status { status, code: of } => write!(f, "the answer was {status}{}", code(of)),
+            Failure::Status { status, code: of } => write!(f, "it answered {status}{}", code(of)),
             Failure::Other(why) => f.write_str(why),
         }
     }
@@ -195,7 +190,7 @@ impl Error {
         matches!(self, Error::Open { .. } | Error::Remote { .. })
     }
 
-    /// Whether the object is not there.
+    /// Whether the object does not exist.
     pub(super) fn is_missing(&self) -> bool {
         matches!(self, Error::Remote { failure: Failure::NotThere { .. }, .. })
     }
@@ -205,13 +200,13 @@ impl Error {
 pub(super) fn credentials_help(scheme: Scheme) -> &'static str {
     match scheme {
         Scheme::S3 => {
-            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN where there is one), AWS_REGION, and AWS_ENDPOINT_URL for another provider than Amazon; files of profiles are not read"
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN if you have one), AWS_REGION, and AWS_ENDPOINT_URL for a provider other than Amazon; profile files are not read"
         }
         Scheme::Gs => "set GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT to the file with the credentials",
         Scheme::Az => {
             "set AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_TOKEN or the AZURE_CLIENT_ID, AZURE_CLIENT_SECRET and AZURE_TENANT_ID of an application"
         }
-        Scheme::File => "the folder must be there, and this user must be able to write there",
+        Scheme::File => "the folder must exist, and this user must be able to write to it",
     }
 }
 
@@ -274,7 +269,7 @@ fn code_in(text: &str) -> Option<String> {
     plain.then(|| code.to_owned())
 }
 
-/// An address may hold a signature; the one that matters stands in the message anyway.
+/// An address may contain a signature; the important one is in the message anyway.
 fn without_addresses(text: &str) -> String {
     let is_address = |word: &&str| word.contains("://") || word.contains('?');
     let words: Vec<&str> = text.split_whitespace().map(|word| if is_address(&word) { "..." } else { word }).collect();
@@ -284,7 +279,7 @@ fn without_addresses(text: &str) -> String {
 /// Values that must not be shown.
 pub(super) struct Secrets(Vec<String>);
 
-/// Shorter ones are no secrets, and would be found everywhere.
+/// Shorter ones are no secrets, and would match everywhere.
 const SHORTEST: usize = 6;
 
 impl Secrets {
@@ -301,7 +296,7 @@ impl Secrets {
 
     fn new(values: impl Iterator<Item = String>) -> Secrets {
         let mut values: Vec<String> = values.filter(|value| value.len() >= SHORTEST).collect();
-        // One that is the begin of another would leave the rest of that.
+        // If one is the beginning of another, replacing it first would leave the end of the other.
         values.sort_by_key(|value| std::cmp::Reverse(value.len()));
         Secrets(values)
     }

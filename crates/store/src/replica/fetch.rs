@@ -1,14 +1,15 @@
-//! An image on its way back, and only what is not here yet.
+//! Fetches an image, and only what is missing here.
 //!
-//! 1. the chunk map tells what it needs, the indexes here what there is of that; marks on packs that are needed go;
-//! 2. of the packs there the records that are missing are read, in stretches; each is checked (header, name, length,
-//!    decompressed or decrypted content) and put into a new pack here. A pack is closed about every 64 MiB, with its index:
-//!    what was fetched by then stays when the network or the power goes, and the next call does not fetch it again;
-//! 3. map and mark are written into a draft `images/.tmp-ID`, then the manifest, durably;
-//! 4. the draft gets its name.
+//! 1. the chunk map tells what the image needs, the indexes here what exists; marks on needed packs are removed
+//! 2. the missing records are read from the replica's packs, in stretches; each is checked (header, name, length,
+//!    decompressed or decrypted content) and put into a new pack here. A pack is closed about every 64 MiB, with its
+//!    index: what was fetched so far survives a network failure or a power cut, and the next call does not fetch it
+//!    again
+//! 3. map and mark are written into a draft `images/.tmp-ID`, then the manifest, durably
+//! 4. the draft gets its name
 //!
-//! A record that is not what its index says is read once more, then looked for in other packs; where that does not help
-//! either the image is not fetched.
+//! A record that does not match its index is read once more, then other packs are tried; if that does not help, the
+//! image is not fetched.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs;
@@ -61,7 +62,7 @@ impl Replica {
         folder.check_lock(lock)?;
         let _alone = lock.packs();
         let there = self.inventory(cancelled)?;
-        let files = there.images.get(&id).ok_or_else(|| self.not_whole(id, "it is not there"))?;
+        let files = there.images.get(&id).ok_or_else(|| self.not_whole(id, "it does not exist"))?;
         let image = self.look(id, files, cancelled)?;
         let map = self.map_of(&image, folder, cancelled)?;
         let packs = folder.packs();
@@ -89,7 +90,7 @@ impl Replica {
         self.publish(&image, &map, folder, lock, cancelled)
     }
 
-    /// Where each missing chunk is there.
+    /// The place of each missing chunk in the replica.
     fn places(
         &self,
         image: &RemoteImage,
@@ -108,7 +109,7 @@ impl Replica {
             }
         }
         packs.sort_by_key(|(name, found)| (std::cmp::Reverse(found.modified), *name));
-        // The indexes of here first, which need not be fetched. Records that are damaged here are not in them.
+        // The indexes here first, which need not be fetched. Damaged records are not in them.
         for (indexes, (name, found)) in
             [Indexes::Here, Indexes::There].into_iter().flat_map(|it| packs.iter().map(move |pack| (it, *pack)))
         {
@@ -130,7 +131,7 @@ impl Replica {
         }
         match missing.len() {
             0 => Ok(places),
-            n => Err(self.not_whole(image.id, format!("{n} of its chunks are in no pack there"))),
+            n => Err(self.not_whole(image.id, format!("{n} of its chunks are in none of its packs"))),
         }
     }
 
@@ -144,7 +145,7 @@ impl Replica {
         }
     }
 
-    /// What the records are opened with, asked before they are fetched: nothing where the image is from before there was a
+    /// What the records are opened with, asked before they are fetched: nothing if the image is from before there was a
     /// key. Its chunks are all of one kind, as the key is a part of their names.
     fn key_for<'k>(
         &self,
@@ -218,12 +219,12 @@ impl Replica {
         cancelled: Cancelled<'_>,
     ) -> Result<Image> {
         let lasting = folder.images_dir().join(image.id.to_string());
-        // The text as it is: a newer rekindle may have written more into it than is known here.
+        // The original text: a newer rekindle may have written more into it than is known here.
         let name = layout::of_image(image.id, Of::Manifest);
         let text = self.client.get(&name, manifest::MAX_BYTES, cancelled)?;
-        let text = text.ok_or_else(|| self.not_whole(image.id, "it was removed meanwhile"))?;
+        let text = text.ok_or_else(|| self.not_whole(image.id, "it was removed in the meantime"))?;
         if manifest::Manifest::parse(&text, &self.trust).ok().as_ref() != image.manifest() {
-            return Err(self.not_whole(image.id, "its manifest changed meanwhile"));
+            return Err(self.not_whole(image.id, "its manifest changed in the meantime"));
         }
         let draft = folder.begin_image_as(lock, image.id)?;
         let write = |name: &str, bytes: &[u8]| {
@@ -252,7 +253,8 @@ struct Places {
     other: HashMap<ChunkId, Vec<(PackName, Entry)>>,
 }
 
-/// The chunks that are not here. Packs that have the others are needed from now on: marks on them go first, durably.
+/// The chunks that are missing here. Packs that have the others are needed from now on: marks on them are removed
+/// first, durably.
 fn missing(map: &ChunkMap, index: &Index, packs: &Packs) -> Result<HashSet<ChunkId>> {
     let (mut missing, mut marked) = (HashSet::new(), HashSet::new());
     for (id, _) in map.chunks() {
@@ -279,7 +281,7 @@ fn take_mark_back(path: &Path) -> Result<()> {
     }
 }
 
-/// The record as it is stored, if it is what the index says.
+/// The record as stored, if it matches the index.
 pub(super) fn checked(
     bytes: &[u8],
     entry: &Entry,
@@ -291,6 +293,6 @@ pub(super) fn checked(
     let header = record::read(&mut opened, &entry.id, key, &mut raw).map_err(|error| error.to_string())?;
     match (header.raw_len, header.stored_len) == (entry.raw_len, entry.stored_len) {
         true => Ok((header, stored)),
-        false => Err("it has another length than its index says".into()),
+        false => Err("its length differs from that in its index".into()),
     }
 }

@@ -1,15 +1,15 @@
-//! Where things lie in a replica, and what a listing of it means.
+//! The layout of a replica, and the meaning of its listing.
 //!
 //! ```text
 //! PATH/JOB/
 //!   job.json                          how the last run ended
 //!   packs/NAME.pack  packs/NAME.idx   as in the store
-//!   images/ID/manifest.json           last of an image to come, first to go: without it there is no image
+//!   images/ID/manifest.json           written last, removed first: without it there is no image
 //!   images/ID/chunks                  which chunks it is made of
-//!   images/ID/bad.json                where restarts must pass it over
+//!   images/ID/bad.json                if restarts must skip it
 //! ```
 //!
-//! Names that are none of these are left alone.
+//! Other names are left alone.
 
 use std::collections::BTreeMap;
 
@@ -66,7 +66,7 @@ pub(super) struct Found {
     pub(super) modified: DateTime<Utc>,
 }
 
-/// What is there of a pack.
+/// The objects of a pack.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct RemotePack {
     pub(super) pack: Option<Found>,
@@ -85,7 +85,7 @@ impl RemotePack {
     }
 }
 
-/// What is there of an image.
+/// The objects of an image.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct RemoteFiles {
     pub(super) manifest: Option<Found>,
@@ -93,7 +93,7 @@ pub(super) struct RemoteFiles {
     pub(super) mark: Option<Found>,
 }
 
-/// All that is there of a job.
+/// All objects of a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Inventory {
     pub(super) packs: BTreeMap<PackName, RemotePack>,

@@ -1,4 +1,4 @@
-//! What a mark there says. One that cannot be understood is still a mark: somebody had a reason.
+//! Reads a mark in the replica. A mark that cannot be parsed is still a mark: somebody had a reason.
 
 use chrono::{DateTime, Utc};
 

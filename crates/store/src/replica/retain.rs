@@ -1,8 +1,9 @@
-//! How many images stay there.
+//! How many images stay in the replica.
 //!
-//! By count only: what the rules of the store keep longer is kept there. Behind the images, packs that no remaining image needs go. What cannot
-//! be read there is never removed, and while there is anything like that no pack is: it may be what holds an image. Maps and
-//! indexes are read here where they are here too, so that not all of them come over the network each time.
+//! By count only: images that the rules of the store keep longer are kept in the store. After the images, packs that no
+//! remaining image needs are removed. What cannot be read in the replica is never removed, and in that case no pack is
+//! removed either, because an image may need it. Maps and indexes are read here if they exist here too, so that not all
+//! of them are fetched each time.
 
 use std::collections::{BTreeSet, HashSet};
 use std::time::Duration;
@@ -20,7 +21,7 @@ use crate::pack::index::MAX_BYTES as INDEX_MAX;
 use crate::pack::{PackIndex, PackName, Packs};
 use crate::{DamageKind, ImageId, JobFolder, State};
 
-/// What no image names may belong to one that is on its way. By the clock of the other side.
+/// Packs without an image may belong to one that is being sent. By the clock of the replica.
 const GRACE: Duration = Duration::from_secs(3600);
 
 /// What went.
@@ -50,7 +51,7 @@ impl Replica {
             }
             removed.images.push(id);
         }
-        // From here on what is there now counts: another writer may have been at work.
+        // From here on the present listing counts: another writer may have changed it.
         let there = self.inventory(cancelled)?;
         let old = Old::of(&there);
         for (id, files) in there.images.iter().filter(|(_, files)| files.manifest.is_none()) {
@@ -72,13 +73,13 @@ impl Replica {
         };
         let mut keep = cover(needed.clone(), &self.whole(Indexes::Here, &there, folder, cancelled)?);
         if keep.is_err() {
-            // It is damaged here, and not there.
+            // It is damaged here, but not in the replica.
             keep = cover(needed, &self.whole(Indexes::There, &there, folder, cancelled)?);
         }
         let keep = match keep {
             Ok(keep) => keep,
             Err(chunk) => {
-                let why = format!("chunk {chunk:?} of an image there is in none of its packs");
+                let why = format!("chunk {chunk:?} of an image in the replica is in none of its packs");
                 return Ok(Removed { blocked: Some(why), ..removed });
             }
         };
@@ -105,7 +106,7 @@ impl Replica {
             match self.map_of(&image, folder, cancelled) {
                 Ok(map) => needed.extend(map.chunks().map(|(id, _)| id)),
                 Err(Error::NotWhole { why, .. } | Error::Damaged { why, .. }) => {
-                    return Ok(Err(format!("it cannot be told what image {id} there needs: {why}")));
+                    return Ok(Err(format!("it is not known which content image {id} in the replica needs: {why}")));
                 }
                 Err(error) => return Err(error),
             }
@@ -113,7 +114,7 @@ impl Replica {
         Ok(Ok(needed))
     }
 
-    /// The packs that are whole.
+    /// The complete packs.
     fn whole(
         &self,
         indexes: Indexes,
@@ -126,7 +127,7 @@ impl Replica {
             let RemotePack { pack: Some(pack), index: Some(_) } = pack else { continue };
             match self.index_by(indexes, *name, *pack, &folder.packs(), cancelled) {
                 Ok(index) => whole.push((*name, index)),
-                // It is as good as not there; what it may hold is then found missing.
+                // It counts as missing; content that it may have is then found missing, too.
                 Err(Error::Damaged { .. } | Error::NotWhole { .. }) => {}
                 Err(error) => return Err(error),
             }
@@ -141,7 +142,7 @@ impl Replica {
         else {
             let why = match &image.state {
                 State::Damaged { why } => why.to_string(),
-                _ => "its content is not in packs".into(),
+                _ => "it is not packed".into(),
             };
             return Err(self.not_whole(image.id, why));
         };
@@ -153,10 +154,10 @@ impl Replica {
         }
         let name = layout::of_image(image.id, Of::Chunks);
         let bytes = self.client.get(&name, map::MAX_BYTES, cancelled)?;
-        let bytes = bytes.ok_or_else(|| self.not_whole(image.id, "its chunk map is not there"))?;
+        let bytes = bytes.ok_or_else(|| self.not_whole(image.id, "its chunk map is missing"))?;
         let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: name.clone(), why };
         if blake3::hash(&bytes) != chunks.blake3 {
-            return Err(damaged("it is not the one that the manifest tells of".into()));
+            return Err(damaged("it is not the one that the manifest names".into()));
         }
         let map = ChunkMap::parse(&bytes).map_err(|error| damaged(error.to_string()))?;
         map.check(manifest, chunks).map_err(|error| damaged(error.to_string()))?;
@@ -182,12 +183,12 @@ impl Replica {
         let object = layout::of_pack(name, PackFile::Index);
         let damaged = |why: String| Error::Damaged { url: self.client.shown(), what: object.clone(), why };
         let bytes = self.client.get(&object, INDEX_MAX, cancelled)?;
-        let index = PackIndex::parse(&bytes.ok_or_else(|| damaged("it is not there any more".into()))?);
+        let index = PackIndex::parse(&bytes.ok_or_else(|| damaged("it is missing".into()))?);
         let index = index.map_err(|error| damaged(error.to_string()))?;
         if index.pack_len() == pack.size {
             return Ok(index);
         }
-        Err(damaged(format!("it is of a pack with {} bytes, and the pack has {}", index.pack_len(), pack.size)))
+        Err(damaged(format!("it belongs to a pack of {} bytes, and the pack has {}", index.pack_len(), pack.size)))
     }
 
     pub(super) fn not_whole(&self, image: ImageId, why: impl Into<String>) -> Error {
@@ -209,8 +210,9 @@ impl Old {
     }
 }
 
-/// The images that go, oldest first: behind so many good ones, and bad ones behind as many bad ones, for a mark may be wrong.
-/// While there is no good one all stay, and the newest proven one stays until a newer one is proven; one of which nothing is known is neither counted nor removed.
+/// The images to remove, oldest first: good ones beyond this many, and bad ones beyond as many bad ones, because a mark
+/// may be wrong. While there is no good one all are kept, and the newest proven one is kept until a newer one is
+/// proven; an unreadable one is neither counted nor removed.
 fn expendable(images: &[RemoteImage], keep_last: u32, proven: &BTreeSet<ImageId>) -> Vec<ImageId> {
     let keep = usize::try_from(keep_last.max(1)).unwrap_or(usize::MAX);
     let is_bad = |image: &&RemoteImage| match &image.state {

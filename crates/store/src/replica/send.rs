@@ -1,4 +1,4 @@
-//! A pack on its way: in parts, a few at a time, so that memory is bounded and a lost part costs a part.
+//! Sends a pack in parts, a few at a time, so that memory is bounded and a lost part costs one part.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -15,7 +15,7 @@ use rekindle_os::durable;
 
 /// Bytes of a part. S3 wants at least 5 MiB and at most 10,000 parts.
 const PART: u64 = 8 << 20;
-/// Parts on their way at once: 24 MiB of memory.
+/// Parts in progress at once: 24 MiB of memory.
 const IN_FLIGHT: usize = 3;
 /// What a call that failed may spend on having its parts thrown away.
 const ABORT: Duration = Duration::from_secs(5);
@@ -45,7 +45,7 @@ impl<'a> Flow<'a> {
 }
 
 impl Client {
-    /// Sends the file, which has this size. It is there when this returns, and before that nothing of it.
+    /// Sends the file, which has this size. The object exists when this returns, and not before.
     pub(super) fn send(&self, name: &str, path: &Path, size: u64, flow: &mut Flow<'_>) -> Result<()> {
         let unreadable = |source| Error::Read { path: path.to_owned(), source };
         let file = durable::open_for_reading(path).map_err(unreadable)?;
@@ -82,7 +82,7 @@ async fn send_all(
     flow: &mut Flow<'_>,
 ) -> Result<(), Trouble> {
     let cancelled = flow.cancelled;
-    // Dropped on the way out, it calls off what is on its way.
+    // Dropped on an early return, it cancels the parts in progress.
     let mut parts: JoinSet<object_store::Result<usize>> = JoinSet::new();
     let mut offset = 0;
     loop {

@@ -1,4 +1,4 @@
-//! Stretches of a pack that are read at once: a pure function.
+//! Stretches of a pack that are read in one request: a pure function.
 
 use std::ops::Range;
 

@@ -1,4 +1,4 @@
-//! One image on its way there; the protocol is in the module above.
+//! Sends one image; the protocol is in the parent module.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -18,7 +18,8 @@ use crate::persist::Progress;
 use crate::{Image, JobFolder};
 use rekindle_os::durable;
 
-/// How often what is missing is looked for: the second time for what was swept or repacked here, or removed there, since.
+/// How often missing packs are looked for: the second time for what was removed or repacked here, or removed there,
+/// since.
 const ROUNDS: u32 = 5;
 
 /// What it took.
@@ -70,7 +71,7 @@ impl Replica {
         Ok(uploaded)
     }
 
-    /// Says there what is said here of these images: bad, or not. Those that are not there are passed over.
+    /// Copies the marks of these images to the replica: bad, or not. Those that are not in the replica are skipped.
     ///
     /// # Errors
     /// [`Error::Remote`], [`Error::Cancelled`].
@@ -103,7 +104,7 @@ impl Replica {
         }
     }
 
-    /// Steps 1, 2 and 4. Answers what is there then.
+    /// Steps 1, 2 and 4. Returns what the replica has then.
     fn send_packs(
         &self,
         image: &Image,
@@ -119,7 +120,7 @@ impl Replica {
             let needed = match needed {
                 Err(error) if round >= ROUNDS => return Err(error),
                 Err(_) => {
-                    // Packs were made anew since the indexes were read.
+                    // Packs were rewritten since the indexes were read.
                     index = packs.index()?;
                     continue;
                 }
@@ -166,12 +167,12 @@ impl Replica {
     }
 }
 
-/// The packs with all chunks of the map: of several places of a chunk one that is there already, or that is needed for
-/// another chunk. None where a chunk is in no pack.
+/// The packs with all chunks of the map: if a chunk has several places, one that is already in the replica, or that is
+/// needed for another chunk. None if a chunk is in no pack.
 fn needed(map: &ChunkMap, index: &Index, there: &Inventory) -> Option<BTreeSet<PackName>> {
     let mut needed = BTreeSet::new();
     let has_choice = |id: &ChunkId| index.all(id).nth(1).is_some();
-    // What can be had from one pack only comes first.
+    // Chunks that are in one pack only come first.
     let ids = || map.chunks().map(|(id, _)| id);
     for id in ids().filter(|id| !has_choice(id)).chain(ids().filter(has_choice)) {
         let is_there = |name: PackName| needed.contains(&name) || is_whole(index, there, name);
@@ -181,7 +182,7 @@ fn needed(map: &ChunkMap, index: &Index, there: &Inventory) -> Option<BTreeSet<P
     Some(needed)
 }
 
-/// Whether the pack is there as it is here.
+/// Whether the pack in the replica is the same as here.
 fn is_whole(index: &Index, there: &Inventory, name: PackName) -> bool {
     let here = index.pack(name).map(|info| info.pack_len);
     match there.packs.get(&name) {

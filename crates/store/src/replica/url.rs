@@ -33,7 +33,7 @@ pub struct ReplicaUrl {
 }
 
 impl ReplicaUrl {
-    /// The whole address.
+    /// The complete address.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.text

@@ -1,7 +1,8 @@
-//! Is there room in the store for the next image, and what must go first? Decides, does nothing.
+//! Is there space in the store for the next image, and what must be removed first? Decides, and changes nothing.
 //!
-//! What no rule keeps goes first, then bad images, then the others, the oldest first, and no more than it takes. The newest
-//! good image, the newest proven one, pinned ones and those of which nothing is known never go; where that is not enough nothing goes at all.
+//! Images that no rule keeps are removed first, then bad images, then the others, the oldest first, and no more than
+//! necessary. The newest good image, the newest proven one, pinned and unreadable ones are never removed; if that
+//! leaves too little space, nothing is removed at all.
 
 use std::path::{Path, PathBuf};
 
@@ -14,9 +15,9 @@ use crate::id::ImageId;
 /// What an image needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Need {
-    /// Bytes that it adds to what all take together, for as long as it is kept.
+    /// Bytes that it adds to the total size, as long as it is kept.
     pub lasting: u64,
-    /// Bytes that have to be free to write it. More, where its files are written as they are and packed afterwards.
+    /// Bytes that must be free to write it. More, if its files are written first and packed afterwards.
     pub at_first: u64,
 }
 
@@ -31,7 +32,7 @@ impl From<u64> for Need {
 pub enum Admission {
     /// There is room.
     Admit,
-    /// There is, when these have gone, which are in the order to remove them in, and what nobody needs any more.
+    /// There is space once these are removed (in this order), and what nobody needs any more.
     AfterRemoving(Vec<Removal>),
     /// There is none.
     Refuse(Refusal),
@@ -40,9 +41,9 @@ pub enum Admission {
 /// An image that goes for the next one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Removal {
-    /// Which.
+    /// The image.
     pub id: ImageId,
-    /// Why.
+    /// The reason.
     pub why: Why,
 }
 
@@ -58,8 +59,8 @@ pub enum Why {
 impl std::fmt::Display for Why {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(match self {
-            Why::MaxTotal => "to make room for the next image (store.max-total-size)",
-            Why::MinFree => "to make room for the next image (store.min-free)",
+            Why::MaxTotal => "to free space for the next image (store.max-total-size)",
+            Why::MinFree => "to free space for the next image (store.min-free)",
         })
     }
 }
@@ -68,7 +69,7 @@ impl std::fmt::Display for Why {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
     /// Not on the file system.
-    #[error("the image needs about {need}, and {path} has {free} free, of which {keep} are to stay free (store.min-free){freed}: make room there, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display(), freed = would_free(*freed))]
+    #[error("the image needs about {need}, and {path} has {free} free, and {keep} must stay free (store.min-free){freed}: free space there, or choose another store.directory", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display(), freed = would_free(*freed))]
     Disk {
         /// Bytes the image is likely to need.
         need: u64,
@@ -82,7 +83,7 @@ pub enum Refusal {
         path: PathBuf,
     },
     /// Older images went for it, and the file system has not got their space back.
-    #[error("the image needs about {need}, and {path} has {free} free, of which {keep} are to stay free (store.min-free); the space of images that were removed is not free yet, or others took it: it is tried again with the next image", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
+    #[error("the image needs about {need}, and {path} has {free} free, and {keep} must stay free (store.min-free); the space of removed images is not free yet, or is used by others: rekindle tries again with the next image", need = ByteSize::b(*need), free = ByteSize::b(*free), keep = ByteSize::b(*keep), path = path.display())]
     NotYetFree {
         /// Bytes the image is likely to need.
         need: u64,
@@ -94,7 +95,7 @@ pub enum Refusal {
         path: PathBuf,
     },
     /// Not below the bound of all images.
-    #[error("the image needs about {need}, and beside the images that must stay ({stay}: the newest good and the newest proven one, pinned ones, and what cannot be read) store.max-total-size ({max}) has no room for it: raise it to {enough} or more, or take pins back with `rekindle unpin`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
+    #[error("the image needs about {need}, and the images that cannot be removed take {stay} (the newest good one, the newest proven one, pinned and unreadable ones), more than store.max-total-size ({max}) together: raise it to {enough} or more, or remove pins with `rekindle unpin`", need = ByteSize::b(*need), stay = ByteSize::b(*stay), max = ByteSize::b(*max), enough = ByteSize::b(need.saturating_add(*stay)))]
     MaxTotal {
         /// Bytes the image is likely to need.
         need: u64,
@@ -107,13 +108,13 @@ pub enum Refusal {
 
 fn would_free(bytes: u64) -> String {
     match bytes {
-        0 => ", and no image may go for it".to_owned(),
-        bytes => format!(", and removing all images that may go would free only {}", ByteSize::b(bytes)),
+        0 => ", and no image may be removed for it".to_owned(),
+        bytes => format!(", and removing every image that may be removed would free only {}", ByteSize::b(bytes)),
     }
 }
 
-/// What the next image is likely to add to the store: `whole` where images share nothing; else what the last one added, and
-/// a quarter more because no two are alike.
+/// What the next image is likely to add to the store: `whole` if images share nothing; else what the last one added,
+/// and a quarter more because no two are alike.
 #[must_use]
 pub fn predict(whole: u64, last_added: Option<u64>) -> u64 {
     last_added.map_or(whole, |last| last.saturating_add(last / 4).min(whole))

@@ -1,4 +1,4 @@
-//! What a plan has to know: of each image, of what is to stay, and of the room there is.
+//! The facts for a plan: the images, what must be kept, and the available space.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::tags::Tags;
 /// What a plan has to know of an image. Its tags are not among it: a tag is a name, a pin keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Facts {
-    /// Which image.
+    /// The image.
     pub id: ImageId,
     /// When it was taken, as the clock said then.
     pub taken: DateTime<Utc>,
@@ -21,9 +21,9 @@ pub struct Facts {
     pub pin: Pin,
     /// Whether it is just being read.
     pub in_use: Use,
-    /// Whether the job has shown that it can go on from it.
+    /// Whether the job has shown that it can continue from it.
     pub proof: Proof,
-    /// Whether the job goes on from it and those after it.
+    /// Whether it is on the job's current line.
     pub line: Line,
 }
 
@@ -42,7 +42,7 @@ pub enum Line {
 pub enum Proof {
     /// As far as is known it has not.
     None,
-    /// It is about to: of those that the life of now may prove it is the first.
+    /// It is the next to be proven by the present life.
     Awaited,
     /// It has.
     Proven,
@@ -53,7 +53,7 @@ pub enum Proof {
 pub enum Use {
     /// As far as is known it is not.
     None,
-    /// It is on its way to the replica.
+    /// It is being replicated.
     Replicating,
 }
 
@@ -75,7 +75,7 @@ pub enum Pin {
     None,
     /// Somebody did.
     Pinned,
-    /// What is said of it cannot be read: somebody may have.
+    /// Its tags cannot be read: it may be pinned.
     Unreadable,
 }
 
@@ -89,8 +89,9 @@ impl From<&Tags> for Pin {
     }
 }
 
-/// Notes which of these the life of now is to prove first: those that it goes on from are `waiting`, the oldest first, and
-/// some of them may be gone. Without that a job that takes images faster than they are proven would keep none for so long.
+/// Records which of these the present life is to prove first: `waiting` are the images of its line, the oldest first,
+/// and some of them may be gone. Without this, a job that takes images faster than they are proven would keep none for
+/// long enough.
 pub fn await_proof(facts: &mut [Facts], waiting: &[ImageId]) {
     let is_there = |id: &ImageId| facts.iter().position(|it| it.id == *id && it.kind == FactKind::Good);
     let first = waiting.iter().find_map(is_there).and_then(|at| facts.get_mut(at));
@@ -99,7 +100,7 @@ pub fn await_proof(facts: &mut [Facts], waiting: &[ImageId]) {
     }
 }
 
-/// Reads the tags anew. What is proven, and which line the job is on, is not known to an image.
+/// Reads the tags again. An image does not know what is proven, and which line the job is on.
 impl From<&Image> for Facts {
     fn from(image: &Image) -> Facts {
         let kind = match &image.state {
@@ -142,7 +143,7 @@ pub struct Policy {
 pub struct Room {
     /// Bytes free.
     pub free: u64,
-    /// Bytes that nobody needs any more and that come free without another image going.
+    /// Bytes that nobody needs any more and that are freed without removing another image.
     pub pending: u64,
     /// Bytes that must stay free.
     pub min_free: u64,

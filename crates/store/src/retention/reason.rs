@@ -1,4 +1,4 @@
-//! Why an image stays or goes, in words.
+//! Why an image is kept or removed, in words.
 
 use std::fmt;
 use std::time::Duration;
@@ -47,9 +47,9 @@ pub enum KeepReason {
     FromTheFuture,
     /// Somebody pinned it.
     Pinned,
-    /// What is said of it cannot be read, which may be a pin.
+    /// Its tags cannot be read: it may be pinned.
     MaybePinned,
-    /// It is on its way to the replica.
+    /// It is being replicated.
     Replicating,
     /// Bad, but one of so many; the mark may be wrong.
     RecentBad(u32),
@@ -97,9 +97,9 @@ impl fmt::Display for KeepReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             KeepReason::NewestGood => f.write_str("newest good"),
-            KeepReason::NewestOfLine => f.write_str("newest since the job went back"),
-            KeepReason::Awaited => f.write_str("next that the job will have lived on from"),
-            KeepReason::NewestProven => f.write_str("newest that the job has lived on from"),
+            KeepReason::NewestOfLine => f.write_str("newest since the rewind"),
+            KeepReason::Awaited => f.write_str("next to become proven"),
+            KeepReason::NewestProven => f.write_str("newest proven"),
             KeepReason::OneOfTheLast(n) => write!(f, "one of the last {n}"),
             KeepReason::NewestOfHour => f.write_str("newest of its hour"),
             KeepReason::NewestOfDay => f.write_str("newest of its day"),
@@ -107,10 +107,10 @@ impl fmt::Display for KeepReason {
             KeepReason::FromTheFuture => f.write_str("taken later than now"),
             KeepReason::Pinned => f.write_str("pinned"),
             KeepReason::MaybePinned => f.write_str("tags.json cannot be read, so it counts as pinned"),
-            KeepReason::Replicating => f.write_str("on its way to the replica"),
+            KeepReason::Replicating => f.write_str("being replicated"),
             KeepReason::RecentBad(n) => write!(f, "bad, one of the last {n} bad ones"),
             KeepReason::NoGoodImage => f.write_str("there is no good image"),
-            KeepReason::Unknown => f.write_str("cannot be read here, so it is not touched"),
+            KeepReason::Unknown => f.write_str("cannot be read, so it is left alone"),
         }
     }
 }
@@ -121,10 +121,10 @@ impl fmt::Display for RemoveReason {
             RemoveReason::NotKept(policy) => not_kept(policy, f),
             RemoveReason::OlderBad(n) => write!(f, "bad, older than the last {n} bad ones"),
             RemoveReason::MaxTotal(max) => {
-                write!(f, "too much for store.max-total-size ({})", ByteSize::b(*max))
+                write!(f, "beyond store.max-total-size ({})", ByteSize::b(*max))
             }
             RemoveReason::MinFree(keep) => {
-                write!(f, "the file system is to have {} free (store.min-free)", ByteSize::b(*keep))
+                write!(f, "the file system must have {} free (store.min-free)", ByteSize::b(*keep))
             }
         }
     }
@@ -134,9 +134,9 @@ fn not_kept(policy: &Policy, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     write!(f, "older than the last {}", policy.keep_last.max(1))?;
     match (policy.keep_hourly, policy.keep_daily) {
         (0, 0) => {}
-        (hours, 0) => write!(f, ", not the newest of one of the last {hours} hours")?,
-        (0, days) => write!(f, ", not the newest of one of the last {days} days")?,
-        (hours, days) => write!(f, ", not the newest of one of the last {hours} hours or {days} days")?,
+        (hours, 0) => write!(f, ", not the newest in any of the last {hours} hours")?,
+        (0, days) => write!(f, ", not the newest in any of the last {days} days")?,
+        (hours, days) => write!(f, ", not the newest in any of the last {hours} hours or {days} days")?,
     }
     if policy.keep_within > Duration::ZERO {
         write!(f, ", not younger than {}", humantime::format_duration(policy.keep_within))?;
@@ -158,15 +158,15 @@ impl fmt::Display for Note {
         match self {
             Note::MaxTotal { left, max } => write!(
                 f,
-                "the images that must stay (the newest good and the newest proven one, pinned ones, and what cannot be read) take {}, more than \
-                 store.max-total-size ({}): raise it, or take pins back with `rekindle unpin`",
+                "the images that cannot be removed (the newest good one, the newest proven one, pinned and unreadable ones) take {}, more than \
+                 store.max-total-size ({}): raise it, or remove pins with `rekindle unpin`",
                 ByteSize::b(*left),
                 ByteSize::b(*max)
             ),
             Note::MinFree { free, min_free, freed } => write!(
                 f,
-                "the file system has {} free instead of {} (store.min-free), and removing all images that may go would free \
-                 only {}: nothing is removed for that; make room elsewhere",
+                "the file system has {} free instead of {} (store.min-free), and removing every image that may be removed would free \
+                 only {}, so none is removed: free space there",
                 ByteSize::b(*free),
                 ByteSize::b(*min_free),
                 ByteSize::b(*freed)

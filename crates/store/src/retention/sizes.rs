@@ -1,7 +1,7 @@
-//! What the images of a job take, together, where they may share content: what one gives back depends on which others stay.
+//! The size of a job's images if they share content: how much a removal frees depends on which others are kept.
 //!
-//! Content is counted by who has it: all that the images 3, 4 and 5 have and no other is one sum. There are few such sets,
-//! however many pieces there are, so a question costs no look at the pieces.
+//! Content is summed by the set of images that have it: everything that the images 3, 4 and 5 have and no other is one
+//! sum. There are few such sets, however many chunks there are, so a question does not need to read the chunks.
 
 use std::collections::{BTreeSet, HashMap};
 use std::hash::Hash;
@@ -42,8 +42,8 @@ impl Sizes {
         self.total().saturating_sub(self.freed(gone))
     }
 
-    /// Bytes that the newest image added, where images share content: about what the next one will. None where each is
-    /// stored whole.
+    /// Bytes that the newest image added, if images share content: about what the next one will add. None if each is
+    /// stored completely.
     #[must_use]
     pub fn last_added(&self) -> Option<u64> {
         self.last_added
@@ -171,7 +171,7 @@ mod tests {
         ) {
             let bytes = |piece: u8| 1 + u64::from(piece) * 3;
             let mut gathering = Gathering::default();
-            // In turn, as nobody promised an order.
+            // Sorted, because the order is not guaranteed.
             for at in 0..30 {
                 for (n, pieces) in (0..).zip(&images) {
                     if let Some(piece) = pieces.get(at) {

@@ -1,4 +1,4 @@
-//! What retention goes by, read from a job's folder, and the removal of what it says: the only place that does either.
+//! Reads the facts for retention from a job's folder, and executes the plan: the only place that does either.
 
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -33,7 +33,7 @@ pub enum NoRoom {
     /// It could not be found out, or an image not be removed.
     #[error(transparent)]
     Store(#[from] Error),
-    /// What no image needs could not be swept.
+    /// Content that no image needs could not be removed.
     #[error(transparent)]
     Sweep(#[from] Box<gc::Error>),
 }
@@ -69,7 +69,7 @@ impl Survey {
             let Ok(Some(map)) = image.chunk_map() else { continue };
             for (id, _) in map.chunks() {
                 let Some(prefix) = id.as_bytes().first_chunk() else { continue };
-                // With its second copy, where it has one: they go together.
+                // With its second copy, if it has one: they go together.
                 let places = index.kept(&id, Copies::Two.count()).map(|place| place.record_len()).sum();
                 sizes.share(image.id, *prefix, places);
             }
@@ -84,7 +84,7 @@ impl Survey {
         })
     }
 
-    /// With what its writer is just reading, and what the job goes on from.
+    /// Including what its writer is reading, and what the job continues from.
     fn with_held(mut self, lock: &WriterLock) -> Survey {
         let held = lock.held();
         self.facts.iter_mut().filter(|it| held.contains(&it.id)).for_each(|it| it.in_use = Use::Replicating);
@@ -118,7 +118,7 @@ impl Survey {
     }
 }
 
-/// Removes what the policy does not keep, and answers the plan and what went of it. An image that was pinned since the
+/// Removes what the policy does not keep, and returns the plan and what went of it. An image that was pinned since the
 /// facts were collected stays.
 ///
 /// # Errors
@@ -133,7 +133,7 @@ pub fn rotate(folder: &JobFolder, lock: &WriterLock, policy: &Policy, min_free: 
     Ok((plan, gone))
 }
 
-/// What decides whether there is room for an image, and what goes where there is none.
+/// What decides whether there is room for an image, and what goes if there is none.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
     /// Which images stay.
@@ -144,7 +144,7 @@ pub struct Limits {
     pub copies: Copies,
 }
 
-/// Makes room for an image that is so large by itself, if there is none: older ones go. Answers those that went.
+/// Makes room for an image that is so large by itself, if there is none: older ones go. Returns those that went.
 ///
 /// # Errors
 /// [`NoRoom`].

@@ -66,7 +66,7 @@ fn reasons_read_well() {
             "older than the last 2",
             "bad, older than the last 2 bad ones",
             "older than the last 2",
-            "cannot be read here, so it is not touched",
+            "cannot be read, so it is left alone",
             "bad, one of the last 2 bad ones",
             "one of the last 2",
             "newest good",
@@ -91,10 +91,10 @@ fn hours_and_days_are_those_of_utc_and_reasons_are_joined() {
         [
             "newest of its day",
             "newest of its day",
-            "older than the last 1, not the newest of one of the last 2 hours or 3 days",
-            "older than the last 1, not the newest of one of the last 2 hours or 3 days",
+            "older than the last 1, not the newest in any of the last 2 hours or 3 days",
+            "older than the last 1, not the newest in any of the last 2 hours or 3 days",
             "newest of its hour",
-            "older than the last 1, not the newest of one of the last 2 hours or 3 days",
+            "older than the last 1, not the newest in any of the last 2 hours or 3 days",
             "newest good, newest of its hour, newest of its day",
         ]
     );
@@ -172,7 +172,7 @@ fn a_bound_takes_bad_ones_first_and_no_more_than_it_must() {
     assert_eq!(removed(&plan(50)), [0_u32; 0]);
     assert_eq!(removed(&plan(49)), [3]);
     assert_eq!(removed(&plan(39)), [1, 3]);
-    assert_eq!(plan(39).decisions[4].verdict.to_string(), "too much for store.max-total-size (39 B)");
+    assert_eq!(plan(39).decisions[4].verdict.to_string(), "beyond store.max-total-size (39 B)");
     assert_eq!((removed(&plan(10)), plan(10).notes), (vec![1, 2, 3, 4], vec![]));
     let said = plan(9).notes[0].to_string();
     assert!(said.contains("take 10 B, more than store.max-total-size (9 B)") && said.contains("unpin"), "{said}");
@@ -190,7 +190,7 @@ fn the_file_system_gets_what_it_must_have_or_nothing_goes_for_it() {
     let hopeless = with(79, 100, 0);
     assert_eq!(removed(&hopeless), [0_u32; 0]);
     assert_eq!(hopeless.notes, [Note::MinFree { free: 79, min_free: 100, freed: 20 }]);
-    assert!(hopeless.notes[0].to_string().contains("would free only 20 B: nothing is removed for that"));
+    assert!(hopeless.notes[0].to_string().contains("would free only 20 B, so none is removed"));
     // What the rules remove anyway counts, and is not given up with the rest.
     let freed_anyway = plan(&facts, &last(1), at(0), &each(&facts, 10), &Room { free: 0, pending: 0, min_free: 20 });
     assert_eq!((removed(&freed_anyway), freed_anyway.notes), (vec![1, 2], vec![]));
@@ -393,7 +393,7 @@ fn the_newest_proven_image_stays_whatever_the_rules_and_bounds_say() {
     }
     let plan = planned(&facts, &last(2));
     assert_eq!(removed(&plan), [1, 3], "not 2; that the bad one is proven does not count");
-    assert_eq!(reasons(&plan)[1], "newest that the job has lived on from");
+    assert_eq!(reasons(&plan)[1], "newest proven");
     let tight = Policy { max_total: Some(0), ..last(1) };
     let plan = super::plan(&facts, &tight, at(0), &each(&facts, 10), &NO_NEED);
     assert_eq!(removed(&plan), [1, 3, 4, 5]);
@@ -411,13 +411,13 @@ fn what_the_job_went_back_to_stays_though_newer_ones_are_there() {
         (Proof::None, Line::Other, Line::Other, Line::Other);
     let plan = planned(&facts, &last(1));
     assert_eq!(removed(&plan), [2, 3]);
-    assert_eq!(reasons(&plan)[0], "newest that the job has lived on from");
+    assert_eq!(reasons(&plan)[0], "newest proven");
     // Before there is another one no bound takes it.
     let before = &facts[..4];
     let tight = Policy { max_total: Some(0), ..last(1) };
     let plan = super::plan(before, &tight, at(0), &each(before, 10), &NO_NEED);
     assert_eq!(removed(&plan), [2, 3]);
-    assert_eq!(reasons(&plan)[0], "newest since the job went back, newest that the job has lived on from");
+    assert_eq!(reasons(&plan)[0], "newest since the rewind, newest proven");
 }
 
 #[test]
@@ -428,7 +428,7 @@ fn images_that_come_faster_than_they_are_proven_do_not_push_out_all_that_could_b
     await_proof(&mut all, &waiting);
     let plan = planned(&all, &last(2));
     assert_eq!(removed(&plan), [2, 3], "the first is proven first");
-    assert_eq!(reasons(&plan)[0], "next that the job will have lived on from");
+    assert_eq!(reasons(&plan)[0], "next to become proven");
     // It is proven: the next is the first that is there.
     let mut left = vec![all[0], all[3], all[4], fact(6, 0, Good)];
     left[0].proof = Proof::Proven;

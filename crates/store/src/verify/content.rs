@@ -1,4 +1,4 @@
-//! Reading what is in packs: all that an image needs, or all records of some packs.
+//! Reads the content of packs: everything that an image needs, or all records of some packs.
 
 use std::collections::BTreeSet;
 use std::collections::hash_map::RandomState;
@@ -74,17 +74,17 @@ pub struct PackReport {
     pub chunks: u64,
     /// How many of its chunks the disk does not give.
     pub unreadable: u64,
-    /// How many of all these another pack has, which was read and is whole.
+    /// How many of all these have an intact copy in another pack that was read.
     pub elsewhere: u64,
     /// What is wrong with it, or with the first of those.
     pub why: String,
 }
 
-/// Checks the packs of a job, whoever needs them: that each is there, is as long as its index says, and begins as it must; and
-/// reads every record of a share of them.
+/// Checks the packs of a job, whichever image needs them: that each exists, has the length in its index, and has a
+/// valid header; and reads every record of a share of them.
 ///
 /// # Errors
-/// When the packs cannot be listed, or it is called off. Damage is part of the answer.
+/// If the packs cannot be listed, or it is cancelled. Damage is part of the result.
 pub fn check_packs(
     folder: &JobFolder,
     key: Option<&Key>,
@@ -108,7 +108,7 @@ pub fn check_packs(
             let index = index.as_ref().map(|error| chain(error));
             let lost = match lost {
                 Lost::Nothing => None,
-                Lost::From { offset, why, .. } => Some(format!("nothing can be had from byte {offset} on: {why}")),
+                Lost::From { offset, why, .. } => Some(format!("nothing can be read from byte {offset} on: {why}")),
                 Lost::All(error) => Some(chain(error)),
             };
             // What is wrong with the pack itself is why its index could not be used, too.
@@ -120,7 +120,7 @@ pub fn check_packs(
         .collect();
     let mut wants = Vec::new();
     for name in &chosen {
-        // What is wrong with one is told above.
+        // Problems of a pack are reported above.
         let Ok(pack) = packs.pack_index(*name) else { continue };
         let want = |entry: &Entry| Want { id: entry.id, location: Location::of(*name, entry), target: () };
         wants.extend(pack.entries().iter().map(want));
@@ -141,7 +141,7 @@ pub fn check_packs(
             report.elsewhere += 1;
         }
     }
-    // What was swept meanwhile, the index first, is no damage.
+    // A pack that was removed in the meantime, the index first, is no damage.
     problems.retain(|problem| problem.path.exists() || problem.path.with_extension("idx").exists());
     problems.sort_by(|a, b| a.path.cmp(&b.path));
     let chunks = looking.chunks.into_inner();
@@ -152,7 +152,7 @@ struct Looking<'a> {
     progress: &'a Progress,
     chunks: AtomicU64,
     found: Mutex<Vec<PackReport>>,
-    /// Records that are not whole, or not readable.
+    /// Records that are damaged or unreadable.
     bad: Mutex<BTreeSet<(PackName, ChunkId)>>,
     packs: &'a Packs,
 }
@@ -213,7 +213,7 @@ impl Image {
         let reading = Reading { packs: &packs, key, threads, way: Way::Direct, cancelled };
         reading.read(&index, wants, &content)?;
         let found = content.wrong.into_inner().unwrap_or_else(PoisonError::into_inner).report(manifest);
-        // Files that do not belong there are told as before.
+        // Unexpected files are reported as before.
         let is_part = |part: &PartReport| found.iter().any(|found| found.path == part.path);
         report.parts.retain(|part| !is_part(part));
         report.parts.extend(found);

@@ -1,4 +1,4 @@
-//! Putting the output back to its length at a snapshot. What was written since is kept, within bounds.
+//! Cuts the output to its length at a snapshot. What was written since is saved, within bounds.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -47,7 +47,7 @@ pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: 
         Ok(kept) => kept,
         // Output that cannot be kept is no reason for a job to stay down.
         Err(error) => {
-            tracing::warn!("cannot keep what is cut from {}: {error}", path.display());
+            tracing::warn!("cannot save what is cut from {}: {error}", path.display());
             let bytes = later.iter().map(|(_, range)| range.end - range.start.max(to)).sum::<u64>();
             let (_, rest) = sparse::last_data(file, to.max(gone)..length, 0)?;
             Kept { file: None, from: length, bytes: 0, lost: bytes + rest }
@@ -74,7 +74,7 @@ pub(super) fn cut(file: &File, path: &Path, to: u64, state: &mut State, bounds: 
             other => other?,
         }
     }
-    // What the follower has yet to see of those is in the file of what was cut.
+    // What the follower has not shown of those yet is in the file with the cut part.
     let begin = state.changes.iter().rposition(|change| matches!(change, Change::Emptied)).map_or(0, |n| n + 1);
     let mut n = 0;
     state.changes.retain_mut(|change| {
@@ -131,7 +131,7 @@ fn rolled_back(path: &Path, n: u32) -> PathBuf {
     name.into()
 }
 
-/// Makes room for one more of what was cut. Answers the number of the newest, 0 where there is none.
+/// Makes room for one more of what was cut. Returns the number of the newest, 0 if there is none.
 fn trim_kept(path: &Path, keep: u32) -> io::Result<u32> {
     let (Some(dir), Some(name)) = (path.parent(), path.file_name()) else { return Ok(0) };
     let prefix = format!("{}.rolled-back.", name.to_string_lossy());

@@ -61,7 +61,7 @@ impl Follower {
 }
 
 impl Drop for Follower {
-    /// Copies what is left, then ends.
+    /// Copies the remaining output, then ends.
     fn drop(&mut self) {
         let _ = self.stop.write(1);
         if let Some(thread) = self.thread.take() {
@@ -130,7 +130,7 @@ impl Tail {
     }
 }
 
-/// Reads what comes at `at` or behind it, not its holes, and moves `at` behind that.
+/// Reads the data at `at` or behind it, not its holes, and moves `at` behind that.
 fn read_data(file: &File, at: &mut u64, end: u64, buffer: &mut [u8]) -> io::Result<usize> {
     let Some(data) = sparse::next_data(file, *at, end)? else {
         *at = end.max(*at);

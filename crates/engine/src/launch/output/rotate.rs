@@ -1,4 +1,4 @@
-//! Rotation: in a snapshot the file is emptied, between snapshots what was copied becomes a hole.
+//! Rotation: in a snapshot the file is emptied; between snapshots the copied part becomes a hole.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -55,7 +55,7 @@ pub(super) fn empty(path: &Path, state: &mut State, bounds: Bounds) -> io::Resul
 /// How far back it is looked for the end of a line, so that none is in two files.
 const LINE: u64 = 64 << 10;
 
-/// Moves one piece. Answers whether there may be another.
+/// Moves one piece. Returns whether there may be another.
 pub(super) fn relieve(path: &Path, states: &Mutex<States>, which: usize, bounds: Bounds) -> io::Result<bool> {
     let meta = std::fs::metadata(path)?;
     let (length, on_disk) = (meta.len(), meta.blocks().saturating_mul(512));
@@ -154,7 +154,7 @@ impl Rotation {
                         && !std::mem::replace(&mut complained, true)
                     {
                         let cause = chain(&error);
-                        tracing::warn!("the job's output grows beyond log.max-size between snapshots: {cause}");
+                        tracing::warn!("the job's output can exceed log.max-size between snapshots: {cause}");
                     }
                 }
                 let mut stopped = [PollFd::new(stopped.as_fd(), PollFlags::POLLIN)];

@@ -1,4 +1,4 @@
-//! What a process has: descriptors, mappings, its program, its working directory and its root.
+//! The files of a process: descriptors, mappings, its program, its working directory and its root.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -144,7 +144,7 @@ fn access_of(info: &Path) -> io::Result<u32> {
     let text = std::fs::read_to_string(info)?;
     let flags = text.lines().find_map(|line| line.strip_prefix("flags:"));
     let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
-    let flags = flags.ok_or_else(|| io::Error::other("/proc/PID/fdinfo is not as expected"))?;
+    let flags = flags.ok_or_else(|| io::Error::other("/proc/PID/fdinfo has an unexpected form"))?;
     Ok(match flags & (libc::O_ACCMODE | libc::O_PATH) {
         libc::O_RDONLY => READ,
         libc::O_WRONLY => WRITE,
@@ -166,7 +166,7 @@ fn shared_ranges(maps: &[u8]) -> BTreeSet<Vec<u8>> {
     maps.split(|byte| *byte == b'\n').filter_map(range).collect()
 }
 
-/// The last part of a path; empty where there is none.
+/// The last part of a path; empty if there is none.
 pub(crate) fn name_of(path: &Path) -> &OsStr {
     path.file_name().unwrap_or_default()
 }

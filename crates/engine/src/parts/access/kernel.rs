@@ -1,9 +1,10 @@
-//! Files that the kernel makes up: /proc, /sys and others of that kind.
+//! Files that the kernel generates: /proc, /sys and similar.
 //!
-//! What such a file shows, or takes, can depend on who opened it (the kernel's `file_ns_capable`, `ptrace_may_access`), and
-//! CRIU opens with more rights than the job has: /proc/kallsyms then shows addresses, /proc/PID/pagemap frames,
-//! /proc/1/maps a process of another user. So a mode that lets everybody read says nothing here. What a job may have open is
-//! a list of files that show the same to everybody, or that are checked at each read and write.
+//! The content of such a file can depend on who opened it (the kernel's `file_ns_capable`, `ptrace_may_access`), and
+//! CRIU opens files with more rights than the job has. For example /proc/kallsyms then shows addresses,
+//! /proc/PID/pagemap shows frames, and /proc/1/maps shows a process of another user. So a mode that lets everybody read
+//! is not enough. A job may have open only files from a list: those that show the same to everybody, or that the kernel
+//! checks at each read and write.
 
 use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
@@ -11,7 +12,7 @@ use std::path::{Component, Path, PathBuf};
 use super::files::WRITE;
 use rekindle_os::process;
 
-/// Types of file systems, in /proc/PID/mountinfo, of which a job may have nothing open.
+/// Types of file systems, in /proc/PID/mountinfo, from which a job may have nothing open.
 const CLOSED: [&str; 14] = [
     "debugfs",
     "tracefs",
@@ -29,7 +30,7 @@ const CLOSED: [&str; 14] = [
     "rpc_pipefs",
 ];
 
-/// Entries directly below /proc that show everybody the same, of which some are folders.
+/// Entries directly below /proc that show the same to everybody; some are folders.
 const OF_THE_MACHINE: [&str; 42] = [
     "acpi",
     "buddyinfo",
@@ -195,7 +196,7 @@ impl Kernels {
         let writes = access & WRITE != 0;
         Some(match mounted.kind.as_str() {
             "proc" => in_proc(&parts, writes, is_folder, tree),
-            // The registers of a PCI device, of which root is shown more.
+            // The registers of a PCI device; root sees more of them.
             "sysfs" if parts.last() == Some(&"config") || parts.contains(&"sections") => Verdict::Refused,
             "sysfs" => Verdict::IfItOpens,
             // Processes are moved with the rights of who opened the file (Linux 5.16).

@@ -1,8 +1,8 @@
-//! What the processes of a job may do, compared with what a launch gives them.
+//! Compares the rights of a job's processes with what a launch gives them.
 //!
-//! CRIU takes user and group ids, capabilities, no-new-privileges and seccomp filters from the image, and part of that (the
-//! list of groups) from memory that another process of the same user can write during a dump. What counts is what the
-//! kernel says of each thread while the tree still stands still.
+//! CRIU takes user and group ids, capabilities, no-new-privileges and seccomp filters from the image. It takes part of
+//! that (the list of groups) from memory that another process of the same user can write during a dump. So these checks
+//! use what the kernel says of each thread while the tree is stopped.
 
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
@@ -65,7 +65,7 @@ impl Rights {
             }
             status => status.map_err(unread)?,
         };
-        let odd = || unread(std::io::Error::other("/proc/PID/status is not as expected"));
+        let odd = || unread(std::io::Error::other("/proc/PID/status has an unexpected form"));
         Rights::parse(&status).map(Some).ok_or_else(odd)
     }
 }
@@ -130,7 +130,7 @@ fn excess(rights: &Rights, wanted: &Wanted<'_>, own: &Rights) -> Option<(String,
     if let Some(user) = wanted.other_user() {
         let Identity { uid, name, .. } = user;
         if rights.users.iter().any(|id| id != uid) {
-            let what = format!("the user ids {}, and the job's user {name} is {uid}", listed(&rights.users));
+            let what = format!("the user ids {}, but the job's user {name} is {uid}", listed(&rights.users));
             return Some((what, Fault::Image));
         }
         let theirs: BTreeSet<u32> = user.groups.iter().copied().chain([user.gid]).collect();
@@ -141,17 +141,17 @@ fn excess(rights: &Rights, wanted: &Wanted<'_>, own: &Rights) -> Option<(String,
                 // The kernel said so at the snapshot: the list of groups has changed since.
                 true => (
                     format!(
-                        "the group {group}, which user {name} is not in any more: put {name} back into it to go on from this image"
+                        "the group {group}, but user {name} is no longer a member: add {name} to the group to restore this image"
                     ),
                     Fault::Configuration,
                 ),
-                false => (format!("the group {group}, which user {name} is not in"), Fault::Image),
+                false => (format!("the group {group}, but user {name} is not a member"), Fault::Image),
             });
         }
         // A group can be what keeps others out.
         let kept = then.map_or(&[][..], |then| &then.groups).iter().find(|group| !rights.more_groups.contains(group));
         if let Some(group) = kept {
-            return Some((format!("lost the group {group} that it was in at the snapshot"), Fault::Image));
+            return Some((format!("lost the group {group}, which it had at the snapshot"), Fault::Image));
         }
         let sets = [
             ("permitted", rights.permitted),
@@ -162,7 +162,7 @@ fn excess(rights: &Rights, wanted: &Wanted<'_>, own: &Rights) -> Option<(String,
         ];
         if let Some((set, bits)) = sets.into_iter().find(|(_, bits)| *bits != 0) {
             return Some((
-                format!("the {set} capabilities {bits:#x}, and user {name} gets none of them"),
+                format!("the {set} capabilities {bits:#x}, but user {name} gets none of them"),
                 Fault::Image,
             ));
         }
@@ -170,16 +170,16 @@ fn excess(rights: &Rights, wanted: &Wanted<'_>, own: &Rights) -> Option<(String,
     let was_fixed = then.map(|then| then.no_new_privileges);
     if !rights.no_new_privileges && (wanted.privileges == Privileges::Fixed || was_fixed == Some(true)) {
         return Some(match was_fixed {
-            Some(true) => ("no no-new-privileges flag, and had it at the snapshot".into(), Fault::Image),
+            Some(true) => ("no no-new-privileges flag, but had it at the snapshot".into(), Fault::Image),
             _ => (
-                "no no-new-privileges flag, and job.no-new-privileges is true: the image was taken without. Set job.no-new-privileges = false to go on from this image"
+                "no no-new-privileges flag, but job.no-new-privileges is true: the image was taken without the flag. Set job.no-new-privileges = false to restore it"
                     .into(),
                 Fault::Configuration,
             ),
         });
     }
     (rights.seccomp == NO_FILTER && then.is_some_and(|then| then.filtered))
-        .then(|| ("no seccomp filter, and had one at the snapshot".into(), Fault::Image))
+        .then(|| ("no seccomp filter, but had one at the snapshot".into(), Fault::Image))
 }
 
 /// The reaper, which stays root and keeps CAP_KILL of all capabilities.
@@ -192,13 +192,13 @@ pub(crate) fn check_reaper(root: i32, wanted: &Wanted<'_>) -> Result<(), Refused
         let Some(rights) = Rights::of(root, thread)? else { continue };
         let more = (rights.permitted | rights.effective | rights.inheritable | rights.ambient) & !CAP_KILL;
         if more != 0 {
-            return refuse(format!("the capabilities {more:#x}, and the reaper has CAP_KILL only"));
+            return refuse(format!("the capabilities {more:#x}, but the reaper has only CAP_KILL"));
         }
     }
     // Its name has the hash of its content, which is what counts: another version's is as good.
     match crate::launch::reaper::is_genuine(root) {
         Ok(true) => Ok(()),
-        Ok(false) => refuse("an executable that is not the reaper at the root of the tree".into()),
+        Ok(false) => refuse("another executable than the reaper, and is the root of the job's process tree".into()),
         Err(source) => Err(Refused::Unread { pid: root, source }),
     }
 }

@@ -1,16 +1,16 @@
-//! The content of files that the job changes in place: a part of its state, as its memory is.
+//! Captures the content of files that the job changes in place: they are part of its state, as its memory is.
 //!
-//! Which files: those that a process has open for writing, but for those that it only appends to; those that it has mapped
-//! shared and writable; of those in memory (tmpfs) the appended ones too, because a machine that goes down takes them along;
-//! the other files of an SQLite database; all files of a tracked folder, which the data folder of a PostgreSQL server is
-//! without being named.
+//! Which files: those that a process has open for writing, except files that it only appends to; those mapped shared
+//! and writable; in memory (tmpfs) also the appended ones, because a restart of the machine deletes them; the other
+//! files of an SQLite database; all files of a tracked folder. The data folder of a PostgreSQL server is tracked
+//! automatically.
 //!
-//! How: large ones are copied before the freeze, while the job changes them, so that the pages of the copy are there; in
-//! the freeze those that changed since are copied again. Where the file system shares blocks (XFS, btrfs) a copy that
-//! shares them is made in the freeze, and read once the job runs. What goes together is in the image together or not at all:
-//! within `snapshot.file-limit`, the smallest first.
+//! How: large files are copied before the freeze, while the job changes them, so that the pages of the copy exist. In
+//! the freeze only the changes since then are copied again. If the file system can share blocks (XFS, btrfs), a copy
+//! that shares them is made in the freeze, and read while the job runs. Files that belong together are in the image
+//! together or not at all: within `snapshot.file-limit`, the smallest first.
 //!
-//! A file that is left out is in the manifest with its state of then, and is named once.
+//! A file that is left out is in the manifest with its state at the snapshot, and is reported once.
 
 mod copy;
 mod select;
@@ -41,7 +41,7 @@ pub(crate) struct View<'a> {
 }
 
 impl View<'_> {
-    /// Does `work` with the rights of the job's user. It is given the way to a path of the job.
+    /// Runs `work` with the rights of the job's user. Its argument translates a path of the job.
     fn with<T: Send>(self, work: impl FnOnce(&dyn Fn(&Path) -> PathBuf) -> T + Send) -> io::Result<T> {
         match self.user {
             // The way through /proc takes rights over the reaper, which the user has not; the job's mounts are ours.
@@ -97,7 +97,7 @@ pub(crate) struct Contents {
 pub(crate) struct Captured {
     pub(crate) absent: Vec<JobPath>,
     pub(crate) tracked: Vec<TrackedFolder>,
-    /// What is to be told of files that are not in the image.
+    /// Notes on files that are not in the image.
     pub(crate) notes: Vec<String>,
     /// Files that are only read, and that may be gone when the job is restored.
     pub(crate) read: BTreeMap<PathBuf, KeptCopy>,
@@ -183,8 +183,8 @@ impl Contents {
         Ok(())
     }
 
-    /// Captures all of them while the job stands still. `files` are those that it has open for writing, `mapped` those that
-    /// it can write to by a mapping.
+    /// Captures all of them while the job is frozen. `files` are those that it has open for writing, `mapped` those
+    /// that it can write through a mapping.
     pub(crate) fn capture(
         &mut self,
         files: &mut Vec<OpenFile>,
@@ -200,7 +200,7 @@ impl Contents {
         }
         let (found, mut absent, mut tracked) = self.find(written, view)?;
         let kept = self.within_limit(&found);
-        // What is not put back is left whole: nothing in it is moved aside.
+        // In a folder that is not put back, nothing is moved aside.
         tracked.retain(|folder| kept.contains(folder.path.as_path()));
         absent.retain(|path| select::beside(path).is_some_and(|database| kept.contains(&database)));
         let mut captured = Captured { tracked, ..Captured::default() };
@@ -292,7 +292,7 @@ impl Contents {
         !file.mapped && self.ahead.get(&file.path).is_some_and(same)
     }
 
-    /// Has the content of a file come into the image: it is there, or will be read later, or is to be copied now.
+    /// Adds the content of a file to the image: it is copied already, or will be read later, or is copied now.
     fn take(
         &mut self,
         file: &Found,
@@ -306,8 +306,7 @@ impl Contents {
         if let Some(ahead) = ahead.as_ref().filter(|_| is_copied) {
             return Ok(ahead.part.clone());
         }
-        let gone =
-            || io::Error::new(io::ErrorKind::NotFound, format!("{} cannot be read any more", file.path.display()));
+        let gone = || io::Error::new(io::ErrorKind::NotFound, format!("{} can no longer be read", file.path.display()));
         let Opened { file: open, shared } = opened.ok_or_else(gone)?;
         if let Some(copy) = shared {
             let part = self.next_part()?;
@@ -329,7 +328,7 @@ impl Contents {
         Ok(part)
     }
 
-    /// Looks at the files, at those that belong to them and those of tracked folders. Answers the names too that are missing beside
+    /// Looks at the files, at those that belong to them and those of tracked folders. Returns the names too that are missing beside
     /// databases, and what is in tracked folders.
     #[allow(clippy::type_complexity, reason = "three lists, used at two places in this file")]
     fn find(
@@ -343,7 +342,7 @@ impl Contents {
             for folder in &self.tracked {
                 let entries = select::below(folder, way);
                 if entries.is_empty() {
-                    // It is not there.
+                    // It does not exist.
                     continue;
                 }
                 for (path, kind) in &entries {
@@ -374,7 +373,7 @@ impl Contents {
         })?
     }
 
-    /// None where its content is no part of the job's state, or it is gone: then its size is all that is known.
+    /// None if its content is not part of the job's state, or the file is gone: then only its size is known.
     fn look(&self, path: PathBuf, usage: select::Use, way: &dyn Fn(&Path) -> PathBuf) -> io::Result<Option<Found>> {
         let (metadata, medium, is_readable) = match durable::open_for_reading(&way(&path)) {
             Ok(file) => (file.metadata()?, Medium::of(&file)?, true),
@@ -446,7 +445,7 @@ impl Found {
         self.metadata.blocks() * 512 < self.metadata.size()
     }
 
-    /// None where it is gone. With a copy that shares its blocks if that is wanted, the file is large enough for it to matter,
+    /// None if it is gone. With a copy that shares its blocks if that is wanted, the file is large enough for it to matter,
     /// and the file system can.
     fn open(&self, way: &dyn Fn(&Path) -> PathBuf, shares: bool) -> io::Result<Option<Opened>> {
         let file = match durable::open_for_reading(&way(&self.path)) {
@@ -460,7 +459,7 @@ impl Found {
         Ok(Some(Opened { file, shared }))
     }
 
-    /// Notes what is known of it, beside its descriptors.
+    /// Records its metadata, besides its descriptors.
     fn describe(&self, part: Option<PartPath>, known: &mut OpenFile) -> io::Result<()> {
         let stamp = Stamp::of(&self.metadata);
         known.size = stamp.size;
@@ -508,12 +507,12 @@ fn note<'a>(left_out: impl Iterator<Item = &'a OpenFile>, limit: u64) -> Option<
         names.push_str(&format!(" and {more} more"));
     }
     let limit = match limit {
-        0 => "memory has no room for it".to_owned(),
+        0 => "there is not enough memory for it".to_owned(),
         limit => format!("it does not fit into snapshot.file-limit, {}, or cannot be read", ByteSize::b(limit)),
     };
     Some(format!(
-        "the job rewrites {names}, and the content is not in the image, because {limit}. A restore is refused if one of \
-         them was changed after the snapshot (restart.changed-files): raise the limit"
+        "the job rewrites {names}, and the image does not contain the content, because {limit}. A restore is refused if one of \
+         them changes after the snapshot (restart.changed-files): raise the limit"
     ))
 }
 

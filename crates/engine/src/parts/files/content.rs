@@ -1,8 +1,8 @@
-//! The content of files, put back as it was at the snapshot.
+//! Puts the content of files back to its state at the snapshot.
 //!
-//! What is replaced is kept beside it as NAME.rolled-back.N: of a large file the blocks that differ, in a file of holes, and
-//! only the newest of them. What lies in memory (tmpfs) is not kept. Files that appeared since in a tracked folder, or that would
-//! be taken for a part of a database, are moved aside.
+//! Replaced content is saved beside the file as NAME.rolled-back.N. Of a large file only the blocks that differ are
+//! saved, in a sparse file, and only the newest copy. Files in memory (tmpfs) are not saved. New files in a tracked
+//! folder, or that a database would take for its own, are moved aside.
 
 use std::ffi::OsString;
 use std::fs::{self, File, FileTimes, Permissions};
@@ -19,12 +19,12 @@ use rekindle_os::sparse;
 use rekindle_store::JobPath;
 use rekindle_store::manifest::{MappedFile, OpenFile, TrackedFolder, TrackedKind};
 
-/// A file up to this size is kept whole, each time under another name.
+/// A file up to this size is saved completely, each time under another name.
 const COPIED_UP_TO: u64 = 4 << 20;
 /// Compared and overwritten at once.
 const BLOCK: usize = 64 << 10;
 
-/// Gives a file the content that it had. Answers what of the present one is kept, where that differs. Always in place: other
+/// Gives a file the content that it had. Returns what of the present one is kept, where that differs. Always in place: other
 /// names and open descriptors stay with the file, and SQLite compares the inode of a database with what it remembers.
 pub(crate) fn replace(
     present: &File,
@@ -137,8 +137,8 @@ fn keep_blocks(
     Ok((kept, bytes))
 }
 
-/// Makes a file that is not here. It has its name only when it is whole, with its mode and owner: who is killed before leaves
-/// none, and nobody reads it meanwhile.
+/// Creates a missing file. It gets its name only when it is complete, with mode and owner: a crash before that leaves
+/// none, and nobody reads an incomplete one.
 pub(crate) fn make(file: &OpenFile, content: &File, may_give: bool) -> Result<(), RollbackError> {
     let path = &*file.path;
     let mut temp = OsString::from(durable::TEMP_PREFIX);
@@ -157,7 +157,7 @@ pub(crate) fn make(file: &OpenFile, content: &File, may_give: bool) -> Result<()
     unfinished.replace(path).map_err(failed("rename", path))
 }
 
-/// Makes a file again that the job only reads. Answers whether it was gone.
+/// Makes a file again that the job only reads. Returns whether it was gone.
 pub(crate) fn make_read(file: &MappedFile, content: &File, may_give: bool) -> Result<bool, RollbackError> {
     let Some(copy) = &file.copy else { return Ok(false) };
     if fs::symlink_metadata(&*file.path).is_ok() {
@@ -177,7 +177,7 @@ fn fill(into: &File, path: &Path, content: &File, size: u64) -> Result<(), Rollb
     into.set_len(size).map_err(no_room(path))
 }
 
-/// Programs compare it with what they remember. One that does not get it back will do without.
+/// Programs compare the time stamp with a stored one. If it cannot be set, they must cope.
 fn set_times(file: &File, wanted: &OpenFile) {
     let Some(stamp) = wanted.stamp else { return };
     let since = Duration::from_nanos(u64::try_from(stamp.modified_ns).unwrap_or_default());
@@ -207,7 +207,7 @@ fn forget_older(path: &Path, newest: &Path) {
     }
 }
 
-/// Moves a file aside that was not there at the snapshot. Answers where to, if it was there now.
+/// Moves a file aside that did not exist at the snapshot. Returns its new path, if it existed now.
 pub(crate) fn move_aside(path: &Path) -> Result<Option<RolledBack>, RollbackError> {
     let Some(metadata) = fs::symlink_metadata(path).ok().filter(fs::Metadata::is_file) else { return Ok(None) };
     let kept = free_name(path)?;
@@ -215,7 +215,7 @@ pub(crate) fn move_aside(path: &Path) -> Result<Option<RolledBack>, RollbackErro
     Ok(Some(RolledBack { path: path.into(), kept, bytes: metadata.size() }))
 }
 
-/// Where what a tracked folder has too much is moved to: a folder beside it.
+/// The folder beside a tracked folder, to which its new files are moved.
 #[derive(Debug)]
 pub(crate) struct Aside<'a> {
     folder: &'a TrackedFolder,
@@ -246,7 +246,7 @@ impl<'a> Aside<'a> {
         fs::rename(path, self.place(path)?).map_err(failed("rename", path))
     }
 
-    /// Removes those of earlier restores, where this one has something. Answers where that is.
+    /// Removes those of earlier restores, where this one has something. Returns where that is.
     pub(crate) fn finish(self) -> Option<PathBuf> {
         fs::symlink_metadata(&self.path).ok()?;
         let names = (1..=MOST_KEPT).map(|n| rolled_back(&self.folder.path, n));
@@ -293,7 +293,7 @@ pub(crate) fn put_folder_back(aside: &Aside<'_>, may_give: bool) -> Result<(), R
     unknown(folder).map_err(failed("list", &folder.path))?.iter().try_for_each(|path| aside.take(path))
 }
 
-/// What is in a folder and was not. Of a folder that was not there, the folder alone.
+/// What is in a folder now and was not at the snapshot. Of a new folder, only the folder itself.
 fn unknown(folder: &TrackedFolder) -> io::Result<Vec<PathBuf>> {
     let known: std::collections::HashSet<&Path> = folder.entries.iter().map(|entry| entry.path.as_path()).collect();
     let (mut found, mut left) = (Vec::new(), vec![folder.path.to_path_buf()]);

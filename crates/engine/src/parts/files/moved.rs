@@ -1,8 +1,8 @@
-//! The job's output, where the store was at another path when the image was made.
+//! The job's output, if the store was at another path when the image was made.
 //!
-//! CRIU opens files by their path. Those of the job's log folder are given to it as descriptors instead: the job writes on
-//! in the log folder of here, where its output is followed and rotated, whatever is at the old path by now. Other files
-//! of ours are put back at the path that the image has ([`Recreate`](rekindle_store::manifest::Recreate)).
+//! CRIU opens files by their path. Files of the job's log folder are given to it as descriptors instead. So the job
+//! writes to this store's log folder, where its output is followed and rotated, whatever is at the old path now. Other
+//! files of rekindle are put back at the path in the image ([`Recreate`](rekindle_store::manifest::Recreate)).
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ pub(crate) fn log_here(path: &Path, manifest: &Manifest, folder: &JobFolder) -> 
     let (parent, name) = (path.parent()?, path.file_name()?);
     let here = folder.log_dir();
     let was = |bin: &Path| bin.parent().is_some_and(|job| here.file_name().is_some_and(|log| parent == job.join(log)));
-    // Its reaper lies in the job's folder, in that of its first store if it has moved before.
+    // Its reaper is in the job's folder, in that of its first store if it has moved before.
     let ours = manifest.recreate.iter().filter(|file| reaper::is_named(&file.path));
     let is_log = parent == here || ours.filter_map(|file| file.path.parent()).any(was);
     is_log.then(|| here.join(name))

@@ -1,16 +1,16 @@
-//! Files are a part of the state: before a restore they are put back to what they were at the snapshot.
+//! Files are part of the state: before a restore they are put back to their state at the snapshot.
 //!
-//! A file that grew is cut to its size of then, and the tail kept beside it as NAME.rolled-back.N. A small file that is
-//! rewritten in place has its content in the image; the present one is kept as NAME.rolled-back.N and replaced. CRIU
-//! refuses a file of another size (but for those opened to append), and a log with lines from a future that did not
-//! happen would lie.
+//! A file that grew is cut to its size at the snapshot, and the tail is saved beside it as NAME.rolled-back.N. A small
+//! file that is rewritten in place has its content in the image; the present file is saved as NAME.rolled-back.N and
+//! replaced. CRIU refuses a file of another size (except those opened to append), and a log with lines from work that
+//! is undone would be wrong.
 //!
-//! A file that is not here any more is made from its content in the image. Where the image does not have that, or a file is
-//! shorter than it was, the image cannot be used here: [`check`] says so before anything is begun. Output of the job that
-//! is gone is no reason not to go on.
+//! A file that does not exist any more is created from its content in the image. If the image does not contain it, or a
+//! file is shorter than it was, the image cannot be used here: [`check`] says so before anything is changed. Missing
+//! output files of the job do not prevent a restore.
 //!
-//! Work on the user's files is done with the user's rights: the user owns the folders and could otherwise point us, as
-//! root, at somebody else's file.
+//! Work on the user's files is done with the user's rights. The user owns the folders, and could otherwise make root
+//! change somebody else's file.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -39,22 +39,22 @@ pub enum ChangedFiles {
     /// A restore is refused over a file that changed and whose content the image does not have.
     #[default]
     Refuse,
-    /// It is told.
+    /// It is reported.
     Warn,
 }
 
 /// A file that was put back.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PutBack {
-    /// What was too much, or other content, is kept beside it.
+    /// The content beyond or different from the snapshot is saved beside it.
     Kept(RolledBack),
-    /// Output of the job, of which no more may be kept than is asked for.
+    /// Output of the job, of which only a configured amount may be saved.
     Cut(PathBuf, Kept),
-    /// It was gone, and is made anew from the image.
+    /// It was missing, and was created from the image.
     Made(PathBuf),
-    /// Output of the job, and so many bytes that it had written are not here.
+    /// Output of the job; this many bytes that it had written are missing.
     Begun(PathBuf, u64),
-    /// It was not there at the snapshot, and is moved aside.
+    /// It did not exist at the snapshot, and was moved aside.
     Aside(RolledBack),
     /// A tracked folder.
     Folder {
@@ -95,28 +95,28 @@ impl fmt::Display for PutBack {
                 write!(f, "{} was put back", path.display())
             }
             PutBack::Kept(RolledBack { path, kept, bytes }) => {
-                write!(f, "{} was put back; {bytes} bytes are kept in {}", path.display(), kept.display())
+                write!(f, "{} was put back; {bytes} newer bytes are kept in {}", path.display(), kept.display())
             }
             PutBack::Cut(path, kept) => {
                 write!(f, "{} was put back", path.display())?;
                 if let Some(file) = &kept.file {
-                    write!(f, "; the last {} are kept in {}", ByteSize::b(kept.bytes), file.display())?;
+                    write!(f, "; its last {} are kept in {}", ByteSize::b(kept.bytes), file.display())?;
                 }
                 match kept.lost {
                     0 => Ok(()),
-                    lost => write!(f, "; {} are not kept (log.max-size, or a full disk)", ByteSize::b(lost)),
+                    lost => write!(f, "; {} is not kept (log.max-size, or a full disk)", ByteSize::b(lost)),
                 }
             }
-            PutBack::Made(path) => write!(f, "{} was not here, and is made anew from the image", path.display()),
+            PutBack::Made(path) => write!(f, "{} did not exist and was created from the image", path.display()),
             PutBack::Aside(RolledBack { path, kept, .. }) => {
-                write!(f, "{} was not there at the snapshot: it is {} now", path.display(), kept.display())
+                write!(f, "{} did not exist at the snapshot: it was renamed to {}", path.display(), kept.display())
             }
             PutBack::Folder { path, kept } => {
-                write!(f, "{} was put back; what differed is in {} now", path.display(), kept.display())
+                write!(f, "{} was put back; the version before is in {}", path.display(), kept.display())
             }
             PutBack::Begun(path, bytes) => write!(
                 f,
-                "{} is begun anew: the {} that the job had written to it before the snapshot are not here",
+                "{} starts empty: the {} written before the snapshot are not here",
                 path.display(),
                 ByteSize::b(*bytes)
             ),
@@ -128,7 +128,7 @@ impl fmt::Display for PutBack {
 #[derive(Debug, thiserror::Error)]
 pub enum RollbackError {
     /// What must be cut from it would be lost.
-    #[error("cannot put {} back to its state at the snapshot: there is no room beside it for a copy of what it has now. Free some, or move the file's newest part away", path.display())]
+    #[error("cannot put {} back to its state at the snapshot: its file system has no space for a copy of the current content. Free space, or move the file's newest part away", path.display())]
     NoRoom {
         /// The file.
         path: PathBuf,
@@ -136,11 +136,11 @@ pub enum RollbackError {
         #[source]
         source: io::Error,
     },
-    /// The same, with copies that nobody tidied away.
-    #[error("cannot put {} back to its state at the snapshot: there are {MOST_KEPT} copies of it already, NAME.rolled-back.N. Remove those that you do not need", .0.display())]
+    /// The same, with copies that nobody removed.
+    #[error("cannot put {} back to its state at the snapshot: {MOST_KEPT} older copies exist (NAME.rolled-back.N). Remove those that you do not need", .0.display())]
     TooMany(PathBuf),
     /// It is gone.
-    #[error("{} was open for writing at the snapshot and is not here, and its content is not in the image: put it back, or take an older image", .0.display())]
+    #[error("{} was open for writing at the snapshot and does not exist now, and its content is not in the image: put it back, or restore an older image", .0.display())]
     Gone(PathBuf),
     /// CRIU would refuse it.
     #[error("{} had mode {then:o} at the snapshot and has {now:o} now: change it back", path.display())]
@@ -153,13 +153,13 @@ pub enum RollbackError {
         now: u32,
     },
     /// It is no regular file any more.
-    #[error("{} was a regular file at the snapshot and is none now", .0.display())]
+    #[error("{} was a regular file at the snapshot and is not one now", .0.display())]
     NotAFile(PathBuf),
     /// Its content is not in the image, and is another one now.
-    #[error("{} was changed after the snapshot, and its content of then is not in the image: the job would go on with a file that does not fit its memory. Put the file back, restore an older image, or set restart.changed-files = \"warn\" if the job does not mind", .0.display())]
+    #[error("{} changed after the snapshot and its earlier content is not in the image: the job would continue with a file that does not match its memory. Put the file back, restore an older image, or set restart.changed-files = \"warn\" if this is harmless for the job", .0.display())]
     Changed(PathBuf),
     /// It lost bytes that the image does not have.
-    #[error("{} had {had} bytes at the snapshot and has {has} now: what is missing is not in the image", path.display())]
+    #[error("{} had {had} bytes at the snapshot and has {has} now: the missing bytes are not in the image", path.display())]
     Shorter {
         /// The file.
         path: PathBuf,
@@ -217,8 +217,8 @@ pub(crate) fn warn_of_unknown(manifest: &Manifest, folder: &JobFolder) {
     if let Some((named, more)) = unknown.split_at_checked(NAMED.min(unknown.len())).filter(|_| !unknown.is_empty()) {
         let more = if more.is_empty() { String::new() } else { format!(" and {} more", more.len()) };
         tracing::warn!(
-            "image {} is of an older rekindle, which did not keep the content of files that the job rewrites: {}{more} \
-             changed after the snapshot, and may not fit the job's memory",
+            "image {} was made by an older rekindle, which did not save the content of files that the job rewrites: {}{more} \
+             changed after the snapshot and may not match the job's memory",
             manifest.id,
             named.join(", ")
         );
@@ -259,7 +259,7 @@ fn check_one(file: &OpenFile, changed: ChangedFiles) -> Result<(), RollbackError
             ChangedFiles::Refuse => return Err(RollbackError::Changed(path.clone())),
             ChangedFiles::Warn => {
                 tracing::warn!(
-                    "{} was changed after the snapshot, and stays as it is (restart.changed-files)",
+                    "{} changed after the snapshot and is left as it is (restart.changed-files)",
                     path.display()
                 );
             }
@@ -271,7 +271,7 @@ fn check_one(file: &OpenFile, changed: ChangedFiles) -> Result<(), RollbackError
     Ok(())
 }
 
-/// With the mode of then, which CRIU compares.
+/// With the mode at the snapshot, which CRIU compares.
 fn can_be_made(file: &OpenFile) -> bool {
     file.part.is_some() && file.mode.is_some()
 }
@@ -290,7 +290,7 @@ fn with_rights<T: Send>(
     }
 }
 
-/// Makes the folders that the image needs and that were removed since, and answers how many.
+/// Makes the folders that the image needs and that were removed since, and returns how many.
 pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Result<usize, RollbackError> {
     let mut made = 0;
     for folder in &manifest.folders {
@@ -301,7 +301,7 @@ pub(crate) fn make_folders(manifest: &Manifest, user: Option<&Identity>) -> Resu
 
 fn make_folder(folder: &Folder, may_give: bool) -> Result<bool, RollbackError> {
     let path = &*folder.path;
-    // Whatever is there is somebody's.
+    // An existing file belongs to somebody.
     if std::fs::symlink_metadata(path).is_ok() {
         return Ok(false);
     }
@@ -363,7 +363,7 @@ pub(crate) fn put_back(
     }
     for file in &manifest.open_files {
         if let Some(path) = moved::log_here(&file.path, manifest, folder) {
-            // A terminal shows the output as it is written: first what is cut, then what comes in its place.
+            // A terminal shows the output as it is written: first what is cut, then what replaces it.
             let mut held = output.hold();
             done.extend(put_log_back(file, &path, &mut held)?);
             continue;
@@ -435,7 +435,7 @@ fn put_one_back(
     match content {
         Some(content) => Ok(content::replace(&open, file, content, aside)?.map(PutBack::Kept)),
         None if metadata.size() > file.size => cut(&open, path, file.size).map(PutBack::Kept).map(Some),
-        // Rotated or emptied by its owner; whoever appends does not mind.
+        // Rotated or emptied by its owner; a program that appends is not affected.
         None if metadata.size() < file.size && !file.append => {
             Err(RollbackError::Shorter { path: path.clone(), had: file.size, has: metadata.size() })
         }
@@ -449,8 +449,8 @@ fn cut(file: &File, path: &Path, size: u64) -> Result<RolledBack, RollbackError>
     Ok(RolledBack { path: path.into(), kept, bytes })
 }
 
-/// How many copies of one file are kept. The user's files are the user's to remove, so the next is refused: nobody has so
-/// many whom they are of use to.
+/// How many copies of one file are saved. The user's files are the user's to remove, so the next copy is refused.
+/// Nobody needs more than this.
 pub(crate) const MOST_KEPT: u32 = 10_000;
 
 /// What a copy or a new file could not be written for.

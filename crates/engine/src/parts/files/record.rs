@@ -1,4 +1,4 @@
-//! Files as a part of the state: what size they had, and hard links for names that are gone.
+//! Records files as part of the state: their sizes, and hard links for deleted names.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -44,8 +44,9 @@ pub(crate) fn open_for_writing(criu_dir: &Path, root: i32) -> Result<Vec<OpenFil
     Ok(found)
 }
 
-/// The folders that a restore needs: those in which files are written, or `read` and kept, and sockets are bound, those where processes stand, and
-/// all above them, but for `ours`. A job removes some as it goes on (multiprocessing's temporary ones), and CRIU makes none.
+/// The folders that a restore needs: those of files that are written, or read and saved (`read`), and of bound sockets;
+/// working directories; and all folders above them, except `ours`. A job removes some while it runs (multiprocessing's
+/// temporary ones), and CRIU creates none.
 pub(crate) fn folders(criu_dir: &Path, root: i32, ours: &[&Path], read: &[&Path]) -> Result<Vec<Folder>, image::Error> {
     let mut wanted: BTreeSet<PathBuf> = BTreeSet::new();
     let mut add = |path: &Path| wanted.extend(path.ancestors().map(Path::to_path_buf));
@@ -66,7 +67,7 @@ pub(crate) fn folders(criu_dir: &Path, root: i32, ours: &[&Path], read: &[&Path]
         let path = JobPath::new(path).ok()?;
         Some(Folder { path, mode: metadata.mode(), uid: metadata.uid(), gid: metadata.gid() })
     };
-    // Those of processes and devices are the kernel's to make, and nobody else can.
+    // Names of processes and devices are created by the kernel only.
     let is_kernels = |path: &PathBuf| ["/proc", "/sys"].iter().any(|kernels| path.starts_with(kernels));
     // In the order of paths a folder comes after the one that it is in.
     Ok(wanted.into_iter().filter(|path| !is_kernels(path)).filter_map(folder).collect())
@@ -176,8 +177,8 @@ pub(crate) fn drop_links(links: &[SavedLink], root: i32, user: Option<&Identity>
     }
 }
 
-/// The files of ours that the job has mapped. A job that was restored goes on with the reaper that it had, of another version
-/// or below another store.
+/// Rekindle's own files that the job has mapped. A restored job continues with the reaper that it had, which may be of
+/// another version or below another store.
 pub(crate) fn ours(given: &[PathBuf], root: i32) -> Vec<PathBuf> {
     let mut all = given.to_vec();
     let reaper = process::executable(root);
@@ -207,7 +208,7 @@ pub(crate) enum Error {
     Image(#[from] image::Error),
     #[error(transparent)]
     Path(#[from] PathError),
-    #[error("cannot keep a hard link at {path}: {source}")]
+    #[error("cannot create a hard link at {path}: {source}")]
     Link { path: PathBuf, source: io::Error },
 }
 

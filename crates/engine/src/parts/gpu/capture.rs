@@ -1,13 +1,13 @@
-//! The CUDA processes of a tree, taken through the driver's checkpoint together.
+//! Takes the CUDA processes of a tree through the driver's checkpoint together.
 //!
-//! From the checkpoint to the restore all threads of these processes are stopped, but for the driver's own while it works
-//! ([`rekindle_os::ptrace`] says why). In the image they are stopped too: after a restart they go on once their GPU is
-//! back.
+//! From the checkpoint to the restore all threads of these processes are stopped, except the driver's own while it
+//! works ([`rekindle_os::ptrace`] says why). They are stopped in the image too: after a restart they continue once
+//! their GPU is restored.
 //!
-//! Invariants: what this module believes of each process is what the undo acts on; a process that the driver could not
-//! restore is `Lost`, for there is no second try, and is never touched again; one that cannot be asked any more is
-//! `Lost` too, as it may be locked. A process that ended is `Gone` and stops nobody: whether the job goes on without it
-//! is the job's affair.
+//! Invariants: the undo uses the state that this module has recorded for each process. A process that the driver could
+//! not restore is `Lost`, because there is no second try, and is never touched again. A process whose state can no
+//! longer be asked is `Lost` too, because it may be locked. A process that ended is `Gone` and does not stop the
+//! others: the job decides whether it continues without it.
 
 mod lock;
 
@@ -20,7 +20,7 @@ use rekindle_cuda::sharing::{self, Sharing};
 use rekindle_cuda::{self as cuda, Process, State};
 use rekindle_os::{parallel, process, ptrace};
 
-/// Why the GPUs of a job could not be frozen, or not be set going again.
+/// Why the GPUs of a job could not be frozen, or not be resumed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A call of the CUDA driver failed.
@@ -33,9 +33,7 @@ pub enum Error {
         source: cuda::Error,
     },
     /// The set of CUDA processes changed at every attempt to lock it.
-    #[error(
-        "lock: the job starts and ends CUDA processes too fast: after {attempts} attempts there was a new one each time"
-    )]
+    #[error("lock: the job starts and ends CUDA processes too fast: each of {attempts} attempts met a new one")]
     Restless {
         /// How often it was tried.
         attempts: u32,
@@ -64,7 +62,7 @@ pub enum Error {
     #[error("cancelled")]
     Cancelled,
     /// It failed, and so did its undo: the job cannot continue.
-    #[error("{cause}; and the job could not be set going again: {undo}")]
+    #[error("{cause}; and the job could not be resumed: {undo}")]
     Lost {
         /// What failed first.
         cause: Box<Error>,
@@ -90,11 +88,11 @@ struct Member {
     /// The thread the driver works with, as we see it.
     thread: i32,
     state: GpuState,
-    /// Stopped by us, and to be set going again.
+    /// Stopped by us, and to be resumed.
     stopped: bool,
 }
 
-/// How long a call of the driver may take before the other threads are let go on: twice what it takes to copy the memory
+/// Time limit for a call of the driver before the other threads are resumed: twice what it takes to copy the memory
 /// of the largest GPUs (140 GB at 2.5 GB/s).
 const PATIENCE: Duration = Duration::from_secs(120);
 
@@ -110,7 +108,7 @@ impl Member {
         has_ended(self.process.pid())
     }
 
-    /// Does `work` with the driver's thread alone, where the process is stopped.
+    /// Runs `work` with the driver's thread alone, where the process is stopped.
     fn alone<T>(&self, work: impl FnOnce(&Process) -> Result<T, cuda::Error>) -> Result<T, cuda::Error> {
         if self.stopped {
             // CRIU lets a stopped process go and sends it SIGSTOP again: until that has come, it runs. Where it does not
@@ -136,7 +134,7 @@ pub(crate) struct Group {
     members: Vec<Member>,
 }
 
-/// How often a changing set of processes, or ranks that hold each other up, are tried again.
+/// How often the lock is tried if the set of processes changes, or ranks block each other.
 const ATTEMPTS: u32 = 5;
 
 impl Group {
@@ -184,19 +182,19 @@ impl Group {
         self.members.iter().map(|m| m.process.pid()).collect()
     }
 
-    /// Whether one has memory of another that cannot be let go. Asked before anything stands still.
+    /// Whether one has another process's memory that cannot be released. Asked before anything is stopped.
     pub(crate) fn check_sharing(&self) -> Result<(), Error> {
         Ok(sharing::check(&self.sharing()?)?)
     }
 
     fn sharing(&self) -> Result<Vec<Sharing>, Error> {
-        let io = |source| Error::Io { what: "read what the CUDA processes share".into(), source };
+        let io = |source| Error::Io { what: "cannot read which memory the CUDA processes share".into(), source };
         sharing::of(&self.outer_pids()).map_err(io)
     }
 
-    /// Locks all ([`lock::together`]), within `timeout` for each attempt, and has them let go of what they have of each other.
-    /// When one cannot be locked, all are unlocked and it is tried again. The same when a process began or ceased to use
-    /// CUDA between the look and the lock.
+    /// Locks all ([`lock::together`]), within `timeout` for each attempt, and makes them release each other's memory.
+    /// If one cannot be locked, all are unlocked and the lock is tried again. The same if a process started or stopped
+    /// using CUDA between the listing and the lock.
     pub(crate) fn lock(&mut self, root: i32, timeout: Duration, cancelled: &dyn Fn() -> bool) -> Result<(), Error> {
         let error = |source| Error::Cuda { phase: "lock", source };
         for attempt in 1..=ATTEMPTS {
@@ -233,7 +231,7 @@ impl Group {
         Err(Error::Restless { attempts: ATTEMPTS })
     }
 
-    /// Has locked processes let go of memory of each other. They are stopped, and unlocked for the moment that it takes.
+    /// Makes locked processes release each other's memory. They are stopped, and unlocked for the moment that it takes.
     fn let_go(&mut self, timeout: Duration) -> Result<(), Error> {
         let sharing = self.sharing()?;
         sharing::check(&sharing)?;
@@ -250,15 +248,17 @@ impl Group {
             outcome.map_err(|source| Error::Cuda { phase: "lock", source })?;
             member.state = GpuState::Locked;
         }
-        tracing::debug!(took = ?began.elapsed(), "let go of GPU memory of other processes");
+        tracing::debug!(took = ?began.elapsed(), "released other processes' GPU memory");
         Ok(())
     }
 
     /// Stops all threads of all.
     fn stop(&mut self) -> Result<(), Error> {
         for member in self.members.iter_mut().filter(|member| !member.stopped) {
-            member.stopped = ptrace::stop(member.process.pid(), STOP_TIMEOUT)
-                .map_err(|source| Error::Io { what: format!("checkpoint: stop process {}", member.inner), source })?;
+            member.stopped = ptrace::stop(member.process.pid(), STOP_TIMEOUT).map_err(|source| Error::Io {
+                what: format!("checkpoint: cannot stop process {}", member.inner),
+                source,
+            })?;
         }
         Ok(())
     }
@@ -288,10 +288,10 @@ impl Group {
         let began = Instant::now();
         let taken = self.unlock_alone().and_then(|()| Ok(sharing::take_again(&sharing)?));
         if taken.is_err() {
-            // They would use what is not there any more.
+            // They would use memory that is not mapped.
             self.members.iter_mut().filter(|m| m.state == GpuState::Running).for_each(|m| m.state = GpuState::Lost);
         }
-        tracing::debug!(took = ?began.elapsed(), "took GPU memory of other processes again");
+        tracing::debug!(took = ?began.elapsed(), "mapped other processes' GPU memory again");
         taken
     }
 
@@ -361,13 +361,13 @@ impl Group {
         result
     }
 
-    /// Does `work` with all at once, and pairs each with its answer, in their order.
+    /// Runs `work` with all at once, and pairs each with its answer, in their order.
     fn at_once<T: Send>(&mut self, work: impl Fn(&Member) -> T + Sync) -> impl Iterator<Item = (&mut Member, T)> {
         let answers = parallel::at_once(&self.members, work);
         self.members.iter_mut().zip(answers)
     }
 
-    /// Lets all go on that have their GPU.
+    /// Resumes all that have their GPU memory.
     pub(crate) fn unlock(&mut self) -> Result<(), Error> {
         let mut result = self.take_again();
         for member in self.members.iter_mut().filter(|m| matches!(m.state, GpuState::Locked | GpuState::Running)) {
@@ -396,8 +396,8 @@ impl Group {
         self.unlock().map_err(|e| e.to_string())
     }
 
-    /// Takes the driver's word for where a process stands: a call that failed may have done its work, and a process that
-    /// died needs no undo.
+    /// Updates the recorded state from the driver: a call that failed may have done its work, and a process that died
+    /// needs no undo.
     fn sync_with_driver(&mut self) {
         for member in self.members.iter_mut().filter(|m| m.state != GpuState::Lost) {
             member.state = match ask_again(member) {
@@ -405,7 +405,7 @@ impl Group {
                 Ok(State::Locked) => GpuState::Locked,
                 Ok(State::Checkpointed) => GpuState::Checkpointed,
                 _ if member.has_ended() => GpuState::Gone,
-                // Failed; or it cannot be told, and then it may be locked or half way.
+                // Failed; or its state is unknown, and then it may be locked or in between.
                 _ => GpuState::Lost,
             };
         }
@@ -423,7 +423,7 @@ impl Group {
             match member.process.state() {
                 Ok(State::Running) => {}
                 Ok(state) => return Err(Error::NotRunning { pid: member.inner, state }),
-                // It ended as soon as it was let go; the supervisor sees whether the job goes on.
+                // It ended as soon as it was resumed; the supervisor sees whether the job continues.
                 Err(_) if member.has_ended() => {}
                 Err(source) => return Err(Error::Cuda { phase: "check", source }),
             }
@@ -461,8 +461,9 @@ fn ask_again(member: &Member) -> Result<State, cuda::Error> {
     answer
 }
 
-/// From 40 to 120 ms after the first attempt, from 160 to 480 ms after the fourth: time for ranks to leave the collective
-/// they were in. By chance, because ranks that begin a collective in step with our attempts would hold up all of them.
+/// From 40 to 120 ms after the first attempt, from 160 to 480 ms after the fourth: time for ranks to leave the
+/// collective they were in. Random, because ranks that begin a collective in step with our attempts would delay all of
+/// them.
 fn pause(attempt: u32) -> Duration {
     let least = u64::from(attempt) * 40;
     // Seeded by the kernel, and another for each hasher.

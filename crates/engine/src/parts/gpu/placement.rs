@@ -1,18 +1,18 @@
-//! Which GPUs a job comes back on.
+//! Decides on which GPUs a job is restored.
 //!
-//! [`plan`] is a pure function from what the image says, the GPUs that are here and what was asked for ([`Wishes`]) to a
-//! [`Plan`]. A GPU that the job used and that is here, well, and has room stays; where one is gone, does not answer, had a
-//! fault or is too full, another of the same type with room takes its place. With nothing to change the driver is told of
-//! no GPUs at all.
+//! [`plan`] is a pure function from the image, the GPUs of this machine and the user's wishes ([`Wishes`]) to a
+//! [`Plan`]. A GPU that the job used stays if it is present, healthy and has enough free memory. If it is missing, does
+//! not answer, had a fault or is too full, another GPU of the same type with enough free memory replaces it. If nothing
+//! changes, no pairs are given to the driver.
 //!
-//! What the driver wants of pairs (580.159.04, measured on two H200): each GPU that the process could see when it was
-//! checkpointed is named once, whatever CUDA_VISIBLE_DEVICES says, no other is, and no two go to one. Else the restore fails
-//! with `INVALID_VALUE`, and there is no second try on the same process. So the GPUs that the job did not use are named as
-//! well, and fill up what is left. Where one of them is not there any more, the restore fails with `NOT_SUPPORTED` without
-//! pairs, and with pairs that name it as a new one.
+//! What the driver needs of pairs (580.159.04, measured on two H200): each GPU that the process could see when it was
+//! checkpointed is named exactly once, whatever CUDA_VISIBLE_DEVICES says; no other GPU is named; and no two map to the
+//! same one. Otherwise the restore fails with `INVALID_VALUE`, and there is no second try with the same process. So
+//! GPUs that the job did not use are named too, and get the GPUs that remain. If one of them is missing, the restore
+//! fails with `NOT_SUPPORTED` without pairs, and also with pairs that name it as a new one.
 //!
-//! Invariants: pairs name every GPU of the image, and no new one twice; a GPU that the job used goes to none whose free
-//! memory is less, or not known, but by staying where that cannot be asked; it stays where it can.
+//! Invariants: pairs name every GPU of the image, and no new GPU twice. A GPU that the job used is never mapped to one
+//! whose free memory is smaller or unknown, unless it stays where it is and this cannot be asked. It stays if it can.
 
 mod matching;
 mod wish;
@@ -35,7 +35,7 @@ pub struct Device {
     pub name: String,
     /// Its number, as nvidia-smi counts.
     pub index: Option<u32>,
-    /// Bytes of its memory that can be had.
+    /// Available bytes of its memory.
     pub free: Option<u64>,
     /// Bytes of its memory.
     pub total: Option<u64>,
@@ -48,7 +48,7 @@ pub struct Device {
 pub enum Health {
     /// Nothing is known against it.
     Fine,
-    /// It had a fault after which NVIDIA advises to start nothing on it: taken only where there is no other.
+    /// It had a fault after which NVIDIA advises to start nothing on it: taken only if there is no other.
     Faulted(u32),
     /// NVML cannot ask it.
     Silent,
@@ -112,12 +112,12 @@ fn is_same_address(one: &str, other: &str) -> bool {
 /// What is to be done about the GPUs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Plan {
-    /// Nothing: the job comes back where it was.
+    /// Nothing changes: the job is restored where it was.
     Stay {
         /// GPUs that would be left if there were others: each with the reason.
         in_spite_of: Vec<String>,
     },
-    /// The driver is to be told of other GPUs.
+    /// The driver is given pairs with other GPUs.
     Move(Relocation),
     /// What is needed is here, and busy. It may be free again.
     Wait(NoPlace),
@@ -134,14 +134,14 @@ pub struct Relocation {
     pub moved: Vec<Moved>,
     /// Whether it is only because one of them has too little free memory.
     pub for_room: bool,
-    /// Whether a GPU that is divided or silent stands in for one that the job did not use: there are too few for all.
-    /// Whether the driver takes that is not known.
+    /// Whether a divided or silent GPU replaces one that the job did not use, because there are too few. It is not
+    /// known whether the driver accepts that.
     pub unproven: bool,
 }
 
 /// Why a job has no place on the GPUs of this machine.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the job needs {image}, here is {here}; {advice}")]
+#[error("the job needs {image}; this machine has {here}; {advice}")]
 pub struct NoPlace {
     /// What the image needs.
     pub image: String,
@@ -194,7 +194,7 @@ fn olds(manifest: &Manifest) -> Vec<Old> {
         .collect()
 }
 
-/// Decides which GPUs the job comes back on.
+/// Decides on which GPUs the job is restored.
 #[must_use]
 pub fn plan(manifest: &Manifest, here: &Devices, wishes: &Wishes) -> Plan {
     let olds = olds(manifest);
@@ -220,7 +220,9 @@ pub fn plan(manifest: &Manifest, here: &Devices, wishes: &Wishes) -> Plan {
     if let Some(places) = ask(Faults::Take, Room::Ever) {
         return match relocate(&olds, here, &fixed, &places, no_place) {
             Plan::Refuse(why) => Plan::Refuse(why),
-            _ => Plan::Wait(no_place("it is busy: end what uses it, or wait until it is free".into())),
+            _ => Plan::Wait(no_place(
+                "a GPU that fits is busy: end the programs that use it, or wait until it is free".into(),
+            )),
         };
     }
     let may_be_unused = olds.iter().any(|old| matches!(old.need, Need::Unknown(_)));
@@ -230,7 +232,7 @@ pub fn plan(manifest: &Manifest, here: &Devices, wishes: &Wishes) -> Plan {
         return Plan::Stay { in_spite_of: Vec::new() };
     }
     Plan::Refuse(no_place(format!(
-        "each wants a whole GPU of its own type with as much free memory: restore it on {home}, or on a machine that has them"
+        "each one needs a whole GPU of the same type with that much free memory: restore the image on {home}, or on a machine that has such GPUs"
     )))
 }
 
@@ -254,7 +256,7 @@ fn relocate(
     }
     let Some((news, unproven)) = matching::fill(olds, &here.all, places) else {
         let advice = format!(
-            "the driver wants a GPU of the same type named for each of the {} that the job could see when the image was made",
+            "the driver needs a GPU of the same type for each of the {} GPUs that the job could see at the snapshot",
             olds.len()
         );
         return Plan::Refuse(no_place(advice));
@@ -269,7 +271,7 @@ fn relocate(
         let own = here.all.iter().find(|device| device.uuid == old.uuid);
         let why = match own {
             _ if fixed.iter().any(|(o, _)| *o == at) => "asked for".into(),
-            None => "it is not here".into(),
+            None => "it is not on this machine".into(),
             Some(device) => match (device.health, device.free) {
                 (Health::Fine, Some(free)) if free >= old.need.bytes() => "it makes room for another".into(),
                 _ => format!("it {}", state(device)),
@@ -281,20 +283,20 @@ fn relocate(
     }
     let for_room = for_room && !moved.is_empty();
     if here.too_old {
-        let why = no_place(format!("only driver {FIRST_DRIVER} and newer bring a job back on other GPUs: install one"));
+        let why = no_place(format!("only driver {FIRST_DRIVER} or newer can restore a job on other GPUs: install it"));
         return if for_room { Plan::Wait(why) } else { Plan::Refuse(why) };
     }
     Plan::Move(Relocation { pairs, for_room, moved, unproven })
 }
 
-/// What stands against a GPU, or the room that it has.
+/// What is wrong with a GPU, or how much memory it has free.
 fn state(device: &Device) -> String {
     match (device.health, device.free) {
         (Health::Faulted(number), _) => format!("had Xid {number} ({})", xid::meaning(number).0),
         (Health::Silent, _) => "does not answer (NVML)".into(),
         (Health::Part, _) => "is divided or virtual (MIG, vGPU)".into(),
         (Health::Fine, Some(free)) => format!("has {} free", ByteSize::b(free)),
-        (Health::Fine, None) => "may have memory free or not (there is no NVML)".into(),
+        (Health::Fine, None) => "has an unknown amount of free memory (NVML is not available)".into(),
     }
 }
 

@@ -1,4 +1,4 @@
-//! The GPUs of a restored job: given back before a thread of it runs.
+//! Restores the GPUs of a job before any of its threads runs.
 
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -8,13 +8,13 @@ use rekindle_cuda::{self as cuda, sharing};
 use rekindle_os::{parallel, process, ptrace};
 use rekindle_store::Manifest;
 
-/// Why the GPUs of a job did not come back.
+/// Why the GPUs of a job were not restored.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// A process of the image that used CUDA is not there after the restore.
-    #[error("process {0}, which used CUDA, is not there after the restore")]
+    /// A process of the image that used CUDA does not exist after the restore.
+    #[error("process {0} used CUDA and does not exist after the restore")]
     NoProcess(i32),
-    /// The CUDA driver could not bring a process back.
+    /// The CUDA driver could not restore a process.
     #[error("the CUDA state of process {pid} was not restored: {source}")]
     Cuda {
         /// As the job sees it.
@@ -23,7 +23,7 @@ pub enum Error {
         #[source]
         source: cuda::Error,
     },
-    /// What processes had of each other's GPU memory did not come back.
+    /// Shared GPU memory was not mapped again.
     #[error("the GPU memory that the processes share was not restored: {0}")]
     Sharing(#[from] sharing::Error),
     /// The notes about it cannot be read.
@@ -31,7 +31,7 @@ pub enum Error {
     SharingUnread(#[source] std::io::Error),
     /// The CUDA driver did not answer in time.
     #[error(
-        "the CUDA driver did not restore the job within {}: raise restart.restore-timeout, or see what the GPU is doing",
+        "the CUDA driver did not restore the job within {}: raise restart.restore-timeout, or check what uses the GPU",
         humantime::format_duration(*limit)
     )]
     Timeout {
@@ -43,8 +43,8 @@ pub enum Error {
     Cancelled,
 }
 
-/// How long the driver may take before the other threads are let go on: five seconds, and what is in the image at a
-/// seventh of the slowest rate that was seen (6.8 GB/s from host memory).
+/// Time limit for the driver before the other threads are resumed: five seconds, plus the time for the image's memory
+/// at a seventh of the slowest observed rate (6.8 GB/s from host memory).
 fn patience(manifest: &Manifest) -> Duration {
     Duration::from_secs(5) + Duration::from_nanos(manifest.bytes)
 }
@@ -52,11 +52,11 @@ fn patience(manifest: &Manifest) -> Duration {
 /// How long the threads of a process may take to stop.
 const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How often a call of the driver under way is looked after.
+/// How often a driver call in progress is checked.
 const WATCH: Duration = Duration::from_millis(20);
 
-/// Carries out `work` on another thread. No call of the driver takes a bound, and none can be called off but by killing
-/// the process that it is about: that is done when it is not wanted any more, and when it takes too long.
+/// Runs `work` on another thread. No driver call has a time limit, and none can be cancelled except by killing its
+/// process: that is done if it is cancelled, and if it takes too long.
 pub(crate) fn watched(
     job: &Job,
     limit: Duration,
@@ -94,7 +94,7 @@ pub(crate) fn visible_devices(job: &Job, manifest: &Manifest) -> Option<String> 
 }
 
 /// Gives GPUs to the processes that had some, all at once: the driver does it for several in parallel (580, measured).
-/// `pairs` name others, where there are any.
+/// `pairs` name others, if there are any.
 pub(crate) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMapping]) -> Result<(), Error> {
     if manifest.tree.cuda.is_empty() {
         return Ok(());
@@ -143,8 +143,8 @@ pub(crate) fn bring_back(job: &Job, manifest: &Manifest, pairs: &[cuda::GpuMappi
     Ok(())
 }
 
-/// Gives back to each process what it had let go of for the image: memory of others. Their other threads stand still; those
-/// that have nothing to take again stay locked.
+/// Maps again in each process the other processes' memory that it had released for the image. Their other threads are
+/// stopped; processes without such memory stay locked.
 fn take_again(manifest: &Manifest, processes: &[(i32, cuda::Process)]) -> Result<(), Error> {
     let pids: Vec<i32> = processes.iter().map(|(_, process)| process.pid()).collect();
     let sharing = sharing::of(&pids).map_err(Error::SharingUnread)?;

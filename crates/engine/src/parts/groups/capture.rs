@@ -1,8 +1,8 @@
 //! Control groups that the job made and moved processes into.
 //!
-//! Such a group is below the one that the supervisor is in, in which the job was started. Groups elsewhere are those of
-//! whoever moved a process there: an administrator, a scheduler. Groups of threads (cgroup v2) are not recorded, nor is what
-//! a process in a cgroup namespace of its own is in.
+//! Such a group is below the supervisor's group, in which the job was started. A group elsewhere belongs to whoever
+//! moved the process there: an administrator, a scheduler. Threaded groups (cgroup v2), and groups of a process in its
+//! own cgroup namespace, are not recorded.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -19,7 +19,7 @@ use rekindle_store::manifest::{ControlGroup, Owner};
 pub(crate) struct Found {
     /// Each group is after the one that it is in.
     pub(crate) groups: Vec<ControlGroup>,
-    /// What is to be told of groups that are not in the image.
+    /// Notes on groups that are not in the image.
     pub(crate) notes: Vec<String>,
 }
 
@@ -49,7 +49,7 @@ pub(crate) fn find(tree: &[i32]) -> Found {
             let recorded = match is_seen_alike(*pid) {
                 true if groups.contains_key(&key) => Ok(Vec::new()),
                 true => record(hierarchy, &key.1),
-                false => Err(io::Error::other("a process in it has a cgroup namespace of its own")),
+                false => Err(io::Error::other("one of its processes has its own cgroup namespace")),
             };
             match recorded {
                 Ok(recorded) => {
@@ -69,8 +69,8 @@ pub(crate) fn find(tree: &[i32]) -> Found {
 
 fn note(what: &str, error: &io::Error) -> String {
     format!(
-        "the image does not have the control group {what:?}, so its processes come back in the supervisor's: {error}. Move \
-         them again after a restore"
+        "the control group {what:?} is not in the image, so a restore puts its processes into the supervisor's group: {error}. Move \
+         them after a restore"
     )
 }
 
@@ -98,7 +98,7 @@ fn record(hierarchy: &Hierarchy, path: &GroupPath) -> io::Result<Vec<ControlGrou
     for (name, path) in path.parts().zip(path.with_those_above()) {
         folder = folder.child(name)?;
         if !folder.is_of_processes() {
-            return Err(io::Error::other("it is a group of threads"));
+            return Err(io::Error::other("it is a threaded control group"));
         }
         let (own, procs) = (folder.metadata()?, folder.procs_metadata()?);
         all.push(ControlGroup {

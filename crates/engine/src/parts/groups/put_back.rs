@@ -1,8 +1,8 @@
-//! Control groups that the job made: made again where they are gone, and entered, before the job runs.
+//! Control groups that the job made: created again if they are missing, and entered, before the job runs.
 //!
-//! The supervisor's group of now takes the place of its group of then. All of it is done with the rights of the job's user:
-//! the image says which groups, and it may be a stranger's. What cannot be done does not keep the job from running, and is
-//! said.
+//! The supervisor's present group replaces its group at the snapshot. Everything is done with the rights of the job's
+//! user, because the image names the groups, and the image can come from somebody else. A failure does not prevent the
+//! job from running, and is reported.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,8 +14,8 @@ use rekindle_os::{identity, process};
 use rekindle_store::manifest::{ControlGroup, Owner};
 use rekindle_store::{GroupPath, Manifest};
 
-/// Puts the processes of the tree below `root`, which stand still, into the control groups that they were in. Warns of each
-/// group that could not be entered, and of each that lacks a setting.
+/// Moves the stopped processes of the tree below `root` into the control groups that they were in. Warns of each group
+/// that could not be entered, and of each that lacks a setting.
 pub(crate) fn put_back(root: i32, manifest: &Manifest, user: Option<&Identity>) {
     let groups = &manifest.control_groups;
     if groups.is_empty() {
@@ -39,8 +39,8 @@ pub(crate) fn put_back(root: i32, manifest: &Manifest, user: Option<&Identity>) 
     match cgroup::hierarchies().and_then(work) {
         Ok(warnings) => warnings.iter().for_each(|warning| tracing::warn!("{warning}")),
         Err(error) => tracing::warn!(
-            "the processes of the job stay in the supervisor's control groups, and are not in those that the job had made: \
-             {error}. See /proc/PID/cgroup, and write each PID to the {PROCS} of its group"
+            "cannot move the job's processes into the control groups that the job had made; they are in the supervisor's: \
+             {error}. Write each PID to the {PROCS} of its group (/proc/PID/cgroup shows where it is)"
         ),
     }
 }
@@ -71,7 +71,7 @@ fn all(groups: &[ControlGroup], hierarchies: &[Hierarchy], job: &Job<'_>) -> Vec
     for group in sorted {
         let hierarchy = hierarchies.iter().find(|hierarchy| hierarchy.controllers == group.hierarchy);
         let Some(base) = hierarchy.and_then(|hierarchy| hierarchy.folder.as_deref()) else {
-            warnings.extend(job.stays(group, None, "this machine has no such hierarchy mounted"));
+            warnings.extend(job.stays(group, None, "this hierarchy is not mounted here"));
             continue;
         };
         match find_or_make(base, group) {
@@ -80,7 +80,7 @@ fn all(groups: &[ControlGroup], hierarchies: &[Hierarchy], job: &Job<'_>) -> Vec
                 warnings.extend(at.put_settings(&folder, job));
                 here.push(at);
             }
-            Err(why) => warnings.extend(job.stays(group, Some(base), &format!("it cannot be made: {why}"))),
+            Err(why) => warnings.extend(job.stays(group, Some(base), &format!("it cannot be created: {why}"))),
         }
     }
     // Their limits are in force by now.
@@ -100,9 +100,9 @@ fn find_or_make(base: &Path, group: &ControlGroup) -> io::Result<(Folder, bool)>
 }
 
 impl Here<'_> {
-    /// Has its settings be those of the snapshot, unless somebody uses the group.
+    /// Sets its settings to those of the snapshot, unless somebody uses the group.
     fn put_settings(&self, folder: &Folder, job: &Job<'_>) -> Option<String> {
-        // Of ours nobody is in it yet.
+        // A group that we created has no process yet.
         if !self.is_new && folder.is_populated().unwrap_or(true) {
             return None;
         }
@@ -115,13 +115,13 @@ impl Here<'_> {
                 let NotSet { name, value, source } = failed.remove(0);
                 format!("{name} is not {value:?}: {source}")
             }
-            (true, Some(name)) => format!("{name:?} is not a setting that this version of rekindle puts back"),
+            (true, Some(name)) => format!("{name:?} is not a setting that this version of rekindle can restore"),
             (true, None) => return None,
         };
         let more = if failed.is_empty() { String::new() } else { format!(" (and {} more)", failed.len()) };
         Some(format!(
-            "the control group {} does not have all the settings of the snapshot: {first}{more}. Set it by hand, or let \
-             {} do it: a controller has to be in the cgroup.subtree_control of the group above",
+            "the control group {} does not have all settings of the snapshot: {first}{more}. Set them by hand, or allow \
+             {} to do it: the controller must be in cgroup.subtree_control of the parent group",
             folder_of(self.base, &self.group.path).display(),
             job.user
         ))
@@ -140,15 +140,15 @@ impl Here<'_> {
         job.stays(&ControlGroup { processes: stay, ..self.group.clone() }, Some(self.base), &why)
     }
 
-    /// Gives it to whom it belonged.
+    /// Gives it to its owner at the snapshot.
     fn hand_over(&self) -> Option<String> {
         let (group, ids) = (self.group, |owner: Owner| (owner.uid, owner.gid));
         let done = find_or_make(self.base, group)
             .and_then(|(folder, _)| folder.hand_over(group.mode, ids(group.owner), ids(group.procs)));
         let why = done.err()?;
         Some(format!(
-            "the control group {}, which was made again, is not handed to user {} and group {} as it was at the snapshot: \
-             {why}. Do it by hand (chown), if the job is to use it further",
+            "the control group {} was created again, and cannot be given to user {} and group {} as at the snapshot: \
+             {why}. Use chown if the job needs it",
             folder_of(self.base, &group.path).display(),
             group.owner.uid,
             group.owner.gid
@@ -160,7 +160,7 @@ impl Here<'_> {
 const NAMED: usize = 5;
 
 impl Job<'_> {
-    /// That processes are not in their group; None where there are no such processes.
+    /// A warning that processes are not in their group; None if there are no such processes.
     fn stays(&self, group: &ControlGroup, base: Option<&Path>, why: &str) -> Option<String> {
         let there: Vec<(i32, i32)> =
             group.processes.iter().filter_map(|inner| Some((*inner, *self.pids.get(inner)?))).collect();
@@ -171,21 +171,21 @@ impl Job<'_> {
         if there.len() > NAMED {
             named.push(format!("{} more", there.len() - NAMED));
         }
-        let (word, stay) = if there.len() == 1 { ("process", "stays") } else { ("processes", "stay") };
+        let (word, stay) = if there.len() == 1 { ("process", "is") } else { ("processes", "are") };
         let kind = match group.hierarchy.as_str() {
             "" => "cgroup v2".to_owned(),
             controllers => format!("cgroup v1, {controllers:?}"),
         };
         let help = match base {
             Some(base) => format!(
-                "Make it and move what is missing (echo {pid} > {}), or let {} do that before the next restore",
+                "Create it and move the processes into it (echo {pid} > {}), or allow {} to do that before the next restore",
                 folder_of(base, &group.path).join(PROCS).display(),
                 self.user
             ),
-            None => "Mount it, or set the limits another way".to_owned(),
+            None => "Mount it, or set the limits differently".to_owned(),
         };
         Some(format!(
-            "{word} {} {stay} in the supervisor's control group, and not in {:?} below it as at the snapshot ({kind}): {why}. \
+            "{word} {} {stay} in the supervisor's control group and not in {:?} below it as at the snapshot ({kind}): {why}. \
              {help}",
             named.join(", "),
             group.path.as_str()

@@ -1,12 +1,12 @@
-//! Landing files: where the driver puts the device memory of a process.
+//! Landing files: the files to which the driver writes the device memory of a process.
 //!
-//! For the checkpoint each CUDA process gets a file of the slot under the name that the interposer in it looks for. The
-//! driver's mapping is then a mapping of that file: CRIU keeps its path only, and the file is the image of the GPU. The
-//! name is there from before the checkpoint until the driver has read the file back; a process that maps memory at any
-//! other time gets what it asks for.
+//! For the checkpoint each CUDA process gets a file of the slot, under the name that its interposer looks for. The
+//! driver's mapping is then a mapping of that file: CRIU stores only its path, and the file is the image of the GPU
+//! memory. The name exists from before the checkpoint until the driver has read the file back. At any other time the
+//! interposer does not change a process's mappings.
 //!
-//! Whether a process took the file is seen by its mappings: a program without the interposer (static, set-user-ID) did
-//! not, and has its device memory in CRIU's page files as without all this.
+//! The process's mappings show whether it used the file. A program without the interposer (static, set-user-ID) did
+//! not, and its device memory is in CRIU's page files.
 
 use std::fs;
 use std::io;
@@ -42,7 +42,7 @@ pub(crate) fn arm(area: &Area, slot: &Filling, landers: &[Lander]) -> Result<Arm
     for lander in landers {
         let file = slot.landing_file(lander.inner, lander.bytes)?;
         let name = area.landing_dir().join(lander.inner.to_string());
-        name_it(&file, &name, lander.outer).map_err(failed("give the landing file its name", &name))?;
+        name_it(&file, &name, lander.outer).map_err(failed("name the landing file", &name))?;
         armed.files.push((*lander, name));
     }
     Ok(armed)

@@ -1,7 +1,7 @@
-//! Landing files at a restart: CRIU maps them by their path, and the driver reads the device memory back from there.
+//! Landing files at a restart: CRIU maps them by their path, and the driver reads the device memory from them.
 //!
-//! From an image in memory the file is the slot's own under a second name: nothing is copied. From the store its content is
-//! copied to where the image says. The names go when the driver is done.
+//! For an image in memory the file is the slot's own, under a second name: nothing is copied. For an image in the store
+//! the content is copied to the path in the image. The names are removed when the driver is done.
 
 use std::fs::{self, File};
 use std::io;
@@ -15,7 +15,7 @@ use rekindle_os::parallel::in_parallel;
 use rekindle_store::manifest::Landing;
 use rekindle_store::{Image, Manifest};
 
-/// Files that lie where the image wants them. Dropped, they are gone from there.
+/// Files at the paths that the image names. They are removed when this is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct InPlace(Vec<PathBuf>);
 
@@ -101,7 +101,7 @@ fn copy(from: &Path, to: &Path) -> io::Result<()> {
     let len = source.metadata()?.size();
     // On a tmpfs as large as the machine's memory it would not be an error but the end of some process.
     if cgroup::memory_available().is_some_and(|available| available < len) {
-        return Err(io::Error::new(io::ErrorKind::StorageFull, "memory is short of its size"));
+        return Err(io::Error::new(io::ErrorKind::StorageFull, "there is not enough free memory for it"));
     }
     // A tmpfs that is too small must be an error here and not a SIGBUS in the driver.
     pages::make_present(&target, len)?;

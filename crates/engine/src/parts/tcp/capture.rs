@@ -1,12 +1,12 @@
-//! What to do with the job's TCP connections.
+//! Decides what to do with the job's TCP connections.
 //!
-//! A connection within the job can live on in a restored one: both ends are in the image. One to the outside cannot:
-//! the other side has seen it end, and a restore that insists on it fails. So by default those inside are kept, and the
-//! others come back closed.
+//! A connection within the job can be restored: both ends are in the image. A connection to the outside cannot: the
+//! other side has seen it end, and a restore of it fails. So by default the former are kept, and the latter are closed
+//! in the image.
 //!
-//! CRIU keeps all or closes all. Where there are both it is told to keep all, and those that lead out are closed in the
-//! image afterwards ([`close_connections_outwards`]). It then holds their sockets in the repair mode of tcp(7) while it
-//! dumps, which those of a job without any inside are spared.
+//! CRIU keeps all or closes all. If there are both kinds, CRIU keeps all, and those to the outside are closed in the
+//! image afterwards ([`close_connections_outwards`]). CRIU then puts their sockets into the repair mode of tcp(7) while
+//! it dumps. A job without connections inside avoids that.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -25,7 +25,7 @@ pub enum TcpChoice {
     Auto,
     /// Established connections are part of the image (CRIU's `tcp_established`).
     Keep,
-    /// They come back closed (CRIU's `tcp_close`).
+    /// They are restored as closed (CRIU's `tcp_close`).
     Close,
 }
 
@@ -52,11 +52,11 @@ fn automatic(all: &[Connection]) -> Tcp {
     if all.is_empty() || all.iter().any(inside) { Tcp::Keep } else { Tcp::Close }
 }
 
-/// Closes in the image what shall not be kept of it; asked while all tasks stand still.
+/// Closes connections in the image that must not be kept; called while all tasks are frozen.
 pub(crate) fn close_in_image(wanted: TcpChoice, dumped: Tcp, criu_dir: &Path) -> Result<(), image::Error> {
     if (wanted, dumped) == (TcpChoice::Auto, Tcp::Keep) {
         let closed = close_connections_outwards(criu_dir)?;
-        tracing::debug!(closed, "TCP connections to the outside");
+        tracing::debug!(closed, "closed TCP connections to the outside");
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Ports that dead processes of the job still hold: their connections end a minute after them, and a restore needs the
+//! Ports that dead processes of the job still use: their connections end a minute after them, and a restore needs the
 //! same ports now.
 
 use std::io;
@@ -8,8 +8,8 @@ use std::path::Path;
 use rekindle_criu::image::{TcpSocket, tcp_sockets};
 use rekindle_os::sock_diag::{self, Ending};
 
-/// Ends the connections in the way of this image, and answers how many. Only such as no process has:
-/// - those that are in the image, by both their ends: they can be nobody's but the job's;
+/// Closes the connections that would block this image, and returns how many. Only those that no process has:
+/// - those that are in the image, by both their ends: they can only be the job's;
 /// - at an address where the image listens, those of which the other side has all that was sent: what the job did there
 ///   after the image. Others do not listen there while a restore can succeed.
 pub(crate) fn free(criu_dir: &Path) -> io::Result<usize> {
@@ -23,7 +23,9 @@ pub(crate) fn free(criu_dir: &Path) -> io::Result<usize> {
             match sock_diag::destroy(&found) {
                 Ok(()) => ended += 1,
                 // The others may be the ones; CRIU says so where this one was.
-                Err(error) => tracing::debug!(local = %found.local, remote = %found.remote, "not ended: {error}"),
+                Err(error) => {
+                    tracing::debug!(local = %found.local, remote = %found.remote, "connection not closed: {error}")
+                }
             }
         }
     }

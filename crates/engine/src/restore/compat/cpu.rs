@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use super::{Difference, Here, Severity};
 use rekindle_store::Manifest;
 
-/// Flags of `/proc/cpuinfo` that stand for instructions of user space, or for registers that a saved context may hold.
+/// Flags of `/proc/cpuinfo` for instructions of user space, or for registers that a saved context may contain.
 ///
 /// Only these count. glibc, NumPy, PyTorch and MKL look at the processor once, at their start, and keep the choice in
 /// memory: after a restore on a processor without, the job dies of SIGILL at any later moment. Everything else in `flags`
@@ -109,7 +109,7 @@ pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
             format!("{} ({})", missing.join(" "), cpu(&then.cpu_model)),
             format!("{} without", cpu(&now.cpu_model)),
         );
-        all.push(difference.advise("restore it on a machine whose CPU has them: the job may use them at any moment"));
+        all.push(difference.advise("restore it on a machine whose CPU has them: the job can use them at any time"));
     }
     all
 }

@@ -1,7 +1,7 @@
 //! Programs, libraries and data that the job has mapped or open for reading.
 //!
-//! CRIU refuses a file of another size, of another mode or, of an ELF file, with another build-id (`validate_file` in
-//! criu/files-reg.c), and is right: the job has addresses in it.
+//! CRIU refuses a file with another size, another mode or, for ELF files, another build-id (`validate_file` in
+//! criu/files-reg.c). It is right to do so: the job has addresses in it.
 
 use super::{Difference, FileHere, Here, Severity};
 use rekindle_store::Manifest;
@@ -19,7 +19,7 @@ fn difference(file: &MappedFile, now: &FileHere) -> Option<Difference> {
     let (then, now) = match now {
         FileHere::Unknown => return None,
         FileHere::Missing if file.copy.is_some() => return None,
-        FileHere::Missing => ("it".to_string(), "nothing of that name".to_string()),
+        FileHere::Missing => ("it".to_string(), "no file of that name".to_string()),
         FileHere::NotAFile => ("a file".into(), "something else of that name".into()),
         FileHere::File { size, .. } if *size != file.size => {
             (format!("{} bytes", file.size), format!("one of {size} bytes"))
@@ -34,5 +34,5 @@ fn difference(file: &MappedFile, now: &FileHere) -> Option<Difference> {
         },
     };
     let difference = Difference::new(Severity::Fatal, format!("{WHAT}{}", file.path.display()), then, now);
-    Some(difference.advise("the job has it mapped or open: bring back the very file, with its mode"))
+    Some(difference.advise("the job has it mapped or open: restore exactly this file, with its mode"))
 }

@@ -6,7 +6,7 @@ use rekindle_cuda::DriverVersion;
 use rekindle_store::Manifest;
 use rekindle_store::manifest::Gpu;
 
-/// The first driver with the functions that bring a process back (CUDA driver API, `cuCheckpointProcess*`).
+/// The first driver with the functions that restore a process (CUDA driver API, `cuCheckpointProcess*`).
 const FIRST_DRIVER: u32 = 570;
 
 pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
@@ -16,9 +16,9 @@ pub(super) fn compare(manifest: &Manifest, here: &Here) -> Vec<Difference> {
     driver(manifest, here).into_iter().chain(gpus(manifest, here)).collect()
 }
 
-/// The image holds the user's half of its driver (libcuda, loaded), which talks to the kernel's half of here. As a rule
-/// both must be of one version; packages for compatibility are the exception, so another version is no more than a warning.
-/// Where libcuda itself is another file, that is a difference of its own.
+/// The image contains the user-space half of its driver (libcuda, loaded), which talks to the kernel half of this
+/// machine. Usually both must have the same version; packages for compatibility are the exception, so another version
+/// is only a warning. If libcuda itself is another file, that is a separate difference.
 fn driver(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let then = manifest.driver.as_ref()?;
     let what = "NVIDIA driver";
@@ -28,18 +28,18 @@ fn driver(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let difference = |severity| Difference::new(severity, what, then, now);
     match DriverVersion::parse(now).map(|version| version.major()) {
         Some(major) if major < FIRST_DRIVER => Some(difference(Severity::Fatal).advise(format!(
-            "install driver {then}: older ones than {FIRST_DRIVER} cannot bring a process back"
+            "install driver {then}: drivers older than {FIRST_DRIVER} cannot restore a process"
         ))),
         _ if then == now => None,
         _ => Some(difference(Severity::Warning).advise(format!(
-            "the job has loaded the libraries of {then}, which as a rule work with that driver only: where it fails, install {then}"
+            "the job has loaded the libraries of {then}, which usually work only with that driver: if it fails, install {then}"
         ))),
     }
 }
 
-/// A process comes back on the GPUs that it was on (by UUID), or on others of their type ([`devices`]).
+/// A process is restored on the GPUs that it was on (by UUID), or on others of their type (`parts::gpu::placement`).
 fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
-    // Without one that is what is said.
+    // Without a driver, that is the difference that is reported.
     here.driver.as_ref()?;
     let what = "GPUs";
     match placement::plan(manifest, &here.devices, &here.wishes) {
@@ -47,9 +47,9 @@ fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
             return Some(Difference::new(Severity::Fatal, what, image, here).advise(advice));
         }
         Plan::Stay { in_spite_of } if !in_spite_of.is_empty() => {
-            let advice = "there is no other in its place, so it is tried: have somebody see to it";
+            let advice = "no other GPU is available, so it is used; have it checked";
             return Some(
-                Difference::new(Severity::Warning, what, "GPUs that were well", in_spite_of.join(", ")).advise(advice),
+                Difference::new(Severity::Warning, what, "GPUs without a fault", in_spite_of.join(", ")).advise(advice),
             );
         }
         Plan::Stay { .. } => {}
@@ -64,6 +64,6 @@ fn gpus(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let listed = |all: Vec<String>| if all.is_empty() { "none".into() } else { all.join(", ") };
     let image = listed(missing.iter().map(|gpu| format!("{} {}", gpu.name, gpu.uuid)).collect());
     let here = listed(here.devices.all.iter().map(|device| format!("{} {}", device.name, device.uuid)).collect());
-    let advice = "if the job used one that is not here it does not come back: make those GPUs visible again";
+    let advice = "if the job used a missing GPU, it cannot be restored: make those GPUs visible again";
     Some(Difference::new(Severity::Warning, what, image, here).advise(advice))
 }

@@ -1,4 +1,4 @@
-//! What an image is compared with.
+//! The facts of this machine that an image is compared with.
 
 use std::collections::BTreeMap;
 use std::io;

@@ -142,7 +142,7 @@ fn only_instructions_count_among_the_flags() {
 
 #[test]
 fn another_architecture_is_fatal_and_said_once() {
-    fatal(&["CPU architecture: the image has x86_64, here is aarch64"], |here| {
+    fatal(&["CPU architecture: the image has x86_64, this machine has aarch64"], |here| {
         here.host.arch = "aarch64".into();
         here.host.cpu_flags = vec!["asimd".into()];
     });
@@ -150,21 +150,23 @@ fn another_architecture_is_fatal_and_said_once() {
 
 #[test]
 fn an_older_criu_is_fatal_and_an_older_kernel_is_not() {
-    fatal(&["CRIU: the image has 4.2.1, here is 4.2.0", "install CRIU 4.2.1 or newer"], |here| {
+    fatal(&["CRIU: the image has 4.2.1, this machine has 4.2.0", "install CRIU 4.2.1 or newer"], |here| {
         here.criu = Some(Version(4, 2, 0));
     });
     assert_eq!(only(|here| here.criu = None), None);
-    warning(&["kernel: the image has 6.8.0-45-generic, here is 5.15.0"], |here| here.host.kernel = "5.15.0".into());
+    warning(&["kernel: the image has 6.8.0-45-generic, this machine has 5.15.0"], |here| {
+        here.host.kernel = "5.15.0".into()
+    });
     assert_eq!(only(|here| here.host.kernel = "6.8.0-40-generic".into()), None, "within a release");
 }
 
 #[test]
 fn the_driver_is_needed_and_another_version_may_not_do() {
-    fatal(&["NVIDIA driver: the image has 580.159.04, here is none"], |here| {
+    fatal(&["NVIDIA driver: the image has 580.159.04, this machine has none"], |here| {
         here.driver = None;
         here.devices = Devices::default();
     });
-    fatal(&["here is 550.54.14", "older ones than 570"], |here| here.driver = Some("550.54.14".into()));
+    fatal(&["this machine has 550.54.14", "older than 570"], |here| here.driver = Some("550.54.14".into()));
     for other in ["570.86.15", "590.10.01"] {
         warning(&["NVIDIA driver", other], |here| here.driver = Some(other.into()));
     }
@@ -172,17 +174,17 @@ fn the_driver_is_needed_and_another_version_may_not_do() {
 
 #[test]
 fn the_gpus_are_needed_or_others_of_their_type() {
-    let words = ["NVIDIA H200 GPU-0a0a0a0a", "here is NVIDIA H100 GPU-0c0c0c0c", "restore it on node"];
+    let words = ["NVIDIA H200 GPU-0a0a0a0a", "this machine has NVIDIA H100 GPU-0c0c0c0c", "restore the image on node"];
     fatal(&words, |here| here.devices = devices([("NVIDIA H100", 0xc)]));
-    fatal(&["restore it on node"], |here| here.devices = devices([("NVIDIA H200", 0xc)]));
+    fatal(&["restore the image on node"], |here| here.devices = devices([("NVIDIA H200", 0xc)]));
     assert_eq!(only(|here| here.devices = devices([("NVIDIA H200", 0xc), ("NVIDIA H200", 0xd)])), None);
     // The one that is gone may not have been used.
     let one = || devices([("NVIDIA H200", 0xa)]);
-    let words = ["the image has NVIDIA H200 GPU-0b0b0b0b", "here is NVIDIA H200 GPU-0a0a0a0a"];
+    let words = ["the image has NVIDIA H200 GPU-0b0b0b0b", "this machine has NVIDIA H200 GPU-0a0a0a0a"];
     warning(&words, |here| here.devices = one());
-    fatal(&["here is none"], |here| here.devices = devices([]));
+    fatal(&["this machine has none"], |here| here.devices = devices([]));
     // Without NVML one may be there that is not seen.
-    warning(&["here is none"], |here| here.devices = Devices::default());
+    warning(&["this machine has none"], |here| here.devices = Devices::default());
     let (mut manifest, mut here) = image();
     manifest.tree.cuda_memory = [(2, [(gpu("", 0xa).uuid, 70 * GIB)].into())].into();
     here.devices = one();
@@ -209,11 +211,11 @@ fn a_job_without_cuda_needs_no_gpu() {
 fn files_must_be_what_they_were() {
     let now = |file: FileHere| move |here: &mut Here| drop(here.files.insert(PROGRAM.into(), file));
     let file = |size, mode, id: Option<&str>| FileHere::File { size, mode, build_id: id.map(str::to_owned) };
-    fatal(&[PROGRAM, "the image has it, here is nothing of that name"], now(FileHere::Missing));
-    fatal(&["here is something else"], now(FileHere::NotAFile));
+    fatal(&[PROGRAM, "the image has it, this machine has no file of that name"], now(FileHere::Missing));
+    fatal(&["this machine has something else"], now(FileHere::NotAFile));
     fatal(&["1000 bytes", "one of 1001 bytes"], now(file(1001, 0o100_755, Some("0123abcd"))));
-    fatal(&["mode 755, here is mode 644"], now(file(1000, 0o100_644, Some("0123abcd"))));
-    fatal(&["build 0123abcd, here is build ffff0000"], now(file(1000, 0o100_755, Some("ffff0000"))));
+    fatal(&["mode 755, this machine has mode 644"], now(file(1000, 0o100_644, Some("0123abcd"))));
+    fatal(&["build 0123abcd, this machine has build ffff0000"], now(file(1000, 0o100_755, Some("ffff0000"))));
     // CRIU says nothing here either.
     assert_eq!(only(now(file(1000, 0o100_755, None))), None);
     assert_eq!(only(now(FileHere::Unknown)), None);
@@ -238,8 +240,8 @@ fn the_worst_comes_first_and_a_summary_is_bounded() {
     let all = compare(&manifest, &here);
     assert_eq!((all.len(), all[12].what.as_str()), (13, "kernel"));
     let text = summary(&all);
-    assert!(text.ends_with("| and 2 more, which `rekindle show` lists") && !text.contains("kernel"), "{text}");
-    assert_eq!(text.matches("here is nothing of that name").count(), 10);
+    assert!(text.ends_with("| and 2 more (`rekindle show` lists all)") && !text.contains("kernel"), "{text}");
+    assert_eq!(text.matches("this machine has no file of that name").count(), 10);
 }
 
 #[test]

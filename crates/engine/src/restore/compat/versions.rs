@@ -1,4 +1,4 @@
-//! Software below the job: CRIU and the kernel.
+//! The software below the job: CRIU and the kernel.
 
 use super::{Difference, Here, Severity};
 use rekindle_criu::Version;
@@ -21,6 +21,7 @@ fn kernel(manifest: &Manifest, here: &Here) -> Option<Difference> {
     let release = |text: &str| Version::parse(text).map(|version| (version.0, version.1));
     let (then, now) = (&manifest.host.kernel, &here.host.kernel);
     let difference = || Difference::new(Severity::Warning, "kernel", then, now);
-    (release(now)? < release(then)?)
-        .then(|| difference().advise("an older one may lack what the job uses: where it fails, boot a kernel as new"))
+    (release(now)? < release(then)?).then(|| {
+        difference().advise("an older kernel can lack features that the job uses: if it fails, boot one that is as new")
+    })
 }

@@ -1,10 +1,10 @@
-//! What CRIU will write pages of, and how much: a guess that only has to be near, made while the job runs.
+//! Estimates, while the job runs, which pages CRIU will write, and how many.
 
 use std::fmt;
 
 use rekindle_os::process;
 
-/// Whose pages a pages file holds.
+/// Whose pages are in a pages file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Source {
     /// A process, by its pid in its innermost namespace.

@@ -1,4 +1,4 @@
-//! A file on a tmpfs that page data is received into: its pages are made ready before, and more are added when needed.
+//! A file on a tmpfs that receives page data: its pages are created before, and more are added when needed.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -46,7 +46,7 @@ impl Spool {
         Spool { path, file: None, pieces: Vec::new() }
     }
 
-    /// The file, made if it is not there.
+    /// The file, created if it does not exist.
     pub(super) fn file(&mut self) -> Result<&Arc<File>, Error> {
         if self.file.is_none() {
             let mut options = OpenOptions::new();

@@ -1,4 +1,5 @@
-//! Which file of the spool a pages file of CRIU goes to: the one that was made ready for the same process or shared memory.
+//! Chooses the file of the spool for a pages file of CRIU: the one that was prepared for the same process or shared
+//! memory.
 
 use std::path::{Path, PathBuf};
 
@@ -20,7 +21,7 @@ impl Supply {
         Supply { criu_dir: criu_dir.into(), spool: spool.into(), ready, known: Vec::new() }
     }
 
-    /// The file for `pages-N.img`, which CRIU has opened. Where it cannot be told whose pages those are, it is one that
+    /// The file for `pages-N.img`, which CRIU has opened. If it cannot be told whose pages those are, it is one that
     /// nothing was made ready in: slower, still right.
     pub(super) fn take(&mut self, n: usize) -> Spool {
         let owner = self.owner(n);
@@ -32,7 +33,7 @@ impl Supply {
         found.unwrap_or_else(|| Spool::new(self.spool.join(format!("other-{n}"))))
     }
 
-    /// CRIU opens the page map before the pages file, and goes on to the next when both are closed: the page map names this
+    /// CRIU opens the page map before the pages file, and the next pair when both are closed: the page map names this
     /// file, or is the only one that does not name any yet.
     fn owner(&self, n: usize) -> Option<String> {
         let mut maps = image::page_maps(&self.criu_dir).ok()?;

@@ -1,9 +1,9 @@
 //! The threads that empty the FIFOs.
 //!
-//! One waits for a FIFO that can be read, moves a chunk of page references from it into a free pipe, notes where in the file
-//! the chunk belongs, and does the same again; the others copy chunks to where they belong. So CRIU can hand out what it
-//! takes from a task at a time, and take the next while that is copied, also where a FIFO may not be as large as that:
-//! more than pipe-max-size takes CAP_SYS_RESOURCE.
+//! One thread waits for a readable FIFO, moves a chunk of page references from it into a free pipe, records where in
+//! the file the chunk belongs, and repeats; the others copy chunks to their place. So CRIU can write one batch of a
+//! task's pages while the previous one is copied. This also works if a FIFO cannot be that large: more than
+//! pipe-max-size needs CAP_SYS_RESOURCE.
 //!
 //! Nothing here can hang on CRIU: only poll waits, and it is woken to stop.
 
@@ -27,14 +27,15 @@ use rekindle_os::pages::splice;
 use rekindle_os::process;
 
 /// What one thread copies at a time: large enough that handing it over costs nothing, small enough for several to have some.
-/// A pipe that holds it is within the limit for everybody (pipe-max-size).
+/// A pipe that a chunk fits into is within the limit for every user (pipe-max-size).
 const CHUNK: u64 = 1 << 20;
-/// Chunks on their way. CRIU takes at most 8 pipes of 3.2 MiB from a task before it hands them out (criu 4.2, page-pipe.c).
+/// Chunks being copied. CRIU takes at most 8 pipes of 3.2 MiB from a task before it writes them out (criu 4.2,
+/// page-pipe.c).
 const PIPES: usize = 32;
 /// What a thread copies in one call, bytes: the kernel lets others have the processor in between, CRIU and the thread that
 /// takes, for which everything waits.
 const AT_ONCE: usize = 64 << 10;
-/// How soon a thread that waits for the rest sees that it shall stop, ms.
+/// How soon a waiting thread sees that it must stop, ms.
 const LOOK: u16 = 10;
 
 /// The name of a FIFO, removed when this is dropped.
@@ -81,11 +82,11 @@ pub(super) struct State {
     pub(super) failure: Option<Error>,
 }
 
-/// Until when the threads go on.
+/// Until when the threads run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Until {
-    /// Until they are told.
+    /// Until they are stopped.
     Told,
     /// Until every FIFO that is in use is at its end.
     Drained,
@@ -116,7 +117,7 @@ pub(super) struct Shared {
     null: File,
 }
 
-/// A part of a pages file on its way, and where it belongs.
+/// A part of a pages file that is being copied, and where it belongs.
 #[derive(Debug)]
 struct Chunk {
     path: PathBuf,
@@ -176,8 +177,9 @@ impl Shared {
         }
     }
 
-    /// The body of the thread that takes chunks out of FIFOs. CRIU stands still until it has, and it would wait for those
-    /// who copy: with 1 MiB a FIFO, on two processors, a freeze took 0.63 s, and 0.49 s so (1.5 GiB, kernel 6.18).
+    /// The body of the thread that takes chunks out of FIFOs. CRIU waits until it has, and would otherwise wait for the
+    /// copying threads: with 1 MiB for each FIFO, on two processors, a freeze took 0.63 s, and 0.49 s with this thread
+    /// (1.5 GiB, kernel 6.18).
     pub(super) fn take_all(&self) {
         process::be_prompt();
         loop {
@@ -342,7 +344,7 @@ fn receive_error(chunk: &Chunk, source: io::Error) -> Error {
     }
 }
 
-/// Throws away what is in the pipe.
+/// Discards the content of the pipe.
 fn empty(pipe: &io::PipeReader, null: &File) {
     let some = usize::try_from(CHUNK).unwrap_or(usize::MAX);
     while splice(pipe.as_fd(), null.as_fd(), some).is_ok_and(|moved| moved > 0) {}

@@ -27,7 +27,7 @@ fn a_key_is_32_bytes_or_64_digits() {
     {
         let error = Key::read(&write(dir.path(), wrong, 0o600)).unwrap_err();
         assert!(matches!(error, KeyError::NoKey { .. }), "{error}");
-        assert!(error.to_string().contains("64 hexadecimal digits"), "{error}");
+        assert!(error.to_string().contains("64 hex digits"), "{error}");
     }
 }
 

@@ -120,7 +120,7 @@ fn a_map_fits_its_manifest_or_not() {
     assert_eq!(field(&Manifest { parts: good.parts[1..].to_vec(), ..good.clone() }, &chunks), "number of parts");
     let mut other = good.clone();
     other.parts[2].size = 2;
-    assert_eq!(field(&other, &chunks), "sum of a part");
+    assert_eq!(field(&other, &chunks), "size of a part");
 }
 
 fn extent() -> impl Strategy<Value = Extent> {

@@ -1,4 +1,4 @@
-//! The name of a pack: 16 random bytes, so that no two writers ever make the same one.
+//! The name of a pack: 16 random bytes, so that two writers never create the same one.
 
 use std::fmt;
 use std::io;
@@ -13,7 +13,7 @@ use crate::format::blake3_hex;
 pub struct PackName([u8; 16]);
 
 impl PackName {
-    /// A name that nobody had before.
+    /// A new unique name.
     ///
     /// # Errors
     /// When the kernel gives no random bytes.
@@ -28,9 +28,9 @@ impl From<[u8; 16]> for PackName {
     }
 }
 
-/// A text that is no name of a pack.
+/// A text that is not the name of a pack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("a pack has a name of 32 hexadecimal digits in lower case")]
+#[error("the name of a pack has 32 lower-case hexadecimal digits")]
 pub struct PackNameError;
 
 impl FromStr for PackName {

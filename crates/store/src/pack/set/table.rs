@@ -1,10 +1,10 @@
-//! Where every chunk is, in memory: 32 bytes a chunk, so that a terabyte of them fits in 128 MiB.
+//! The place of every chunk, in memory: 32 bytes for each chunk, so that a terabyte of chunks needs 128 MiB.
 //!
-//! Half of the name is enough to tell chunks apart: two of 16 bytes that are the same by chance do not happen, and to
-//! make them takes 2^64 tries. (With 8 bytes somebody could make a pair within an hour, and the second chunk would then
-//! never be stored.) Whoever reads a record compares the whole name.
+//! Half of the name is enough to tell chunks apart: two of 16 bytes are not equal by chance, and making an equal pair
+//! takes 2^64 tries. (With 8 bytes a pair could be made within an hour, and the second chunk would then never be
+//! stored.) A reader of a record compares the whole name.
 //!
-//! What was read from files is one sorted list; what is added afterwards, for one image, a map beside it.
+//! What was read from files is one sorted list; what is added later, for one image, is in a map beside it.
 
 use std::collections::HashMap;
 use std::io;
@@ -22,7 +22,7 @@ use crate::pack::record::{HEADER_BYTES, PackHeader};
 pub struct Location {
     /// In which pack.
     pub pack: PackName,
-    /// Where it begins, in bytes from the begin of the pack.
+    /// Its offset in the pack, in bytes.
     pub offset: u64,
     /// Bytes of the chunk.
     pub raw_len: u32,
@@ -37,7 +37,7 @@ impl Location {
         Location { pack, offset: entry.offset, raw_len: entry.raw_len, stored_len: entry.stored_len }
     }
 
-    /// The bytes of the whole record, with its header.
+    /// The size of the complete record with its header, in bytes.
     #[must_use]
     pub fn record_len(&self) -> u64 {
         HEADER_BYTES + u64::from(self.stored_len)
@@ -49,7 +49,7 @@ impl Location {
 pub struct PackInfo {
     /// Its name.
     pub name: PackName,
-    /// Its bytes, as far as they are whole records.
+    /// Its bytes, up to the last complete record.
     pub pack_len: u64,
     /// The id of the key that it is encrypted with.
     pub key: Option<[u8; 16]>,
@@ -106,15 +106,15 @@ impl Index {
         Some(all.find(|other| !self.is_gone(other.pack)).unwrap_or(first))
     }
 
-    /// Those of its places that are to stay where content is kept in so many packs. A pack that is marked counts only where no
-    /// other has the chunk: what was copied out of it is not to come back.
+    /// The places that stay if content is stored in this many packs. A marked pack counts only if no other has the
+    /// chunk: content that was copied out of it must not be used there again.
     pub fn kept(&self, id: &ChunkId, copies: usize) -> impl Iterator<Item = Location> {
         let stays = self.all(id).filter(|at| !self.is_gone(at.pack)).take(copies.max(1));
         let any = self.all(id).any(|at| !self.is_gone(at.pack));
         stays.chain(self.all(id).take(if any { 0 } else { 1 }))
     }
 
-    /// All places of the chunk: where one is damaged, another may be whole.
+    /// All places of the chunk: if one is damaged, another may be intact.
     pub fn all(&self, id: &ChunkId) -> impl Iterator<Item = Location> {
         let prefix = prefix(id);
         let from = self.slots.partition_point(|slot| slot.prefix < prefix);
@@ -128,7 +128,7 @@ impl Index {
         self.pack(pack).is_some_and(|info| info.gone)
     }
 
-    /// Notes that the mark of a pack was taken back, or set.
+    /// Records that the mark of a pack was removed, or set.
     pub fn set_gone(&mut self, pack: PackName, gone: bool) {
         let place = self.places.get(&pack).and_then(|place| usize::try_from(*place).ok());
         if let Some(info) = place.and_then(|place| self.packs.get_mut(place)) {
@@ -154,7 +154,7 @@ impl Index {
         &self.problems
     }
 
-    /// A pack of which nothing could be read, though it is there: it may have any chunk.
+    /// An existing pack that could not be read: it may have any chunk.
     #[must_use]
     pub fn unreadable(&self) -> Option<(&Path, io::Error)> {
         self.problems.iter().find_map(|problem| match &problem.lost {

@@ -72,7 +72,7 @@ fn a_pack_that_is_cut_or_gone_is_named_and_its_index_is_not_missed() {
     assert!(error.is_damage() && chain(&error).contains("in no pack"), "{}", chain(&error));
     fs::remove_file(&path).unwrap();
     let error = ground.unpack(&image, None).unwrap_err();
-    assert!(error.is_damage() && chain(&error).contains("byte 0 of \"criu/a\" cannot be had"), "{}", chain(&error));
+    assert!(error.is_damage() && chain(&error).contains("byte 0 of \"criu/a\" cannot be read"), "{}", chain(&error));
 }
 
 #[test]
@@ -153,7 +153,7 @@ fn verify_finds_what_is_in_no_pack_without_reading_content() {
     let place = 2 * CHUNK as u64;
     assert!(matches!(&problems[1].finding, Finding::Chunks { count: 1, offset, .. } if *offset == place));
     let report = check_packs(&ground.folder, None, Share::ALL, 2, &Progress::default(), &|| false).unwrap();
-    assert!(report.problems[0].why.contains("nothing can be had from byte"), "{report:?}");
+    assert!(report.problems[0].why.contains("nothing can be read from byte"), "{report:?}");
 
     flip(&image.dir.join("chunks"), 70);
     let report = image.verify();

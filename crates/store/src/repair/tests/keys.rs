@@ -12,7 +12,7 @@ fn without_the_key_it_is_said_what_was_not_checked() {
     // Inside of a body: only the key tells.
     flip(&case.pack(0), 64 + 64 + 50);
     let before = case.bytes();
-    for (key, words) in [(None, "name the key file"), (Some(Key::new(&[8; 32])), "another key")] {
+    for (key, words) in [(None, "to the key file"), (Some(Key::new(&[8; 32])), "another key")] {
         let done = case.repair_with(key.as_ref());
         assert!(case.bytes() == before);
         assert_eq!((done.packs.len(), done.images.len()), (2, 0), "{done:?}");

@@ -31,7 +31,7 @@ fn an_image_must_leave_min_free() {
     assert!(matches!(ask(11, 30, 20), Admission::Refuse(Refusal::Disk { need: 11, free: 30, keep: 20, freed: 0, .. })));
     assert!(matches!(ask(u64::MAX, 30, 20), Admission::Refuse(Refusal::Disk { .. })));
     let said = refusal(ask(11, 30, 20));
-    assert!(said.contains("no image may go for it") && said.contains("store.min-free"), "{said}");
+    assert!(said.contains("no image may be removed for it") && said.contains("store.min-free"), "{said}");
 }
 
 /// One that is written as plain files, and packed then.
@@ -60,7 +60,7 @@ fn the_oldest_go_for_the_next_one() {
     assert_eq!(gone(&ask(4)), [3, 1]);
     assert_eq!(gone(&ask(0)), [3, 1]);
     let Admission::AfterRemoving(removals) = ask(14) else { panic!() };
-    assert_eq!(removals[0].why.to_string(), "to make room for the next image (store.min-free)");
+    assert_eq!(removals[0].why.to_string(), "to free space for the next image (store.min-free)");
     let hopeless = Room { min_free: 36, ..room(0, 0) };
     let said = refusal(admit(10, &facts, &last(9), at(0), &sizes, &hopeless, Path::new("/store")));
     assert!(said.contains("would free only 30 B") && said.contains("/store"), "{said}");

@@ -31,7 +31,7 @@ pub(super) fn jobs(from: File, size: u64, has_holes: bool, into: File) -> io::Re
     Ok((0..size.div_ceil(STRETCH)).map(stretch).map(job).collect())
 }
 
-/// Does them all, or as many as there is time for: `Interrupted` then.
+/// Copies them all, or as many as time allows: then `Interrupted`.
 pub(super) fn all(jobs: Vec<Job>, cancelled: &(dyn Fn() -> bool + Sync)) -> io::Result<()> {
     let one = |job: Job| match cancelled() {
         true => Err(io::ErrorKind::Interrupted.into()),

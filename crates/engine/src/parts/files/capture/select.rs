@@ -1,4 +1,4 @@
-//! Which files the job writes to, and which belong to them.
+//! Selects the files that the job writes, and the files that belong to them.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;

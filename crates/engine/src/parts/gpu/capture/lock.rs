@@ -1,25 +1,26 @@
 //! Locks processes that wait for each other.
 //!
-//! The driver's lock lets a process begin no more work, and waits until what it began has left the GPU. A kernel of a
-//! collective stays there until all ranks have begun theirs: where a rank is locked before it did, the others' kernels
-//! would wait for it for ever. Ranks that are always late (one has the slower data, say) are nearly always met so.
+//! A locked process starts no more GPU work, and the driver's lock call returns when its work has left the GPU. A
+//! collective's kernel stays on the GPU until all ranks have started theirs. If a rank is locked before it has started
+//! its kernel, the others' kernels wait for ever. A rank that is always late (slower data, for example) is nearly
+//! always locked too early.
 //!
-//! So those that come to rest while others do not are let go again, while the others' locks stay asked for, in two ways by
-//! turns. For a moment only: they begin what they were about to begin, and are asked again before they begin more. Or until
-//! the others rest: late ones catch up, which may take them a while, and are asked again then. A rank that got ahead is
-//! waited for by the same means in its turn, until all rest or the time is over.
+//! So ranks that lock early are unlocked again while the other lock requests stay pending. This is done in two forms,
+//! in turn. Short: the rank starts the work that it was about to start, and is asked again before it starts more. Long:
+//! until the others are locked; late ranks catch up, which can take a while, and are asked again then. A rank that got
+//! ahead is waited for in the same manner, until all are locked or the time limit is reached.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long it may be quiet before those that rest are let go for a moment.
+/// How long nothing may change before locked ranks are unlocked for a moment.
 const BRIEF: Duration = Duration::from_millis(25);
 
-/// The turns: as much time for those of a moment as for the long one after them, which waits for twice as long each time,
-/// and for a third of what all took so far. A process that does not rest may just have much to do, and letting others go
-/// then only gives them more: where none waits for another, but each has work for a second, only that has all at rest.
+/// The turns. The short ones together take as long as the long one after them, which waits twice as long each time, and
+/// for a third of the whole time until then. A process that does not lock may simply have much work, and unlocking
+/// others only gives them more: if none waits for another, but each has work for a second, only a long turn locks all.
 #[derive(Debug)]
 struct Turns {
     brief_ones: u32,
@@ -33,7 +34,7 @@ impl Turns {
         self.left > 0
     }
 
-    /// How long it may be quiet before those that rest are let go.
+    /// How long nothing may change before locked ranks are unlocked.
     fn patience(&self, so_far: Duration) -> Duration {
         if self.is_brief() { BRIEF } else { (BRIEF * self.brief_ones).max(so_far / 3) }
     }
@@ -55,17 +56,17 @@ enum Stand {
     Locked,
 }
 
-/// What becomes of those that rest while others do not.
+/// What happens to locked ranks while others are not locked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Resting {
-    /// They are let go again.
+    /// They are unlocked again.
     LetGo,
     /// They stay locked. For processes that do not wait for each other and have work for seconds: those would only get more
     /// of it.
     Held,
 }
 
-/// Locks `count` processes within `timeout`; answers which are locked, and the first failure. `lock` gets the time that it
+/// Locks `count` processes within `timeout`; returns which are locked, and the first failure. `lock` gets the time that it
 /// may wait.
 pub(super) fn together<E: Send>(
     count: usize,
@@ -89,7 +90,7 @@ pub(super) fn together<E: Send>(
             for (at, stand) in stands.iter_mut().enumerate().filter(|(_, stand)| **stand == Stand::Free) {
                 *stand = Stand::Asked;
                 let work = move || ask_one(at);
-                // Where there can be no more threads, the others' answers wait.
+                // If no more threads can be started, the others' answers wait.
                 if thread::Builder::new().spawn_scoped(scope, work).is_err() {
                     work();
                 }
@@ -109,7 +110,7 @@ pub(super) fn together<E: Send>(
                     Err(RecvTimeoutError::Timeout)
                         if resting == Resting::LetGo && result.is_ok() && stands.contains(&Stand::Locked) =>
                     {
-                        tracing::debug!(?turns, ?stands, "some wait for what is locked");
+                        tracing::debug!(?turns, ?stands, "some processes wait for locked ones");
                         result = let_go(&mut stands, &unlock);
                         if result.is_ok() && turns.is_brief() {
                             thread::sleep(moment());
@@ -125,7 +126,7 @@ pub(super) fn together<E: Send>(
     (stands.iter().map(|stand| *stand == Stand::Locked).collect(), result)
 }
 
-/// Unlocks those that rest.
+/// Unlocks the locked ranks.
 fn let_go<E>(stands: &mut [Stand], unlock: impl Fn(usize) -> Result<(), E>) -> Result<(), E> {
     for (at, stand) in stands.iter_mut().enumerate().filter(|(_, stand)| **stand == Stand::Locked) {
         unlock(at)?;

@@ -1,5 +1,5 @@
-//! A place for each GPU that the job used, by a matching (Kuhn's augmenting paths) that begins with all that can stay and
-//! moves them only where there is no other way; then for those that it did not use.
+//! Finds a GPU for each GPU that the job used, by a matching (Kuhn's augmenting paths). It starts with all that can
+//! stay and moves those only if necessary. The GPUs that the job did not use come last.
 
 use super::{Device, Health, Need, Old};
 use rekindle_cuda::GpuUuid;
@@ -18,7 +18,7 @@ pub(super) enum Faults {
     Take,
 }
 
-/// Whether it must have room now, or would have if nobody else used it.
+/// Whether it must have enough memory now, or would have if nobody else used it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Room {
     Now,
@@ -47,7 +47,7 @@ impl Ask {
     }
 }
 
-/// The device for each GPU that the job used, by number; `fixed` are decided already (old, new). None where not all have one.
+/// The device for each GPU that the job used, by number; `fixed` are decided already (old, new). None if not all have one.
 pub(super) fn place(
     olds: &[Old],
     devices: &[Device],
@@ -125,8 +125,8 @@ impl Search<'_> {
     }
 }
 
-/// The new GPU of each old one, the unused among them too, and whether one that cannot be used had to be named, as it is
-/// divided or silent. None where there are too few.
+/// The new GPU of each old one, including the unused ones, and whether an unusable one (divided or silent) had to be
+/// named. None if there are too few.
 pub(super) fn fill(olds: &[Old], devices: &[Device], places: &[Option<usize>]) -> Option<(Vec<GpuUuid>, bool)> {
     let mut news: Vec<Option<GpuUuid>> = places.iter().map(|place| place.map(|at| devices[at].uuid)).collect();
     let is_here = |uuid: GpuUuid| devices.iter().any(|device| device.uuid == uuid);

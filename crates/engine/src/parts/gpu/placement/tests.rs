@@ -62,7 +62,7 @@ fn with_room_where_it_was_nothing_is_asked_of_the_driver() {
     assert!(stays(&automatic(&job, &[first.clone(), second.clone()])));
     assert!(stays(&automatic(&job, &[second, device(H200, 3, 140), first.clone()])));
     let Plan::Refuse(why) = automatic(&job, std::slice::from_ref(&first)) else { panic!("the driver wants both") };
-    assert!(why.to_string().contains("for each of the 2 that the job could see"), "{why}");
+    assert!(why.to_string().contains("for each of the 2 GPUs that the job could see"), "{why}");
     let third = device(H200, 3, 140);
     assert_eq!(moves(automatic(&job, &[first, third])), (vec![(1, 1), (2, 3)], vec![]));
 }
@@ -83,7 +83,10 @@ fn one_that_is_gone_busy_faulty_or_silent_is_left_for_another_of_its_type() {
     assert_eq!(left(&|d| d.health = Health::Silent).0, swap);
     assert_eq!(left(&|d| d.health = Health::Part).0, swap);
     let third = device(H200, 3, 30);
-    assert_eq!(moves(automatic(&job, &[second.clone(), third])), (vec![(1, 2), (2, 3)], vec!["it is not here".into()]));
+    assert_eq!(
+        moves(automatic(&job, &[second.clone(), third])),
+        (vec![(1, 2), (2, 3)], vec!["it is not on this machine".into()])
+    );
     // Another type is no place.
     assert!(matches!(automatic(&job, &[device("NVIDIA H100", 3, 80), second.clone()]), Plan::Refuse(_)));
     let silent = Device { health: Health::Silent, ..first };
@@ -103,9 +106,9 @@ fn what_only_waits_for_room_is_told_from_what_never_has_any() {
     let small = Device { total: Some(16 * GIB), ..device(H200, 1, 16) };
     assert!(matches!(automatic(&job, &[small]), Plan::Refuse(_)));
     let Plan::Refuse(why) = automatic(&job, &[device("NVIDIA H100", 3, 80)]) else { panic!() };
-    assert!(why.to_string().contains("restore it on node"), "{why}");
+    assert!(why.to_string().contains("restore the image on node"), "{why}");
     let Plan::Refuse(why) = automatic(&job, &[]) else { panic!() };
-    assert!(why.to_string().contains("here is none"), "{why}");
+    assert!(why.to_string().contains("this machine has none"), "{why}");
     let busy = automatic(&job, &[device(H200, 1, 3), device(H200, 2, 100)]);
     assert!(matches!(busy, Plan::Move(Relocation { for_room: true, .. })), "{busy:?}");
 }
@@ -119,7 +122,7 @@ fn an_old_driver_moves_nothing() {
     };
     assert!(stays(&old(device(H200, 1, 18))));
     let Plan::Wait(why) = old(device(H200, 1, 3)) else { panic!() };
-    assert!(why.to_string().contains("only driver 580 and newer"), "{why}");
+    assert!(why.to_string().contains("only driver 580 or newer"), "{why}");
     assert!(matches!(old(device(H200, 3, 140)), Plan::Refuse(_)));
 }
 
@@ -137,7 +140,7 @@ fn one_makes_room_for_another_where_there_is_no_other_way() {
     let job = image(&[(H200, 1, 10), (H200, 2, 50)]);
     let (pairs, why) = moves(automatic(&job, &[device(H200, 1, 100), device(H200, 3, 20)]));
     assert_eq!(pairs, [(1, 3), (2, 1)]);
-    assert_eq!(why, ["it makes room for another", "it is not here"]);
+    assert_eq!(why, ["it makes room for another", "it is not on this machine"]);
 }
 
 #[test]
@@ -188,11 +191,11 @@ fn bad_maps_are_refused_with_the_reason() {
     parted[1].health = Health::Part;
     let unseen = format!("{}=1", uuid(9));
     for (all, map, words) in [
-        (&all, "5=1", "could not see a GPU 5"),
-        (&all, unseen.as_str(), "could not see a GPU GPU-0909"),
-        (&all, "0=7", "there is no GPU 7 here"),
+        (&all, "5=1", "had no GPU 5 at the snapshot"),
+        (&all, unseen.as_str(), "had no GPU GPU-0909"),
+        (&all, "0=7", "this machine has no GPU 7"),
         (&all, "0=1,0=3", "GPU 0 is named twice"),
-        (&all, "0=1,1=1", "GPU 1 can take the place of one only"),
+        (&all, "0=1,1=1", "GPU 1 can replace only one GPU"),
         (&all, "0=2", "of type \"NVIDIA H200\" and 2 of type \"NVIDIA H100\""),
         (&parted, "0=1", "divided or virtual"),
     ] {
@@ -202,10 +205,10 @@ fn bad_maps_are_refused_with_the_reason() {
     let Plan::Wait(why) = asked(&job, &all, "0=3") else { panic!() };
     assert!(why.to_string().contains("has 3.0 GiB free"), "{why}");
     for (bad, words) in [
-        ("0", "wants OLD=NEW"),
+        ("0", "must be OLD=NEW"),
         ("0=", "32 hexadecimal digits"),
         ("0=MIG-00112233-4455-6677-8899-aabbccddeeff", "divided GPU (MIG)"),
-        ("0=GPU-1", "or a number as nvidia-smi counts"),
+        ("0=GPU-1", "or a GPU number of nvidia-smi"),
     ] {
         let error = bad.parse::<Pair>().unwrap_err().to_string();
         assert!(error.contains(words), "{bad}: {error}");

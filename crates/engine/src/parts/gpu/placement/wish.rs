@@ -71,17 +71,17 @@ pub struct Pair {
     pub new: GpuRef,
 }
 
-/// Text that is no pair of GPUs.
+/// Text that is not a pair of GPUs.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParsePairError {
     /// There is not exactly one `=`.
-    #[error("{0:?} is not a pair of GPUs: wants OLD=NEW")]
+    #[error("{0:?} is not a pair of GPUs: it must be OLD=NEW")]
     NotAPair(String),
     /// An instance of a divided GPU.
-    #[error("{0:?} is an instance of a divided GPU (MIG), where the CUDA driver cannot checkpoint")]
+    #[error("{0:?} is an instance of a divided GPU (MIG), which the CUDA driver cannot checkpoint")]
     Instance(String),
     /// Neither a number nor a UUID.
-    #[error("{0}, or a number as nvidia-smi counts")]
+    #[error("{0}, or a GPU number of nvidia-smi")]
     Uuid(#[from] ParseUuidError),
 }
 
@@ -103,18 +103,18 @@ pub(super) fn resolve(pairs: &[Pair], olds: &[Old], here: &Devices) -> Result<Ve
             GpuRef::Uuid(uuid) => olds.iter().position(|known| known.uuid == *uuid),
             GpuRef::Index(index) => usize::try_from(*index).ok().filter(|at| *at < olds.len()),
         };
-        let from = from.ok_or_else(|| format!("the job of the image could not see a GPU {old}"))?;
+        let from = from.ok_or_else(|| format!("the job had no GPU {old} at the snapshot"))?;
         let to = here.all.iter().position(|device| match new {
             GpuRef::Uuid(uuid) => device.uuid == *uuid,
             GpuRef::Index(index) => device.index == Some(*index),
         });
-        let to = to.ok_or_else(|| format!("there is no GPU {new} here"))?;
+        let to = to.ok_or_else(|| format!("this machine has no GPU {new}"))?;
         let device = &here.all[to];
         if all.iter().any(|(known, _)| *known == from) {
             return Err(format!("GPU {old} is named twice"));
         }
         if all.iter().any(|(_, known)| *known == to) {
-            return Err(format!("GPU {new} can take the place of one only"));
+            return Err(format!("GPU {new} can replace only one GPU"));
         }
         if device.name != olds[from].name {
             return Err(format!("GPU {old} is of type {:?} and {new} of type {:?}", olds[from].name, device.name));
@@ -125,7 +125,7 @@ pub(super) fn resolve(pairs: &[Pair], olds: &[Old], here: &Devices) -> Result<Ve
             Health::Fine | Health::Faulted(_) => {}
         }
         if device.free.is_none() {
-            return Err("it takes NVML (libnvidia-ml.so.1) to know whether another GPU has room".into());
+            return Err("NVML (libnvidia-ml.so.1) is needed to know how much memory is free on another GPU".into());
         }
         all.push((from, to));
     }

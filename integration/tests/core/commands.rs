@@ -1,0 +1,338 @@
+//! The commands around `run`, and what they say to wrong input.
+
+use std::process::Output;
+
+use nix::sys::signal::Signal;
+use rekindle_store::retention::survey::Survey;
+use serde_json::Value;
+
+use crate::kinds::{count_on, finish, until_after_snapshot};
+use crate::supervisor::Lab;
+
+fn text(output: &Output) -> (i32, String, String) {
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code().unwrap(), text(&output.stdout), text(&output.stderr))
+}
+
+fn json(lab: &Lab, args: &[&str]) -> Value {
+    let (code, out, err) = text(&lab.rekindle(&[args, &["--json"]].concat()));
+    let told: Vec<&str> = err.lines().filter(|line| !line.contains("(store.sweep-after)")).collect();
+    assert!(code == 0 && told.is_empty(), "{args:?}: {code} {err}");
+    serde_json::from_str(&out).unwrap_or_else(|error| panic!("{args:?}: {error}\n{out}"))
+}
+
+#[test]
+fn what_is_there_can_be_looked_at() {
+    let Some(lab) = Lab::new() else { return };
+    let (code, _, said) = text(&lab.rekindle(&["list"]));
+    assert!(code == 2 && said.contains("there is no store"), "{code} {said}");
+    let mut run = until_after_snapshot(&lab, "plain");
+    run.snapshot(&lab);
+    let jobs = json(&lab, &["list"]);
+    assert_eq!((&jobs[0]["job"], &jobs[0]["state"], &jobs[0]["images"]), (&"j".into(), &"running".into(), &2.into()));
+    assert_eq!(jobs[0]["pid"], run.job_pid(&lab));
+    let images = json(&lab, &["list", "j"]);
+    assert_eq!((&images[0]["state"], &images[0]["reason"]), (&"good".into(), &"signal".into()));
+    let newest = images[0]["id"].as_str().unwrap().to_string();
+    for name in ["j", "j/latest", "j/2", &format!("j/{newest}"), &newest] {
+        assert_eq!(json(&lab, &["show", name])["id"], newest.as_str(), "{name}");
+    }
+    let shown = json(&lab, &["show", "j"]);
+    assert_eq!(shown["tree"]["job"], 1001);
+    assert!(shown["freeze_us"].as_u64().unwrap() > 0 && !shown["phases"].as_array().unwrap().is_empty());
+    assert!(!shown.to_string().contains("REKINDLE_LAB"), "no environment");
+    let reports = json(&lab, &["verify"]);
+    assert_eq!(reports["images"].as_array().unwrap().len(), 2);
+    assert!(text(&lab.rekindle(&["show", "j/1"])).1.contains("made by"));
+    // A supervisor at work is not disturbed.
+    let (code, _, said) = text(&lab.rekindle(&["prune", "j"]));
+    assert!(code == 2 && said.contains("is supervised by"), "{said}");
+    assert_eq!(json(&lab, &["prune", "--dry-run"])[0]["action"], "keep");
+    count_on(&lab, &mut run, 2);
+    finish(&lab, run);
+    assert_eq!(json(&lab, &["list"])[0]["state"], "completed");
+}
+
+#[test]
+fn a_job_that_its_file_knows_needs_no_command() {
+    let Some(lab) = Lab::new() else { return };
+    let (code, _, said) = text(&lab.rekindle(&["run", "--name", "j"]));
+    assert!(code == 2 && said.contains("set job.command"), "{code} {said}");
+    let lab = lab.set("job.command", "[\"/bin/echo\", \"two words\", \"\", \"x\"]");
+    assert_eq!(text(&lab.rekindle(&["run", "--name", "j"])).0, 0);
+    assert_eq!(lab.output(), "two words  x\n");
+    // What is typed is stronger.
+    lab.run(["/bin/echo", "typed"]).ends_with(0);
+    assert!(lab.output().ends_with("typed\n"), "{}", lab.output());
+}
+
+#[test]
+fn an_image_in_memory_is_one_like_the_others() {
+    // It is on its way for far longer than all commands here take.
+    let Some(lab) =
+        Lab::new().map(|lab| lab.set("store.persist-rate", "\"1MiB\"").set("store.compression", "\"none\""))
+    else {
+        return;
+    };
+    let mut run = lab.python("memory_job.py", &[lab.path().to_str().unwrap(), "48"]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR1);
+    run.wait_for("a part of it is there", || {
+        lab.published().and_then(|p| p.persisting).is_some_and(|p| p.done > 1 << 20)
+    });
+    let row = &json(&lab, &["list", "j"])[0];
+    assert_eq!((&row["places"], &row["state"]), (&serde_json::json!(["memory"]), &"good".into()), "{row:#}");
+    let (done, total) = (row["persisting"]["done"].as_u64().unwrap(), row["persisting"]["total"].as_u64().unwrap());
+    assert!(done > 1 << 20 && done < total && row["bytes"] == total, "{row:#}");
+    let job = &json(&lab, &["list"])[0];
+    assert_eq!((&job["images"], &job["newest"]), (&1.into(), &row["id"]));
+    assert_eq!((&job["bytes"], &job["memory-bytes"]), (&0.into(), &total.into()));
+    let table = text(&lab.rekindle(&["list", "j"])).1;
+    assert!(table.contains("memory, ") && table.contains(" % stored"), "{table}");
+    assert!(text(&lab.rekindle(&["list"])).1.contains("running, storing "));
+    let shown = json(&lab, &["show", "j"]);
+    assert_eq!((&shown["id"], &shown["copies"][0]["place"]), (&row["id"], &"memory".into()));
+    assert!(shown["persisting"]["done"].as_u64() >= Some(done));
+    let shown = text(&lab.rekindle(&["show", row["id"].as_str().unwrap()])).1;
+    let folder = lab.mounted()[0].join("slots");
+    assert!(shown.contains(folder.to_str().unwrap()) && shown.contains("storing "), "{shown}");
+    let (code, said, _) = text(&lab.rekindle(&["verify", "j"]));
+    assert!(code == 0 && said.contains("no checksums before it is stored"), "{code} {said}");
+    let plan = json(&lab, &["prune", "j", "--dry-run"]);
+    assert_eq!((plan.as_array().unwrap().len(), &plan[0]["action"]), (1, &"keep".into()));
+    assert!(plan[0]["reason"].as_str().unwrap().starts_with("in memory only"), "{plan:#}");
+
+    lab.kill_9(run);
+    let row = &json(&lab, &["list", "j"])[0];
+    assert_eq!((&row["places"], &row["persisting"]), (&serde_json::json!(["memory"]), &Value::Null), "{row:#}");
+    let lab = lab.set("store.persist-rate", "\"unlimited\"");
+    let mut run = lab.run_with(&["restore", "j"], [""; 0]);
+    run.wait_said("goes on from image 000001");
+    count_on(&lab, &mut run, 5);
+    run.wait_for("it is stored", || lab.images().len() == 1 && lab.published().is_some_and(|p| p.persisting.is_none()));
+    let row = &json(&lab, &["list", "j"])[0];
+    assert_eq!(row["places"], serde_json::json!(["memory", "store"]));
+    assert!(text(&lab.rekindle(&["verify", "j"])).1.contains("ok, "));
+    // The store's copy is the one that lasts; where it is damaged the other counts.
+    std::fs::write(lab.images()[0].dir.join("manifest.json"), "{").unwrap();
+    assert_eq!(json(&lab, &["list", "j"])[0]["state"], "good");
+    assert_eq!(text(&lab.rekindle(&["verify", "j"])).0, 1);
+    finish(&lab, run);
+}
+
+#[test]
+fn what_does_not_fit_into_the_store_stays_in_memory() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.min-free", "\"1000TB\"")) else { return };
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.signal(Signal::SIGUSR1);
+    run.wait_for("the store refuses it", || lab.published().is_some_and(|p| p.persist_failure.is_some()));
+    let job = &json(&lab, &["list"])[0];
+    assert!(job["persist-failure"].as_str().unwrap().contains("store.min-free"), "{job:#}");
+    assert_eq!(json(&lab, &["list", "j"])[0]["places"], serde_json::json!(["memory"]));
+    let shown = text(&lab.rekindle(&["show", "j"])).1;
+    assert!(
+        shown.contains("not stored image 000001-") && shown.contains("is in memory only: the image needs"),
+        "{shown}"
+    );
+    run.signal(Signal::SIGTERM);
+    let (_, said) = run.ends_with(74);
+    assert!(said.contains("is in memory only, at"), "{said}");
+    let lab = lab.set("store.min-free", "\"1MiB\"");
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    run.wait_said("goes on from image 000002");
+    run.wait_for("it is stored", || lab.good() == [2]);
+    finish(&lab, run);
+}
+
+#[test]
+fn pruning_follows_the_plan() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "4")) else { return };
+    let mut run = until_after_snapshot(&lab, "plain");
+    for _ in 0..3 {
+        run.snapshot(&lab);
+    }
+    finish(&lab, run);
+    let lab = lab.set("store.keep-last", "2");
+    let plan = json(&lab, &["prune", "j", "--dry-run"]);
+    let actions: Vec<&str> = plan.as_array().unwrap().iter().map(|row| row["action"].as_str().unwrap()).collect();
+    assert_eq!(actions, ["keep", "keep", "would remove", "would remove"]);
+    assert_eq!(lab.good(), [4, 3, 2, 1]);
+    let rows = json(&lab, &["prune", "j"]);
+    assert_eq!(lab.good(), [4, 3]);
+    let words = |at: usize| (rows[at]["action"].as_str().unwrap(), rows[at]["reason"].as_str().unwrap());
+    assert_eq!((words(1), words(2)), (("keep", "one of the last 2"), ("removed", "older than the last 2")));
+}
+
+/// What each image of the job `fresh-8` has for itself, at least.
+const FRESH: u64 = 8 << 20;
+
+/// What the images of the job take together, what they share counted once.
+fn total(lab: &Lab) -> u64 {
+    Survey::of(&lab.job(), 0).unwrap().sizes().total()
+}
+
+#[test]
+fn pins_and_tags_are_kept_by_prune_and_found_again() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("store.keep-last", "9")) else { return };
+    let mut run = until_after_snapshot(&lab, "fresh-8");
+    for _ in 0..4 {
+        run.snapshot(&lab);
+    }
+    // A supervisor at work is not disturbed, and does not disturb.
+    let (code, out, err) = text(&lab.rekindle(&["tag", "j/1", "best", "epoch-3"]));
+    assert!(code == 0 && out.starts_with("j/000001-") && out.trim_end().ends_with(": best, epoch-3"), "{out} {err}");
+    let pinned = json(&lab, &["pin", "j/best"]);
+    assert_eq!((&pinned["pinned"], &pinned["tags"]), (&true.into(), &serde_json::json!(["best", "epoch-3"])));
+    run.snapshot(&lab);
+    finish(&lab, run);
+    assert_eq!(json(&lab, &["pin", "j/2"])["pinned"], true);
+    assert_eq!(json(&lab, &["unpin", "j/2"])["pinned"], false);
+    assert_eq!(json(&lab, &["untag", "j/best", "epoch-3"])["tags"], serde_json::json!(["best"]));
+
+    let shown = json(&lab, &["show", "j/best"]);
+    assert!(shown["id"].as_str().unwrap().starts_with("000001-") && shown["pinned"] == true, "{shown:#}");
+    assert!(text(&lab.rekindle(&["show", "j/best"])).1.contains("tags       pinned, best"));
+    let listed = json(&lab, &["list", "j"]);
+    let oldest = &listed[5];
+    assert_eq!((&oldest["pinned"], &oldest["tags"]), (&true.into(), &serde_json::json!(["best"])), "{listed:#}");
+    assert!(text(&lab.rekindle(&["list", "j"])).1.contains("pinned, best"));
+    assert_eq!(text(&lab.rekindle(&["verify", "j"])).0, 0, "tags are no damage");
+
+    for args in [["tag", "j/1", "latest"], ["tag", "j/1", "7"], ["untag", "j/1", "a b"], ["pin", "j/none", "--json"]] {
+        let (code, _, said) = text(&lab.rekindle(&args));
+        assert!(code == 2, "{args:?}: {code} {said}");
+    }
+    let (code, _, said) = text(&lab.rekindle(&["tag", "j/1", "7"]));
+    assert!(code == 2 && said.contains("is not a tag"), "{said}");
+
+    // Flags stand above the configuration; the table says what each gives back.
+    let plan = json(&lab, &["prune", "j", "--dry-run"]);
+    assert!(plan.as_array().unwrap().iter().all(|row| row["action"] == "keep"), "{plan:#}");
+    let plan = json(&lab, &["prune", "j", "--dry-run", "--keep-last", "2"]);
+    let actions: Vec<&str> = plan.as_array().unwrap().iter().map(|row| row["action"].as_str().unwrap()).collect();
+    assert_eq!(actions, ["keep", "keep", "would remove", "would remove", "would remove", "keep"], "{plan:#}");
+    assert_eq!(plan[5]["reason"], "pinned");
+    // What it shares with the others stays, and that is not all of it.
+    let (frees, bytes) = (plan[2]["frees"].as_u64().unwrap(), plan[2]["bytes"].as_u64().unwrap());
+    assert!(frees >= FRESH && frees < bytes, "{plan:#}");
+    let young = json(&lab, &["prune", "j", "--dry-run", "--keep-last", "1", "--keep-within", "1h"]);
+    assert_eq!(young[1]["reason"], "younger than 1h", "{young:#}");
+    let hourly =
+        json(&lab, &["prune", "j", "--dry-run", "--keep-last", "1", "--keep-hourly", "1", "--keep-daily", "1"]);
+    assert_eq!(hourly[0]["reason"], "newest good, newest of its hour, newest of its day");
+
+    let table = text(&lab.rekindle(&["prune", "j", "--keep-last", "3"])).1;
+    assert!(table.contains("FREES") && table.contains("older than the last 3"), "{table}");
+    assert_eq!(lab.good(), [6, 5, 4, 1]);
+    // A bound that can be met takes the oldest that is not pinned, one that cannot says so.
+    json(&lab, &["prune", "j", "--max-total-size", &total(&lab).to_string()]);
+    assert_eq!(lab.good(), [6, 5, 4, 1]);
+    json(&lab, &["prune", "j", "--max-total-size", &(total(&lab) - 1).to_string()]);
+    assert_eq!(lab.good(), [6, 5, 1]);
+    let (code, out, said) = text(&lab.rekindle(&["prune", "j", "--max-total-size", "1", "--json"]));
+    assert!(code == 0 && out.contains("beyond store.max-total-size"), "{code} {out}");
+    assert!(said.contains("rekindle unpin"), "{said}");
+    assert_eq!(lab.good(), [6, 1]);
+    assert_eq!(text(&lab.rekindle(&["unpin", "j/best"])).0, 0);
+    json(&lab, &["prune", "j", "--max-total-size", &(total(&lab) - 1).to_string()]);
+    assert_eq!(lab.good(), [6]);
+}
+
+#[test]
+fn a_bound_of_all_images_holds_while_the_job_runs() {
+    for staging in ["ram", "store"] {
+        let lab = || Lab::new().map(|lab| lab.set("snapshot.staging", &format!("{staging:?}")));
+        let Some(first) = lab() else { return };
+        let mut run = until_after_snapshot(&first, "fresh-8");
+        run.snapshot(&first);
+        finish(&first, run);
+        let own = json(&first, &["prune", "j", "--dry-run"])[0]["frees"].as_u64().unwrap();
+        assert!((FRESH..2 * FRESH).contains(&own), "{own}");
+
+        // Room for three and a half: before the fourth is written the oldest goes that is not pinned.
+        let Some(lab) = lab().map(|lab| lab.set("store.keep-last", "9")) else { return };
+        let lab = lab.set("store.max-total-size", &(total(&first) + own * 3 / 2).to_string());
+        let mut run = until_after_snapshot(&lab, "fresh-8");
+        assert_eq!(text(&lab.rekindle(&["pin", "j/1"])).0, 0);
+        for _ in 0..4 {
+            run.snapshot(&lab);
+        }
+        assert_eq!(lab.good(), [5, 4, 1], "{staging}");
+        run.wait_said("to free space for the next image (store.max-total-size)");
+        // Where none may go the next one is not stored, and it is said what helps.
+        assert_eq!(text(&lab.rekindle(&["pin", "j/4"])).0, 0);
+        run.signal(Signal::SIGUSR1);
+        run.wait_said("rekindle unpin");
+        run.wait_said("store.max-total-size");
+        assert_eq!(lab.good(), [5, 4, 1], "{staging}");
+        count_on(&lab, &mut run, 2);
+        finish(&lab, run);
+    }
+}
+
+#[test]
+fn unknown_names_name_the_known() {
+    let Some(lab) = Lab::new() else { return };
+    finish(&lab, until_after_snapshot(&lab, "plain"));
+    for args in [["list", "x"], ["show", "x"], ["show", "x/1"], ["verify", "x"], ["prune", "x"], ["restore", "x"]] {
+        let (code, out, said) = text(&lab.rekindle(&args));
+        assert!(code == 2 && out.is_empty() && said.contains("jobs are j"), "{args:?}: {code} {said}");
+    }
+    for args in [["show", "j/7"], ["restore", "j/7"], ["verify", "j/7"]] {
+        let (code, _, said) = text(&lab.rekindle(&args));
+        assert!(code == 2 && said.contains("images are 000001-"), "{args:?}: {code} {said}");
+    }
+    for name in ["../j", ".", "", "a b"] {
+        assert_eq!(text(&lab.rekindle(&["list", name])).0, 2, "{name:?}");
+        let (code, _, said) = lab.run_with(&["run", "--name", name, "--"], ["true"]).finish(crate::supervisor::LIMIT);
+        assert!(matches!(code, 2 | 78), "{name:?}: {code} {said}");
+    }
+    assert_eq!(text(&lab.rekindle(&["run"])).0, 2);
+    assert_eq!(text(&lab.rekindle(&["frobnicate"])).0, 2);
+}
+
+#[test]
+fn a_wrong_configuration_names_key_value_and_rule() {
+    let Some(lab) = Lab::new() else { return };
+    for (key, value, words) in [
+        ("snapshot.interval", "\"soon\"", vec!["snapshot.interval", "\"soon\"", "must be"]),
+        ("snapshot.interval", "\"1ms\"", vec!["snapshot.interval", "1ms", "100ms"]),
+        ("store.keep-last", "0", vec!["store.keep-last = 0", "must be"]),
+        ("store.keep-lost", "1", vec!["store.keep-lost", "did you mean store.keep-last?"]),
+        ("restart.retry-exit-codes", "[300]", vec!["restart.retry-exit-codes", "300", "must be"]),
+        ("job.umask", "\"999\"", vec!["job.umask", "999", "must be"]),
+    ] {
+        let lab = Lab::new().unwrap().set(key, value);
+        let (_, said) = lab.run(["true"]).ends_with(78);
+        assert!(words.iter().all(|word| said.contains(word)), "{key}: {said}");
+        assert!(said.contains("rekindle.toml"), "{said}");
+        let file = lab.file("rekindle.toml");
+        assert_eq!(lab.command(["config", "check"]).arg(file).output().unwrap().status.code(), Some(78));
+        assert!(!lab.store().exists(), "nothing was touched");
+    }
+    assert!(!json(&lab, &["config", "show"]).as_array().unwrap().is_empty());
+    let (code, out, _) = text(&lab.command(["completions", "bash"]).output().unwrap());
+    assert!(code == 0 && out.contains("_rekindle"));
+}
+
+#[test]
+fn what_is_missing_is_said() {
+    let Some(lab) = Lab::new() else { return };
+    let mut command = lab.command(["run", "--name", "j", "--", "true"]);
+    let (code, _, said) = text(&command.env("REKINDLE_CRIU", "/nowhere/criu").output().unwrap());
+    assert!(code == 69 && said.contains("/nowhere/criu") && said.contains("install CRIU"), "{code} {said}");
+    let script = lab.script("criu", "echo Version: 3.17.1");
+    let (code, _, said) = text(&command.env("REKINDLE_CRIU", script).output().unwrap());
+    assert!(code == 69 && said.contains("3.17.1") && said.contains("or newer"), "{code} {said}");
+    let script = lab.script("criu", "echo hello");
+    let (code, _, said) = text(&command.env("REKINDLE_CRIU", script).output().unwrap());
+    assert!(code == 69 && said.contains("hello"), "{code} {said}");
+    assert!(!lab.store().exists(), "nothing was touched");
+    // As somebody else. The program lies where nobody may not look.
+    lab.install(env!("CARGO_BIN_EXE_rekindle").as_ref(), &lab.file("rekindle"));
+    let mut command = std::process::Command::new(lab.file("rekindle"));
+    command.args(["run", "--name", "j", "--store"]).arg(lab.store()).args(["--", "true"]).current_dir("/");
+    let (code, _, said) = text(&std::os::unix::process::CommandExt::uid(&mut command, 65534).output().unwrap());
+    assert!(code == 69 && said.contains("root") && said.contains("sudo"), "{code} {said}");
+}

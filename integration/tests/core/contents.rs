@@ -1,0 +1,241 @@
+//! Files that the job changes in place: after a restore they are what its memory says they are.
+
+use std::fs;
+
+use crate::kinds::{count_on, finish};
+use crate::supervisor::{Lab, Running};
+
+fn start(lab: &Lab, kind: &str) -> Running {
+    let mut run = lab.python("files.py", &[kind, lab.path().to_str().unwrap()]);
+    count_on(lab, &mut run, 5);
+    run
+}
+
+/// An image and a crash, three times; each time the job works on after the image, and after the restore too.
+fn goes_on(lab: &Lab, mut run: Running) {
+    for _ in 0..3 {
+        run.snapshot(lab);
+        count_on(lab, &mut run, 20);
+        run.crash(lab);
+        count_on(lab, &mut run, 5);
+    }
+    run.crash(lab);
+    count_on(lab, &mut run, 5);
+    finish(lab, run);
+}
+
+fn comes_back(kind: &str) {
+    let Some(lab) = Lab::new() else { return };
+    let run = start(&lab, kind);
+    goes_on(&lab, run);
+}
+
+macro_rules! contents {
+    ($($name:ident: $kind:literal,)*) => {
+        $(#[test] fn $name() { comes_back($kind); })*
+    };
+}
+
+contents! {
+    a_database_with_a_write_ahead_log: "sqlite-wal",
+    a_database_with_a_rollback_journal: "sqlite-journal",
+    a_database_in_the_middle_of_a_transaction: "sqlite-in-a-transaction",
+    two_writers_of_one_database: "two-writers",
+    an_array_that_is_mapped_and_closed: "array",
+    shared_memory_with_a_name: "memory",
+    files_that_are_rewritten: "rewritten",
+    a_file_with_holes: "sparse",
+}
+
+/// A shared mapping in /dev/shm is memory: a machine that went down has it no more, and the image has.
+#[test]
+fn shared_memory_is_made_again_on_a_machine_that_lost_it() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "memory");
+    run.snapshot(&lab);
+    lab.kill_9(run);
+    let name = lab.output().lines().find_map(|line| Some(line.strip_prefix("block ")?.to_owned())).unwrap();
+    fs::remove_file(format!("/dev/shm/{name}")).unwrap();
+    let run = start(&lab, "memory");
+    goes_on(&lab, run);
+}
+
+#[test]
+fn a_file_whose_name_another_one_took_is_put_back() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "renamed");
+    run.snapshot(&lab);
+    fs::write(lab.file("rename"), "").unwrap();
+    run.wait_for("the other file", || !lab.file("rename").exists());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    assert!(lab.read("data.rolled-back.1").starts_with("not of this process"), "what was there is kept");
+    finish(&lab, run);
+}
+
+#[test]
+fn a_file_that_was_removed_since_is_made_again() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "removed");
+    run.snapshot(&lab);
+    fs::write(lab.file("remove"), "").unwrap();
+    run.wait_for("its end", || !lab.file("remove").exists());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    assert!(lab.file("data").exists());
+    finish(&lab, run);
+}
+
+/// What survives the first process of a job removes its temporary files before it dies: orted, gcc, resource trackers.
+#[test]
+fn temporary_files_that_are_only_read_are_made_again() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "reader");
+    let id = run.snapshot(&lab);
+    fs::remove_dir_all(lab.file("session")).unwrap();
+    run.crash(&lab);
+    assert!(run.err().contains(&format!("restored from image {id:06}-")), "{}", run.err());
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// The kernel keeps a link in /proc/PID/map_files with the mode of the mapping that was there first.
+#[test]
+fn a_writable_mapping_where_a_read_only_one_was() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "mapped-twice");
+    // Whoever looks has the kernel keep them: lsof, or the snapshot before.
+    let links = fs::read_dir(format!("/proc/{}/map_files", run.job_pid(&lab))).unwrap();
+    links.flatten().for_each(|link| drop(link.metadata()));
+    run.snapshot(&lab);
+    fs::write(lab.file("writable"), "").unwrap();
+    run.wait_printed("it is writable");
+    let id = run.snapshot(&lab);
+    run.crash(&lab);
+    assert!(run.err().contains(&format!("restored from image {id:06}-")), "{}", run.err());
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// CRIU takes the lock again, and loses it when it closes the descriptor that it mapped the file with. Two writers of one
+/// database would both have the right to write then.
+#[test]
+fn a_lock_on_a_file_that_is_mapped_is_held_when_the_job_runs_again() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = start(&lab, "locked");
+    let holder = || {
+        let file = fs::File::options().read(true).write(true).open(lab.file("locked")).unwrap();
+        let mut lock = libc::flock { l_type: 1, l_whence: 0, l_start: 0, l_len: 0, l_pid: 0 };
+        nix::fcntl::fcntl(&file, nix::fcntl::FcntlArg::F_GETLK(&mut lock)).unwrap();
+        (lock.l_type == 1).then_some(lock.l_pid)
+    };
+    assert_eq!(holder(), Some(run.job_pid(&lab)));
+    for _ in 0..3 {
+        run.snapshot(&lab);
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+        assert_eq!(holder(), Some(run.job_pid(&lab)));
+        assert!(!run.err().contains("cannot lock"), "another process had it in between:\n{}", run.err());
+    }
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    assert!(!lab.output().contains("WRONG"), "{}", lab.output());
+    finish(&lab, run);
+}
+
+#[test]
+fn what_does_not_fit_is_named_once_and_is_not_restored_over() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("snapshot.file-limit", "1000000").set("restart.cold-start", "\"never\"");
+    let mut run = start(&lab, "rewritten");
+    run.snapshot(&lab);
+    run.snapshot(&lab);
+    let said = run.said_so_far();
+    run.wait_said("the job rewrites ");
+    assert_eq!(said().matches("the job rewrites ").count(), 1, "{}", said());
+    assert!(said().contains("/large") && !said().contains("/small"), "{}", said());
+    count_on(&lab, &mut run, 5);
+    crate::supervisor::kill(run.job_pid(&lab), nix::sys::signal::Signal::SIGKILL);
+    let (_, said) = run.ends_with(69);
+    assert!(said.contains("large changed after the snapshot"), "{said}");
+    assert!(said.contains("restart.changed-files"), "{said}");
+}
+
+/// A file system of its own in a file. Says SKIP where it cannot be made, or fails where it must be.
+struct Disk(std::path::PathBuf);
+
+impl Disk {
+    fn mount(lab: &Lab, kind: &str) -> Option<Disk> {
+        let (image, folder) = (lab.file("disk.img"), lab.file("disk"));
+        fs::create_dir(&folder).unwrap();
+        fs::File::create(&image).unwrap().set_len(600 << 20).unwrap();
+        let does = |program: &str, arguments: &[&str]| {
+            let done = std::process::Command::new(program).args(arguments).output();
+            done.is_ok_and(|done| done.status.success())
+        };
+        let [image, path] = [&image, &folder].map(|path| path.to_str().unwrap());
+        if does(&format!("mkfs.{kind}"), &["-q", image]) && does("mount", &["-o", "loop", image, path]) {
+            return Some(Disk(folder));
+        }
+        let why = format!("no {kind} can be made; scripts/deps.sh disks installs the program");
+        rekindle_testing::needs("disks", None, &why)
+    }
+}
+
+impl Drop for Disk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
+}
+
+fn shares_blocks(kind: &str) {
+    let Some(lab) = Lab::new().map(|lab| lab.set("log.level", "\"debug\"")) else { return };
+    let Some(disk) = Disk::mount(&lab, kind) else { return };
+    for kind in ["rewritten", "sqlite-wal"] {
+        let mut run = lab.python("files.py", &[kind, disk.0.to_str().unwrap()]);
+        count_on(&lab, &mut run, 5);
+        for _ in 0..2 {
+            run.snapshot(&lab);
+            count_on(&lab, &mut run, 10);
+            run.crash(&lab);
+            count_on(&lab, &mut run, 5);
+        }
+        let said = run.err();
+        assert!(said.contains("shared=") && !said.contains("shared=0"), "no blocks are shared\n{said}");
+        fs::write(disk.0.join("finish"), "").unwrap();
+        let (code, _, said) = run.finish(std::time::Duration::from_secs(60));
+        assert_eq!(code, 0, "{said}");
+        fs::remove_file(disk.0.join("finish")).unwrap();
+        fs::remove_dir_all(lab.job().path()).unwrap();
+    }
+}
+
+#[test]
+fn copies_share_blocks_on_xfs() {
+    shares_blocks("xfs");
+}
+
+#[test]
+fn copies_share_blocks_on_btrfs() {
+    shares_blocks("btrfs");
+}
+
+/// Without a job.user it is root's to open; with one, it is the user's.
+#[test]
+fn a_database_of_another_user() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("job.user", "\"nobody\"");
+    let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
+    let folder = lab.file("theirs");
+    fs::create_dir(&folder).unwrap();
+    nix::unistd::chown(&folder, Some(nobody.uid), Some(nobody.gid)).unwrap();
+    let mut run = lab.python("files.py", &["sqlite-wal", folder.to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    for _ in 0..2 {
+        run.snapshot(&lab);
+        count_on(&lab, &mut run, 20);
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+    }
+    fs::write(folder.join("finish"), "").unwrap();
+    finish(&lab, run);
+}

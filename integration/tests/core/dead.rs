@@ -1,0 +1,104 @@
+//! Children of the job that are killed: no image is taken in which the job has yet to hear of that.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+use rekindle_os::process;
+
+use crate::kinds::count_on;
+use crate::supervisor::{Lab, Running, assert_counts_up, comes, kill};
+
+/// Starts the job, which looks for deaths so often, and takes the first image.
+fn begin(lab: &Lab, patience: &str) -> Running {
+    let mut run = lab.python("dead_child.py", &[patience, lab.path().to_str().unwrap()]);
+    count_on(lab, &mut run, 5);
+    run.snapshot(lab);
+    run
+}
+
+fn kill_child(lab: &Lab, run: &mut Running) {
+    let pid = run.job_pid(lab);
+    let child = process::children(pid).pop().unwrap();
+    kill(child, Signal::SIGKILL);
+    assert!(comes(Duration::from_secs(5), || process::ended(child).is_some()));
+}
+
+fn finish(lab: &Lab, run: Running) {
+    std::fs::write(lab.file("finish"), "").unwrap();
+    run.ends_with(0);
+    assert_counts_up(&lab.output());
+}
+
+#[test]
+fn no_image_is_taken_of_a_job_that_has_yet_to_hear_of_a_death() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = begin(&lab, "2");
+    for _ in 0..2 {
+        let back = run.err().matches("the job was restored from image 000001").count();
+        kill_child(&lab, &mut run);
+        run.signal(Signal::SIGUSR1);
+        run.wait_said("(python3) was killed by signal SIGKILL, and its parent has not collected its exit status");
+        // The job hears of it and ends; the image has the child alive.
+        run.wait_said_times("the job was restored from image 000001", back + 1);
+        assert_eq!(lab.good(), [1], "{}", run.err());
+        count_on(&lab, &mut run, 5);
+        assert_eq!(process::children(run.job_pid(&lab)).len(), 1);
+    }
+    run.snapshot(&lab);
+    assert_eq!(lab.good(), [2, 1]);
+    finish(&lab, run);
+}
+
+/// Removes a file that the job needs once its parent is dead, as helpers of MPI and Python do.
+const TIDY: &str = r#"
+import os, sys, time
+folder, n = sys.argv[1], 0
+if os.fork() == 0:
+    parent = os.getppid()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    os.remove(folder + "/needed")
+    os._exit(0)
+while not os.path.exists(folder + "/finish"):
+    n += 1
+    os.write(1, b"n %d\n" % n)
+    time.sleep(0.02)
+"#;
+
+#[test]
+fn what_outlives_the_job_does_nothing_any_more() {
+    let Some(lab) = Lab::new() else { return };
+    std::fs::write(lab.file("needed"), "").unwrap();
+    let mut run = lab.run(["python3", "-c", TIDY, lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    for back in 1..=2 {
+        // However long the supervisor takes to hear of it.
+        let pid = run.job_pid(&lab);
+        run.signal(Signal::SIGSTOP);
+        kill(pid, Signal::SIGKILL);
+        std::thread::sleep(Duration::from_millis(500));
+        assert!(lab.file("needed").exists(), "{back}");
+        run.signal(Signal::SIGCONT);
+        run.wait_said_times("the job was restored from image 000001", back);
+        count_on(&lab, &mut run, 5);
+    }
+    finish(&lab, run);
+}
+
+#[test]
+fn a_parent_that_never_waits_has_its_images() {
+    let Some(lab) = Lab::new() else { return };
+    let mut run = begin(&lab, "never");
+    kill_child(&lab, &mut run);
+    run.snapshot(&lab);
+    assert!(run.err().contains("the image has dead processes: process 1002"), "{}", run.err());
+    let begun = Instant::now();
+    run.snapshot(&lab);
+    assert!(begun.elapsed() < Duration::from_secs(4), "it is waited for once: {:?}", begun.elapsed());
+    assert_eq!(run.err().matches("the image has dead processes").count(), 1, "and said once");
+    run.crash(&lab);
+    run.wait_said("the job was restored from image 000003");
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}

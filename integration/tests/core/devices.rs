@@ -1,0 +1,71 @@
+//! A job without CUDA that has devices open, which stand for NVIDIA's ([`crate::devices_here`]).
+
+use nix::sys::signal::Signal;
+
+use crate::devices_here::StandIns;
+use crate::kinds::{count_on, finish};
+use crate::supervisor::{Lab, Running};
+
+fn start(lab: &Lab, devices: &StandIns, kind: &str) -> Running {
+    let paths = [&devices.control, &devices.memory, &devices.other].map(|path| path.to_str().unwrap().to_owned());
+    let command =
+        lab.python_command("trees.py", &[kind, lab.path().to_str().unwrap(), &paths[0], &paths[1], &paths[2]]);
+    let variables = [("REKINDLE_TEST_DEVICES".to_owned(), devices.variable.clone())];
+    let mut run = lab.run_with_environment(&["run", "--name", "j", "--"], command, &variables);
+    count_on(lab, &mut run, 5);
+    run
+}
+
+/// What the job and its child have last found behind their descriptors.
+fn found(lab: &Lab) -> [String; 2] {
+    let output = lab.output();
+    ["job has ", "child has "].map(|who| {
+        let last = output.lines().rev().find_map(|line| line.strip_prefix(who));
+        last.unwrap_or_else(|| panic!("{output}")).to_owned()
+    })
+}
+
+#[test]
+fn one_that_only_asks_has_dev_null_in_their_place() {
+    let (Some(lab), Some(devices)) = (Lab::new(), StandIns::find()) else { return };
+    let control = devices.control.to_str().unwrap();
+    let mut run = start(&lab, &devices, "devices-asked");
+    for _ in 0..3 {
+        assert_eq!(found(&lab), [control, control], "nothing of it is changed in the running job");
+        run.snapshot(&lab);
+        count_on(&lab, &mut run, 3);
+        assert_eq!(found(&lab), [control, control], "nor by the snapshot");
+    }
+    let notes = run.err().matches("NVML is used without CUDA by process 1001 (").count();
+    assert_eq!(notes, 1, "once, as long as it is the same: {}", run.err());
+    run.crash(&lab);
+    count_on(&lab, &mut run, 3);
+    assert_eq!(found(&lab), ["/dev/null", "/dev/null"]);
+    // As any descriptor of /dev/null, of which nothing need be said.
+    run.snapshot(&lab);
+    run.crash(&lab);
+    count_on(&lab, &mut run, 3);
+    assert_eq!(run.err().matches("NVML is used").count(), 1, "{}", run.err());
+    finish(&lab, run);
+}
+
+fn is_refused(kind: &str, why: &str) {
+    let (Some(lab), Some(devices)) = (Lab::new(), StandIns::find()) else { return };
+    let mut run = start(&lab, &devices, kind);
+    run.signal(Signal::SIGUSR1);
+    run.wait_said("snapshot failed");
+    assert!(run.err().contains(why), "{}", run.err());
+    assert!(lab.good().is_empty());
+    count_on(&lab, &mut run, 3);
+    finish(&lab, run);
+}
+
+#[test]
+fn one_that_uses_them_is_refused() {
+    is_refused("devices-mapped", "process 1001 (python3) has NVIDIA devices open: either it is just starting CUDA");
+}
+
+#[test]
+fn a_device_that_is_not_nvidias_is_refused() {
+    is_refused("devices-other", "Can't dump file");
+}

@@ -1,0 +1,48 @@
+//! Images that the job has lived on from, and what they are kept for.
+
+use crate::kinds::{finish, until_after_snapshot};
+use crate::supervisor::Lab;
+
+/// The numbers of the images that `list` calls proven, newest first.
+fn proven(lab: &Lab) -> Vec<u64> {
+    let listed = lab.rekindle(&["list", "j", "--json"]);
+    let rows: serde_json::Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let rows = rows.as_array().unwrap().iter().filter(|row| row["proven"] == true);
+    rows.map(|row| row["id"].as_str().unwrap()[..6].parse().unwrap()).collect()
+}
+
+#[test]
+fn the_newest_proven_image_stays_until_a_newer_one_is_proven() {
+    let Some(lab) = Lab::new() else { return };
+    let lab = lab.set("store.keep-last", "2").set("restart.min-uptime", "\"6s\"");
+    let mut run = until_after_snapshot(&lab, "plain");
+    assert_eq!(proven(&lab), [0_u64; 0], "the job has not lived on from it yet");
+    let shown = lab.rekindle(&["show", "j/1"]);
+    assert!(String::from_utf8_lossy(&shown.stdout).contains("proven     not yet"), "{shown:?}");
+    run.wait_for("image 1 is proven", || proven(&lab) == [1]);
+    for _ in 0..3 {
+        run.snapshot(&lab);
+    }
+    // The last two, the next that can be proven, and the one that is.
+    assert_eq!(lab.good(), [4, 3, 2, 1]);
+    let plan = lab.rekindle(&["prune", "j", "--dry-run", "--keep-last", "1"]);
+    let plan = String::from_utf8_lossy(&plan.stdout).into_owned();
+    assert!(plan.contains("newest proven"), "{plan}");
+    // It is known after the supervisor, and after the life, that proved it.
+    run.crash(&lab);
+    run.wait_said("the job was restored from image 000004");
+    lab.kill_9(run);
+    assert_eq!(proven(&lab), [1]);
+    let pruned = lab.rekindle(&["prune", "j", "--keep-last", "1"]);
+    assert!(pruned.status.success(), "{pruned:?}");
+    assert_eq!(lab.good(), [4, 1]);
+    // An image is proven by the life that is restored from it, too; then the older one may go.
+    let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
+    run.wait_said("the job was restored from image 000004");
+    run.wait_for("image 4 is proven", || proven(&lab) == [4, 1]);
+    let table = lab.rekindle(&["list", "j"]);
+    assert!(String::from_utf8_lossy(&table.stdout).contains("good, proven"), "{table:?}");
+    run.snapshot(&lab);
+    run.wait_for("image 1 went", || lab.good() == [5, 4]);
+    finish(&lab, run);
+}

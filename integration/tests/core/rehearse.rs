@@ -1,0 +1,306 @@
+//! Restores that are tried beside the running job: they find what a restart would find, and leave no trace.
+
+use std::fs;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use crate::kinds::{count_on, finish};
+use crate::supervisor::{Lab, Running};
+
+fn lab() -> Option<Lab> {
+    Some(Lab::new()?.set("snapshot.rehearse", "\"1s\""))
+}
+
+fn events(lab: &Lab, kind: &str) -> usize {
+    let text = fs::read_to_string(lab.store().join("j/log/events.jsonl")).unwrap_or_default();
+    text.matches(&format!("\"event\":\"{kind}\"")).count()
+}
+
+fn start(lab: &Lab, kind: &str) -> Running {
+    let mut run = lab.python("kinds.py", &[kind, lab.path().to_str().unwrap()]);
+    count_on(lab, &mut run, 5);
+    run.snapshot(lab);
+    run
+}
+
+/// Locks, a FIFO, an inotify watch, a stopped child, deleted files, a connection: the job checks them all the time.
+#[test]
+fn the_job_and_its_files_notice_nothing() {
+    for kind in ["mixed", "ghost", "tcp-within", "shared"] {
+        let Some(lab) = lab() else { return };
+        let mut run = start(&lab, kind);
+        run.wait_for("two rehearsals", || events(&lab, "rehearsed") >= 2);
+        assert_eq!(events(&lab, "rehearsal-failed"), 0, "{kind}");
+        count_on(&lab, &mut run, 5);
+        run.crash(&lab);
+        count_on(&lab, &mut run, 5);
+        finish(&lab, run);
+        lab.assert_all_gone();
+    }
+}
+
+const SOCKETS: &str = "
+import mmap, os, socket, sys, time
+folder = sys.argv[1]
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(folder + '/listener')
+listener.listen()
+listener.setblocking(False)
+base = open(folder + '/base', 'w+b')
+base.write(bytes(1 << 20))
+base.flush()
+view = mmap.mmap(base.fileno(), 1 << 20)
+n = 0
+while not os.path.exists(folder + '/finish'):
+    n += 1
+    view[:8] = n.to_bytes(8, 'little')
+    assert os.pread(base.fileno(), 8, 0) == n.to_bytes(8, 'little'), 'the file is another'
+    try:
+        listener.accept()[0].send(b'me')
+    except BlockingIOError:
+        pass
+    print('n', n, flush=True)
+    time.sleep(0.02)
+print('done')
+";
+
+/// A restore makes sockets and rewrites files at the same paths.
+#[test]
+fn sockets_and_files_by_name_stay_the_jobs_own() {
+    let Some(lab) = lab() else { return };
+    let folder = lab.path().to_str().unwrap().to_owned();
+    let mut run = lab.run(["/usr/bin/python3", "-c", SOCKETS, &folder]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    let before = fs::metadata(lab.file("base")).unwrap();
+    run.wait_for("a rehearsal", || events(&lab, "rehearsed") >= 1);
+    assert_eq!(before.ino(), fs::metadata(lab.file("base")).unwrap().ino());
+    let mut stream = UnixStream::connect(lab.file("listener")).unwrap();
+    let mut answer = [0; 2];
+    std::io::Read::read_exact(&mut stream, &mut answer).unwrap();
+    assert_eq!(&answer, b"me");
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+/// Its files in memory are damaged, so that CRIU refuses it.
+#[test]
+fn an_image_that_criu_refuses_is_told_of_and_kept() {
+    let Some(lab) = lab() else { return };
+    let lab = lab.set("store.keep-last", "9");
+    let mut run = start(&lab, "plain");
+    let tables: Vec<PathBuf> = walk(lab.memory()).into_iter().filter(|path| path.ends_with("criu/files.img")).collect();
+    assert_eq!(tables.len(), 1, "{tables:?}");
+    let size = usize::try_from(fs::metadata(&tables[0]).unwrap().len()).unwrap();
+    // In place: its magic number, and no entry that makes sense.
+    let mut bytes = fs::read(&tables[0]).unwrap();
+    bytes[8..].fill(0xff);
+    assert_eq!(bytes.len(), size);
+    fs::File::options().write(true).open(&tables[0]).unwrap().write_all_at(&bytes, 0).unwrap();
+    run.wait_said("could not be restored in a rehearsal, twice");
+    run.wait_for("the event", || events(&lab, "rehearsal-failed") == 1);
+    assert_eq!(events(&lab, "image-bad"), 0);
+    run.wait_for("others see it", || lab.published().is_some_and(|now| now.rehearsal_failure.is_some()));
+    let status = String::from_utf8_lossy(&lab.rekindle(&["status", "j"]).stdout).into_owned();
+    assert!(status.contains("cannot be restored, by a rehearsal"), "{status}");
+    count_on(&lab, &mut run, 5);
+    finish(&lab, run);
+}
+
+fn walk(folder: PathBuf) -> Vec<PathBuf> {
+    let entries = fs::read_dir(&folder).into_iter().flatten().flatten().map(|entry| entry.path());
+    entries.flat_map(|path| if path.is_dir() { walk(path) } else { vec![path] }).collect()
+}
+
+const OUTSIDE: &str = "
+import os, socket, sys, time
+folder = sys.argv[1]
+log = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+log.connect(folder + '/outside')
+n = 0
+while not os.path.exists(folder + '/finish'):
+    n += 1
+    log.send(b'x')
+    print('n', n, flush=True)
+    time.sleep(0.02)
+print('done')
+";
+
+/// A rehearsal reaches nobody outside, and does not take that for a fault of the image.
+#[test]
+fn a_program_outside_hears_nothing_of_it() {
+    let Some(lab) = lab() else { return };
+    let outside = UnixDatagram::bind(lab.file("outside")).unwrap();
+    outside.set_nonblocking(true).unwrap();
+    let drain = move || while outside.recv(&mut [0; 8]).is_ok() {};
+    let folder = lab.path().to_str().unwrap().to_owned();
+    let mut run = lab.run(["/usr/bin/python3", "-c", OUTSIDE, &folder]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    let said = run.said_so_far();
+    run.wait_for("it is said", || {
+        drain();
+        said().contains("was not rehearsed: it is connected to a program outside the job")
+    });
+    assert_eq!(events(&lab, "rehearsal-failed"), 0);
+    fs::write(lab.file("finish"), "").unwrap();
+    let (code, ..) = run.finish(Duration::from_secs(60));
+    assert_eq!(code, 0);
+}
+
+/// A CRIU that hangs in a rehearsal keeps nobody from stopping, and nothing of it stays.
+#[test]
+fn a_stop_does_not_wait_for_it() {
+    let Some(lab) = lab() else { return };
+    let lab = lab.set_file("criu.path", "criu");
+    let (real, slow) = (crate::supervisor::criu(), lab.file("slow"));
+    lab.script(
+        "criu",
+        &format!(
+            "case \"$*\" in *--version*) exec {real} \"$@\";; esac\n\
+             if [ -e {slow} ]; then while :; do :; done; fi\nexec {real} \"$@\"",
+            real = real.display(),
+            slow = slow.display(),
+        ),
+    );
+    let mut run = start(&lab, "plain");
+    fs::write(&slow, "").unwrap();
+    run.wait_for("it hangs", || lab.processes().iter().any(|(_, command)| command.contains("rehearse")));
+    std::thread::sleep(Duration::from_millis(300));
+    fs::remove_file(&slow).unwrap();
+    let stopped = Instant::now();
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+    assert!(stopped.elapsed() < Duration::from_secs(20), "{:?}", stopped.elapsed());
+    lab.assert_all_gone();
+}
+
+const RACER: &str = "
+import os, time
+here, end = os.stat('/').st_dev, time.monotonic() + 8
+while time.monotonic() < end:
+    for pid in filter(str.isdigit, os.listdir('/proc')):
+        try:
+            root = os.open(f'/proc/{pid}/root', os.O_PATH)
+        except OSError:
+            continue
+        if os.fstat(root).st_dev != here:
+            print('reached', pid, flush=True)
+        os.close(root)
+print('over')
+";
+
+/// In the view limits of the machine's mounts could be got around, and memory be filled that nobody counts.
+#[test]
+fn the_user_of_the_job_does_not_get_into_it() {
+    use std::os::unix::process::CommandExt;
+    let Some(lab) = lab() else { return };
+    let lab = lab.set("job.user", "\"nobody\"");
+    let script = "import time\nn = 0\nwhile True:\n    n += 1\n    print('n', n, flush=True)\n    time.sleep(0.02)";
+    let mut run = lab.run(["/usr/bin/python3", "-c", script]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    let mut racer = std::process::Command::new("/usr/bin/python3");
+    let out = racer.args(["-c", RACER]).current_dir("/").uid(65534).gid(65534).output().unwrap();
+    assert!(events(&lab, "rehearsed") >= 2, "{}", run.err());
+    assert_eq!(String::from_utf8_lossy(&out.stdout), "over\n");
+    run.signal(Signal::SIGTERM);
+    run.ends_with(143);
+}
+
+/// A mount, undone at the end.
+struct Bound(PathBuf);
+
+impl Drop for Bound {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+const PIPE: &str = "
+import os, sys, time
+pipe = os.open(sys.argv[1] + '/pipe', os.O_RDWR | os.O_NONBLOCK)
+os.write(pipe, b'ten bytes!')
+n = 0
+while not os.path.exists(sys.argv[1] + '/finish'):
+    n += 1
+    print('n', n, flush=True)
+    time.sleep(0.02)
+found = os.read(pipe, 100)
+print('done' if found == b'ten bytes!' else f'wrong: {found}')
+";
+
+/// A single file that is mounted cannot be laid over: what the job has there is the machine's.
+#[test]
+fn a_pipe_that_cannot_be_laid_over_is_left_alone() {
+    let Some(lab) = lab() else { return };
+    nix::unistd::mkfifo(&lab.file("real"), nix::sys::stat::Mode::from_bits_truncate(0o600)).unwrap();
+    fs::write(lab.file("pipe"), "").unwrap();
+    let none = None::<&str>;
+    nix::mount::mount(Some(&lab.file("real")), &lab.file("pipe"), none, nix::mount::MsFlags::MS_BIND, none).unwrap();
+    let _bound = Bound(lab.file("pipe"));
+    let mut run = lab.run(["/usr/bin/python3", "-c", PIPE, lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    run.wait_said("was not rehearsed: it has files at");
+    fs::write(lab.file("finish"), "").unwrap();
+    let (code, out, said) = run.finish(Duration::from_secs(60));
+    assert!(code == 0 && out.ends_with("done\n"), "{out}{said}");
+}
+
+const LEASE: &str = "
+import fcntl, os, signal, sys, time
+folder = sys.argv[1]
+signal.signal(signal.SIGIO, lambda *_: print('broken', flush=True))
+file = os.open(folder + '/leased', os.O_RDWR | os.O_CREAT, 0o600)
+n = 0
+while not os.path.exists(folder + '/finish'):
+    n += 1
+    if n > 1 and os.path.exists(folder + '/take') and fcntl.fcntl(file, fcntl.F_GETLEASE) != fcntl.F_WRLCK:
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        print('taken', flush=True)
+    print('n', n, flush=True)
+    time.sleep(0.02)
+print('done')
+";
+
+/// To copy a file to the view is to open it, which would break a write lease that the job took since.
+#[test]
+fn a_write_lease_is_not_broken() {
+    let Some(lab) = Lab::new().map(|lab| lab.set("snapshot.rehearse", "\"3s\"")) else { return };
+    let mut run = lab.run(["/usr/bin/python3", "-c", LEASE, lab.path().to_str().unwrap()]);
+    count_on(&lab, &mut run, 5);
+    run.snapshot(&lab);
+    fs::write(lab.file("take"), "").unwrap();
+    run.wait_printed("taken\n");
+    run.wait_said("was not rehearsed: there is a write lease on");
+    fs::write(lab.file("finish"), "").unwrap();
+    let (code, out, said) = run.finish(Duration::from_secs(60));
+    assert!(code == 0 && out.ends_with("done\n") && !out.contains("broken"), "{out}{said}");
+}
+
+/// One that is due waits without work while the job cannot be rehearsed.
+#[test]
+fn a_suspended_job_costs_nothing() {
+    let Some(lab) = lab() else { return };
+    let mut run = start(&lab, "plain");
+    assert!(lab.rekindle(&["suspend", "j"]).status.success());
+    run.wait_for("it is suspended", || lab.published().is_some_and(|now| now.state.as_str() == "suspended"));
+    std::thread::sleep(Duration::from_millis(1500));
+    let ticks = || {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", run.pid())).unwrap();
+        let fields: Vec<u64> =
+            stat.rsplit(')').next().unwrap().split(' ').filter_map(|field| field.parse().ok()).collect();
+        // The state and tpgid, which is -1, are left out: utime and stime are the 10th and 11th.
+        fields[9..11].iter().sum::<u64>()
+    };
+    let before = ticks();
+    std::thread::sleep(Duration::from_secs(2));
+    assert!(ticks() - before < 50, "{} of 200 ticks", ticks() - before);
+    run.signal(Signal::SIGTERM);
+    let _ = run.finish(Duration::from_secs(60));
+}

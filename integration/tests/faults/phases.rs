@@ -1,0 +1,265 @@
+//! Each phase fails: the job runs on, the log says why, a later attempt succeeds.
+
+use std::process::Command;
+
+use chrono::{DateTime, Local, NaiveDateTime};
+use rekindle_store::Form;
+
+use crate::rig::{Rig, Supervisor};
+
+/// A snapshot that fails with these words, then one by itself once the fault is gone.
+fn fails(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, words: &[&str], clear: impl FnOnce()) {
+    let newest = |rig: &Rig| rig.images().first().map(|image| image.id);
+    let before = newest(rig);
+    let why = supervisor.failing_snapshot();
+    for word in words {
+        assert!(why.contains(word), "not {word:?} in {why}");
+    }
+    assert!(why.contains("the job runs on"), "{why}");
+    assert_eq!(newest(rig), before, "{why}");
+    // What may be gone in a moment is tried again at once: it may be under way by now.
+    let soon = why.contains("signal SIGKILL");
+    if !soon {
+        supervisor.assert_unharmed(ranks);
+    }
+    // The state file lies in the store too, and is worth less than the job.
+    if !why.contains("No space left") {
+        // It is written after the line of the log.
+        supervisor.until("the state says so", |rig| {
+            let failure = rig.state().and_then(|now| now.last_failure);
+            failure.is_some_and(|said| why.contains(&said))
+        });
+        assert_eq!(rig.state().unwrap().restarts, 0);
+    }
+    clear();
+    let image = supervisor.image();
+    let manifest = image.manifest().unwrap();
+    let waited = manifest.taken.signed_duration_since(said_at(&why));
+    assert!(soon || waited.num_milliseconds() >= 290, "snapshot.retry-after is 300ms: {waited}");
+    assert_eq!(manifest.tree.cuda.len(), ranks);
+    supervisor.until("the image is in the store, and no draft of another", |rig| {
+        rig.drafts().is_empty() && rig.folder().images().unwrap().iter().any(|stored| stored.id == image.id)
+    });
+    supervisor.assert_unharmed(ranks);
+}
+
+/// When a line of the log was written.
+fn said_at(line: &str) -> DateTime<Local> {
+    let time = line.get(..23).and_then(|time| NaiveDateTime::parse_from_str(time, "%Y-%m-%d %H:%M:%S%.3f").ok());
+    time.and_then(|time| time.and_local_timezone(Local).earliest()).unwrap_or_else(|| panic!("no time in {line}"))
+}
+
+#[test]
+fn the_driver_refuses_in_each_phase() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.ranks(2, &[]);
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    let second = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).max().unwrap();
+    let cases: [(&str, String, &[&str]); 8] = [
+        ("fail-state", "304 times=1".into(), &["find: ", "CUDA_ERROR_OPERATING_SYSTEM (304)"]),
+        ("fail-lock", "304".into(), &["lock: ", "cuCheckpointProcessLock"]),
+        ("fail-lock", format!("600 pid={second}"), &["lock: ", "CUDA_ERROR_NOT_READY (600)", "try again"]),
+        ("fail-checkpoint", "801".into(), &["checkpoint: ", "managed memory"]),
+        ("fail-checkpoint", format!("2 pid={second}"), &["checkpoint: ", "as much free memory"]),
+        ("fail-checkpoint", "304 pid=1001".into(), &["checkpoint: "]),
+        ("fail-unlock", "304 times=1".into(), &["unlock: "]),
+        ("fail-unlock", format!("304 times=1 pid={second}"), &["unlock: "]),
+    ];
+    for (fault, text, words) in cases {
+        rig.standin.fault(fault, &text);
+        fails(&rig, &mut supervisor, 2, words, || rig.clear(fault));
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn the_driver_can_not_be_asked_after_the_unlock() {
+    let Some(rig) = Rig::new() else { return };
+    let mut supervisor = rig.start();
+    rig.standin.fault("fail-unlock", "0 delay=400 times=1");
+    supervisor.ask();
+    supervisor.until("the unlock is held up", |rig| !rig.standin.path().join("fail-unlock").exists());
+    rig.standin.fault("fail-state", "304 times=1");
+    let why = supervisor.said("the snapshot failed");
+    assert!(why.contains("check: ") && why.contains("the job runs on"), "{why}");
+    supervisor.assert_unharmed(1);
+    supervisor.image();
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn criu_fails_in_every_way() {
+    for (staging, slots) in [("ram", "\"$memory\"/j-*/slots"), ("store", "\"$store\"/j/slots")] {
+        // Where the image is made, for a shell: the slot that has no whole image.
+        let none = "[ -e \"$s\"/manifest.json ] || [ ! -d \"$s\"/criu ] || echo \"$s\"";
+        criu_fails_with(staging, &format!("$(for s in {slots}/*; do {none}; done)"));
+    }
+}
+
+fn criu_fails_with(staging: &str, image: &str) {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.set("SNAPSHOT_DUMP_TIMEOUT", "1s");
+    rig.set("SNAPSHOT_STAGING", staging);
+    let mut supervisor = rig.start();
+    let after = |what: &str| format!("\"$real\" \"$@\"; {what}; exit 0");
+    // What was received from a FIFO is out of reach.
+    let pages = if staging == "ram" { "pagemap-*" } else { "pages-*" };
+    // A kill at any other moment is no case: while its code is in a process, that ends with SIGTRAP, and the job is restored.
+    let cases: [(String, &[&str]); 7] = [
+        ("exit 1".into(), &["dump: ", "without an answer (exit code 1)"]),
+        ("kill -9 $$".into(), &["dump: ", "without an answer (signal SIGKILL)"]),
+        ("exec sleep 600".into(), &["dump: ", "did not finish within 1s"]),
+        (after(&format!("truncate -s 8 {image}/criu/{pages}.img")), &["dump: the image is incomplete or damaged"]),
+        (after(&format!("rm {image}/criu/pagemap-*.img")), &["dump: the image is incomplete or damaged"]),
+        (after(&format!("mkfifo \"$(echo {image})/pipe\"")), &["does not belong into an image"]),
+        (after(&format!("rm -r {image}")), &["dump: "]),
+    ];
+    for (shell, words) in cases {
+        rig.criu_fault(&shell);
+        fails(&rig, &mut supervisor, 1, words, || rig.criu_fault(""));
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+/// Unmounted when dropped.
+struct Tmpfs(std::path::PathBuf);
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+#[test]
+fn a_full_store_fails_the_snapshot_only() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.set("SNAPSHOT_STAGING", "store");
+    let store = rig.path().join("store");
+    nix::mount::mount(Some("none"), &store, Some("tmpfs"), nix::mount::MsFlags::empty(), Some("size=96m,mode=700"))
+        .unwrap();
+    let _tmpfs = Tmpfs(store.clone());
+    let mut supervisor = rig.start();
+    let fill = "dd if=/dev/zero of=\"$store\"/fill bs=64k 2>/dev/null";
+    let clear = || {
+        rig.criu_fault("");
+        let _ = std::fs::remove_file(store.join("fill"));
+    };
+    rig.criu_fault(fill);
+    fails(&rig, &mut supervisor, 1, &["dump: CRIU refused", "the file system is full"], clear);
+    rig.criu_fault(&format!("\"$real\" \"$@\"; {fill}; exit 0"));
+    fails(&rig, &mut supervisor, 1, &["No space left on device"], clear);
+    // What is left is too little for another, though that would add little once it is packed.
+    let packed = |rig: &Rig| rig.folder().images().unwrap().iter().all(|image| image.form() == Form::Packed);
+    supervisor.until("all images are packed, and their files gone", |rig| packed(rig) && rig.drafts().is_empty());
+    let free = nix::sys::statvfs::statvfs(&store).unwrap();
+    let fill = usize::try_from((free.blocks_available() * free.fragment_size()).saturating_sub(4 << 20)).unwrap();
+    std::fs::write(store.join("fill"), vec![0; fill]).unwrap();
+    fails(&rig, &mut supervisor, 1, &["not tried: the image needs about", "would free only", "store.directory"], clear);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+/// Refused before anything is stopped.
+fn refused(key: &str, value: &str, staging: &str, words: &str) {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.set(key, value);
+    rig.set("SNAPSHOT_STAGING", staging);
+    let mut supervisor = rig.start();
+    let why = supervisor.failing_snapshot();
+    assert!(why.contains("not tried: ") && why.contains(words), "{why}");
+    assert!(!rig.log().contains("phase=\"lock\""));
+    supervisor.assert_unharmed(1);
+    supervisor.stop();
+    assert!(rig.images().is_empty());
+}
+
+#[test]
+fn too_little_host_memory_refuses() {
+    refused("SNAPSHOT_MEMORY_RESERVE", "1000TB", "ram", "snapshot.memory-reserve");
+}
+
+#[test]
+fn too_little_space_refuses() {
+    refused("STORE_MIN_FREE", "1000TB", "store", "store.min-free");
+}
+
+#[test]
+fn one_lock_that_is_not_ready_is_tried_again_with_all() {
+    let Some(mut rig) = Rig::new() else { return };
+    rig.ranks(2, &[]);
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    let second = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).max().unwrap();
+    for pid in [1001, second] {
+        rig.standin.fault("fail-lock", &format!("600 times=1 pid={pid}"));
+        assert_eq!(supervisor.snapshot().manifest().unwrap().tree.cuda.len(), 2);
+        supervisor.assert_unharmed(2);
+    }
+    assert!(!rig.log().contains("the snapshot failed"));
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+/// The others are in a collective nearly all the time, and wait there for the one that is late.
+#[test]
+fn ranks_that_wait_for_a_late_one_in_collectives_are_locked_soon() {
+    for (ranks, late) in [(2, "60"), (3, "150"), (2, "0")] {
+        let Some(mut rig) = Rig::new() else { return };
+        rig.ranks(ranks, &["--collective", late]);
+        locked_soon(&rig, ranks);
+    }
+}
+
+/// Six snapshots, and a death.
+pub(crate) fn locked_soon(rig: &Rig, ranks: usize) {
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(ranks);
+    for _ in 0..6 {
+        let image = supervisor.snapshot();
+        let manifest = image.manifest().unwrap();
+        let lock = manifest.phases.iter().find(|phase| phase.phase == "lock").unwrap();
+        // Of the 10 s that an attempt may take.
+        assert!(lock.took_us < 4_000_000, "{lock:?}\n{}", rig.log());
+        supervisor.assert_unharmed(ranks);
+    }
+    assert!(!rig.log().contains("the snapshot failed"), "{}", rig.log());
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(ranks);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_process_that_somebody_else_has_locked_is_left_alone() {
+    let Some(rig) = Rig::new() else { return };
+    let mut supervisor = rig.start();
+    supervisor.snapshot();
+    let outer = supervisor.main_pid().to_string();
+    let cuda = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_rekindle"));
+        let output = rig.standin.install(command.arg("cuda").args(args).args(["--pid", &outer])).output().unwrap();
+        assert!(output.status.success(), "{args:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    for (action, state) in [("lock", "locked"), ("checkpoint", "checkpointed")] {
+        cuda(&[action]);
+        let why = supervisor.failing_snapshot();
+        assert!(why.contains(&format!("process {outer} is {state}, not running")), "{why}");
+        assert!(why.contains(&format!("`rekindle cuda unlock --pid {outer}`")), "{why}");
+        assert_eq!(cuda(&["state"]), format!("{state}\n"), "it is not ours to undo");
+    }
+    cuda(&["restore"]);
+    cuda(&["unlock"]);
+    supervisor.assert_unharmed(1);
+    supervisor.image();
+    supervisor.stop();
+    rig.assert_sequence();
+}

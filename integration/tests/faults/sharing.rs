@@ -1,0 +1,304 @@
+//! Memory that processes share: let go for a snapshot, taken again, and refused where that cannot be.
+
+use crate::rig::{Rig, Supervisor};
+
+fn job(ranks: usize, args: &[&str]) -> Option<Rig> {
+    let mut rig = Rig::new()?;
+    rig.share(ranks, args);
+    Some(rig)
+}
+
+/// Snapshots, kill -9, back from memory and from the store.
+fn shares(ranks: usize) {
+    let Some(rig) = job(ranks, &[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(ranks);
+    for round in 1..=2 {
+        for _ in 0..3 {
+            let image = supervisor.snapshot();
+            assert_eq!(image.manifest().unwrap().tree.cuda.len(), ranks);
+            supervisor.assert_unharmed(ranks);
+        }
+        supervisor.kill_job();
+        supervisor.said("the job was restored from image");
+        supervisor.assert_unharmed(ranks);
+        assert_eq!(rig.state().unwrap().restarts, round);
+    }
+    supervisor.snapshot();
+    supervisor.said("is in the store");
+    supervisor.kill();
+    rig.assert_nothing_left();
+    rig.forget_memory();
+    let mut supervisor = rig.run();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(ranks);
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn two_ranks_share_memory_across_snapshots_and_deaths() {
+    shares(2);
+}
+
+#[test]
+fn three_ranks_share_memory_across_snapshots_and_deaths() {
+    shares(3);
+}
+
+#[test]
+fn what_can_not_be_let_go_is_refused_in_words_and_the_job_goes_on() {
+    let Some(rig) = job(2, &[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    supervisor.snapshot();
+    let refused = |supervisor: &mut Supervisor<'_>, words: &str| {
+        let why = supervisor.failing_snapshot();
+        assert!(why.contains("which cannot be restored") && why.contains(words), "{why}");
+        assert!(why.contains("the job runs on"), "{why}");
+        supervisor.assert_unharmed(2);
+    };
+    supervisor.has_rank(0, "offer");
+    supervisor.has_rank(1, "ipc");
+    refused(&mut supervisor, "1 pieces by CUDA IPC");
+    supervisor.has_rank(1, "close");
+    supervisor.image();
+    // Its exporter has given it up, and the others go on with it.
+    supervisor.has_rank(1, "give-up");
+    refused(&mut supervisor, "or to one that has released it");
+    supervisor.has_rank(0, "multicast");
+    refused(&mut supervisor, "NCCL_NVLS_ENABLE=0");
+    assert_eq!(rig.state().unwrap().restarts, 0);
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(2);
+    supervisor.snapshot();
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn ranks_that_share_and_let_go_all_the_time_lose_nothing() {
+    let Some(mut rig) = job(3, &["--churn"]) else { return };
+    rig.may_take(std::time::Duration::from_secs(200));
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(3);
+    for round in 1..=50 {
+        supervisor.snapshot();
+        supervisor.assert_running(3);
+        // Descriptors are on their way between ranks at many of these moments.
+        if round % 10 == 0 {
+            supervisor.kill_job();
+            supervisor.said("the job was restored from image");
+            supervisor.assert_unharmed(3);
+        }
+    }
+    assert_eq!(rig.state().unwrap().restarts, 5);
+    supervisor.assert_unharmed(3);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+/// As NCCL's do. All threads wait for the lock of the driver's, which is not to be theirs when they are stopped.
+#[test]
+fn ranks_that_share_and_wait_for_a_late_one_in_collectives_are_locked_soon() {
+    for (ranks, late) in [(2, "60"), (3, "0")] {
+        let Some(rig) = job(ranks, &["--collective", late]) else { return };
+        crate::phases::locked_soon(&rig, ranks);
+    }
+}
+
+#[test]
+fn files_that_ranks_sent_each_other_and_do_not_receive_hold_up_snapshots_only() {
+    let Some(rig) = job(2, &[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    supervisor.snapshot();
+    for rank in 0..2 {
+        supervisor.has_rank(rank, "post");
+    }
+    let why = supervisor.failing_snapshot();
+    assert!(why.contains("CRIU would lose them or mix them up") && why.contains("the job runs on"), "{why}");
+    supervisor.assert_unharmed(2);
+    for rank in 0..2 {
+        supervisor.has_rank(rank, "take");
+    }
+    supervisor.snapshot();
+    supervisor.assert_unharmed(2);
+    // One direction is no trouble.
+    supervisor.has_rank(1, "post");
+    supervisor.snapshot();
+    supervisor.kill_job();
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(2);
+    supervisor.has_rank(0, "take");
+    supervisor.assert_unharmed(2);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+#[test]
+fn a_thread_that_stands_with_a_lock_of_the_driver_is_waited_for() {
+    let Some(rig) = job(2, &[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    supervisor.snapshot();
+    supervisor.has_rank(1, "hold");
+    // The first attempt ends after 5 s, and nothing was let go by then.
+    let image = supervisor.snapshot();
+    assert!(image.manifest().unwrap().tree.cuda.len() == 2);
+    let log = rig.log();
+    assert!(!log.contains("the snapshot failed"), "{log}");
+    supervisor.assert_unharmed(2);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+fn both(rig: &Rig) -> [i32; 2] {
+    let mut pids: Vec<i32> = rig.cuda_pids().into_iter().filter_map(crate::rig::inner).collect();
+    pids.sort_unstable();
+    pids.try_into().unwrap()
+}
+
+/// Before CRIU runs once, this file is there.
+fn at_the_dump(rig: &Rig, fault: &str, text: &str) {
+    let path = rig.standin.path().join(fault);
+    rig.criu_fault(&format!("rm -f \"$0-fault\"; echo '{text}' > '{}'", path.display()));
+}
+
+#[test]
+fn letting_go_fails_in_each_rank_and_the_job_runs_on() {
+    let Some(rig) = job(2, &[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    supervisor.snapshot();
+    let fails = |supervisor: &mut Supervisor<'_>, call: &str, pid: i32| {
+        rig.standin.fault(&format!("fail-keeper-{call}"), &format!("999 times=1 pid={pid}"));
+        let why = supervisor.failing_snapshot();
+        let words = format!("process {pid}: the driver cannot ");
+        assert!(why.contains(&words) && why.contains("(error 999)"), "{call}: {why}");
+        assert!(why.contains("the job runs on"), "{call}: {why}");
+        supervisor.assert_unharmed(2);
+    };
+    // The first two are of the probe: then nothing was let go yet.
+    for call in ["access", "export", "unmap"] {
+        for pid in both(&rig) {
+            fails(&mut supervisor, call, pid);
+            supervisor.image();
+        }
+    }
+    for op in ["lock", "unlock", "checkpoint"] {
+        for pid in both(&rig) {
+            rig.standin.fault(&format!("fail-{op}"), &format!("304 times=1 pid={pid}"));
+            let why = supervisor.failing_snapshot();
+            assert!(why.contains("the job runs on"), "{op}: {why}");
+            supervisor.assert_unharmed(2);
+            supervisor.image();
+        }
+    }
+    // What the driver does not release stays another's for it: from here on there are no snapshots.
+    let [_, second] = both(&rig);
+    fails(&mut supervisor, "release", second);
+    let why = supervisor.said("the snapshot failed");
+    assert!(why.contains("which cannot be restored"), "{why}");
+    supervisor.assert_unharmed(2);
+    assert_eq!(rig.state().unwrap().restarts, 0);
+    supervisor.kill_job();
+    comes_back(&rig, &mut supervisor, 1);
+    supervisor.stop();
+    rig.assert_sequence();
+}
+
+fn comes_back(rig: &Rig, supervisor: &mut Supervisor<'_>, restarts: u32) {
+    supervisor.said("the job was restored from image");
+    supervisor.assert_unharmed(2);
+    assert_eq!(rig.state().unwrap().restarts, restarts);
+    supervisor.snapshot();
+}
+
+#[test]
+fn what_can_not_be_taken_again_ends_the_life_and_the_job_comes_back() {
+    let Some(mut rig) = job(2, &[]) else { return };
+    rig.may_take(std::time::Duration::from_secs(200));
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    supervisor.snapshot();
+    let mut restarts = 0;
+    for call in ["export", "import", "map", "access"] {
+        for pid in both(&rig) {
+            at_the_dump(&rig, &format!("fail-keeper-{call}"), &format!("999 times=1 pid={pid}"));
+            supervisor.ask();
+            let why = supervisor.said("the snapshot failed and the job cannot go on");
+            assert!(why.contains(&format!("process {pid}")) && why.contains("(error 999)"), "{call}: {why}");
+            restarts += 1;
+            comes_back(&rig, &mut supervisor, restarts);
+        }
+    }
+    // The same in a restart, which is tried again.
+    for call in ["export", "import", "map", "access"] {
+        for pid in both(&rig) {
+            rig.standin.fault(&format!("fail-keeper-{call}"), &format!("999 times=1 pid={pid}"));
+            supervisor.kill_job();
+            let why = supervisor.said("cannot restore image");
+            assert!(why.contains(&format!("process {pid}")) && why.contains("(error 999)"), "{call}: {why}");
+            restarts += 2;
+            comes_back(&rig, &mut supervisor, restarts);
+        }
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn a_rank_that_dies_at_any_step_takes_the_job_back() {
+    let Some(mut rig) = job(2, &[]) else { return };
+    rig.may_take(std::time::Duration::from_secs(200));
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    supervisor.snapshot();
+    let mut restarts = 0;
+    // Rank 0 has given up its reference, and releases what it takes again; the other one lets go of its own.
+    let [zero, one] = both(&rig);
+    for (pid, before, after) in [(zero, "unlock", "keeper-release"), (one, "keeper-release", "unlock")] {
+        for op in ["lock", before, "checkpoint", "restore", "keeper-access", "keeper-unmap"] {
+            rig.standin.fault(&format!("die-at-{op}"), &format!("pid={pid}"));
+            supervisor.ask();
+            restarts += 1;
+            comes_back(&rig, &mut supervisor, restarts);
+        }
+        for op in ["keeper-export", "keeper-import", "keeper-map", after] {
+            at_the_dump(&rig, &format!("die-at-{op}"), &format!("pid={pid}"));
+            supervisor.ask();
+            restarts += 1;
+            comes_back(&rig, &mut supervisor, restarts);
+        }
+    }
+    supervisor.stop();
+    rig.assert_sequence();
+    rig.assert_store_is_whole();
+}
+
+#[test]
+fn children_and_a_want_of_descriptors_do_no_harm() {
+    let Some(rig) = job(2, &[]) else { return };
+    let mut supervisor = rig.start();
+    supervisor.ranks_count(2);
+    for _ in 0..3 {
+        let answer = supervisor.has_rank(1, "fork");
+        assert_eq!(answer, "1 fork: child ended with 0\n");
+        supervisor.snapshot();
+        supervisor.assert_unharmed(2);
+    }
+    supervisor.has_rank(1, "crowd");
+    let why = supervisor.failing_snapshot();
+    assert!(why.contains("cannot release other processes' GPU memory now") && why.contains("the job runs on"), "{why}");
+    supervisor.assert_unharmed(2);
+    supervisor.has_rank(1, "room");
+    supervisor.image();
+    supervisor.assert_unharmed(2);
+    assert_eq!(rig.state().unwrap().restarts, 0);
+    supervisor.stop();
+    rig.assert_sequence();
+}
