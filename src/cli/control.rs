@@ -91,7 +91,7 @@ fn words(folder: &JobFolder, answer: &Answer) -> String {
     match answer {
         Answer::Snapshot(it) => {
             let (freeze, size) = (super::list::milliseconds(it.freeze_us), rekindle_base::units::size(it.bytes));
-            let place = if it.stored { "in the store" } else { "in memory, on its way to the store" };
+            let place = if it.stored { "in the store" } else { "on its way to the store" };
             format!("{name}/{}: {size}, the job was frozen for {freeze}; {place}", it.image)
         }
         Answer::Suspended { image, only_in_memory: None } => {

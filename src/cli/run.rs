@@ -31,7 +31,7 @@ use rekindle_os::cgroup;
 use rekindle_os::inherited;
 use rekindle_os::spawn::Ended;
 use rekindle_store::persist::Packing;
-use rekindle_store::staging::{Area, leftovers};
+use rekindle_store::staging::{self, Area, leftovers};
 use rekindle_store::{
     Access, Image, ImageId, JobFolder, JobName, JobPath, JobRecord, Outcome, State, Store, WriterLock,
 };
@@ -382,8 +382,13 @@ fn supervise(
     Ok(exit(finish, &scheduler, requeue, &job))
 }
 
-/// The job's place in memory. Without one snapshots take longer, and work.
+/// The job's place in memory. Without one images are made in slots on the disk, which takes longer.
 fn staging_area(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Option<Area> {
+    match staging::disk::sweep(folder, lock) {
+        Ok(true) => tracing::warn!("removed the slots on the disk: they are of before the machine was restarted"),
+        Ok(false) => {}
+        Err(error) => tracing::warn!("slots of before the machine was restarted are not given back: {}", chain(&error)),
+    }
     if config.snapshot.staging == Staging::Store {
         return None;
     }
@@ -392,7 +397,7 @@ fn staging_area(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Optio
     match Area::open(&config.snapshot.staging_directory, folder, lock, size) {
         Ok(area) => Some(area),
         Err(error) => {
-            tracing::warn!("images go to the store at once, which takes longer: {}", chain(&error));
+            tracing::warn!("images are made on the disk, which takes longer: {}", chain(&error));
             None
         }
     }

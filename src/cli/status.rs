@@ -144,7 +144,7 @@ fn row(folder: &JobFolder, live: Option<Published>, source: &'static str, now: D
         last_age_s: published.as_ref().and_then(|it| it.last_image).map(|image| seconds(now - image.taken())),
         command: record.map(|JobRecord { command, .. }| command).unwrap_or_default(),
         published: published.map(Shown::new),
-        left_in_memory: Leftover::of(folder)?,
+        left_in_memory: Leftover::of(folder)?.into_iter().next(),
     })
 }
 

@@ -164,7 +164,7 @@ impl Reading {
 /// None where another image took its place meanwhile, or it was removed: that is no damage.
 fn row(folder: &JobFolder, image: &Image, report: Report, read: bool) -> Option<ImageRow> {
     let is_there = || match image.place {
-        Place::Staged => folder.staged().iter().any(|other| other.id == image.id),
+        Place::Staged | Place::Slot => folder.staged().iter().any(|other| other.id == image.id),
         Place::Stored => image.dir.exists(),
     };
     let sound = report.is_sound();
@@ -194,8 +194,10 @@ fn of_image(ImageRow { report, read, .. }: &ImageRow) -> String {
     let problems: Vec<String> = report.problems().map(ToString::to_string).collect();
     match (problems.is_empty(), report.place, read) {
         (false, ..) => problems.join("; "),
-        (true, Place::Stored, true) => format!("ok, {} files, every byte", report.parts.len()),
-        (true, Place::Stored, false) => format!("ok, {} files, all of them in the packs", report.parts.len()),
+        (true, Place::Stored | Place::Slot, true) => format!("ok, {} files, every byte", report.parts.len()),
+        (true, Place::Stored | Place::Slot, false) => {
+            format!("ok, {} files, all of them in the packs", report.parts.len())
+        }
         (true, Place::Staged, _) => format!(
             "ok, the sizes of {} files in memory; there are no checksums before it is stored",
             report.parts.len()

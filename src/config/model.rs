@@ -220,10 +220,10 @@ pub struct Snapshot {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Staging {
-    /// In memory; it is copied to the store while the job runs again.
+    /// In memory; it is packed into the store while the job runs again.
     #[default]
     Ram,
-    /// In the store.
+    /// In a slot on the store's disk; it is packed while the job runs again.
     Store,
 }
 

@@ -123,7 +123,7 @@ fn tmpfs(facts: &Facts) -> Check {
         Tmpfs::Mounted(_) => Check::ok(name, format!("one can be mounted in {base}")),
         Tmpfs::Refused(why) => Check::warn(
             name,
-            format!("{why}: images go to the store at once, and the job stands still for as long"),
+            format!("{why}: images are made on the disk, and the job stands still for longer"),
             format!(
                 "give the right to mount (Docker: --cap-add=SYS_ADMIN --security-opt apparmor=unconfined), name another folder of root's in snapshot.staging-directory, or {TO_THE_STORE}"
             ),
@@ -224,6 +224,7 @@ fn preload(facts: &Facts, wanted: Interposer, nvidia: &nvidia::Facts) -> Check {
 mod tests {
     use super::*;
     use crate::doctor::State;
+    use rekindle_store::staging::Medium;
 
     const GIB: u64 = 1 << 30;
 
@@ -297,8 +298,13 @@ mod tests {
         let mut facts = facts(Tmpfs::NotRoot);
         assert_eq!(left_behind(&facts).state, super::super::State::Ok);
         let image = rekindle_store::ImageId::new(7, chrono::DateTime::UNIX_EPOCH);
-        let left =
-            |needed| Leftover { job: "j".parse().unwrap(), path: "/run/rekindle/j-1".into(), bytes: 5 << 20, needed };
+        let left = |needed| Leftover {
+            job: "j".parse().unwrap(),
+            path: "/run/rekindle/j-1".into(),
+            medium: Medium::Memory,
+            bytes: 5 << 20,
+            needed,
+        };
         facts.left = vec![left(None), left(Some(image))];
         facts.strangers = vec!["/run/rekindle/k-2".into()];
         let check = left_behind(&facts);

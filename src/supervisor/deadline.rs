@@ -77,7 +77,7 @@ impl Deadline {
         } else {
             Attended::No
         };
-        let route = Route { store: setup.images.staging.is_some(), replica: setup.config.replica.url.is_some() };
+        let route = Route { replica: setup.config.replica.url.is_some() };
         Deadline {
             measured,
             route,
@@ -283,7 +283,7 @@ mod tests {
     fn deadline(now: DateTime<Utc>) -> Deadline {
         Deadline {
             measured: Measured::default(),
-            route: Route { store: true, replica: false },
+            route: Route { replica: false },
             attended: Attended::No,
             begun: now,
             end: Some(now + 60 * MINUTE),

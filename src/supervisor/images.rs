@@ -1,7 +1,7 @@
-//! Snapshots, and the way of their images from memory to the store.
+//! Snapshots, and the way of their images from a slot to the store.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, TryLockError, mpsc};
 use std::time::{Duration, Instant};
 
 use bytesize::ByteSize;
@@ -23,8 +23,8 @@ use rekindle_os::{cgroup, process};
 use rekindle_store::gc;
 use rekindle_store::persist::{self, Progress};
 use rekindle_store::retention::survey::{self, NoRoom, Written};
-use rekindle_store::staging::Area;
-use rekindle_store::{Form, Image, ImageId, Seen};
+use rekindle_store::staging::{Area, Medium, Slot};
+use rekindle_store::{Form, Image, ImageId, Place, Seen};
 
 /// How often it is looked at how much memory is left.
 pub(super) const LOOK: Duration = Duration::from_secs(2);
@@ -32,6 +32,8 @@ pub(super) const LOOK: Duration = Duration::from_secs(2);
 /// How the way of an image to the store went.
 pub(super) struct Outcome {
     image: ImageId,
+    /// Where it was.
+    place: Place,
     source: Source,
     result: Result<Image, PersistError>,
     /// Without the removal of older ones.
@@ -104,14 +106,9 @@ impl Owner<'_> {
                 self.tell_snapshot(&taken);
                 self.answer_taken(&taken);
                 self.clients.job_api.snapshot_ends(None);
-                // One that is in the store as plain files is packed, which saves space only.
-                let persist = (!taken.image.is_staged()).then_some(taken.persist);
-                if persist.is_some() {
-                    self.note_seen(&taken.image);
-                }
                 self.persist(taken.image);
                 self.checks.rehearsals.image_taken(Instant::now());
-                Event::SnapshotTaken { freeze: taken.freeze, persist }
+                Event::SnapshotTaken { freeze: taken.freeze }
             }
             Err(error) => {
                 let stops = self.machine.is_stopping();
@@ -150,12 +147,9 @@ impl Owner<'_> {
             image: taken.image.id,
             freeze_us: micros(taken.freeze),
             bytes: taken.image.manifest().map_or(0, |manifest| manifest.bytes),
-            stored: !taken.image.is_staged(),
+            stored: false,
         };
         self.clients.control.snapshot_taken(&snapped);
-        if snapped.stored {
-            self.answer_stored(&taken.image);
-        }
     }
 
     /// Notes on this machine that the store has the image, so that it is noticed when it has not any more.
@@ -224,6 +218,9 @@ impl Owner<'_> {
                 bring_to_store(&setup, &image, &progress, &cancel)
             };
             let took = began.elapsed();
+            if result.is_ok() {
+                empty_slots_on_disk(&setup, &files_go);
+            }
             // Not before it is packed: as plain files it takes more for a while, and no other has to go for that. While
             // memory is brought back from an image none is removed: it is done when that is over.
             if result.is_ok() || source == Source::PlainFiles {
@@ -231,6 +228,7 @@ impl Owner<'_> {
             }
             let _ = sender.send(Message::Persisted(Box::new(Outcome {
                 image: image.id,
+                place: image.place,
                 source,
                 result,
                 took,
@@ -270,10 +268,11 @@ impl Owner<'_> {
             }
             Err(error) => {
                 let folder = &self.setup.folder;
+                let place = slot_in(outcome.place);
                 let what = match folder.staged().iter().any(|image| image.id == outcome.image) {
-                    _ if folder.is_stored(outcome.image) => "is in the store, but not packed",
-                    true => "is in memory only",
-                    false => "is lost, it was in memory only",
+                    _ if folder.is_stored(outcome.image) => "is in the store, but not packed".to_owned(),
+                    true => format!("is in {place} only"),
+                    false => format!("is lost, it was in {place} only"),
                 };
                 let why = format!("image {} {what}: {}", outcome.image, chain(&error));
                 tracing::error!("{why}");
@@ -333,8 +332,12 @@ impl Owner<'_> {
     /// the wait. Answers the image that did not get to the store, though it was waited for.
     pub(super) fn leave_memory(&mut self, finish: &Finish, messages: &mpsc::Receiver<Message>) -> Option<ImageId> {
         // One that an earlier run left is given back too, though this one makes its images elsewhere.
-        let left = if self.setup.images.staging.is_none() { Area::left_behind(&self.setup.folder) } else { None };
-        let area = self.setup.images.staging.as_ref().or(left.as_ref())?;
+        let ours = self.setup.images.staging.as_ref();
+        let mut others = Area::all_of(&self.setup.folder);
+        others.retain(|area| Some(area.path()) != ours.map(Area::path));
+        if ours.is_none() && others.is_empty() {
+            return None;
+        }
         match memory::at_the_end(finish, self.end.stops.is_at_once()) {
             memory::AtTheEnd::NotNeeded => self.transfers.call_off(Destination::Store),
             memory::AtTheEnd::LeftThere => {}
@@ -346,10 +349,11 @@ impl Owner<'_> {
         }
         match self.only_in_memory().filter(|_| *finish != Finish::Completed) {
             Some(image) => {
-                let (id, at, store) = (image.id, area.path().display(), self.setup.folder.path().display());
+                let (id, at, store) = (image.id, image.dir.display(), self.setup.folder.path().display());
+                let place = slot_in(image.place);
                 if self.end.stops.is_at_once() {
                     tracing::warn!(
-                        "image {id} is in memory only, at {at}: it is lost when the machine restarts; the same command again goes on from it"
+                        "image {id} is in {place} only, at {at}: it is lost when the machine restarts; the same command again goes on from it"
                     );
                     return None;
                 }
@@ -360,14 +364,16 @@ impl Owner<'_> {
                     .clone()
                     .unwrap_or_else(|| "it was not brought to the store".into());
                 tracing::error!(
-                    "the job is over, and its last image {id} is in memory only, at {at} ({why}). It is lost when the machine restarts, and with a container at its end. Make room in {store} and run the same command again on this machine: it goes on from this image"
+                    "the job is over, and its last image {id} is in {place} only, at {at} ({why}). It is lost when the machine restarts, and in memory with a container at its end. Make room in {store} and run the same command again on this machine: it goes on from this image"
                 );
                 Some(id)
             }
             None => {
-                area.slots().iter().for_each(|slot| self.setup.folder.drop_links(slot));
-                if let Err(error) = area.close() {
-                    tracing::warn!("memory is not given back: {}", chain(&error));
+                for area in ours.into_iter().chain(&others) {
+                    area.slots().iter().for_each(|slot| self.setup.folder.drop_links(slot));
+                    if let Err(error) = area.close() {
+                        tracing::warn!("{} is not given back: {}", area.path().display(), chain(&error));
+                    }
                 }
                 None
             }
@@ -425,6 +431,28 @@ fn bring_to_store(
     }
     let cancelled = || cancel.load(Ordering::Relaxed);
     Ok(persist::persist(image, &setup.folder, &setup.lock, &setup.images.packing, progress, &cancelled)?)
+}
+
+fn slot_in(place: Place) -> &'static str {
+    if place == Place::Slot { "a slot on the disk" } else { "memory" }
+}
+
+/// Slots on the disk whose image is in the store are given back: the packs take less, and a restart reads those. Not while
+/// a restart may read a slot.
+fn empty_slots_on_disk(setup: &Setup, files_go: &Mutex<()>) {
+    let _nobody_reads = match files_go.try_lock() {
+        Ok(lock) => lock,
+        Err(TryLockError::Poisoned(lock)) => lock.into_inner(),
+        Err(TryLockError::WouldBlock) => return,
+    };
+    for area in Area::all_of(&setup.folder).iter().filter(|area| area.medium() == Medium::Disk) {
+        let is_stored = |slot: &Slot| slot.image().is_some_and(|image| setup.folder.is_stored(image.id));
+        for slot in area.slots().iter().filter(|slot| is_stored(slot)) {
+            if let Err(error) = slot.empty() {
+                tracing::warn!("{} is not given back: {}", slot.dir().display(), chain(&error));
+            }
+        }
+    }
 }
 
 /// In whole milliseconds.

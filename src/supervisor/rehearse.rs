@@ -20,7 +20,7 @@ use crate::telemetry::events::What;
 use rekindle_engine::launch::Privileges;
 use rekindle_engine::restore::rehearsal::{Outcome, Script};
 use rekindle_os::spawn::Spawn;
-use rekindle_store::{Form, ImageId};
+use rekindle_store::{ImageId, Place};
 
 /// The first one comes so long after the first image: by then what a start takes is over.
 const FIRST: Duration = Duration::from_secs(60);
@@ -159,7 +159,7 @@ impl Owner<'_> {
             return;
         }
         let newest =
-            self.setup.folder.staged().into_iter().find(|image| image.is_good() && image.form() == Form::Loose);
+            self.setup.folder.staged().into_iter().find(|image| image.is_good() && image.place == Place::Staged);
         let Some(image) = newest.map(|image| image.id) else { return };
         let cancel = self.checks.rehearsals.begins();
         let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());

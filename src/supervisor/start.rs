@@ -67,8 +67,8 @@ impl Owner<'_> {
                 _ if passed == Passed::CalledOff => Err(StartFailure::NotTried(None)),
                 StartPoint::Cold => launch_job(&setup, &files),
                 StartPoint::Image(id) => {
-                    // What is packed by now is looked up after this, and nothing else is before the job is back.
-                    drop(files_go.lock().unwrap_or_else(PoisonError::into_inner));
+                    // What is packed by now is looked up after this, and no plain files go before the job is back.
+                    let _stay = files_go.lock().unwrap_or_else(PoisonError::into_inner);
                     restore_job(&setup, &files, id, &wishes, &said, &progress, &cancel)
                 }
             };

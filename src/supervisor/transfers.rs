@@ -58,7 +58,7 @@ pub(super) struct Store {
     pub(super) progress: Arc<Progress>,
     /// Set to call it off.
     pub(super) cancel: Arc<AtomicBool>,
-    /// Held while the image is packed, where that removes plain files.
+    /// Held while plain files are removed: loose ones when they are packed, or those of a slot on the disk.
     pub(super) files_go: Arc<Mutex<()>>,
 }
 
@@ -68,7 +68,7 @@ pub(super) struct Transfers<I = Image> {
     persist: Option<Persist>,
     /// The image that a start under way reads.
     restoring: Option<Moving>,
-    /// Held while an image of plain files is packed, which ends with their removal.
+    /// Held while plain files may go, and by who reads them.
     files_go: Arc<Mutex<()>>,
     pub(super) replication: Replication<I>,
 }
@@ -136,7 +136,7 @@ impl<I> Transfers<I> {
         self.restoring.is_some()
     }
 
-    /// The lock that who reads plain files waits for.
+    /// The lock that who reads plain files holds.
     pub(super) fn files_go(&self) -> Arc<Mutex<()>> {
         Arc::clone(&self.files_go)
     }

@@ -32,7 +32,6 @@ mod phases;
 mod preflight;
 mod prepare;
 mod seen;
-mod target;
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -48,7 +47,7 @@ use rekindle_os::spawn::Ended;
 use rekindle_store::manifest::{self, Manifest, PidNamespace, Reason};
 use rekindle_store::retention::survey::{Limits, NoRoom};
 use rekindle_store::staging::{self, Area, admission};
-use rekindle_store::{Image, JobFolder, JobPath, PublishError, WriterLock};
+use rekindle_store::{Image, JobFolder, JobPath, WriterLock};
 
 pub use crate::parts::fds::InFlight;
 pub use crate::parts::tcp::capture::TcpChoice;
@@ -73,7 +72,7 @@ pub struct Subject<'a> {
     pub launch: &'a Launch,
     /// Files of ours that the job has mapped, to be kept in the image.
     pub ours: Vec<PathBuf>,
-    /// Where images land in memory; without it they go to the store at once.
+    /// Where images land in memory; without it they land in a slot on the disk.
     pub staging: Option<&'a Area>,
     /// The job's output, rotated while the job is frozen.
     pub output: &'a launch::output::Files,
@@ -132,8 +131,6 @@ pub struct Taken {
     pub image: Image,
     /// How long the job was frozen.
     pub freeze: Duration,
-    /// How long it took to make the image lasting, while the job ran.
-    pub persist: Duration,
     /// What could not be done and does not matter for the image, in words.
     pub notes: Vec<String>,
 }
@@ -174,9 +171,6 @@ pub enum Error {
     /// The store could not take it.
     #[error("store: {0}")]
     Store(#[from] rekindle_store::Error),
-    /// The image could not be published.
-    #[error("publish: {0}")]
-    Publish(#[from] PublishError),
     /// There is no room for it in memory.
     #[error("not tried: {0}")]
     NoRoom(#[from] admission::Refusal),
@@ -241,6 +235,7 @@ impl From<staging::TakeError> for Error {
     fn from(error: staging::TakeError) -> Error {
         match error {
             staging::TakeError::NoRoom(error) => Error::NoRoom(error),
+            staging::TakeError::DiskFull(error) => Error::NoRoomInStore(error),
             staging::TakeError::Area(error) => Error::Staging(error),
         }
     }
@@ -285,16 +280,14 @@ impl Error {
 /// When a phase fails. Unless [`Error::job_is_lost`], the job runs on as if nothing had been.
 pub fn take(subject: &Subject<'_>, reason: Reason, cancelled: &(dyn Fn() -> bool + Sync)) -> Result<Taken, Error> {
     let mut frozen = frozen(subject, cancelled)?;
-    let (freeze, id) = (frozen.time(), frozen.ready.target.id());
-    let begun = Instant::now();
+    let freeze = frozen.time();
     let manifest = manifest(&mut frozen, reason);
-    match manifest.and_then(|manifest| frozen.ready.target.finish(manifest, subject.options.threads)) {
-        Ok(image) => Ok(Taken { image, freeze, persist: begun.elapsed(), notes: frozen.dumped.moment.notes }),
+    match manifest
+        .and_then(|manifest| frozen.ready.target.seal(manifest, subject.options.threads).map_err(Error::Staging))
+    {
+        Ok(image) => Ok(Taken { image, freeze, notes: frozen.dumped.moment.notes }),
         Err(error) => {
-            // The draft is gone, or has its lasting name and could not be synced: then it is an image and needs its links.
-            if !subject.folder.is_stored(id) {
-                record::drop_links(&frozen.saved_links, frozen.env.root(), frozen.env.user());
-            }
+            record::drop_links(&frozen.saved_links, frozen.env.root(), frozen.env.user());
             Err(error)
         }
     }

@@ -1,16 +1,12 @@
 //! An image while it is made, and how it becomes one.
 //!
-//! Publishing is this protocol; a step begins when the one before is done:
+//! Publishing is steps 5 to 8 of `persist.rs`. When the power goes before the draft has its lasting name, there is a `.tmp-ID`,
+//! which is no image; after that the file system decides, and both are whole.
 //!
-//! 1. every file of the draft is hashed and fsynced, several at a time;
-//! 2. every folder of the draft is fsynced;
-//! 3. the manifest is written durably into the draft (temporary name, fsync, rename, fsync of the folder);
-//! 4. the draft gets its lasting name, `.tmp-ID` to `ID`, without replacing anything;
-//! 5. `images/` is fsynced.
+//! Images of earlier releases may be loose: their parts are plain files in their folder. None is made any more. They are read as
+//! before, and packed.
 //!
-//! When the power goes before 4, there is a `.tmp-ID`, which is no image; after 5 there is the image; between the two
-//! the file system decides, and both are whole. On every open do: sweep `.tmp-*` and `.del-*`
-//! ([`super::JobFolder::sweep_leftovers`]).
+//! On every open do: sweep `.tmp-*` and `.del-*` ([`super::JobFolder::sweep_leftovers`]).
 
 use std::fs;
 use std::io;
@@ -19,12 +15,10 @@ use std::path::{Path, PathBuf};
 use thiserror::Error;
 
 use super::chunk::map;
-use super::files::{self, Kind};
 use super::id::{ImageId, JobName};
 use super::image::Image;
 use super::manifest::{self, Manifest, ManifestError};
 use super::mark;
-use super::paths::{PartPath, PathError};
 use super::remove;
 use super::tags;
 use super::trust::Trust;
@@ -34,33 +28,6 @@ use rekindle_os::durable;
 /// they were.
 #[derive(Debug, Error)]
 pub enum PublishError {
-    /// The draft cannot be listed.
-    #[error("cannot list {}", .path.display())]
-    List {
-        /// What.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// Something that is neither file nor folder, or a name that is not UTF-8.
-    #[error("{} does not belong into an image: only files and folders with names in UTF-8 do", .0.display())]
-    Foreign(PathBuf),
-    /// A file cannot be hashed.
-    #[error("cannot read {}", .path.display())]
-    Read {
-        /// What.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
-    /// A file or folder cannot be brought to the disk.
-    #[error("cannot bring {} to the disk", .path.display())]
-    Sync {
-        /// What.
-        path: PathBuf,
-        /// Why.
-        source: io::Error,
-    },
     /// The manifest contradicts the files.
     #[error("image {id} cannot be described")]
     Describe {
@@ -68,14 +35,6 @@ pub enum PublishError {
         id: ImageId,
         /// Why.
         source: ManifestError,
-    },
-    /// A file has a name that no part may have.
-    #[error("image {id} cannot be described")]
-    Path {
-        /// Which.
-        id: ImageId,
-        /// Why.
-        source: PathError,
     },
     /// The manifest cannot be written.
     #[error("cannot write {}", .path.display())]
@@ -100,12 +59,7 @@ impl PublishError {
     /// Whether room is what was missing.
     #[must_use]
     pub fn is_full(&self) -> bool {
-        let (PublishError::List { source, .. }
-        | PublishError::Read { source, .. }
-        | PublishError::Sync { source, .. }
-        | PublishError::Write { source, .. }
-        | PublishError::Publish { source, .. }) = self
-        else {
+        let (PublishError::Write { source, .. } | PublishError::Publish { source, .. }) = self else {
             return false;
         };
         matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
@@ -140,41 +94,6 @@ impl Draft {
         &self.dir
     }
 
-    /// Makes it an image, by the protocol above, with at most so many threads. Sets `id`, `job`, `bytes` and `parts` of the
-    /// manifest.
-    ///
-    /// # Errors
-    /// One for each step; the draft is gone then.
-    pub fn publish(self, mut manifest: Manifest, threads: usize) -> Result<Image, PublishError> {
-        let entries = files::walk(&self.dir).map_err(|(path, source)| PublishError::List { path, source })?;
-        let (mut paths, mut folders) = (Vec::new(), vec![self.dir.clone()]);
-        for entry in entries {
-            match (entry.kind, entry.relative.to_str()) {
-                (Kind::File { size }, Some(path)) => {
-                    let path = path.parse().map_err(|source| PublishError::Path { id: self.id, source })?;
-                    paths.push((path, size));
-                }
-                (Kind::Folder, Some(_)) => folders.push(self.dir.join(&entry.relative)),
-                _ => return Err(PublishError::Foreign(self.dir.join(&entry.relative))),
-            }
-        }
-        manifest.parts = hash_and_sync(&self.dir, paths, threads)?;
-        for path in folders {
-            durable::sync_dir(&path).map_err(|source| PublishError::Sync { path, source })?;
-        }
-        manifest.id = self.id;
-        manifest.job = self.job.clone();
-        manifest.bytes = manifest.parts.iter().map(|part| part.size).sum();
-        let bytes = manifest.to_bytes(&self.trust).map_err(|source| PublishError::Describe { id: self.id, source })?;
-        let path = self.dir.join(manifest::FILE_NAME);
-        durable::write_file(&path, &bytes, 0o600).map_err(|source| PublishError::Write { path, source })?;
-        durable::publish_dir(&self.dir, &self.lasting)
-            .map_err(|source| PublishError::Publish { path: self.lasting.clone(), source })?;
-        Ok(Image::load(&self.lasting, self.id, &self.trust))
-    }
-}
-
-impl Draft {
     /// Makes it an image whose content is in packs: steps 5 to 8 of `persist.rs`. `from` is the image that was packed: a loose
     /// one is taken the place of, and a mark on it stays, as one on an image in memory does. Sets `id` and `job` of the manifest.
     ///
@@ -229,17 +148,4 @@ impl Drop for Draft {
         // After publishing there is no folder of this name any more. What cannot be removed, the next sweep takes.
         let _ = fs::remove_dir_all(&self.dir);
     }
-}
-
-fn hash_and_sync(dir: &Path, paths: Vec<(PartPath, u64)>, threads: usize) -> Result<Vec<manifest::Part>, PublishError> {
-    let mut parts = files::in_parallel(paths, threads, |path| {
-        let full = dir.join(&path);
-        let read = |source| PublishError::Read { path: full.clone(), source };
-        let file = durable::open_for_reading(&full).map_err(read)?;
-        let (size, blake3) = files::hash(&file).map_err(read)?;
-        file.sync_all().map_err(|source| PublishError::Sync { path: full.clone(), source })?;
-        Ok(manifest::Part { path, size, blake3: Some(blake3) })
-    })?;
-    parts.sort_by(|a, b| a.path.cmp(&b.path));
-    Ok(parts)
 }

@@ -185,7 +185,7 @@ impl JobFolder {
         self.images_dir().join(id.to_string()).is_dir()
     }
 
-    /// Whole images in the job's staging area, newest first. Some of them may be in the store as well.
+    /// Whole images in the job's staging areas, newest first. Some of them may be in the store as well.
     #[must_use]
     pub fn staged(&self) -> Vec<Image> {
         staging::staged(&self.path, &self.trust)
@@ -259,14 +259,6 @@ impl JobFolder {
         let last = seen.chain(staged).map(|id| id.sequence()).max().unwrap_or(0);
         let next = last.checked_add(1).ok_or_else(|| Error::NumbersUsedUp(self.name.clone()))?;
         Ok(ImageId::new(next, now))
-    }
-
-    /// Begins an image: makes `.tmp-ID` with the next number.
-    ///
-    /// # Errors
-    /// [`Error::WrongLock`], [`Error::Read`], [`Error::Create`], [`Error::NumbersUsedUp`].
-    pub fn begin_image(&self, lock: &WriterLock, now: DateTime<Utc>) -> Result<Draft> {
-        self.begin_image_as(lock, self.next_id(now)?)
     }
 
     /// Begins an image that has its name already: makes `.tmp-ID`.

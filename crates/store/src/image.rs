@@ -36,6 +36,9 @@ pub enum Place {
     /// In memory: as long as the machine runs.
     #[serde(rename = "memory")]
     Staged,
+    /// In a slot on the disk, not in the store yet: as long as the machine runs.
+    #[serde(rename = "slot")]
+    Slot,
     /// On the disk.
     #[serde(rename = "store")]
     Stored,
@@ -45,6 +48,7 @@ impl std::fmt::Display for Place {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.pad(match self {
             Place::Staged => "memory",
+            Place::Slot => "slot",
             Place::Stored => "store",
         })
     }
@@ -166,7 +170,7 @@ impl Image {
     }
 
     /// Looks at the slot in `dir`; None where there is no whole image.
-    pub(super) fn load_staged(dir: &Path, trust: &Trust) -> Option<Image> {
+    pub(super) fn load_staged(dir: &Path, place: Place, trust: &Trust) -> Option<Image> {
         let found = Manifest::read(dir, trust);
         // It is not used, but told of: it may be from before there was a key.
         let id = match &found {
@@ -174,7 +178,7 @@ impl Image {
             Err(ManifestError::Untrusted(_)) => Manifest::read(dir, &Trust::default()).ok()?.id,
             Err(_) => return None,
         };
-        Some(Image::judge(dir, id, found.map(Box::new), Place::Staged, trust))
+        Some(Image::judge(dir, id, found.map(Box::new), place, trust))
     }
 
     fn judge(
@@ -194,24 +198,24 @@ impl Image {
         Image { id, dir: dir.to_owned(), state, place, trust: trust.clone() }
     }
 
-    /// The same image as it is now. One in memory that was replaced meanwhile is damaged.
+    /// The same image as it is now. One in a slot that was replaced meanwhile is damaged.
     pub(super) fn look_again(&self) -> Image {
         match self.place {
             Place::Stored => Image::load(&self.dir, self.id, &self.trust),
-            Place::Staged => {
+            Place::Staged | Place::Slot => {
                 let found = Manifest::read(&self.dir, &self.trust).and_then(|manifest| match manifest.id == self.id {
                     true => Ok(Box::new(manifest)),
                     false => Err(ManifestError::OtherImage(manifest.id)),
                 });
-                Image::judge(&self.dir, self.id, found, Place::Staged, &self.trust)
+                Image::judge(&self.dir, self.id, found, self.place, &self.trust)
             }
         }
     }
 
-    /// Whether it is in memory.
+    /// Whether it is in memory or in a slot on the disk, and not in the store.
     #[must_use]
     pub fn is_staged(&self) -> bool {
-        self.place == Place::Staged
+        self.place != Place::Stored
     }
 
     /// How its content is kept, as far as its manifest tells: without one it is taken for loose.

@@ -57,7 +57,7 @@ impl Known {
     /// Where it is, memory first.
     #[must_use]
     pub fn places(&self) -> Vec<Place> {
-        [Place::Staged, Place::Stored].into_iter().filter(|place| self.copy(*place).is_some()).collect()
+        [Place::Staged, Place::Slot, Place::Stored].into_iter().filter(|place| self.copy(*place).is_some()).collect()
     }
 
     /// What a user says of it: the copy in the store has the tags.

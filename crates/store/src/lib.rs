@@ -4,6 +4,7 @@
 //! STORE/  0700
 //!   JOB/  0700
 //!     lock  job.json  state.json  log/  bin/  staging (a link to the images in RAM, see [`staging`])
+//!     slots/                           images on the disk that are not in the store yet (see [`staging::disk`])
 //!     images/
 //!       000042-20261120T132105Z/       an image: manifest.json, where there are any bad.json and tags.json; and parts at any
 //!                                      depth (loose) or the chunk map (packed)
@@ -15,7 +16,7 @@
 //! docs/format.md has every byte of it. It owns all below `STORE` but the content of `log/`, `bin/` and `state.json`.
 //! Invariants:
 //!
-//! - A folder with the name of an image was published whole (draft.rs has the protocol); its files never change after
+//! - A folder with the name of an image was published whole (persist.rs has the protocol); its files never change after
 //!   that, only `bad.json` and `tags.json` come and go.
 //! - One writer a job, by lock; readers at any time, without one.
 //! - What cannot be read is an error or says so. It is never taken for empty, and nothing is deleted because of it.

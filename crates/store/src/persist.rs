@@ -36,7 +36,7 @@ use super::chunk::{Compression, Key};
 use super::draft::PublishError;
 use super::folder::JobFolder;
 use super::gc::Needed;
-use super::image::{Form, Image};
+use super::image::{Form, Image, Place};
 use super::lock::WriterLock;
 use super::manifest::Chunks;
 use super::options::Copies;
@@ -211,9 +211,9 @@ pub fn persist(
     Ok(draft.publish_packed(manifest, &bytes, image)?)
 }
 
-/// What is loose has hashes, and they are right.
+/// What is on a disk has hashes, and they are right.
 fn check_loose(image: &Image) -> Result<(), Error> {
-    if image.is_staged() {
+    if image.place == Place::Staged {
         return Ok(());
     }
     let report = image.verify();

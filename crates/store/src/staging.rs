@@ -1,4 +1,4 @@
-//! Images in RAM: a tmpfs of the job's own, where a snapshot lands before it is in the store.
+//! Where a snapshot lands before it is in the store: a tmpfs of the job's own, or a folder of the job in the store.
 //!
 //! ```text
 //! /run/rekindle/JOB-HASH/   the tmpfs; 0711, because the job may run as another user
@@ -8,6 +8,9 @@
 //!       gpu/PID             device memory of a process, as the driver wrote it
 //!       spool/N             page files of CRIU; criu/pages-N.img is another name of the same
 //! STORE/JOB/staging         a symbolic link to it
+//! STORE/JOB/slots/          on the disk, where there is no tmpfs ([`disk`]); 0700
+//!   boot                    the boot of the machine in which the slots were written
+//!   0/  1/                  as above, without landing files; the parts have hashes
 //! ```
 //!
 //! Invariants:
@@ -16,10 +19,11 @@
 //!   in the store ([`admission`]).
 //! - Files of pages (`gpu/`, `spool/`) outlive their image: pages that exist are three times as fast to write.
 //!
-//! When the power goes all of this is gone, and the newest image of the store counts. When only the supervisor goes, the
-//! next one finds the tmpfs and goes on from what is in it.
+//! When the power goes all of this is gone, and the newest image of the store counts: what was on the disk is of another boot
+//! then, and is removed. When only the supervisor goes, the next one finds the slots and goes on from what is in them.
 
 pub mod admission;
+pub mod disk;
 pub mod leftovers;
 mod slot;
 mod take;
@@ -36,7 +40,7 @@ pub use slot::{Filling, Slot};
 pub use take::{Need, TakeError};
 
 use super::folder::JobFolder;
-use super::image::Image;
+use super::image::{Image, Place};
 use super::lock::WriterLock;
 use super::rights;
 use super::trust::Trust;
@@ -89,10 +93,31 @@ pub fn try_mount(base: &Path) -> Result<HugePages, Error> {
     Ok(huge)
 }
 
-/// The tmpfs of one job.
+/// What a staging area lies on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Medium {
+    /// A tmpfs.
+    Memory,
+    /// The file system of the store.
+    Disk,
+}
+
+impl Medium {
+    /// Where images in it are.
+    pub(super) fn place(self) -> Place {
+        match self {
+            Medium::Memory => Place::Staged,
+            Medium::Disk => Place::Slot,
+        }
+    }
+}
+
+/// The staging area of one job.
 #[derive(Debug)]
 pub struct Area {
     path: PathBuf,
+    medium: Medium,
     device: u64,
     link: PathBuf,
     trust: Trust,
@@ -106,7 +131,7 @@ impl Area {
     /// When it cannot be mounted, or others could write there.
     pub fn open(base: &Path, folder: &JobFolder, lock: &WriterLock, size: u64) -> Result<Area, Error> {
         folder.check_lock(lock)?;
-        let path = match left(folder.path()) {
+        let path = match mounted(folder.path()) {
             Some(path) => path,
             None => {
                 let missing: Vec<&Path> = base.ancestors().take_while(|folder| !folder.exists()).collect();
@@ -124,23 +149,31 @@ impl Area {
         rights::check(&path)?;
         make(&path.join("landing"), 0o711)?;
         make(&path.join("slots"), 0o700)?;
-        for slot in slots(&path, folder.trust()) {
+        for slot in slots(&path, Medium::Memory, folder.trust()) {
             make(slot.dir(), 0o700)?;
         }
         let device = fs::metadata(&path).map_err(failed("look at", &path))?.dev();
         let link = folder.path().join(LINK);
         durable::replace_link(&path, &link).map_err(failed("make the link", &link))?;
-        let area = Area { path, device, link, trust: folder.trust().clone() };
+        let area = Area { path, medium: Medium::Memory, device, link, trust: folder.trust().clone() };
         area.clear_landing();
         Ok(area)
     }
 
-    /// The one that an earlier run left, for a run that makes none.
+    /// All that there are, also those that an earlier run left and this one does not use.
     #[must_use]
-    pub fn left_behind(folder: &JobFolder) -> Option<Area> {
-        let path = left(folder.path())?;
-        let device = fs::metadata(&path).ok()?.dev();
-        Some(Area { path, device, link: folder.path().join(LINK), trust: folder.trust().clone() })
+    pub fn all_of(folder: &JobFolder) -> Vec<Area> {
+        let area = |(path, medium): (PathBuf, Medium)| {
+            let device = fs::metadata(&path).ok()?.dev();
+            Some(Area { path, medium, device, link: folder.path().join(LINK), trust: folder.trust().clone() })
+        };
+        left(folder.path()).into_iter().filter_map(area).collect()
+    }
+
+    /// What it lies on.
+    #[must_use]
+    pub fn medium(&self) -> Medium {
+        self.medium
     }
 
     /// Where it is.
@@ -155,7 +188,7 @@ impl Area {
         self.path.join("landing")
     }
 
-    /// Whether it is still mounted where it was, with the folders that were made in it.
+    /// Whether a tmpfs is still mounted where it was, with the folders that were made in it.
     #[must_use]
     pub fn is_there(&self) -> bool {
         let folders = [self.path.join("slots"), self.landing_dir()];
@@ -165,13 +198,15 @@ impl Area {
     /// The two slots.
     #[must_use]
     pub fn slots(&self) -> [Slot; 2] {
-        slots(&self.path, &self.trust)
+        slots(&self.path, self.medium, &self.trust)
     }
 
     /// Whole images in it, newest first.
     #[must_use]
     pub fn images(&self) -> Vec<Image> {
-        images(&self.path, &self.trust)
+        let mut images: Vec<Image> = self.slots().iter().filter_map(Slot::image).collect();
+        images.sort_by_key(|image| std::cmp::Reverse(image.id));
+        images
     }
 
     /// Nothing is armed after this: a process that maps memory now gets what it asks for.
@@ -181,11 +216,14 @@ impl Area {
         }
     }
 
-    /// Unmounts it; images that are only here are lost.
+    /// Unmounts it, or removes it from the disk; images that are only here are lost.
     ///
     /// # Errors
-    /// When it cannot be unmounted.
+    /// When it cannot be unmounted or removed.
     pub fn close(&self) -> Result<(), Error> {
+        if self.medium == Medium::Disk {
+            return Ok(disk::remove(&self.path)?);
+        }
         let _ = fs::remove_file(&self.link);
         if !is_mounted(&self.path).unwrap_or(false) {
             // Somebody else has unmounted it. A restart that came after that may have put device memory below.
@@ -200,26 +238,35 @@ impl Area {
     }
 }
 
-/// Whole images in the staging area that the job's folder names, newest first. None where there is no area, or where it
-/// is not as safe as it was made.
+/// Whole images in the staging areas of the job's folder, newest first. None where there is no area, or where it is not as
+/// safe as it was made.
 pub(super) fn staged(folder: &Path, trust: &Trust) -> Vec<Image> {
-    left(folder).map(|path| images(&path, trust)).unwrap_or_default()
-}
-
-/// The staging area that the job's folder names, where it is mounted and as safe as it was made.
-fn left(folder: &Path) -> Option<PathBuf> {
-    let path = fs::read_link(folder.join(LINK)).ok()?;
-    (rights::check(&path).is_ok() && is_mounted(&path).unwrap_or(false)).then_some(path)
-}
-
-fn images(path: &Path, trust: &Trust) -> Vec<Image> {
-    let mut images: Vec<Image> = slots(path, trust).iter().filter_map(Slot::image).collect();
+    let slots = left(folder).into_iter().flat_map(|(path, medium)| slots(&path, medium, trust));
+    let mut images: Vec<Image> = slots.filter_map(|slot| slot.image()).collect();
     images.sort_by_key(|image| std::cmp::Reverse(image.id));
     images
 }
 
-fn slots(path: &Path, trust: &Trust) -> [Slot; 2] {
-    ["slots/0", "slots/1"].map(|name| Slot::new(path.join(name), trust.clone()))
+/// The staging areas of the job's folder.
+fn left(folder: &Path) -> Vec<(PathBuf, Medium)> {
+    let memory = mounted(folder).map(|path| (path, Medium::Memory));
+    let disk = disk::path(folder);
+    let disk = disk::is_of_this_boot(&disk).then_some((disk, Medium::Disk));
+    memory.into_iter().chain(disk).collect()
+}
+
+/// The staging area that the job's folder names, where it is mounted and as safe as it was made.
+fn mounted(folder: &Path) -> Option<PathBuf> {
+    let path = fs::read_link(folder.join(LINK)).ok()?;
+    (rights::check(&path).is_ok() && is_mounted(&path).unwrap_or(false)).then_some(path)
+}
+
+fn slots(path: &Path, medium: Medium, trust: &Trust) -> [Slot; 2] {
+    let names = match medium {
+        Medium::Memory => ["slots/0", "slots/1"],
+        Medium::Disk => ["0", "1"],
+    };
+    names.map(|name| Slot::new(path.join(name), medium, trust.clone()))
 }
 
 fn is_mounted(path: &Path) -> io::Result<bool> {

@@ -183,7 +183,7 @@ impl Image {
     pub fn tags(&self) -> Tags {
         match self.place {
             Place::Stored => read(&self.dir),
-            Place::Staged => Tags::default(),
+            Place::Staged | Place::Slot => Tags::default(),
         }
     }
 

@@ -45,7 +45,7 @@ impl Home {
     fn publish(&self, seconds: i64) -> Image {
         let draft = self.folder.begin_image(&self.lock, at(seconds)).unwrap();
         fill(draft.dir());
-        draft.publish(manifest(), 8).unwrap()
+        draft.publish_loose(manifest())
     }
 
     fn image_path(&self, name: &str) -> PathBuf {
@@ -55,6 +55,37 @@ impl Home {
     /// The images as text, newest first.
     fn ids(&self) -> Vec<String> {
         self.folder.images().unwrap().iter().map(|image| image.id.to_string()).collect()
+    }
+}
+
+impl JobFolder {
+    /// Begins an image with the next number.
+    pub(crate) fn begin_image(&self, lock: &WriterLock, now: DateTime<Utc>) -> Result<Draft> {
+        self.begin_image_as(lock, self.next_id(now)?)
+    }
+}
+
+impl Draft {
+    /// Makes it a loose image, as releases up to 0.1 wrote them: plain files in its folder, with their hashes in the manifest.
+    pub(crate) fn publish_loose(self, mut manifest: Manifest) -> Image {
+        let part = |entry: files::Entry| {
+            let file = fs::File::open(self.dir().join(&entry.relative)).unwrap();
+            let (size, blake3) = files::hash(&file).unwrap();
+            Part { path: entry.relative.to_str().unwrap().parse().unwrap(), size, blake3: Some(blake3) }
+        };
+        let entries = files::walk(self.dir()).unwrap().into_iter();
+        manifest.parts = entries.filter(|entry| matches!(entry.kind, files::Kind::File { .. })).map(part).collect();
+        manifest.parts.sort_by(|a, b| a.path.cmp(&b.path));
+        manifest.bytes = manifest.parts.iter().map(|part| part.size).sum();
+        let images = self.dir().parent().unwrap();
+        let job = images.parent().unwrap().file_name().unwrap();
+        (manifest.id, manifest.job) = (self.id(), job.to_str().unwrap().parse().unwrap());
+        let trust = Trust::default().for_job(&manifest.job);
+        let bytes = manifest.to_bytes(&trust).unwrap();
+        rekindle_os::durable::write_file(&self.dir().join(manifest::FILE_NAME), &bytes, 0o600).unwrap();
+        let lasting = images.join(self.id().to_string());
+        fs::rename(self.dir(), &lasting).unwrap();
+        Image::load(&lasting, self.id(), &trust)
     }
 }
 

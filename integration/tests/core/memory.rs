@@ -2,13 +2,14 @@
 
 use std::fs;
 use std::io::{self, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::Signal;
 use rekindle::published::Published;
-use rekindle_store::{Change, Image, ImageId};
+use rekindle_store::{Change, Image, ImageId, Place};
 
 use crate::kinds::{count_on, finish};
 use crate::supervisor::{LIMIT, Lab, Running, assert_counts_up, comes, tail};
@@ -434,17 +435,21 @@ fn nothing_is_left_of_a_job_that_ends() {
 }
 
 #[test]
-fn without_memory_images_go_to_the_store_at_once() {
+fn without_memory_images_are_made_on_the_disk() {
     let Some(lab) = Lab::new() else { return };
     let lab = lab.set("snapshot.staging", "\"store\"");
     let mut run = start(&lab);
     run.snapshot(&lab);
     assert!(!lab.memory().exists() && fs::symlink_metadata(lab.store().join("j/staging")).is_err());
+    assert!(lab.job().staged().is_empty(), "the slot is given back once the image is in the store");
+    assert_eq!(fs::metadata(lab.store().join("j/slots")).unwrap().permissions().mode() & 0o777, 0o700);
     run.crash(&lab);
+    run.wait_said("the job was restored from image 000001");
     count_on(&lab, &mut run, 5);
     run.signal(Signal::SIGTERM);
     run.ends_with(143);
     assert_eq!(lab.good(), [2, 1]);
+    assert!(!lab.store().join("j/slots").exists());
     assert_sound(&lab);
     let mut run = again(&lab);
     run.wait_said("goes on from image 000002");
@@ -452,6 +457,81 @@ fn without_memory_images_go_to_the_store_at_once() {
     lab.kill_9(run);
     finish(&lab, again(&lab));
     assert_counts_up(&lab.output());
+}
+
+/// A job whose newest image is in a slot on the disk, and whose supervisor was killed. Another may be in the store.
+fn killed_before_it_was_stored(older: usize) -> Option<(Lab, ImageId)> {
+    let lab = Lab::new()?.set("snapshot.staging", "\"store\"");
+    if older > 0 {
+        let mut run = fresh(&lab);
+        for _ in 0..older {
+            run.snapshot(&lab);
+        }
+        lab.kill_9(run);
+    }
+    let lab = lab.set("store.persist-rate", SLOW);
+    let mut run = fresh(&lab);
+    let image = stage(&lab, &mut run);
+    lab.kill_9(run);
+    assert_eq!(stored(&lab).len(), older);
+    let staged = lab.job().staged();
+    assert!(staged.len() == 1 && staged[0].id == image && staged[0].place == Place::Slot, "{staged:?}");
+    assert!(staged[0].verify().is_sound());
+    Some((lab.without("store.persist-rate"), image))
+}
+
+#[test]
+fn kill_9_before_an_image_on_the_disk_is_in_the_store() {
+    let Some((lab, image)) = killed_before_it_was_stored(0) else { return };
+    let left = left_in_memory(&lab);
+    assert_eq!((&left["needed"], &left["medium"]), (&image.to_string().into(), &"disk".into()), "{left}");
+    let mut run = fresh(&lab);
+    run.wait_said(&format!("the job was restored from image {image}"));
+    run.wait_said(&format!("image {image} is in the store"));
+    count_on(&lab, &mut run, 5);
+    assert_eq!(stored(&lab), [image]);
+    // Killed now, the job is restored from the packs.
+    run.crash(&lab);
+    count_on(&lab, &mut run, 5);
+    assert_sound(&lab);
+    finish(&lab, run);
+    assert!(!lab.store().join("j/slots").exists());
+    assert_counts_up(&lab.output());
+}
+
+/// It cannot be known what of it was written before the power went.
+#[test]
+fn an_image_on_the_disk_of_another_boot_is_not_restored() {
+    let Some((lab, image)) = killed_before_it_was_stored(1) else { return };
+    fs::write(lab.store().join("j/slots/boot"), "another").unwrap();
+    assert!(lab.job().staged().is_empty());
+    let mut run = fresh(&lab);
+    run.wait_said("removed the slots on the disk: they are of before the machine was restarted");
+    run.wait_said("the job was restored from image 000001");
+    count_on(&lab, &mut run, 5);
+    assert!(!run.err().contains(&image.to_string()), "{}", tail(&run.err()));
+    assert_eq!(run.snapshot(&lab), 2);
+    assert_sound(&lab);
+    finish(&lab, run);
+}
+
+/// A slot on the disk may be read back wrongly. That is no image to go on from.
+#[test]
+fn damage_to_an_image_in_a_slot_on_the_disk_is_found() {
+    let Some((lab, image)) = killed_before_it_was_stored(1) else { return };
+    let slot = lab.job().staged().remove(0).dir;
+    let pages = entries(&slot.join("criu")).into_iter().find(|path| path.to_str().unwrap().contains("pages-1.img"));
+    let pages = pages.unwrap();
+    let mut content = fs::read(&pages).unwrap();
+    let middle = content.len() / 2;
+    content[middle] ^= 1;
+    fs::write(&pages, content).unwrap();
+    let mut run = fresh(&lab);
+    run.wait_said("the job was restored from image 000001");
+    assert!(run.err().contains("wrong hash"), "{}", tail(&run.err()));
+    count_on(&lab, &mut run, 5);
+    assert!(!stored(&lab).contains(&image));
+    finish(&lab, run);
 }
 
 /// What an earlier run left in memory is taken up, brought to the store and given back, though this one wants no memory.

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 
 use nix::sys::signal::Signal;
-use rekindle_store::Image;
+use rekindle_store::{Image, Place};
 
 use crate::rig::Rig;
 
@@ -84,10 +84,10 @@ fn gpu_memory_comes_back_where_no_tmpfs_is() {
     supervisor.kill_job();
     supervisor.said(&format!("the job was restored from image {}", image.id));
     supervisor.assert_unharmed(1);
-    let in_store = supervisor.snapshot();
-    assert!(!in_store.is_staged() && in_store.manifest().unwrap().landing.is_empty());
+    let on_disk = supervisor.snapshot();
+    assert!(on_disk.place != Place::Staged && on_disk.manifest().unwrap().landing.is_empty());
     supervisor.kill_job();
-    supervisor.said(&format!("the job was restored from image {}", in_store.id));
+    supervisor.said(&format!("the job was restored from image {}", on_disk.id));
     supervisor.assert_unharmed(1);
     supervisor.stop();
     let memory = rig.path().join("memory");

@@ -112,7 +112,7 @@ fn memory_is_given_back_once_for_each_suspension() {
     let config = Config::default();
     let mut asker = Asker::new(&config);
     let said = asker.ask(Request::Suspend);
-    let taken = Event::SnapshotTaken { freeze: Duration::from_secs(1), persist: None };
+    let taken = Event::SnapshotTaken { freeze: Duration::from_secs(1) };
     let ended = || Event::Ended { ended: rekindle_os::spawn::Ended::Signal(9), images: Images::good(vec![id(1)]) };
     asker.step(taken.clone());
     asker.step(ended());

@@ -19,8 +19,6 @@ const UNKNOWN_RATE: u64 = 100;
 /// Where an image goes that is to outlive this machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Route {
-    /// It is made in memory, and goes to the store from there.
-    pub(super) store: bool,
     /// A replica is kept.
     pub(super) replica: bool,
 }
@@ -77,14 +75,8 @@ impl Measured {
     pub(super) fn forecast(&self, route: Route) -> Option<Forecast> {
         let snapshot = self.snapshots.iter().max().copied()?;
         let bytes = self.newest.map_or(0, |(_, bytes)| bytes);
-        let way = |counts: bool, trips: &VecDeque<Trip>| {
-            if counts { slowest(trips, bytes) } else { Duration::ZERO }
-        };
-        Some(Forecast {
-            snapshot,
-            store: way(route.store, &self.stored),
-            replica: way(route.replica, &self.replicated),
-        })
+        let replica = if route.replica { slowest(&self.replicated, bytes) } else { Duration::ZERO };
+        Some(Forecast { snapshot, store: slowest(&self.stored, bytes), replica })
     }
 }
 

@@ -48,11 +48,9 @@ pub(super) struct Copy {
     pub(super) mark: Option<BadWhy>,
     /// It is in the page cache and not on the disk.
     pub(super) unsynced: bool,
-    /// It is plain files.
-    pub(super) loose: bool,
 }
 
-/// A place for an image in memory.
+/// A place for an image in memory, or on the disk.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Slot {
     pub(super) image: Option<(ImageId, Copy)>,
@@ -73,8 +71,10 @@ pub(super) struct Ground {
     /// Every image that ever was, oldest first, wherever it is or is not.
     pub(super) images: Vec<Image>,
     pub(super) slots: [Slot; 2],
-    /// Whether the tmpfs of the slots is mounted.
+    /// Whether there are slots.
     pub(super) area: bool,
+    /// Whether they are on the disk, and not on a tmpfs.
+    pub(super) on_disk: bool,
     pub(super) record: Option<Record>,
     /// What the store says is proven.
     pub(super) proven: BTreeSet<ImageId>,
@@ -150,6 +150,7 @@ impl Ground {
 
     pub(super) fn free(&self) -> u64 {
         let used = self.stored().fold(0_u64, |sum, _| sum + IMAGE);
+        let used = if self.on_disk { used + self.in_slots() } else { used };
         self.disk.total.saturating_sub(used).saturating_sub(self.disk.foreign)
     }
 
@@ -157,8 +158,11 @@ impl Ground {
         if self.memory_short {
             return GIB / 8;
         }
-        let held: u64 = self.slots.iter().map(|slot| slot.allocated).sum();
-        self.memory.saturating_sub(held)
+        self.memory.saturating_sub(if self.on_disk { 0 } else { self.in_slots() })
+    }
+
+    fn in_slots(&self) -> u64 {
+        self.slots.iter().map(|slot| slot.allocated).sum()
     }
 
     pub(super) fn lose_memory(&mut self) {

@@ -21,7 +21,7 @@ impl World {
     }
 
     pub(super) fn replicate_newest(&mut self) {
-        let newest = self.ground.stored().find(|(_, copy)| copy.mark.is_none() && !copy.loose);
+        let newest = self.ground.stored().find(|(_, copy)| copy.mark.is_none());
         if let Some(id) = newest.filter(|(image, _)| !image.replicated).map(|(image, _)| image.id) {
             self.replicate(id);
         }

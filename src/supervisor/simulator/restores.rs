@@ -70,8 +70,6 @@ impl World {
         let op = self.number();
         let trouble = self.oracle.armed.take();
         let Some(run) = &mut self.run else { return };
-        // What is packed may be read.
-        run.work.persist.iter_mut().filter(|persist| persist.loose).for_each(|persist| persist.cancelled = true);
         run.work.start = Some(Restore { op, from, cancelled: false, trouble });
         let takes = match (from, trouble) {
             (StartPoint::Cold, _) => self.random.millis(20, 100),
@@ -231,7 +229,6 @@ impl World {
         self.record(false);
         self.oracle_sees_life(from);
         self.step(Event::Started);
-        self.pack_newest();
     }
 
     // ---- a way back ----

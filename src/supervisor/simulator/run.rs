@@ -117,7 +117,8 @@ impl World {
 
     fn supervise(&mut self, from: StartPoint, lineage: Rc<str>, base: Option<ImageId>, named: bool) {
         tell!(self, "a run begins from {from}, of {lineage}{}", if named { ", as asked" } else { "" });
-        self.ground.area |= self.config.snapshot.staging == Staging::Ram;
+        self.ground.area = true;
+        self.ground.on_disk = self.config.snapshot.staging == Staging::Store;
         let (machine, actions) = Machine::new(self.config, from);
         let machine = if named { machine.asked_for() } else { machine };
         self.run = Some(Run {

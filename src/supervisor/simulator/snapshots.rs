@@ -6,19 +6,19 @@ use super::model::{Copy, Doom, IMAGE, Image, Slot, candidate};
 use super::plants::Plant;
 use super::restores::Trouble;
 use super::world::{Happening, World, tell};
-use crate::config::Staging;
 use crate::supervisor::memory::only_there;
 use crate::supervisor::state::Event;
 use rekindle_engine::snapshot::{self, dead};
 use rekindle_store::ImageId;
 use rekindle_store::manifest::Reason;
+use rekindle_store::retention::admission::Need;
 use rekindle_store::staging::admission::{self, Choice, Memory, SlotFacts, Worth};
 
 /// A snapshot under way.
 #[derive(Debug)]
 pub(super) struct Shot {
     pub(super) op: u32,
-    /// The slot that it is made in; none for the store.
+    /// The slot that it is made in, where there is one.
     slot: Option<usize>,
     id: Option<ImageId>,
     /// When the wait for children that were killed has to be over.
@@ -38,7 +38,6 @@ pub(super) struct Shot {
 pub(super) struct Persist {
     pub(super) op: u32,
     pub(super) image: ImageId,
-    pub(super) loose: bool,
     pub(super) cancelled: bool,
     /// There was no room.
     refused: bool,
@@ -55,7 +54,7 @@ impl World {
         let target = self.target();
         let Some(run) = &mut self.run else { return };
         let (slot, failed) = match target {
-            Ok(slot) => (slot, None),
+            Ok(slot) => (Some(slot), None),
             Err(error) => (None, Some(error)),
         };
         let refused = failed.is_some();
@@ -86,16 +85,18 @@ impl World {
         ImageId::new(last + 1, self.clock())
     }
 
-    /// A slot, or the store.
-    fn target(&mut self) -> Result<Option<usize>, snapshot::Error> {
+    /// A slot, in memory or on the disk.
+    fn target(&mut self) -> Result<usize, snapshot::Error> {
         if self.ground.disk.reads_fail {
             return Err(snapshot::Error::Guard("EIO".into()));
         }
-        if self.config.snapshot.staging == Staging::Store || !self.ground.area {
-            self.make_room().map_err(|()| snapshot::Error::Guard("the store has no room".into()))?;
-            return Ok(None);
+        if !self.ground.area {
+            (self.ground.area, self.ground.on_disk) = (true, true);
         }
         let slots = self.slot_facts();
+        if self.ground.on_disk {
+            return self.target_on_disk(&slots);
+        }
         let keep = self.config.snapshot.memory_reserve.bytes();
         let memory = Memory {
             image: IMAGE,
@@ -114,7 +115,18 @@ impl World {
         };
         // Nothing that is there counts any more.
         self.ground.slots[at] = Slot { image: None, allocated: IMAGE };
-        Ok(Some(at))
+        Ok(at)
+    }
+
+    /// As `Area::take_on_disk`.
+    fn target_on_disk(&mut self, slots: &[SlotFacts; 2]) -> Result<usize, snapshot::Error> {
+        let unlimited =
+            Memory { image: IMAGE, besides: 0, available: None, below_limit: None, keep: 0, keep_beside: 0 };
+        let (Choice::Beside(at) | Choice::Instead(at)) = admission::choose(slots, &unlimited, |_| true)?;
+        let need = Need { lasting: IMAGE, at_first: 2 * IMAGE - slots[at].allocated };
+        self.make_room(need).map_err(|()| snapshot::Error::Guard("the disk has no room".into()))?;
+        self.ground.slots[at] = Slot { image: None, allocated: IMAGE };
+        Ok(at)
     }
 
     fn slot_facts(&self) -> [SlotFacts; 2] {
@@ -239,18 +251,17 @@ impl World {
         }
     }
 
-    /// It is whole: in memory, or durably in the store.
-    fn publish(&mut self, mut image: Image, slot: Option<usize>) -> Result<ImageId, snapshot::Error> {
+    /// It is whole, in a slot.
+    fn publish(&mut self, image: Image, slot: Option<usize>) -> Result<ImageId, snapshot::Error> {
         let id = image.id;
         match slot {
+            Some(_) if self.ground.on_disk && self.ground.disk.writes_fail => {
+                return Err(snapshot::Error::Guard("EIO".into()));
+            }
             Some(at) if self.ground.area => {
                 self.ground.slots[at].image = Some((id, Copy::default()));
             }
-            Some(_) => return Err(snapshot::Error::Guard("the place in memory is gone".into())),
-            None if self.ground.disk.writes_fail || self.ground.free() < IMAGE => {
-                return Err(snapshot::Error::Guard("ENOSPC or EIO".into()));
-            }
-            None => image.stored = Some(Copy { loose: true, ..Copy::default() }),
+            _ => return Err(snapshot::Error::Guard("the place for it is gone".into())),
         }
         self.ground.images.push(image);
         Ok(id)
@@ -258,15 +269,12 @@ impl World {
 
     fn taken(&mut self, id: ImageId, shot: &Shot) -> Event {
         tell!(self, "image {} is taken", id.sequence());
-        let (now, staged) = (self.now, shot.slot.is_some());
+        let now = self.now;
         self.oracle.taken(id, now);
         let Some(run) = &mut self.run else { return Event::Tick };
         run.proofs.wait_for(id, now);
-        if !staged {
-            self.oracle.is_stored(id);
-        }
-        self.persist(id, !staged);
-        Event::SnapshotTaken { freeze: shot.freeze, persist: (!staged).then_some(Duration::from_secs(1)) }
+        self.persist(id);
+        Event::SnapshotTaken { freeze: shot.freeze }
     }
 
     // ---- from memory to the store ----
@@ -277,20 +285,21 @@ impl World {
             .only_in_memory()
             .filter(|id| self.ground.staged().iter().map(candidate).any(|copy| copy.id == *id && run.line.has(&copy)));
         match only_here {
-            Some(id) if run.work.persist.is_none() => self.persist(id, false),
-            Some(_) => {}
-            None => self.pack_newest(),
+            Some(id) if run.work.persist.is_none() => self.persist(id),
+            _ => {}
         }
     }
 
-    pub(super) fn pack_newest(&mut self) {
-        let Some(run) = &self.run else { return };
-        if run.work.persist.is_some() || run.work.start.is_some() {
+    /// As the product does it: not while a restart may read a slot.
+    fn empty_slots_on_disk(&mut self) {
+        let restoring = self.run.as_ref().is_some_and(|run| run.work.start.is_some());
+        if !self.ground.on_disk || restoring {
             return;
         }
-        let newest = self.ground.stored().find(|(_, copy)| copy.mark.is_none());
-        if let Some(id) = newest.filter(|(_, copy)| copy.loose).map(|(image, _)| image.id) {
-            self.persist(id, true);
+        for at in 0..2 {
+            if self.ground.slots[at].image.is_some_and(|(id, _)| self.ground.is_stored(id)) {
+                self.ground.slots[at] = Slot::default();
+            }
         }
     }
 
@@ -304,16 +313,12 @@ impl World {
         of(ours(&staged), ours(&stored)).or_else(|| of(good(&staged), good(&stored)))
     }
 
-    fn persist(&mut self, image: ImageId, loose: bool) {
+    fn persist(&mut self, image: ImageId) {
         let op = self.number();
         let Some(run) = &mut self.run else { return };
-        run.work.persist = Some(Persist { op, image, loose, cancelled: false, refused: false });
+        run.work.persist = Some(Persist { op, image, cancelled: false, refused: false });
         self.step(Event::PersistBegan);
-        let min_free = self.config.store.min_free.bytes();
-        let refused = match loose {
-            false => self.make_room().is_err(),
-            true => self.ground.free() < IMAGE + min_free,
-        };
+        let refused = self.make_room(IMAGE.into()).is_err();
         if let Some(persist) = self.run.as_mut().and_then(|run| run.work.persist.as_mut()) {
             persist.refused = refused;
         }
@@ -325,24 +330,22 @@ impl World {
         let Some(persist) = self.run.as_ref().and_then(|run| run.work.persist.as_ref()).filter(|it| it.op == op) else {
             return;
         };
-        let (id, loose) = (persist.image, persist.loose);
+        let id = persist.image;
         let fails = persist.cancelled || persist.refused || self.ground.disk.writes_fail;
         let staged = self.ground.slots.iter().filter(|_| self.ground.area).filter_map(|slot| slot.image);
-        let copy = if loose {
-            self.ground.image(id).and_then(|image| image.stored).filter(|copy| !copy.damaged)
-        } else {
-            staged.into_iter().find(|(other, _)| *other == id).map(|(_, copy)| copy)
-        };
-        let room = loose || self.ground.free() >= IMAGE;
+        let copy = staged.into_iter().find(|(other, _)| *other == id).map(|(_, copy)| copy);
+        // What is on a disk is compared with its hashes.
+        let copy = copy.filter(|copy| !(copy.damaged && self.ground.on_disk));
+        let room = self.ground.free() >= IMAGE;
         let stored = copy.filter(|_| !fails && room);
         if let Some(copy) = stored {
-            let unsynced = self.plant == Some(Plant::StoredBeforeSync) && !loose;
+            let unsynced = self.plant == Some(Plant::StoredBeforeSync);
             if unsynced {
                 self.after(Duration::from_secs(5), Happening::Synced { image: id });
             }
-            let mark = if self.plant == Some(Plant::MarkLeftBehind) && !loose { None } else { copy.mark };
+            let mark = if self.plant == Some(Plant::MarkLeftBehind) { None } else { copy.mark };
             if let Some(image) = self.ground.image_mut(id) {
-                image.stored = Some(Copy { unsynced, loose: false, mark, damaged: copy.damaged });
+                image.stored = Some(Copy { unsynced, mark, damaged: copy.damaged });
             }
             self.oracle.is_stored(id);
         }
@@ -350,18 +353,16 @@ impl World {
         if self.run.is_none() {
             return;
         }
-        if stored.is_some() || loose {
+        if stored.is_some() {
+            self.empty_slots_on_disk();
             self.rotate();
         }
         let Some(run) = &mut self.run else { return };
-        let called_off = run.work.persist.take().is_some_and(|persist| persist.cancelled);
+        run.work.persist = None;
         if stored.is_some() {
             self.replicate(id);
         }
         self.step(Event::PersistEnded(stored.map(|_| Duration::from_secs(1))));
-        if loose && called_off && self.run.as_ref().is_some_and(|run| run.has_job) {
-            self.pack_newest();
-        }
         self.settle_suspension();
         self.conclude();
     }

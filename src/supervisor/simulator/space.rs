@@ -8,7 +8,7 @@ use super::world::{World, tell};
 use crate::supervisor::memory::{Needed, turn};
 use crate::supervisor::state::State;
 use rekindle_store::ImageId;
-use rekindle_store::retention::admission::{self as room, Admission};
+use rekindle_store::retention::admission::{self as room, Admission, Need};
 use rekindle_store::retention::{self, FactKind, Facts, Gathering, Line, Pin, Proof, Room, Sizes, Use};
 
 impl World {
@@ -53,7 +53,7 @@ impl World {
     }
 
     /// As `survey::make_room`.
-    pub(super) fn make_room(&mut self) -> Result<(), ()> {
+    pub(super) fn make_room(&mut self, need: Need) -> Result<(), ()> {
         if self.ground.disk.reads_fail {
             return Err(());
         }
@@ -61,7 +61,7 @@ impl World {
         let mut asked = false;
         loop {
             let (facts, sizes, room) = self.facts();
-            let admission = room::admit(IMAGE, &facts, &policy, self.clock(), &sizes, &room, Path::new("/"));
+            let admission = room::admit(need, &facts, &policy, self.clock(), &sizes, &room, Path::new("/"));
             self.oracle.short_of_room |= admission != Admission::Admit;
             match admission {
                 Admission::Admit => return Ok(()),
@@ -85,7 +85,7 @@ impl World {
     /// Memory is short.
     pub(super) fn give_memory_back(&mut self) {
         let reserve = self.config.snapshot.memory_reserve.bytes();
-        let short = self.ground.available_memory() < reserve;
+        let short = !self.ground.on_disk && self.ground.available_memory() < reserve;
         let Some(run) = self.run.as_ref().filter(|run| run.is_running() && short) else {
             return;
         };

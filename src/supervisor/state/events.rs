@@ -115,12 +115,10 @@ pub enum Event {
         /// What there is to go on from.
         images: Images,
     },
-    /// A snapshot is in the store.
+    /// A snapshot is in a slot.
     SnapshotTaken {
         /// How long the job was frozen for it.
         freeze: Duration,
-        /// How long it took then to make it lasting, where that is done.
-        persist: Option<Duration>,
     },
     /// An image is being brought from memory to the store.
     PersistBegan,

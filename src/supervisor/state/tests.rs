@@ -37,7 +37,7 @@ fn killed(images: &[u32]) -> Event {
     Event::Ended { ended: Ended::Signal(9), images: Images::good(images.iter().map(|n| id(*n))) }
 }
 
-const TAKEN: Event = Event::SnapshotTaken { freeze: Duration::from_secs(2), persist: Some(Duration::from_secs(5)) };
+const TAKEN: Event = Event::SnapshotTaken { freeze: Duration::from_secs(2) };
 const NOW: Event = Event::SnapshotNow(Reason::Signal);
 const TERM: Stop = Stop::Signal(15);
 
@@ -90,6 +90,7 @@ fn a_chosen_interval_follows_what_was_measured() {
     assert_eq!((first, machine.choice()), (now + Duration::from_secs(60), None));
     machine.step(Event::Tick, first);
     let done = first + Duration::from_secs(7);
+    machine.step(Event::PersistEnded(Some(Duration::from_secs(5))), done);
     machine.step(TAKEN, done);
     // sqrt(2 * 2s * 24h) is 588 s. The job ran for 67 s more than the day that is assumed.
     let choice = machine.choice().unwrap().clone();

@@ -178,9 +178,8 @@ impl Machine<'_> {
             }
             Event::SnapshotTaken { .. } | Event::SnapshotFailed(_) | Event::SnapshotMissed => {
                 let taken = matches!(event, Event::SnapshotTaken { .. });
-                if let Event::SnapshotTaken { freeze, persist } = event {
+                if let Event::SnapshotTaken { freeze } = event {
                     self.pace.frozen(freeze);
-                    persist.into_iter().for_each(|took| self.pace.persisted(took));
                 }
                 let lost = event == Event::SnapshotFailed(Harm::Lost);
                 life.next = match event {

@@ -84,7 +84,7 @@ fn into_memory(
             tracing::info!("unpacking the image to disk, which takes longer: {why}");
             return Ok(None);
         }
-        Err(TakeError::Area(error)) => {
+        Err(error @ (TakeError::Area(_) | TakeError::DiskFull(_))) => {
             tracing::warn!("unpacking the image to disk, which takes longer: {}", chain(&error));
             return Ok(None);
         }
@@ -92,7 +92,7 @@ fn into_memory(
     filling.clear_pages().map_err(Error::Staging)?;
     run(request, filling.dir(), cancelled)?;
     let plain = Manifest { chunks: None, ..manifest.clone() };
-    Ok(Some(filling.seal(plain).map_err(Error::Staging)?))
+    Ok(Some(filling.seal(plain, 1).map_err(Error::Staging)?))
 }
 
 fn into_folder(

@@ -35,7 +35,7 @@ use rekindle_os::leases::WriteLease;
 use rekindle_os::spawn::Ended;
 use rekindle_os::{cgroup, netns, process, view};
 use rekindle_store::persist::Progress;
-use rekindle_store::staging::Area;
+use rekindle_store::staging::{Area, Medium};
 use rekindle_store::{Access, Image, ImageId, JobFolder, JobName, Manifest, Store};
 
 /// What is to be tried, and with what.
@@ -263,12 +263,16 @@ fn room(manifest: &Manifest, reserve: u64) -> Result<u64, Failure> {
     Ok(free.saturating_sub(pages))
 }
 
+fn memory_of(folder: &JobFolder) -> Option<Area> {
+    Area::all_of(folder).into_iter().find(|area| area.medium() == Medium::Memory)
+}
+
 fn restore(script: &Script, folder: &JobFolder, image: &Image, manifest: &Manifest) -> Result<(), Failure> {
     let (path, version) = &script.criu;
     let criu = Criu { path: path.clone(), version: Version(version.0, version.1, version.2) };
     let files = output::Files::create(&folder.log_dir(), Bounds::default()).map_err(|error| Failure::of(&error))?;
     let (staging, wishes, progress) =
-        (Area::left_behind(folder), crate::parts::gpu::placement::Wishes::default(), Progress::default());
+        (memory_of(folder), crate::parts::gpu::placement::Wishes::default(), Progress::default());
     let request = Request {
         image,
         folder,

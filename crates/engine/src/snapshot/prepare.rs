@@ -5,18 +5,16 @@ use chrono::Utc;
 use super::pages::{Expected, Receivers, Source};
 use super::phases::CRIU_DIR;
 use super::seen::{Gpus, Seen, copied};
-use super::target::Target;
 use super::{Env, Error, preflight};
 use crate::launch::interposer;
 use crate::parts::devices::Devices;
 use crate::parts::landing::capture::{self as landing, Armed, Lander};
 use rekindle_os::process;
-use rekindle_store::retention::survey::{self, Written};
-use rekindle_store::staging::{Area, Need};
+use rekindle_store::staging::{Area, Filling, Need};
 
 /// A place that is ready. Dropped, it leaves nothing.
 pub(super) struct Ready {
-    pub(super) target: Target,
+    pub(super) target: Filling,
     /// NVIDIA's devices, where this machine has any.
     pub(super) devices: Option<Devices>,
     /// What takes CRIU's page files from it, where the image is made in memory.
@@ -28,16 +26,14 @@ pub(super) struct Ready {
 impl Ready {
     pub(super) fn make(env: &Env<'_>, seen: &mut Seen, gpus: &Gpus) -> Result<Ready, Error> {
         let devices = Devices::find();
-        let target = target(env, seen, gpus)?;
-        let dir = target.dir().join(CRIU_DIR);
+        let memory = memory(env);
+        let target = target(env, memory, seen, gpus)?;
         let (mut receivers, mut armed) = (None, Armed::default());
-        if let (Target::Slot(slot), Some(area)) = (&target, env.subject.staging) {
+        if let Some(area) = memory {
             let landers = landers(area, gpus);
-            receivers = Some(Receivers::start(&dir, &slot.spool(), &pages(seen, gpus, &landers))?);
-            armed = landing::arm(area, slot, &landers)?;
-        } else {
-            std::fs::create_dir(&dir)
-                .map_err(|source| Error::Io { what: format!("cannot make {}", dir.display()), source })?;
+            let dir = target.dir().join(CRIU_DIR);
+            receivers = Some(Receivers::start(&dir, &target.spool(), &pages(seen, gpus, &landers))?);
+            armed = landing::arm(area, &target, &landers)?;
         }
         let tree = process::tree(env.root());
         seen.contents.copy_ahead(&tree, env.view(), target.dir(), env.cancelled).map_err(copied)?;
@@ -45,48 +41,51 @@ impl Ready {
     }
 }
 
-/// Chooses between memory and store, checks that there is room, and begins.
-fn target(env: &Env<'_>, seen: &mut Seen, gpus: &Gpus) -> Result<Target, Error> {
+/// The job's place in memory, where it is still there.
+fn memory<'a>(env: &Env<'a>) -> Option<&'a Area> {
+    let area = env.subject.staging?;
+    if !area.is_there() {
+        tracing::warn!(
+            "{} is gone: this image goes to a slot on the disk; the next start creates the place in memory again",
+            area.path().display()
+        );
+        return None;
+    }
+    Some(area)
+}
+
+/// Checks that there is room in memory or on the disk, and begins.
+fn target(env: &Env<'_>, memory: Option<&Area>, seen: &mut Seen, gpus: &Gpus) -> Result<Filling, Error> {
     let subject = env.subject;
     let pids = gpus.group.outer_pids();
     let device: u64 = gpus.memory.iter().sum();
     let host: u64 = seen.expected.iter().map(|e| e.bytes).chain([seen.nameless]).sum();
-    match subject.staging {
-        Some(area) if area.is_there() => {
-            let besides = if pids.iter().all(|pid| interposer::is_in(*pid)) { 0 } else { device };
-            let own = host.saturating_add(device);
-            match slot(env, area, own.saturating_add(seen.rewritten), besides) {
-                // An image without them is better than none: a restore is refused if one of them was changed.
-                Err(Error::NoRoom(_)) if seen.keep_no_files() => slot(env, area, own, besides),
-                slot => slot,
-            }
-        }
-        area => {
-            if let Some(area) = area {
-                tracing::warn!(
-                    "{} is gone: this image goes directly to the store; the next start creates it again",
-                    area.path().display()
-                );
-            }
-            preflight::check_memory(device, subject)?;
-            // No snapshot is begun while memory is brought back from an image.
-            let whole = device.saturating_add(host).saturating_add(seen.rewritten);
-            survey::make_room(subject.folder, subject.lock, &subject.options.limits, whole, Written::Loose)?;
-            Ok(Target::Draft(subject.folder.begin_image(subject.lock, Utc::now())?))
-        }
+    let own = host.saturating_add(device);
+    let Some(area) = memory else {
+        preflight::check_memory(device, subject)?;
+        // No snapshot is begun while memory is brought back from an image.
+        let area = Area::on_disk(subject.folder, subject.lock)?;
+        let id = subject.folder.next_id(Utc::now())?;
+        let whole = own.saturating_add(seen.rewritten);
+        return Ok(area.take_on_disk(subject.folder, subject.lock, &subject.options.limits, id, whole)?);
+    };
+    let besides = if pids.iter().all(|pid| interposer::is_in(*pid)) { 0 } else { device };
+    match slot(env, area, own.saturating_add(seen.rewritten), besides) {
+        // An image without them is better than none: a restore is refused if one of them was changed.
+        Err(Error::NoRoom(_)) if seen.keep_no_files() => slot(env, area, own, besides),
+        slot => slot,
     }
 }
 
-fn slot(env: &Env<'_>, area: &Area, image: u64, besides: u64) -> Result<Target, Error> {
+fn slot(env: &Env<'_>, area: &Area, image: u64, besides: u64) -> Result<Filling, Error> {
     let subject = env.subject;
     let need = Need { image, besides, keep: subject.options.memory_reserve };
     let id = subject.folder.next_id(Utc::now())?;
-    let filling = area.take(subject.folder, id, need, subject.job.root.pid(), |newest| {
+    Ok(area.take(subject.folder, id, need, subject.job.root.pid(), |newest| {
         tracing::warn!(
             "memory has room for one image only: while the next one is made, image {newest} is in the store alone"
         );
-    })?;
-    Ok(Target::Slot(filling))
+    })?)
 }
 
 /// The CUDA processes that can take a landing file, with what is expected to land.

@@ -18,9 +18,9 @@ use rekindle_cuda::nvml;
 /// image, the command may be private, which is why the store is 0700.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
-    /// Which image. Set by [`crate::Draft::publish`].
+    /// Which image. Set by [`crate::staging::Filling::seal`].
     pub id: ImageId,
-    /// Whose image. Set by [`crate::Draft::publish`].
+    /// Whose image. Set by [`crate::staging::Filling::seal`].
     pub job: JobName,
     /// The id of the run that began from nothing. `run --fresh` begins a new lineage and restarts only from its own.
     pub lineage: String,
@@ -86,9 +86,9 @@ pub struct Manifest {
     /// The interval that was in force, where it was chosen (`snapshot.interval = "auto"`) and not the first snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interval: Option<Choice>,
-    /// Sum of the sizes of the parts, in bytes. Set by [`crate::Draft::publish`].
+    /// Sum of the sizes of the parts, in bytes. Set by [`crate::staging::Filling::seal`].
     pub bytes: u64,
-    /// Every file of the image but this one, by path. Set by [`crate::Draft::publish`].
+    /// Every file of the image but this one, by path. Set by [`crate::staging::Filling::seal`].
     pub parts: Vec<Part>,
     /// Where the content of the parts is, if it is in packs: `parts` then need no hash. Version 2 has it, version 1 not.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -240,7 +240,7 @@ fn a_loose_image_is_packed_in_its_place() {
         fs::create_dir_all(draft.dir().join(path).parent().unwrap()).unwrap();
         fs::write(draft.dir().join(path), content).unwrap();
     }
-    let mut loose = draft.publish(blank(4), 2).unwrap();
+    let mut loose = draft.publish_loose(blank(4));
     assert_eq!(loose.form(), Form::Loose);
     let mark = crate::BadMark { why: crate::BadWhy::Damaged, detail: "x".into(), when: chrono::DateTime::UNIX_EPOCH };
     loose.mark_bad(mark).unwrap();
@@ -269,7 +269,7 @@ fn a_damaged_loose_image_stays_as_it_is() {
     let ground = Ground::new();
     let draft = ground.folder.begin_image_as(&ground.lock, blank(4).id).unwrap();
     fs::write(draft.dir().join("a"), b"one").unwrap();
-    let loose = draft.publish(blank(4), 2).unwrap();
+    let loose = draft.publish_loose(blank(4));
     fs::write(loose.dir.join("a"), b"two").unwrap();
     let result = ground.persist(&loose);
     assert!(matches!(&result, Err(Error::Damaged { what, .. }) if what.contains("a: wrong hash")), "{result:?}");

@@ -14,7 +14,7 @@ use super::stretches::{Stretch, Stretches};
 use crate::WriterLock;
 use crate::chunk::chunk_id;
 use crate::chunk::map::{self, Extent};
-use crate::image::Image;
+use crate::image::{Image, Place};
 use crate::manifest::Manifest;
 use crate::pack::{Making, PackWriter, Packs};
 use rekindle_os::{durable, sparse};
@@ -119,7 +119,7 @@ impl Work<'_> {
             }
             self.pace.progress.add(*len);
         }
-        if !self.image.is_staged() {
+        if self.image.place != Place::Staged {
             // It was read once, and nobody reads it again.
             let _ = posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
         }

@@ -43,8 +43,8 @@ pub enum NoRoom {
 pub enum Written {
     /// Into packs, where only what is new takes space.
     Packed,
-    /// As plain files, to be packed afterwards.
-    Loose,
+    /// As plain files in a slot on the same file system first, which go when it is packed.
+    Staged,
 }
 
 impl Survey {
@@ -108,7 +108,7 @@ impl Survey {
     #[must_use]
     pub fn need(&self, whole: u64, written: Written) -> Need {
         let lasting = admission::predict(whole, self.sizes.last_added());
-        Need { lasting, at_first: if written == Written::Packed { lasting } else { whole } }
+        Need { lasting, at_first: if written == Written::Packed { lasting } else { whole.saturating_add(lasting) } }
     }
 
     /// Whether there is room for it.

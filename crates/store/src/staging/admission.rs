@@ -80,7 +80,7 @@ pub enum Refusal {
     },
     /// The place of the next one is taken.
     #[error(
-        "image {proven} is the newest that the job has lived on from, and is in memory only: it is kept until the job has lived on from a newer one, or that is in the store"
+        "image {proven} is the newest that the job has lived on from, and is not in the store yet: it is kept until the job has lived on from a newer one, or it is in the store"
     )]
     Proven {
         /// By this image.

@@ -1,4 +1,4 @@
-//! Memory that supervisors have left: a staging area stays mounted when its supervisor is killed.
+//! Memory and disk space that supervisors have left: a staging area stays when its supervisor is killed.
 //!
 //! The next `run` of the same job takes its own area over. One of a job that is never run again would hold its memory until
 //! the machine restarts. Invariant: nothing is given back that a job could still go on from.
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
-use super::{Area, SOURCE, Slot};
+use super::{Area, Medium, SOURCE, Slot};
 use crate::error::Result;
 use crate::image::Image;
 use crate::lock::Writer;
@@ -20,9 +20,11 @@ use crate::{ImageId, JobFolder, JobName, Outcome, Store};
 pub struct Leftover {
     /// The job.
     pub job: JobName,
-    /// Where it is mounted.
+    /// Where it is.
     pub path: PathBuf,
-    /// Memory that it takes, in bytes.
+    /// What it lies on.
+    pub medium: Medium,
+    /// What it takes there, in bytes.
     pub bytes: u64,
     /// The newest image that is nowhere else, and that the job could go on from.
     pub needed: Option<ImageId>,
@@ -31,7 +33,11 @@ pub struct Leftover {
 impl std::fmt::Display for Leftover {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (path, bytes) = (self.path.display(), bytesize::ByteSize::b(self.bytes));
-        write!(f, "a supervisor that is gone left {bytes} of memory at {path}")?;
+        let medium = match self.medium {
+            Medium::Memory => "of memory",
+            Medium::Disk => "on the disk",
+        };
+        write!(f, "a supervisor that is gone left {bytes} {medium} at {path}")?;
         match self.needed {
             Some(image) => write!(f, ", and image {image} is only there"),
             None => f.write_str(", which nobody needs"),
@@ -45,23 +51,28 @@ impl Leftover {
     pub fn advice(&self) -> String {
         match self.needed {
             Some(_) => format!(
-                "the same `rekindle run` of job {} again goes on from it, and brings it to the store; `umount {}` gives it up",
+                "the same `rekindle run` of job {} again goes on from it, and brings it to the store; `{} {}` gives it up",
                 self.job,
+                match self.medium {
+                    Medium::Memory => "umount",
+                    Medium::Disk => "rm -r",
+                },
                 self.path.display()
             ),
             None => "the next `rekindle run` with this store gives it back".to_owned(),
         }
     }
 
-    /// That of this job, if it has one and no supervisor.
+    /// Those of this job, if it has no supervisor.
     ///
     /// # Errors
     /// When the job's folder cannot be read: then nothing is known.
-    pub fn of(folder: &JobFolder) -> Result<Option<Leftover>> {
-        match Area::left_behind(folder) {
-            Some(area) if folder.writer()? == Writer::Nobody => Leftover::judge(folder, &area).map(Some),
-            _ => Ok(None),
+    pub fn of(folder: &JobFolder) -> Result<Vec<Leftover>> {
+        let areas = Area::all_of(folder);
+        if areas.is_empty() || folder.writer()? != Writer::Nobody {
+            return Ok(Vec::new());
         }
+        areas.iter().map(|area| Leftover::judge(folder, area)).collect()
     }
 
     fn judge(folder: &JobFolder, area: &Area) -> Result<Leftover> {
@@ -72,7 +83,7 @@ impl Leftover {
         let is_needed = |id: &ImageId| !folder.is_stored(*id) && stored.is_none_or(|stored| stored < *id);
         let needed = area.images().into_iter().map(|image| image.id).find(|id| !over && is_needed(id));
         let bytes = area.slots().iter().map(Slot::allocated).sum();
-        Ok(Leftover { job: folder.name().clone(), path: area.path().to_owned(), bytes, needed })
+        Ok(Leftover { job: folder.name().clone(), path: area.path().to_owned(), medium: area.medium(), bytes, needed })
     }
 }
 
@@ -80,7 +91,7 @@ impl Leftover {
 #[must_use]
 pub fn find(store: &Store) -> Vec<Leftover> {
     let jobs = store.jobs().unwrap_or_default().into_iter();
-    jobs.filter_map(|job| Leftover::of(&store.job(&job).ok()?).ok()?).collect()
+    jobs.filter_map(|job| Leftover::of(&store.job(&job).ok()?).ok()).flatten().collect()
 }
 
 /// Gives back what is not needed of it, but that of one job. Answers what went, and then what is left.
@@ -96,7 +107,7 @@ fn give_back_of(store: &Store, left: &Leftover) -> Option<()> {
     let folder = store.job(&left.job).ok()?;
     let _lock = folder.lock().ok()?;
     // A supervisor may have been there since.
-    let area = Area::left_behind(&folder)?;
+    let area = Area::all_of(&folder).into_iter().find(|area| area.path() == left.path)?;
     Leftover::judge(&folder, &area).ok().filter(|left| left.needed.is_none())?;
     area.slots().iter().for_each(|slot| folder.drop_links(slot));
     area.close().ok()
@@ -106,7 +117,7 @@ fn give_back_of(store: &Store, left: &Leftover) -> Option<()> {
 #[must_use]
 pub fn strangers(base: &Path, store: &Store) -> Vec<PathBuf> {
     let jobs = store.jobs().unwrap_or_default().into_iter().filter_map(|job| store.job(&job).ok());
-    let known: Vec<PathBuf> = jobs.filter_map(|folder| Some(Area::left_behind(&folder)?.path)).collect();
+    let known: Vec<PathBuf> = jobs.flat_map(|folder| Area::all_of(&folder)).map(|area| area.path).collect();
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     // ID PARENT DEVICE ROOT POINT OPTIONS... - TYPE SOURCE OPTIONS (proc_pid_mountinfo(5)); a space in a name is \040.
     let ours = mounts.lines().filter_map(|line| {

@@ -1,4 +1,4 @@
-//! One of the two places for an image in RAM.
+//! One of the two places for an image that is not in the store yet.
 
 use std::collections::HashSet;
 use std::fs::{self, File};
@@ -6,7 +6,7 @@ use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use super::{Error, make};
+use super::{Error, Medium, make};
 use crate::files::{self, Kind};
 use crate::id::ImageId;
 use crate::image::Image;
@@ -23,12 +23,13 @@ const LASTING: [&str; 2] = ["gpu", "spool"];
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Slot {
     dir: PathBuf,
+    medium: Medium,
     trust: Trust,
 }
 
 impl Slot {
-    pub(super) fn new(dir: PathBuf, trust: Trust) -> Slot {
-        Slot { dir, trust }
+    pub(super) fn new(dir: PathBuf, medium: Medium, trust: Trust) -> Slot {
+        Slot { dir, medium, trust }
     }
 
     /// Its folder.
@@ -40,10 +41,10 @@ impl Slot {
     /// The image that is in it, if there is a whole one.
     #[must_use]
     pub fn image(&self) -> Option<Image> {
-        Image::load_staged(&self.dir, &self.trust)
+        Image::load_staged(&self.dir, self.medium.place(), &self.trust)
     }
 
-    /// Bytes of memory that it takes.
+    /// Bytes that it takes.
     #[must_use]
     pub fn allocated(&self) -> u64 {
         let mut seen = HashSet::new();
@@ -53,7 +54,7 @@ impl Slot {
         metadata.filter(|meta| seen.insert(meta.ino())).map(|meta| meta.blocks() * 512).sum()
     }
 
-    /// Gives all its memory back.
+    /// Gives all that it takes back.
     ///
     /// # Errors
     /// When something cannot be removed.
@@ -169,12 +170,12 @@ impl Filling {
         Ok(path)
     }
 
-    /// Makes it an image: sets `id`, `bytes` and `parts` of the manifest and writes that. Parts are not hashed: they are in memory,
-    /// as what they came from was.
+    /// Makes it an image: sets `id`, `bytes` and `parts` of the manifest and writes that. Parts on the disk are hashed, with at
+    /// most so many threads. Those in memory are not, as what they came from was in memory too.
     ///
     /// # Errors
     /// When the manifest cannot be written.
-    pub fn seal(mut self, mut manifest: Manifest) -> Result<Image, Error> {
+    pub fn seal(mut self, mut manifest: Manifest, threads: usize) -> Result<Image, Error> {
         let dir = self.slot.dir.clone();
         let spare = |path: &Path| -> bool {
             let lands = manifest.landing.iter().any(|landing| landing.part.as_str() == path);
@@ -201,6 +202,9 @@ impl Filling {
                 parts.push(Part { path, size, blake3: None });
             }
         }
+        if self.slot.medium == Medium::Disk {
+            parts = hashed(&dir, parts, threads)?;
+        }
         manifest.id = self.id;
         manifest.bytes = parts.iter().map(|part| part.size).sum();
         manifest.parts = parts;
@@ -213,6 +217,18 @@ impl Filling {
         self.whole = true;
         Ok(self.slot.image().ok_or_else(|| failed("read back", &path)(io::ErrorKind::InvalidData.into()))?)
     }
+}
+
+fn hashed(dir: &Path, parts: Vec<Part>, threads: usize) -> Result<Vec<Part>, FileError> {
+    let sized = parts.into_iter().map(|part| (part.path, part.size)).collect();
+    let mut parts = files::in_parallel(sized, threads, |path: PartPath| {
+        let full = dir.join(&path);
+        let hash = durable::open_for_reading(&full).and_then(|file| files::hash(&file));
+        let (size, blake3) = hash.map_err(failed("read", &full))?;
+        Ok(Part { path, size, blake3: Some(blake3) })
+    })?;
+    parts.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(parts)
 }
 
 impl Drop for Filling {

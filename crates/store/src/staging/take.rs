@@ -4,6 +4,8 @@ use super::admission::{self, Choice, Memory, Refusal, SlotFacts, Worth};
 use super::{Area, Error, Filling};
 use crate::folder::JobFolder;
 use crate::id::ImageId;
+use crate::lock::WriterLock;
+use crate::retention::survey::{self, Limits, NoRoom, Written};
 use rekindle_os::cgroup;
 
 /// With two images in memory, at least this part of the machine's memory stays free.
@@ -15,6 +17,9 @@ pub enum TakeError {
     /// Memory has no room.
     #[error(transparent)]
     NoRoom(#[from] Refusal),
+    /// The disk has no room.
+    #[error(transparent)]
+    DiskFull(#[from] NoRoom),
     /// A slot cannot be emptied or begun.
     #[error(transparent)]
     Area(#[from] Error),
@@ -46,13 +51,6 @@ impl Area {
         instead: impl FnOnce(ImageId),
     ) -> Result<Filling, TakeError> {
         let slots = self.slots();
-        let (proven, ours) = (folder.proven_in_memory_only(), folder.line());
-        let facts = |at: usize| {
-            // One that the job went back from is worth nothing beside the one that it went back to.
-            let image = slots[at].image().filter(|image| image.is_good() && ours(image)).map(|image| image.id);
-            let worth = if image.is_some() && image == proven { Worth::Proven } else { Worth::Older };
-            SlotFacts { image, allocated: slots[at].allocated(), worth }
-        };
         let memory = Memory {
             image: need.image,
             besides: need.besides,
@@ -61,7 +59,7 @@ impl Area {
             keep: need.keep,
             keep_beside: cgroup::memory_total().unwrap_or(0) / KEPT_BESIDE,
         };
-        let facts = [facts(0), facts(1)];
+        let facts = self.facts(folder);
         let at = match admission::choose(&facts, &memory, |id| folder.is_stored(id))? {
             Choice::Beside(at) => at,
             Choice::Instead(at) => {
@@ -75,5 +73,39 @@ impl Area {
         };
         folder.drop_links(&slots[at]);
         Ok(slots[at].begin(id)?)
+    }
+
+    /// Takes a slot on the disk for the image `id` of so many bytes: the one that the newest good image is not in. Where there is
+    /// no room for the image, and for what packing it adds, older ones go from the store.
+    ///
+    /// # Errors
+    /// When there is no room all the same, or a slot cannot be emptied.
+    pub fn take_on_disk(
+        &self,
+        folder: &JobFolder,
+        lock: &WriterLock,
+        limits: &Limits,
+        id: ImageId,
+        bytes: u64,
+    ) -> Result<Filling, TakeError> {
+        let facts = self.facts(folder);
+        let unlimited =
+            Memory { image: bytes, besides: 0, available: None, below_limit: None, keep: 0, keep_beside: 0 };
+        let (Choice::Beside(at) | Choice::Instead(at)) = admission::choose(&facts, &unlimited, |_| true)?;
+        survey::make_room(folder, lock, limits, bytes.saturating_sub(facts[at].allocated), Written::Staged)?;
+        let slot = &self.slots()[at];
+        folder.drop_links(slot);
+        slot.empty()?;
+        Ok(slot.begin(id)?)
+    }
+
+    fn facts(&self, folder: &JobFolder) -> [SlotFacts; 2] {
+        let (proven, ours) = (folder.proven_in_memory_only(), folder.line());
+        self.slots().map(|slot| {
+            // One that the job went back from is worth nothing beside the one that it went back to.
+            let image = slot.image().filter(|image| image.is_good() && ours(image)).map(|image| image.id);
+            let worth = if image.is_some() && image == proven { Worth::Proven } else { Worth::Older };
+            SlotFacts { image, allocated: slot.allocated(), worth }
+        })
     }
 }

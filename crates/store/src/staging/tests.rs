@@ -1,5 +1,8 @@
 use super::*;
 use crate::manifest::{Landing, Reason};
+use crate::options::Copies;
+use crate::retention::Policy;
+use crate::retention::survey::Limits;
 use crate::{Access, ImageId, Store};
 
 /// A job's folder in a store of its own, and a staging area on a real tmpfs; `None` without root.
@@ -53,7 +56,7 @@ fn an_image_is_there_when_it_was_sealed_and_gone_when_the_slot_begins_again() {
         part: "gpu/1001".into(),
         bytes: 5 << 20,
     }];
-    let image = filling.seal(with.clone()).unwrap();
+    let image = filling.seal(with.clone(), 1).unwrap();
     assert!(image.is_good() && image.is_staged());
     assert_eq!(image.manifest().unwrap().bytes, (5 << 20) + 100, "what nobody uses is not counted and goes");
     assert_eq!(ground.folder.staged(), vec![image.clone()], "others find it by the job's folder");
@@ -95,4 +98,67 @@ fn a_full_tmpfs_is_an_error_and_a_lost_one_is_seen() {
     let anew = ground.open();
     assert!(anew.is_there());
     anew.close().unwrap();
+}
+
+#[test]
+fn an_image_on_the_disk_counts_in_this_boot_only() {
+    let Some(ground) = Ground::new() else { return };
+    let limits = Limits { policy: Policy::default(), min_free: 0, copies: Copies::One };
+    let area = || Area::on_disk(&ground.folder, &ground.lock).unwrap();
+    let take = |n: u32| area().take_on_disk(&ground.folder, &ground.lock, &limits, id(n), 100).unwrap();
+    let slots = ground.folder.path().join("slots");
+    let filling = take(1);
+    fs::write(filling.dir().join("criu/x.img"), [1; 100]).unwrap();
+    assert!(ground.folder.staged().is_empty(), "it is not whole");
+    let image = filling.seal(manifest(), 2).unwrap();
+    assert_eq!((image.place, image.is_good(), image.is_staged()), (crate::Place::Slot, true, true));
+    assert_eq!(ground.folder.staged(), std::slice::from_ref(&image));
+    assert_eq!(fs::metadata(&slots).unwrap().permissions().mode() & 0o777, 0o700);
+    // The next one goes beside it, and one that failed leaves nothing.
+    let other = take(2);
+    assert_ne!(other.dir(), image.dir);
+    drop(other);
+    assert_eq!(ground.folder.staged(), std::slice::from_ref(&image));
+    // What was read back from the disk wrongly is noticed.
+    fs::write(image.dir.join("criu/x.img"), [2; 100]).unwrap();
+    let report = image.verify();
+    assert!(report.problems().any(|problem| problem.to_string().contains("wrong hash")), "{report:?}");
+    // The machine is started again.
+    fs::write(slots.join("boot"), "another").unwrap();
+    assert!(ground.folder.staged().is_empty() && Area::all_of(&ground.folder).is_empty());
+    assert!(disk::sweep(&ground.folder, &ground.lock).unwrap() && !slots.exists());
+    assert!(!disk::sweep(&ground.folder, &ground.lock).unwrap());
+    // Or it went down before the boot was noted.
+    let filling = take(3);
+    fs::write(filling.dir().join("criu/x.img"), [1; 100]).unwrap();
+    filling.seal(manifest(), 2).unwrap();
+    fs::remove_file(slots.join("boot")).unwrap();
+    assert!(ground.folder.staged().is_empty());
+    assert!(area().images().is_empty() && ground.folder.staged().is_empty());
+    area().close().unwrap();
+    assert!(!slots.exists());
+}
+
+#[test]
+fn what_has_no_room_on_the_disk_is_refused_and_costs_nothing() {
+    let Some(ground) = Ground::new() else { return };
+    let limits = Limits { policy: Policy::default(), min_free: 1 << 60, copies: Copies::One };
+    let area = Area::on_disk(&ground.folder, &ground.lock).unwrap();
+    let refused = area.take_on_disk(&ground.folder, &ground.lock, &limits, id(1), 100).unwrap_err();
+    assert!(matches!(refused, TakeError::DiskFull(_)) && refused.to_string().contains("store.min-free"), "{refused}");
+}
+
+#[test]
+fn what_is_no_file_is_refused() {
+    let Some(ground) = Ground::new() else { return };
+    for make in [(|path| std::os::unix::fs::symlink("/etc/passwd", path).unwrap()) as fn(&Path), |path| {
+        nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap()
+    }] {
+        let area = Area::on_disk(&ground.folder, &ground.lock).unwrap();
+        let filling = area.slots()[0].begin(id(1)).unwrap();
+        make(&filling.dir().join("odd"));
+        let error = filling.seal(manifest(), 1).unwrap_err();
+        assert!(matches!(&error, Error::Stray(path) if path.ends_with("odd")), "{error}");
+        assert!(ground.folder.staged().is_empty());
+    }
 }

@@ -37,37 +37,6 @@ impl Drop for SmallDisk {
 }
 
 #[test]
-fn a_full_disk_leaves_the_old_images_and_no_half_one() {
-    let dir = tempfile::tempdir().unwrap();
-    let Some(disk) = SmallDisk::mount(dir.path()) else { return };
-    let home = Home::below(tempfile::tempdir_in(dir.path()).unwrap());
-    let old = home.publish(0);
-    let (mut failed, mut done) = (0, 0);
-    for free in (0..6).map(|pages| pages * 4096) {
-        let draft = home.folder.begin_image(&home.lock, at(1)).unwrap();
-        fs::write(draft.dir().join("part"), vec![3; 4096]).unwrap();
-        let filler = disk.fill(free);
-        match draft.publish(manifest(), 8) {
-            Ok(image) => {
-                done += 1;
-                assert!(image.verify().is_sound());
-                fs::remove_file(filler).unwrap();
-                home.folder.remove(&home.lock, &image.id).unwrap();
-            }
-            Err(error) => {
-                failed += 1;
-                assert!(error.is_full(), "{error}: {:?}", std::error::Error::source(&error));
-                fs::remove_file(filler).unwrap();
-            }
-        }
-        assert_eq!(home.folder.images().unwrap(), std::slice::from_ref(&old));
-        assert_eq!(fs::read_dir(home.folder.images_dir()).unwrap().count(), 1);
-        assert!(old.verify().is_sound());
-    }
-    assert!(failed > 0 && done > 0, "{failed} failed, {done} done");
-}
-
-#[test]
 fn a_full_disk_keeps_the_old_record_and_no_mark() {
     let dir = tempfile::tempdir().unwrap();
     let Some(disk) = SmallDisk::mount(dir.path()) else { return };

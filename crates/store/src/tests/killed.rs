@@ -19,7 +19,7 @@ fn writer() {
     loop {
         let draft = folder.begin_image(&lock, at(0)).unwrap();
         fill(draft.dir());
-        draft.publish(manifest(), 8).unwrap();
+        draft.publish_loose(manifest());
         survey::rotate(&folder, &lock, &Policy { keep_last: KEEP, ..Policy::default() }, 0).unwrap();
     }
 }

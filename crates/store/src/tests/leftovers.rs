@@ -48,7 +48,7 @@ fn a_crash_after_the_rename_leaves_an_image() {
     let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
     let id = draft.id();
     fill(draft.dir());
-    let image = draft.publish(manifest(), 8).unwrap();
+    let image = draft.publish_loose(manifest());
     // Back before the rename, then the rename alone.
     let (tmp, whole) = (home.image_path(&format!(".tmp-{id}")), image.dir.clone());
     fs::rename(&whole, &tmp).unwrap();
@@ -132,7 +132,7 @@ fn a_symbolic_link_in_place_of_a_leftover_is_not_followed() {
 fn publish_with_links(home: &Home, saved: &[&Path]) -> Image {
     let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
     let link = |saved: &&Path| SavedLink { link: "/gone".into(), saved: saved.to_path_buf().into() };
-    draft.publish(Manifest { saved_links: saved.iter().map(link).collect(), ..manifest() }, 8).unwrap()
+    draft.publish_loose(Manifest { saved_links: saved.iter().map(link).collect(), ..manifest() })
 }
 
 #[test]

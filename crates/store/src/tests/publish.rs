@@ -45,41 +45,6 @@ fn a_dropped_draft_leaves_nothing() {
 }
 
 #[test]
-fn what_is_no_file_is_refused() {
-    let home = Home::new();
-    for make in [(|path| std::os::unix::fs::symlink("/etc/passwd", path).unwrap()) as fn(&Path), |path| {
-        nix::unistd::mkfifo(path, nix::sys::stat::Mode::S_IRWXU).unwrap()
-    }] {
-        let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
-        make(&draft.dir().join("odd"));
-        let error = draft.publish(manifest(), 8).unwrap_err();
-        assert!(matches!(&error, PublishError::Foreign(path) if path.ends_with("odd")), "{error}");
-    }
-    assert!(snapshot(&home.folder.images_dir()).is_empty());
-}
-
-#[test]
-fn a_manifest_that_contradicts_the_files_is_refused() {
-    let home = Home::new();
-    let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
-    let recreate = vec![manifest::Recreate { path: "/x".into(), mode: 0o755, part: "bin/x".into() }];
-    let error = draft.publish(Manifest { recreate, ..manifest() }, 8).unwrap_err();
-    assert!(matches!(error, PublishError::Describe { .. }), "{error}");
-    assert!(snapshot(&home.folder.images_dir()).is_empty());
-}
-
-#[test]
-fn an_image_is_never_replaced() {
-    let home = Home::new();
-    let draft = home.folder.begin_image(&home.lock, at(0)).unwrap();
-    let there = home.image_path(&draft.id().to_string());
-    fs::create_dir(&there).unwrap();
-    let error = draft.publish(manifest(), 8).unwrap_err();
-    assert!(matches!(error, PublishError::Publish { .. }), "{error}");
-    assert_eq!(snapshot(&home.folder.images_dir()).len(), 1);
-}
-
-#[test]
 fn a_clock_that_goes_back_does_not_change_the_order() {
     let home = Home::new();
     home.publish(100_000);

@@ -33,7 +33,7 @@ fn prepare(form: Form) -> (Ground, Image) {
                 fs::create_dir_all(draft.dir().join(path).parent().unwrap()).unwrap();
                 fs::write(draft.dir().join(path), content).unwrap();
             }
-            draft.publish(blank(2), 1).unwrap()
+            draft.publish_loose(blank(2))
         }
     };
     (ground, image)
@@ -42,7 +42,7 @@ fn prepare(form: Form) -> (Ground, Image) {
 fn image_of(dir: &Path, folder: &JobFolder, form: &str) -> Image {
     match form {
         "loose" => folder.images().unwrap().into_iter().find(|image| image.id == blank(2).id).unwrap(),
-        _ => Image::load_staged(&dir.join("slot2"), &Default::default()).unwrap(),
+        _ => Image::load_staged(&dir.join("slot2"), crate::Place::Staged, &Default::default()).unwrap(),
     }
 }
 

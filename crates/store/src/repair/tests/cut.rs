@@ -124,7 +124,7 @@ fn a_loose_image_is_looked_at_too() {
     let mut manifest = crate::sample_manifest();
     manifest.id = folder.next_id(DateTime::UNIX_EPOCH).unwrap();
     manifest.id = ImageId::new(manifest.id.sequence() - 1, DateTime::UNIX_EPOCH);
-    let loose = draft.publish(manifest, 2).unwrap();
+    let loose = draft.publish_loose(manifest);
     assert_eq!(case.repair(), Repaired::default());
     fs::write(loose.dir.join("a"), b"two").unwrap();
     let done = case.repair();
