@@ -250,7 +250,7 @@ impl History {
     pub(crate) fn after_machine_failure(&mut self, from: StartPoint, why: &str, policy: &Restart) -> Decision {
         self.machine += 1;
         if self.machine > MACHINE_FAILURES {
-            let why = format!("{MACHINE_FAILURES} attempts failed, none by a fault of the image; the last: {why}");
+            let why = format!("{MACHINE_FAILURES} attempts failed, none because of the image. The last one: {why}");
             return Decision::GiveUp { why, mark: None };
         }
         Decision::Again { from, after: back_off(self.machine, policy), mark: None }
@@ -302,7 +302,8 @@ impl History {
             (None, ColdStart::NoImages | ColdStart::Allow) if self.early_cold >= EARLY_DEATHS => {
                 let min = humantime::format_duration(policy.min_uptime);
                 let why = format!(
-                    "there is no good image, and started from nothing the job died twice within {min} (restart.min-uptime)"
+                    "there is no good image, and the job died twice within {min} (restart.min-uptime) after a start \
+                    from the beginning"
                 );
                 return Decision::GiveUp { why, mark };
             }

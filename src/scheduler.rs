@@ -43,7 +43,8 @@ pub enum Error {
     },
     /// There is no job to queue again.
     #[error(
-        "scheduler.requeue = \"scontrol\" needs SLURM_JOB_ID, which is not set: sudo keeps it with --preserve-env=SLURM_JOB_ID"
+        "scheduler.requeue = \"scontrol\" needs SLURM_JOB_ID, which is not set. With sudo, use \
+        --preserve-env=SLURM_JOB_ID"
     )]
     NoJob,
 }

@@ -63,7 +63,7 @@ fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
     std::fs::write(doom, "").unwrap();
     let (out, said) = run.ends_with(3);
     let went: Vec<&str> =
-        said.lines().filter_map(|l| l.split_once("going on from ")?.1.split_once(" in ").map(|p| p.0)).collect();
+        said.lines().filter_map(|l| l.split_once("continuing from ")?.1.split_once(" in ").map(|p| p.0)).collect();
     let short: Vec<&str> = went.iter().map(|from| from.split('-').next().unwrap()).collect();
     let expected = ["image 000002", "image 000002", "image 000001", "image 000001", "the beginning"];
     // The first life came from nothing as well, and ended early: one more from there, or none.
@@ -155,7 +155,7 @@ fn back_to_an_older_image_and_on_from_there() {
     run.snapshot(&lab);
     run.kill_9();
     let mut run = lab.run_with(&["restore", "j/1"], [] as [&str; 0]);
-    run.wait_said("goes on from image 000001");
+    run.wait_said("continues from image 000001");
     run.wait_said("the job was restored from image 000001");
     assert!(numbers(&lab.output()).len() < mark + 3, "it is back where image 1 was taken");
     count_on(&lab, &mut run, 3);

@@ -74,13 +74,15 @@ impl Environment {
         if !self.withheld.is_empty() {
             let names: Vec<&str> = self.withheld.iter().map(String::as_str).collect();
             tracing::warn!(
-                "the job does not get {}, which rekindle uses for the replica or for hooks; where the job needs one too, name it in job.pass-environment",
+                "the job does not get {}, because rekindle uses them for the replica or for hooks. If the job needs \
+                one too, add it to job.pass-environment",
                 names.join(", ")
             );
         }
         if self.left_out > 0 && config.job.environment_mode.is_none() {
             tracing::info!(
-                "job.user is set, so the job does not get the caller's environment ({} variables are left out); name those that it needs in job.pass-environment, or set job.environment-mode = \"inherit\"",
+                "job.user is set, so the job does not get the caller's environment ({} variables are left out). Add \
+                those that it needs to job.pass-environment, or set job.environment-mode = \"inherit\"",
                 self.left_out
             );
         }

@@ -22,16 +22,16 @@ use rekindle_store::{JobFolder, Outcome, Writer};
 pub(crate) struct LogsArgs {
     /// The job
     job: String,
-    /// Go on with what comes, through restarts, until the job is over
+    /// Follow the output, through restarts, until the job is over
     #[arg(long, short)]
     follow: bool,
-    /// Standard error instead of standard output
+    /// Print standard error instead of standard output
     #[arg(long)]
     stderr: bool,
-    /// Print the output of another user's job as it is, also on a terminal, which obeys what it says
+    /// Print the output of another user's job unchanged, even on a terminal that would execute its control sequences
     #[arg(long)]
     raw: bool,
-    /// The last lines only
+    /// Print only the last N lines
     #[arg(long, short = 'n', value_name = "N")]
     lines: Option<usize>,
 }
@@ -41,7 +41,7 @@ const LOOK: Duration = Duration::from_millis(500);
 
 pub(super) fn logs(global: &Global, args: &LogsArgs) -> anyhow::Result<Exit> {
     if global.json {
-        return Err(Misuse("output of a job is no JSON: leave --json out".into()).into());
+        return Err(Misuse("`rekindle logs` has no JSON output: remove --json".into()).into());
     }
     let folder = global.find_supervisor()?.job(&args.job.parse()?)?;
     match copy(global, &folder, args) {

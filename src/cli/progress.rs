@@ -12,9 +12,9 @@ use rekindle_store::persist::Progress;
 
 /// How often it is drawn.
 const TICK: Duration = Duration::from_millis(100);
-const PLAIN: &str = "{msg} [{bar:30}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
+const PLAIN: &str = "{msg} [{bar:30}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} remaining";
 const COLOURED: &str =
-    "{msg} [{bar:30.cyan/blue}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
+    "{msg} [{bar:30.cyan/blue}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} remaining";
 
 /// Does `work`, which counts in the progress that it is given, under a bar. The bar is gone when this returns.
 pub(crate) fn shown<R>(what: &str, work: impl FnOnce(&Progress) -> R) -> R {

@@ -17,7 +17,7 @@ pub(crate) struct UnmarkArgs {
     images: Vec<String>,
 }
 
-/// One image, and the mark that it had.
+/// One image, and its former mark.
 #[derive(Debug, Serialize)]
 struct Row {
     job: JobName,
@@ -33,7 +33,7 @@ pub(super) fn unmark(global: &Global, args: &UnmarkArgs) -> anyhow::Result<Exit>
         let (folder, image) = job_args::image(&store, text)?;
         if image.manifest().is_none() {
             return Err(Misuse(format!(
-                "image {} has no mark that could be taken back: its manifest is damaged (`rekindle verify` says more)",
+                "image {} has no mark to remove: its manifest is damaged (run `rekindle verify`)",
                 image.id
             ))
             .into());
@@ -58,6 +58,6 @@ fn line(row: &Row) -> String {
     let Row { job, image, mark } = row;
     match mark {
         Some(mark) => format!("{job}/{image}: good again; the mark was \"{}: {}\"", mark.why, mark.detail),
-        None => format!("{job}/{image}: it has no mark"),
+        None => format!("{job}/{image}: not marked"),
     }
 }

@@ -19,7 +19,7 @@ const MAX_ANSWER: usize = 4 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Nobody is there.
-    #[error("the supervisor does not listen at {}", .0.display())]
+    #[error("no supervisor listens at {}", .0.display())]
     Gone(PathBuf),
     /// It could not be asked.
     #[error("cannot reach the supervisor at {}", path.display())]
@@ -37,7 +37,7 @@ pub enum Error {
     #[error("the supervisor ended before it answered")]
     Ended,
     /// What it said cannot be understood: it is of another version.
-    #[error("the supervisor's answer cannot be understood")]
+    #[error("cannot read the supervisor's answer")]
     Odd(#[source] serde_json::Error),
     /// It says no.
     #[error(transparent)]

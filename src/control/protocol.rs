@@ -218,7 +218,7 @@ impl Request {
             "stop" => read(fields, Request::Stop)?,
             "rewind" => read(fields, Request::Rewind)?,
             other => {
-                let message = format!("there is no request {other:?}; there are {}", REQUESTS.join(", "));
+                let message = format!("unknown request {other:?}: use one of {}", REQUESTS.join(", "));
                 return Err(Fault::new(Code::UnknownRequest, message));
             }
         })
@@ -239,14 +239,16 @@ pub(crate) fn name(fields: &mut Map<String, Value>) -> Result<String, Fault> {
     match fields.remove("version") {
         Some(Value::Number(version)) if version.as_u64() == Some(VERSION.into()) => {}
         Some(other) => {
-            let message = format!("version {other} is not spoken here, {VERSION} is");
+            let message = format!("unknown version {other}: this supervisor uses {VERSION}");
             return Err(Fault::new(Code::Version, message));
         }
-        None => return Err(Fault::new(Code::Version, format!("\"version\" is missing, {VERSION} is spoken here"))),
+        None => {
+            return Err(Fault::new(Code::Version, format!("\"version\" is missing: this supervisor uses {VERSION}")));
+        }
     }
     match fields.remove("request") {
         Some(Value::String(name)) => Ok(name),
-        _ => Err(malformed(&"\"request\" is missing, or is no text")),
+        _ => Err(malformed(&"\"request\" is missing or not a string")),
     }
 }
 

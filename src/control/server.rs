@@ -127,7 +127,7 @@ impl Owed {
 impl Drop for Owed {
     fn drop(&mut self) {
         if !self.given {
-            self.give(Err(Fault::new(Code::Ending, "the supervisor ended before it was done")));
+            self.give(Err(Fault::new(Code::Ending, "the supervisor ended before the request was done")));
         }
     }
 }
@@ -235,7 +235,7 @@ impl Clients {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
-                    tracing::debug!("the control socket takes nobody in: {error}");
+                    tracing::debug!("the control socket cannot accept connections: {error}");
                     self.closed_until = Some(Instant::now() + PAUSE);
                     return;
                 }
@@ -245,7 +245,7 @@ impl Clients {
                 Err(_) => continue,
             };
             if let Err(fault) = client.may_ask() {
-                tracing::warn!("{} was turned away from the control socket: {fault}", client.who);
+                tracing::warn!("refused a connection of {} to the control socket: {fault}", client.who);
                 // One that is not ours gets no place to wait in.
                 client.answer(protocol::answer_line(Err(fault)), Stage::Leaves);
                 let _ = client.write();
@@ -313,7 +313,7 @@ impl Clients {
                 client.answer(status, Stage::Writes);
             }
             Ok(request) => {
-                tracing::info!("{} asks for: {}", client.who, request.name());
+                tracing::info!("{} requests: {}", client.who, request.name());
                 client.enter(Stage::Waits);
                 let mut owed = Owed { desk: self.desk.clone(), client: id, given: false };
                 let reply = Box::new(move |result| owed.give(result));
@@ -326,7 +326,7 @@ impl Clients {
     fn expire(&mut self, id: u64) {
         let Some(client) = self.clients.get_mut(&id) else { return };
         if client.stage == Stage::Reads && !client.input.is_empty() {
-            let message = format!("the line did not end within {} s", PATIENCE.as_secs());
+            let message = format!("the line was not complete within {} s", PATIENCE.as_secs());
             client.answer(protocol::answer_line(Err(Fault::new(Code::Timeout, message))), Stage::Leaves);
             let _ = client.write();
         }
@@ -358,8 +358,14 @@ impl Client {
         let we = nix::unistd::geteuid().as_raw();
         match getsockopt(&self.stream, PeerCredentials).map(|peer| peer.uid()) {
             Ok(uid) if uid == 0 || uid == we => Ok(()),
-            Ok(uid) => Err(Fault::new(Code::Forbidden, format!("only root and user {we} may ask, this is user {uid}"))),
-            Err(error) => Err(Fault::new(Code::Forbidden, format!("it cannot be told who asks: {error}"))),
+            Ok(uid) => Err(Fault::new(
+                Code::Forbidden,
+                format!(
+                    "only root and user {we} may use this socket; you are \
+                user {uid}"
+                ),
+            )),
+            Err(error) => Err(Fault::new(Code::Forbidden, format!("cannot identify the client: {error}"))),
         }
     }
 

@@ -16,13 +16,15 @@ use std::path::{Component, Path, PathBuf};
 enum Distrust {
     /// By its mode.
     #[error(
-        "{} has mode {mode:o}, so others can write there and could put another socket in the place of a job's: run `chmod go-w {}`, or set control.directory to another folder",
+        "{} has mode {mode:o}, so others can write there and could replace a job's socket. Run `chmod go-w {}`, or \
+        set control.directory to another folder",
         path.display(), path.display()
     )]
     Writable { path: PathBuf, mode: u32 },
     /// By its owner.
     #[error(
-        "{} belongs to user {owner}, who could put another socket in the place of a job's: run `chown root {}`, or set control.directory to another folder",
+        "{} belongs to user {owner}, who could replace a job's socket. Run `chown root {}`, or set control.directory \
+        to another folder",
         path.display(), path.display()
     )]
     Owner { path: PathBuf, owner: u32 },

@@ -23,13 +23,13 @@ pub(super) fn judge(facts: &Facts) -> Option<Check> {
         Ok(path) => Check::ok(name, format!("{program} at {}", path.display())),
         Err(Missing::Program) => Check::missing(
             name,
-            format!("network.uplink = \"user\", and no {program} in PATH"),
+            format!("network.uplink = \"user\", but no {program} in PATH"),
             format!("install it (Debian, Ubuntu, Fedora: package {program}), or set network.uplink = \"off\""),
         ),
         Err(Missing::Device) => Check::missing(
             name,
-            format!("network.uplink = \"user\", and {program} finds no /dev/net/tun"),
-            "run modprobe tun, or give it to the container (Docker: --device /dev/net/tun)",
+            format!("network.uplink = \"user\", but {program} finds no /dev/net/tun"),
+            "run modprobe tun, or add it to the container (Docker: --device /dev/net/tun)",
         ),
     })
 }

@@ -33,12 +33,12 @@ pub(super) enum Outcome {
 }
 
 pub(super) fn run(criu: Option<&Criu>, namespace: PidNamespace, store: &Path) -> Outcome {
-    let Some(criu) = criu else { return Outcome::NotTried("there is no CRIU to try".into()) };
+    let Some(criu) = criu else { return Outcome::NotTried("there is no CRIU to test".into()) };
     if !nix::unistd::geteuid().is_root() {
-        return Outcome::NotTried("only root can try it".into());
+        return Outcome::NotTried("only root can check this".into());
     }
     let Some(folder) = temporary_folder(store) else {
-        return Outcome::NotTried("there is no temporary folder that programs can be run from: set TMPDIR".into());
+        return Outcome::NotTried("no temporary folder allows running programs: set TMPDIR".into());
     };
     let began = Instant::now();
     match Trial::prepare(criu, namespace, folder.path()).and_then(|trial| trial.go()) {
@@ -208,8 +208,8 @@ pub(super) fn judge(outcome: &Outcome) -> Check {
         Outcome::NotTried(why) => Check::not_here(name, format!("not tried: {why}")),
         Outcome::Failed { step, why, hint } => {
             let fix = hint.unwrap_or(
-                "look at what is missing or warned of here, above all rights and a seccomp filter (Docker: \
-                 --privileged); `criu check` may say more",
+                "fix the other findings first, above all rights and a seccomp filter (Docker: --privileged); `criu \
+                check` may show more",
             );
             Check::missing(name, format!("{step} failed: {why}"), fix)
         }

@@ -161,7 +161,7 @@ fn text_of(fields: &mut Map<String, Value>, key: &str) -> Result<Option<String>,
     match fields.remove(key) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) => short(key, text).map(Some),
-        Some(_) => Err(Fault::new(Code::BadRequest, format!("`{key}` is no text"))),
+        Some(_) => Err(Fault::new(Code::BadRequest, format!("`{key}` is not a string"))),
     }
 }
 
@@ -180,7 +180,7 @@ fn request(mut fields: Map<String, Value>) -> Result<Request, Fault> {
         "snapshot" => read::<Nothing, _>(fields, |_| Request::Snapshot),
         "hold" => {
             let Hold { seconds, holder } = read(fields, |hold| hold)?;
-            let bad = |_| Fault::new(Code::BadRequest, format!("{seconds} is no time to hold for"));
+            let bad = |_| Fault::new(Code::BadRequest, format!("{seconds} is not a valid time to block snapshots"));
             let time = Duration::try_from_secs_f64(seconds).map_err(bad)?;
             Ok(Request::Hold { holder: short("holder", holder)?, time })
         }
@@ -190,7 +190,7 @@ fn request(mut fields: Map<String, Value>) -> Result<Request, Fault> {
         }
         other => {
             let other: String = other.chars().take(MAX_NAME).collect();
-            let message = format!("there is no request {other:?}; there are {}", REQUESTS.join(", "));
+            let message = format!("unknown request {other:?}: use one of {}", REQUESTS.join(", "));
             Err(Fault::new(Code::UnknownRequest, message))
         }
     }
@@ -238,7 +238,7 @@ mod tests {
             (r#"{"version":1,"request":"state","id":7}"#, Code::BadRequest, "`id`"),
             (r#"{"version":1,"request":"hold"}"#, Code::BadRequest, "`seconds`"),
             (r#"{"version":1,"request":"hold","seconds":-1}"#, Code::BadRequest, "-1"),
-            (r#"{"version":1,"request":"hold","seconds":1e300}"#, Code::BadRequest, "no time"),
+            (r#"{"version":1,"request":"hold","seconds":1e300}"#, Code::BadRequest, "not a valid time"),
             (&format!(r#"{{"version":1,"request":"release","holder":"{long}"}}"#), Code::BadRequest, "64"),
             (&"[".repeat(4000), Code::Malformed, ""),
         ] {

@@ -37,9 +37,9 @@ pub(super) enum Error {
     Ended { ended: Ended, output: String },
     #[error("it was killed after {}{}", humantime::format_duration(*after), behind(output))]
     TooLong { after: Duration, output: String },
-    #[error("it was called off")]
+    #[error("it was cancelled")]
     CalledOff,
-    #[error("cannot follow it: {0}")]
+    #[error("cannot watch it: {0}")]
     Io(#[from] io::Error),
 }
 

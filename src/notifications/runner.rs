@@ -85,7 +85,7 @@ impl Runner {
         if queue.waiting.len() >= MOST {
             if !std::mem::replace(&mut queue.left_out, true) {
                 drop(queue);
-                self.0.report(point, format!("it is left out: {MOST} others wait for the one that runs"));
+                self.0.report(point, format!("dropped: {MOST} others are waiting"));
             }
             return;
         }
@@ -167,9 +167,9 @@ impl Shared {
             gate && self.may_run()
         };
         let result = if !wanted() {
-            Err("there was no time left for it".to_owned())
+            Err("no time was left for it".to_owned())
         } else if limit.is_zero() {
-            Err("those before it took too long".to_owned())
+            Err("the hooks before it took too long".to_owned())
         } else {
             let words = point.command(&self.hooks);
             command::run(point, words, &self.context, &document, limit, &wanted).map_err(|error| error.to_string())
@@ -235,12 +235,12 @@ impl Gate {
                 // Its turn has not come, or it is being killed.
                 Err(mpsc::RecvTimeoutError::Timeout) if Instant::now() > until + command::GRACE => {
                     called_off.store(true, Ordering::Relaxed);
-                    let why = "those before it took too long".to_owned();
+                    let why = "the hooks before it took too long".to_owned();
                     shared.report(point, why.clone());
                     why
                 }
                 Err(mpsc::RecvTimeoutError::Timeout) => continue,
-                Err(mpsc::RecvTimeoutError::Disconnected) => "it could not be run".to_owned(),
+                Err(mpsc::RecvTimeoutError::Disconnected) => "it could not be started".to_owned(),
             };
             return match shared.hooks.on_error {
                 OnError::Ignore => Passed::Yes,
@@ -344,6 +344,6 @@ mod tests {
         assert_eq!(gate.pass(NEVER), Passed::Yes);
         assert!(began.elapsed() < Duration::from_secs(20));
         let report = reports.recv_timeout(Duration::from_secs(20)).unwrap();
-        assert_eq!((report.hook, report.why.as_str()), ("before-snapshot", "those before it took too long"));
+        assert_eq!((report.hook, report.why.as_str()), ("before-snapshot", "the hooks before it took too long"));
     }
 }

@@ -40,7 +40,7 @@ impl Evidence {
         match self {
             Evidence::Died { ended, .. } => {
                 let how = ended.map(|ended| format!(" ({ended})")).unwrap_or_default();
-                let detail = format!("the job died from it twice within restart.min-uptime{how}");
+                let detail = format!("the job died twice within restart.min-uptime after a restore from it{how}");
                 Finding::Mark { why: BadWhy::DiesAgain, detail }
             }
             Evidence::Refused(why) => Finding::Mark { why: BadWhy::DoesNotRestore, detail: why.clone() },

@@ -69,7 +69,7 @@ impl Deadline {
                     .filter(|event| event.run == setup.program.launch.lineage)
                     .for_each(|event| measured.observe(event));
             }
-            Err(error) => tracing::debug!("what earlier runs measured is not used: {error}"),
+            Err(error) => tracing::debug!("measurements of earlier runs are not used: {error}"),
         }
         // Not systemd, which is asked for more time ([`super::notify`]).
         let attended = if setup.time.scheduler.is_there() || std::env::var_os("KUBERNETES_SERVICE_HOST").is_some() {
@@ -97,7 +97,7 @@ impl Deadline {
         self.measured.observe(event);
     }
 
-    /// What a last snapshot will take; none where there was no snapshot yet.
+    /// How long the final snapshot will take; none before the first snapshot.
     fn forecast(&self) -> Option<Forecast> {
         self.measured.forecast(self.route)
     }
@@ -109,7 +109,7 @@ impl Deadline {
                 // What it says is in whole seconds of time left.
                 let same = self.end.is_some_and(|known| (known - end).num_seconds().abs() <= 2);
                 if !same {
-                    tracing::info!("the scheduler ends the job at {}", in_full(end));
+                    tracing::info!("the scheduler will end the job at {}", in_full(end));
                     self.end = Some(end);
                     // One that is later now may be changed again.
                     self.asked = Asked::Once;
@@ -117,9 +117,9 @@ impl Deadline {
             }
             Ok(None) => self.end = None,
             Err(error) if self.end.is_none() => {
-                tracing::warn!("no deadline is known, and no last snapshot is taken before one: {}", chain(&error));
+                tracing::warn!("the deadline is unknown, so no final snapshot is taken before it: {}", chain(&error));
             }
-            Err(error) => tracing::debug!("the deadline stays as it was: {}", chain(&error)),
+            Err(error) => tracing::debug!("the deadline is unchanged: {}", chain(&error)),
         }
     }
 
@@ -142,7 +142,8 @@ impl Deadline {
         let plan = plan(self.begun, end, lead);
         if let Some(forecast) = forecast.filter(|forecast| self.is_short_for(forecast, end)) {
             tracing::warn!(
-                "there are {} until the deadline, and a last snapshot is expected to take {}: it may not be whole in time. Give the job more time (Slurm's --time)",
+                "the deadline is in {}, and the final snapshot is expected to take {}: it may not be complete in \
+                time. Give the job more time (Slurm's --time)",
                 in_seconds((end - self.begun).to_std().unwrap_or_default()),
                 in_seconds(forecast.lead())
             );
@@ -265,7 +266,7 @@ impl Owner<'_> {
         if let Some(LastCall { end, until, lead }) = planned.last_call {
             self.tell(What::LastCall { deadline: end, predicted_us: micros(lead) });
             tracing::info!(
-                "the time is over at {}: a last snapshot, then the job is stopped, to be queued again",
+                "deadline {}: taking a final snapshot, then stopping the job to be queued again",
                 in_full(end)
             );
             self.step(Event::StopBy(Stop::Requeue, until));

@@ -102,8 +102,8 @@ impl Listeners {
 /// Says that a hook failed. Answers what is told as an event.
 pub(super) fn failed(Report { hook, why }: Report) -> What {
     match hook {
-        "webhook" => tracing::warn!("the webhook was not told: {why}"),
-        _ => tracing::warn!("the hook {hook} did not do its work: {why}"),
+        "webhook" => tracing::warn!("the webhook was not called: {why}"),
+        _ => tracing::warn!("the hook {hook} failed: {why}"),
     }
     What::HookFailed { hook: hook.into(), why }
 }

@@ -47,7 +47,7 @@ enum PersistError {
     Store(#[from] rekindle_store::Error),
     #[error(transparent)]
     NoRoom(#[from] NoRoom),
-    #[error("for as long as it is packed it takes {} more, {} are free, and {} are to stay free (store.min-free)", ByteSize::b(*need), ByteSize::b(*free), ByteSize::b(*keep))]
+    #[error("packing needs {} temporarily; {} is free, and {} must stay free (store.min-free)", ByteSize::b(*need), ByteSize::b(*free), ByteSize::b(*keep))]
     NotPacked { need: u64, free: u64, keep: u64 },
     #[error(transparent)]
     Persist(#[from] persist::Error),
@@ -122,12 +122,12 @@ impl Owner<'_> {
                     let why = chain(&error);
                     self.keep_criu_log("dump", error.criu_log());
                     match error {
-                        _ if lost => tracing::error!("the snapshot failed and the job cannot go on: {why}"),
-                        snapshot::Error::Cancelled if stops => tracing::info!("the last snapshot was called off"),
-                        snapshot::Error::Cancelled => tracing::info!("the snapshot was called off; the job runs on"),
-                        _ if stops => tracing::error!("the last snapshot failed: {why}"),
-                        snapshot::Error::JobEnded => tracing::info!("no snapshot: {why}"),
-                        _ => tracing::error!("the snapshot failed, the job runs on: {why}"),
+                        _ if lost => tracing::error!("the snapshot failed and the job cannot continue: {why}"),
+                        snapshot::Error::Cancelled if stops => tracing::info!("the final snapshot was cancelled"),
+                        snapshot::Error::Cancelled => tracing::info!("the snapshot was cancelled; the job continues"),
+                        _ if stops => tracing::error!("the final snapshot failed: {why}"),
+                        snapshot::Error::JobEnded => tracing::info!("no snapshot was taken: {why}"),
+                        _ => tracing::error!("the snapshot failed, the job continues: {why}"),
                     }
                     self.tell(What::SnapshotFailed { why: why.clone(), job_lost: lost });
                     self.reporting.published.snapshot_failed(why);
@@ -165,7 +165,7 @@ impl Owner<'_> {
         let noted = seen.zip(image.manifest()).map(|(seen, manifest)| seen.note(&manifest.lineage, image.id));
         if let Some(Err(error)) = noted {
             tracing::warn!(
-                "it will not be noticed where an older state takes the place of image {}: {}",
+                "cannot note image {} as the newest one, so a replacement by an older state would not be noticed: {}",
                 image.id,
                 chain(&error)
             );
@@ -246,7 +246,7 @@ impl Owner<'_> {
         let called_off = matches!(outcome.result, Err(PersistError::Persist(persist::Error::Cancelled)));
         match outcome.result {
             Ok(image) => {
-                tracing::info!("image {} is in the store after {}", image.id, shown(took));
+                tracing::info!("image {} was stored in {}", image.id, shown(took));
                 self.note_seen(&image);
                 let written = outcome.written;
                 self.tell(What::Stored { image: image.id, took_us: micros(took), written });
@@ -255,16 +255,16 @@ impl Owner<'_> {
                 self.replicate(image);
                 if self.machine.is_postponed() && self.machine.held_off().is_none() {
                     tracing::warn!(
-                        "a snapshot had to wait: bringing the image before it to the store took {}, which is longer than the interval",
+                        "a snapshot had to wait: storing the image before it took {}, longer than the interval",
                         shown(took)
                     );
                 }
             }
             Err(PersistError::Persist(persist::Error::Cancelled)) if outcome.source == Source::PlainFiles => {
-                tracing::debug!("image {} was not packed: a restart may read it", outcome.image);
+                tracing::debug!("image {} was not packed: a restart may need it", outcome.image);
             }
             Err(PersistError::Persist(persist::Error::Cancelled)) => {
-                let why = format!("image {} was not brought to the store", outcome.image);
+                let why = format!("image {} was not stored", outcome.image);
                 tracing::info!("{why}");
                 self.clients.control.not_stored(outcome.image, &why);
             }
@@ -272,8 +272,8 @@ impl Owner<'_> {
                 let folder = &self.setup.folder;
                 let what = match folder.staged().iter().any(|image| image.id == outcome.image) {
                     _ if folder.is_stored(outcome.image) => "is in the store, but not packed",
-                    true => "is in memory only",
-                    false => "is lost, it was in memory only",
+                    true => "is only in memory",
+                    false => "is lost, it was only in memory",
                 };
                 let why = format!("image {} {what}: {}", outcome.image, chain(&error));
                 tracing::error!("{why}");
@@ -289,8 +289,8 @@ impl Owner<'_> {
         }
     }
 
-    /// Images in memory must not cost the job the memory that it needs: where little is left, the older image goes, and
-    /// then the newest, if the store has it.
+    /// Images in memory must not take memory that the job needs: if little is free, the older image is removed, and
+    /// then the newest, if it is stored.
     pub(super) fn give_memory_back(&mut self) {
         let Some(area) = &self.setup.images.staging else { return };
         let reserve = self.setup.config.snapshot.memory_reserve.bytes();
@@ -318,13 +318,15 @@ impl Owner<'_> {
             self.setup.folder.drop_links(&slot);
             match slot.empty() {
                 Ok(()) => tracing::warn!(
-                    "memory is short (snapshot.memory-reserve): {} was given up",
+                    "memory is short (snapshot.memory-reserve): removed {}",
                     image.map_or_else(
-                        || "what was ready for the next image".into(),
+                        || "the memory prepared for the next image".into(),
                         |id| format!("image {id} in memory")
                     )
                 ),
-                Err(error) => tracing::warn!("memory is short, and cannot be given back: {}", chain(&error)),
+                Err(error) => {
+                    tracing::warn!("memory is short, and memory of images cannot be freed: {}", chain(&error))
+                }
             }
         }
     }
@@ -349,25 +351,24 @@ impl Owner<'_> {
                 let (id, at, store) = (image.id, area.path().display(), self.setup.folder.path().display());
                 if self.end.stops.is_at_once() {
                     tracing::warn!(
-                        "image {id} is in memory only, at {at}: it is lost when the machine restarts; the same command again goes on from it"
+                        "image {id} is only in memory, at {at}, and is lost when the machine restarts. The same \
+                        command continues from it"
                     );
                     return None;
                 }
-                let why = self
-                    .reporting
-                    .published
-                    .persist_failure
-                    .clone()
-                    .unwrap_or_else(|| "it was not brought to the store".into());
+                let why =
+                    self.reporting.published.persist_failure.clone().unwrap_or_else(|| "it was not stored".into());
                 tracing::error!(
-                    "the job is over, and its last image {id} is in memory only, at {at} ({why}). It is lost when the machine restarts, and with a container at its end. Make room in {store} and run the same command again on this machine: it goes on from this image"
+                    "the job is over, and its last image {id} is only in memory, at {at} ({why}). It is lost when the \
+                    machine restarts or its container ends. Free space in {store} and run the same command again on \
+                    this machine: it continues from this image"
                 );
                 Some(id)
             }
             None => {
                 area.slots().iter().for_each(|slot| self.setup.folder.drop_links(slot));
                 if let Err(error) = area.close() {
-                    tracing::warn!("memory is not given back: {}", chain(&error));
+                    tracing::warn!("cannot free memory of images: {}", chain(&error));
                 }
                 None
             }
@@ -401,7 +402,7 @@ impl Owner<'_> {
         let path = self.setup.folder.log_dir().join(format!("criu-{kind}.log"));
         match std::fs::write(&path, log.text()) {
             Ok(()) => tracing::info!("CRIU's log is in {}", path.display()),
-            Err(error) => tracing::warn!("cannot keep CRIU's log in {}: {error}", path.display()),
+            Err(error) => tracing::warn!("cannot save CRIU's log in {}: {error}", path.display()),
         }
     }
 }
@@ -442,6 +443,6 @@ pub(super) fn rotate(setup: &Setup) {
     let bounds = store.garbage(setup.images.packing.key.as_deref());
     match gc::collect(&setup.folder, &setup.lock, &bounds, Utc::now(), &|| false) {
         Ok(done) => tracing::debug!(?done, "packs"),
-        Err(error) => tracing::warn!("what no image needs was not swept: {}", chain(&error)),
+        Err(error) => tracing::warn!("unneeded content was not swept: {}", chain(&error)),
     }
 }

@@ -120,7 +120,7 @@ impl JobApi {
     fn asked(&mut self, call: Call, machine: &Machine<'_>, max_hold: Duration, now: Instant) -> Todo {
         let Call { request, life, pid, reply } = call;
         if machine.state().life().is_none() || life != self.life.name {
-            reply(Err(Fault::new(Code::Restored, "the job was brought back since")));
+            reply(Err(Fault::new(Code::Restored, "the job was restored since")));
             return Todo::Nothing;
         }
         match request {
@@ -142,7 +142,7 @@ impl JobApi {
                 let admitted = machine.admits(Wish::Hold).map_err(|why| not_admitted(machine, why));
                 let held = admitted.and_then(|()| match self.holds.add(Holder::new(pid, holder, now + time), now) {
                     true => Ok(Answer::Held { seconds: time.as_secs_f64(), life }),
-                    false => Err(Fault::new(Code::Refused, format!("{HOLDERS} hold snapshots off already"))),
+                    false => Err(Fault::new(Code::Refused, format!("{HOLDERS} processes already block snapshots"))),
                 });
                 match held {
                     Ok(answer) => Todo::Held(reply, answer),
@@ -178,7 +178,7 @@ impl Owner<'_> {
         let deliver = move |call| sender.send(Message::JobApi(Box::new(call))).is_ok();
         match Server::start(socket, Box::new(deliver)) {
             Ok(server) => self.clients.job_api.server = Some(server),
-            Err(error) => tracing::warn!("the job cannot ask for anything (REKINDLE_SOCKET): {error}"),
+            Err(error) => tracing::warn!("the job's socket (REKINDLE_SOCKET) does not work: {error}"),
         }
     }
 
@@ -226,14 +226,14 @@ impl Owner<'_> {
         self.check_holds();
     }
 
-    /// Says when a snapshot waits for those who hold it off, and when it does not any more.
+    /// Reports when a snapshot waits for processes that block it, and when it no longer does.
     pub(super) fn check_holds(&mut self) {
         let facts = holds::Facts::of(&self.machine);
         match self.clients.job_api.holds.check(facts, Holder::lives, Instant::now()) {
             None => {}
             Some(Change::Died) => self.holders_changed(),
             Some(Change::Waits { reason, pids, bound }) => {
-                tracing::info!("{} waits: the job holds it off, for {} at most", named(reason), shown(bound));
+                tracing::info!("{} waits: the job blocks it, for at most {}", named(reason), shown(bound));
                 self.tell(What::SnapshotHeld { reason, pids, bound_us: micros(bound) });
                 self.reporting.published.held =
                     Utc::now().checked_add_signed(TimeDelta::from_std(bound).unwrap_or_default());
@@ -243,9 +243,9 @@ impl Owner<'_> {
                 self.reporting.published.held = None;
                 match how {
                     How::Expired => tracing::warn!(
-                        "the job held a snapshot off for longer than it may, and did not let go: it is taken now"
+                        "the job blocked a snapshot longer than job-api.max-hold: the snapshot is taken now"
                     ),
-                    how => tracing::info!("the snapshot that the job held off waits no longer: {}", how.as_str()),
+                    how => tracing::info!("the blocked snapshot no longer waits: {}", how.as_str()),
                 }
                 self.tell(What::HoldOver { reason, how: how.as_str().into(), waited_us: micros(waited) });
             }
@@ -256,8 +256,8 @@ impl Owner<'_> {
 fn named(reason: Reason) -> &'static str {
     match reason {
         Reason::Interval => "a snapshot",
-        Reason::Signal | Reason::Request => "the snapshot that was asked for",
-        Reason::Final => "the last snapshot",
+        Reason::Signal | Reason::Request => "the requested snapshot",
+        Reason::Final => "the final snapshot",
     }
 }
 

@@ -35,14 +35,14 @@ impl Metrics {
         });
         let textfile = config.textfile.clone().map(|path| Textfile::start(path, Arc::clone(&render)));
         let textfile = textfile.transpose().unwrap_or_else(|error| {
-            tracing::warn!("there is no file of metrics: {error}");
+            tracing::warn!("cannot write the metrics file: {error}");
             None
         });
         let address = config.listen.map(|address| (address, serve::start(address, render)));
         let address = address.and_then(|(wanted, listening)| match listening {
             Ok(address) => Some(address),
             Err(error) => {
-                tracing::warn!("metrics cannot be had at {wanted} (metrics.listen): {error}");
+                tracing::warn!("cannot serve metrics at {wanted} (metrics.listen): {error}");
                 None
             }
         });

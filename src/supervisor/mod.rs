@@ -188,7 +188,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.checks.close();
     let mut finish = owner.end.take();
     if !owner.lease.is_held() {
-        tracing::error!("the job is ended: another supervisor may have it by now");
+        tracing::error!("killing the job: another supervisor may have taken it over");
     }
     owner.end_job();
     if owner.lease.is_held() {
@@ -359,12 +359,12 @@ impl Owner<'_> {
             }
             Action::Mark(Mark { image, why, detail }) => self.mark_copies(image, why, &detail),
             Action::NotRestored { image, why } => {
-                tracing::error!("image {image} was not restored, and is not marked as bad: {why}");
+                tracing::error!("image {image} was not restored and is not marked as bad: {why}");
             }
             Action::Announce { from, after } => {
                 self.reporting.published.restarts += 1;
                 self.tell(What::Restarting { image: events::image_of(from), after_us: events::micros(after) });
-                tracing::warn!("going on from {from} in {}", humantime::format_duration(after));
+                tracing::warn!("continuing from {from} in {}", humantime::format_duration(after));
             }
             Action::Finish(finish) => self.end.comes(finish),
         }

@@ -92,10 +92,7 @@ impl Notify {
         let socket = std::env::var_os("NOTIFY_SOCKET").and_then(|name| match open(&name) {
             Ok(socket) => Some(socket),
             Err(error) => {
-                tracing::warn!(
-                    "the service manager cannot be told anything: NOTIFY_SOCKET={}: {error}",
-                    name.display()
-                );
+                tracing::warn!("cannot notify the service manager: NOTIFY_SOCKET={}: {error}", name.display());
                 None
             }
         });
@@ -144,7 +141,7 @@ impl Notify {
         match socket.send_to_addr(text.as_bytes(), address) {
             Ok(_) => true,
             Err(error) => {
-                tracing::debug!("the service manager was not told: {error}");
+                tracing::debug!("cannot notify the service manager: {error}");
                 false
             }
         }
@@ -243,7 +240,7 @@ fn status(published: &Published, now: DateTime<Utc>) -> String {
         line.push_str(&part);
     };
     if let Some(moving) = &published.restoring {
-        add(format!("image {} is read, {} %", moving.image.sequence(), moving.percent()));
+        add(format!("reading image {}, {} %", moving.image.sequence(), moving.percent()));
     }
     if let (Some(image), Some(freeze)) = (published.last_image, published.last_freeze_us) {
         let (age, freeze) = (age(now - image.taken()), Duration::from_micros(freeze).as_secs_f64());
@@ -251,14 +248,14 @@ fn status(published: &Published, now: DateTime<Utc>) -> String {
     }
     for (moving, place) in [(&published.persisting, "store"), (&published.replicating, "replica")] {
         if let Some(moving) = moving {
-            add(format!("image {} goes to the {place}, {} %", moving.image.sequence(), moving.percent()));
+            add(format!("copying image {} to the {place}, {} %", moving.image.sequence(), moving.percent()));
         }
     }
     let failures = [
-        (&published.last_failure, "the last snapshot failed"),
+        (&published.last_failure, "the newest snapshot failed"),
         (&published.persist_failure, "not in the store"),
         (&published.replica_failure, "not in the replica"),
-        (&published.rehearsal_failure, "cannot be restored, by a rehearsal"),
+        (&published.rehearsal_failure, "could not be restored in a rehearsal"),
     ];
     for (why, what) in failures {
         if let Some(why) = why {

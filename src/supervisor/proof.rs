@@ -81,7 +81,7 @@ impl Proofs {
         }
         tracing::debug!(?due, "proven");
         if let Err(error) = setup.folder.note_proven(&setup.lock, due.iter().copied()) {
-            tracing::warn!("cannot note which images the job has lived on from: {}", chain(&error));
+            tracing::warn!("cannot record which images are proven: {}", chain(&error));
             self.not_written(due, Instant::now());
         }
         setup.lock.wait_for_proof(self.waiting());

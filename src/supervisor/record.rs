@@ -16,7 +16,7 @@ use rekindle_store::{Image, JobRecord, Outcome};
 pub(super) fn recall(setup: &Setup) -> Pace {
     let read = setup.folder.record().and_then(|record| Ok((record, setup.folder.images()?)));
     let (record, images) = read.unwrap_or_else(|error| {
-        tracing::warn!("what earlier runs left is not used for the interval: {}", chain(&error));
+        tracing::warn!("records of earlier runs are not used for the interval: {}", chain(&error));
         (None, Vec::new())
     });
     let ours = images.iter().rev().filter_map(Image::manifest).filter(|m| m.lineage == setup.program.launch.lineage);

@@ -165,7 +165,7 @@ impl Owner<'_> {
         let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
         self.spawn("rehearse", move || {
             let outcome = rehearse(&setup, image, &cancel)
-                .unwrap_or_else(|error| Outcome::NotTried { why: format!("its process failed: {error}") });
+                .unwrap_or_else(|error| Outcome::NotTried { why: format!("the rehearsal's process failed: {error}") });
             let _ = sender.send(Message::Rehearsed(Box::new(Rehearsed { image, outcome })));
         });
     }
@@ -177,7 +177,7 @@ impl Owner<'_> {
             Finding::Restored { took } => {
                 self.reporting.published.rehearsal_failure = None;
                 tracing::info!(
-                    "image {image} was restored in a rehearsal, in {}; nothing of it ran",
+                    "image {image} was restored in a rehearsal, in {}; no instruction of the job ran",
                     shown(Duration::from_millis(took))
                 );
                 self.tell(What::Rehearsed { image, took_us: took.saturating_mul(1000) });
@@ -185,7 +185,8 @@ impl Owner<'_> {
             Finding::RefusedOnce { why } => tracing::debug!("image {image} was refused in a rehearsal: {why}"),
             Finding::Refused { why } => {
                 tracing::error!(
-                    "image {image} could not be restored in a rehearsal, twice: {why}. The job runs on and its images are kept, but do not count on them: a restart would probably fail in the same way"
+                    "image {image} could not be restored in a rehearsal, twice: {why}. The job continues and its \
+                    images are kept, but do not rely on them: a restart would probably fail in the same way"
                 );
                 self.reporting.published.rehearsal_failure = Some(format!("image {image}: {why}"));
                 self.tell(What::RehearsalFailed { image, why });
@@ -241,12 +242,12 @@ fn rehearse(setup: &Setup, image: ImageId, cancel: &AtomicBool) -> io::Result<Ou
     }
     let ended = child.wait()?;
     if began.elapsed() > limit {
-        return Err(io::Error::other(format!("it was not over after {}", humantime::format_duration(limit))));
+        return Err(io::Error::other(format!("it did not finish within {}", humantime::format_duration(limit))));
     }
     let mut text = Vec::new();
     output.rewind()?;
     output.read_to_end(&mut text)?;
-    serde_json::from_slice(&text).map_err(|_| io::Error::other(format!("it ended with {ended} and said nothing")))
+    serde_json::from_slice(&text).map_err(|_| io::Error::other(format!("it ended with {ended} and without a message")))
 }
 
 #[cfg(test)]

@@ -164,13 +164,13 @@ impl Owner<'_> {
         match what {
             What::Trouble { why, pause } => {
                 let pause = humantime::format_duration(pause);
-                tracing::warn!("image {image} is not in the replica yet: {why}; tried again in {pause}");
+                tracing::warn!("image {image} is not in the replica yet: {why}. Trying again in {pause}");
                 self.reporting.published.replica_failure = Some(why);
                 return;
             }
             What::Done { uploaded, took } => {
                 let size = bytesize::ByteSize::b(uploaded.bytes);
-                tracing::info!("image {image} is in the replica after {}, {size} were sent", shown(took));
+                tracing::info!("image {image} was replicated in {}, {size} sent", shown(took));
                 self.tell(Told::Replicated { image, took_us: micros(took), sent: uploaded.bytes });
                 self.reporting.published.last_replicated = Some(image);
                 self.reporting.published.replica_failure = None;
@@ -180,7 +180,7 @@ impl Owner<'_> {
                 self.tell(Told::NotReplicated { image, why: why.clone() });
                 self.reporting.published.replica_failure = Some(why);
             }
-            What::Cancelled => tracing::info!("image {image} was not brought to the replica"),
+            What::Cancelled => tracing::info!("image {image} was not replicated"),
         }
         if let Some(next) = self.transfers.replication.ends() {
             self.replicate(next);
@@ -216,11 +216,12 @@ impl Owner<'_> {
         {
             let warning = match finish {
                 Finish::Completed => {
-                    "; on another machine the same command would go on from its last image: start nothing there, or use --fresh"
+                    ". On another machine the same command would continue from its last image: do not start it there, \
+                    or use --fresh"
                 }
                 _ => "",
             };
-            tracing::warn!("the replica does not know how the job ended: {}{warning}", chain(&error));
+            tracing::warn!("cannot record in the replica how the job ended: {}{warning}", chain(&error));
         }
     }
 }
@@ -292,7 +293,7 @@ fn once(
     match kept.and_then(|()| replica.retain(setup.config.replica.keep_last, folder, cancelled)) {
         Ok(removed) => {
             removed.images.iter().for_each(|id| tracing::debug!("removed image {id} from the replica"));
-            removed.blocked.iter().for_each(|why| tracing::warn!("no packs are removed from the replica: {why}"));
+            removed.blocked.iter().for_each(|why| tracing::warn!("no packs were removed from the replica: {why}"));
         }
         Err(replica::Error::Cancelled) => {}
         Err(error) => tracing::warn!("old images were not removed from the replica: {}", chain(&error)),

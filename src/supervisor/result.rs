@@ -109,7 +109,7 @@ impl RunResult {
 pub(super) fn forget(folder: &JobFolder) {
     match durable::remove_file(&RunResult::file(folder)) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            tracing::warn!("the result of the run before cannot be removed: {error}");
+            tracing::warn!("cannot remove the result of the previous run: {error}");
         }
         _ => {}
     }
@@ -122,6 +122,6 @@ pub(super) fn write(folder: &JobFolder, result: &RunResult) {
         .map_err(Into::into)
         .and_then(|bytes| durable::write_file(&path, &bytes, 0o600));
     if let Err(error) = written {
-        tracing::warn!("the result cannot be written to {}: {error}", path.display());
+        tracing::warn!("cannot write the result to {}: {error}", path.display());
     }
 }

@@ -100,7 +100,7 @@ impl Verifier {
         match std::thread::Builder::new().name("verify".into()).spawn(work) {
             Ok(thread) => Some(Verifier { gate, thread }),
             Err(error) => {
-                tracing::warn!("the store is not looked through for damage: cannot start a thread: {error}");
+                tracing::warn!("the store is not verified: cannot start a thread: {error}");
                 None
             }
         }
@@ -131,14 +131,14 @@ impl Report {
                 return Some(What::StoreDamaged { why, chunks: 0, replaced: 0, images: Vec::new() });
             }
             Report::Failed(why) => {
-                tracing::warn!("the store was not looked through for damage: {why}");
+                tracing::warn!("the store was not verified: {why}");
                 return None;
             }
         };
         let chunks = healed.damaged + healed.unreadable + healed.missing;
         let mut why = format!("found while verifying: {healed}");
         match images.as_slice() {
-            [] => tracing::warn!("{why}. All images are whole"),
+            [] => tracing::warn!("{why}. All images are intact"),
             images => {
                 let names = images.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
                 why =

@@ -302,7 +302,7 @@ impl Journal {
             // What is wrong with this descriptor need not be with the next.
             self.file = None;
             if !std::mem::replace(&mut self.complained, true) {
-                tracing::warn!("events cannot be written to {}: {error}", self.path.display());
+                tracing::warn!("cannot write events to {}: {error}", self.path.display());
             }
         }
     }

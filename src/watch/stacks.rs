@@ -42,7 +42,7 @@ pub(crate) fn keep(root: i32, logs: &Path, what: Missing, idle: Duration) -> Opt
     let end = (0..=LARGEST.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
     text.truncate(end);
     if let Err(error) = rekindle_os::durable::replace_file(&path, text.as_bytes(), 0o600) {
-        tracing::warn!("the stacks cannot be written to {}: {error}", path.display());
+        tracing::warn!("cannot write stacks to {}: {error}", path.display());
         return None;
     }
     remove_old(logs);
@@ -91,7 +91,7 @@ fn capture(root: i32, what: Missing, idle: Duration) -> String {
     for pid in pids.iter().filter(|pid| **pid != root) {
         let _ = writeln!(text, "\n== stacks of process {pid}");
         match tool(*pid) {
-            _ if Instant::now() >= until => text.push_str("left out: it took too long already\n"),
+            _ if Instant::now() >= until => text.push_str("skipped: this took too long already\n"),
             Some((name, program, args)) => match user_of(*pid) {
                 Some(user) => {
                     let _ = writeln!(text, "by {name}");
@@ -102,7 +102,7 @@ fn capture(root: i32, what: Missing, idle: Duration) -> String {
                     }
                 }
                 None => {
-                    text.push_str("left out: the process has rights of more than one user, and no tool gets both\n")
+                    text.push_str("skipped: the process has the rights of more than one user, and no tool gets both\n")
                 }
             },
             None => {
@@ -123,7 +123,7 @@ fn task(text: &mut String, pid: i32, tid: i32) {
     let wchan = Some(line("wchan")).filter(|wchan| !wchan.is_empty() && wchan != "0").unwrap_or_else(|| "-".into());
     let _ = writeln!(
         text,
-        "\n== task {tid} of process {pid} ({}), {inner} to itself: state {state}, waits in {wchan}",
+        "\n== task {tid} of process {pid} ({}), {inner} in its own namespace: state {state}, waits in {wchan}",
         line("comm")
     );
     let _ = writeln!(text, "system call: {}", line("syscall"));
@@ -177,7 +177,7 @@ fn tool(pid: i32) -> Option<Call> {
 fn run(program: &Path, args: &[String], user: (u32, u32), limit: Duration) -> String {
     match output(program, args, user, limit) {
         Ok(text) => text,
-        Err(error) => format!("it failed: {error}\n"),
+        Err(error) => format!("failed: {error}\n"),
     }
 }
 
@@ -210,7 +210,7 @@ fn output(program: &Path, args: &[String], user: (u32, u32), limit: Duration) ->
     let mut note = "";
     while !child.has_ended()? {
         if Instant::now() >= until {
-            note = "\nit took too long, and was ended\n";
+            note = "\ntook too long and was killed\n";
             child.signal(libc::SIGKILL)?;
             break;
         }
@@ -252,8 +252,8 @@ mod tests {
         if !rekindle_testing::root() {
             return;
         }
-        assert!(sh("echo so far; exec sleep 60").starts_with("so far\n\nit took too long"));
+        assert!(sh("echo so far; exec sleep 60").starts_with("so far\n\ntook too long"));
         assert_eq!(sh("while :; do echo 0123456789abcdef; done").len() / 1000, TOOL_LARGEST / 1000);
-        assert!(run(Path::new("/nowhere"), &[], (0, 0), TOOL_TIME).starts_with("it failed: "));
+        assert!(run(Path::new("/nowhere"), &[], (0, 0), TOOL_TIME).starts_with("failed: "));
     }
 }

@@ -18,9 +18,9 @@ pub enum Wish {
 }
 
 const STOPS: &str = "the job is being stopped";
-const BACK_SOON: &str = "the job is being brought back: try again when it runs";
-const HELD_OFF: &str = "a snapshot waits for the hold that there is: try again when it is taken";
-const UNDER_WAY: &str = "a snapshot is being taken: try again when it is over";
+const BACK_SOON: &str = "the job is being restored: try again when it is running";
+const HELD_OFF: &str = "a snapshot already waits for the job: try again after it is taken";
+const UNDER_WAY: &str = "a snapshot is being taken: try again after it";
 const SUSPENDED: &str = "the job is suspended: resume it first";
 
 impl Machine<'_> {
@@ -40,7 +40,8 @@ impl Machine<'_> {
             (State::Snapshotting { .. }, Wish::Hold) => Err(UNDER_WAY),
             _ if wish == Wish::Suspend && self.is_suspending() => Ok(()),
             (State::Waiting { .. }, Wish::Suspend) => Ok(()),
-            (_, Wish::Resume) if self.is_suspending() => Err("the job is being suspended: try again when it is"),
+            (_, Wish::Resume) if self.is_suspending() => Err("the job is being suspended: try again when it is \
+                suspended"),
             (_, Wish::Resume) => Err("the job is not suspended"),
             (State::Running(_) | State::Snapshotting { then: None, .. }, _) => Ok(()),
             (_, _) if self.is_suspending() => Err("the job is being suspended"),

@@ -64,7 +64,8 @@ impl Finish {
 }
 
 /// Why a run ended with [`Finish::NoUsableImage`], in words.
-pub const NO_USABLE_IMAGE: &str = "the run has images, none of them can be used, and restart.cold-start forbids to start the job from nothing over them";
+pub const NO_USABLE_IMAGE: &str = "the run has images and none can be used, and restart.cold-start does not allow a \
+    start from the beginning";
 
 /// What a rule or the watch of a job decides in place of the policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -165,7 +166,7 @@ impl Event {
     /// The image of a start went while it waited for its turn: with the memory that it was in, or another came in its place.
     #[must_use]
     pub fn gone(image: ImageId, images: Images) -> Event {
-        Event::ImageFailed { image, failure: Failure::NotNow("it is not there any more".into()), images }
+        Event::ImageFailed { image, failure: Failure::NotNow("it no longer exists".into()), images }
     }
 
     /// What a snapshot that failed comes to.

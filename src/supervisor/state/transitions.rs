@@ -83,7 +83,7 @@ impl Machine<'_> {
         let (state, actions) = if stops {
             let mark = decision.mark().cloned();
             let why = failure.why().unwrap_or("its content is damaged");
-            let why = format!("image {image} was asked for by name and cannot be used: {why}");
+            let why = format!("the requested image {image} cannot be used: {why}");
             let finish = Action::Finish(Finish::NoUsableImage { why });
             (State::Done, mark.map(Action::Mark).into_iter().chain([finish]).collect())
         } else {

@@ -94,7 +94,7 @@ impl Shared {
             if let Err(error) = written
                 && !std::mem::replace(&mut complained, true)
             {
-                tracing::warn!("metrics cannot be written to {}: {error}", path.display());
+                tracing::warn!("cannot write metrics to {}: {error}", path.display());
             }
             last = Some(Instant::now());
             state = self.state();
