@@ -56,7 +56,7 @@ pub(crate) struct Global {
     /// Read this configuration file instead of /etc/rekindle/rekindle.toml
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Store the images of all jobs in this folder (store.directory)
+    /// Use this folder for the images of all jobs (store.directory)
     #[arg(long, global = true, value_name = "DIR")]
     store: Option<PathBuf>,
     /// Print JSON instead of text
@@ -84,7 +84,7 @@ impl Global {
         Ok(Store::open(&config.directory, Access::Read)?.with_trust(config.trust()?))
     }
 
-    /// The store, to find a supervisor and what it says: that needs no key, and must work where the key cannot be used.
+    /// The store, to find a supervisor and its state: that needs no key, and must work if the key cannot be used.
     fn find_supervisor(&self) -> anyhow::Result<Store> {
         Ok(Store::open(&self.settings(self.overrides())?.store.directory, Access::Read)?)
     }
@@ -199,7 +199,7 @@ fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Ok(exit) => exit.into(),
         Err(error) => {
             let text = chain(error.as_ref());
-            // The last line is one of the log, where that is for programs.
+            // With a JSON log, the last line is a line of the log, too.
             if telemetry::log::is_json() {
                 tracing::error!("{text}")
             } else {
@@ -258,7 +258,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
     }
 }
 
-/// A request that makes no sense, in words that say what would.
+/// A request that makes no sense; the message says what to do instead.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Misuse(String);

@@ -1,8 +1,8 @@
 //! The job's environment: what of ours it gets, and what it does not.
 //!
-//! Rekindle is told by variables where the replica is and how to get there, and whom to tell what happens. Those are not for
-//! the job, which may be another user's: it gets them where its own configuration names them (`job.pass-environment`), and not
-//! otherwise. All of it is in the job's memory, and so in its images.
+//! Some variables configure rekindle's replica and hooks, with credentials. They are not for the job, which may belong
+//! to another user: the job gets them only if its own configuration names them (`job.pass-environment`). The job's
+//! environment is in its memory, and so in its images.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -17,7 +17,7 @@ use rekindle_store::replica;
 const ALWAYS: [&str; 8] =
     ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"];
 
-/// The whole environment, and what the job did not get.
+/// The whole environment, and the variables that the job did not get.
 pub(super) struct Environment {
     pub(super) variables: BTreeMap<OsString, OsString>,
     /// Variables that are ours only, by name.

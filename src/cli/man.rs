@@ -162,7 +162,7 @@ fn configuration(sample: &str) -> Roff {
             comment.clear();
         } else if let Some((key, value)) = line.split_once(" = ") {
             roff.control("TP", []);
-            // A # without a blank stands before what has no default.
+            // A # without a space is before a key without a default.
             match key.strip_prefix('#') {
                 Some(key) => roff.text([bold(key), roman(" (unset; such as "), italic(value), roman(")")]),
                 None => roff.text([bold(key), roman(" = "), italic(value)]),
@@ -241,7 +241,7 @@ mod tests {
             let name = key.trim_start_matches('#').replace('-', r"\-");
             assert!(page.contains(&format!(".TP\n\\fB{name}\\fR")), "{name}");
         }
-        assert!(page.contains(".SH [snapshot]\n") && page.contains("no other than 1 so far"));
+        assert!(page.contains(".SH [snapshot]\n") && page.contains("1 is the only version"));
         let comments = DEFAULTS.lines().filter(|line| line.starts_with("# "));
         let words: usize = comments.map(|line| line[2..].split_whitespace().count()).sum();
         assert!(page.split_whitespace().count() > words, "something was left out");

@@ -149,7 +149,7 @@ fn carry_out(folder: &JobFolder, policy: &Policy, config: &config::Store) -> any
         other => other.into(),
     })?;
     let done = survey::rotate(folder, &lock, policy, config.min_free.bytes())?;
-    // To write packs anew takes long, and the key: the supervisor does that in the background.
+    // Repacking takes long and needs the key: the supervisor does that in the background.
     let bounds = gc::Bounds { repack: None, ..config.garbage(None) };
     let swept =
         gc::collect(folder, &lock, &bounds, Utc::now(), &|| false).and_then(|first| match first.marked.is_empty() {

@@ -1,7 +1,7 @@
-//! Before a job goes on: is there a newer image in its replica? Then it is brought here first.
+//! Before a job continues: is there a newer image in its replica? Then it is fetched first.
 //!
-//! To begin from the beginning because a network is down would throw away what the replica has, so without any image here
-//! that is refused. With one here the job goes on from that, and the log says that there may be a newer one.
+//! A start from the beginning because the network is down would lose the work in the replica, so it is refused without
+//! a local image. With a local image the job continues from that, and the log says that there may be a newer one.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -145,7 +145,7 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     if let Some(image) = image {
         replica.check_trusted(image).map_err(refused)?;
     }
-    // What is not there either is told of by who looks in the store.
+    // If it is not there either, the store reports it.
     let Some((image, manifest)) = image.and_then(|image| Some((image, image.manifest()?))) else { return Ok(()) };
     let store = Store::open(&config.store.directory, Access::Write)?.with_trust(trust);
     let folder = store.create_job(&name)?;
@@ -187,7 +187,7 @@ fn look(
             tracing::error!("image {} of the replica is skipped: {why}", image.id);
         }
         let Some(manifest) = image.manifest().filter(|_| image.is_good()) else { continue };
-        // A run that was begun anew here after it was taken left it behind on purpose.
+        // A run that started from the beginning here, after the image was taken, abandoned it on purpose.
         let left_behind = |record: &JobRecord| record.lineage != manifest.lineage && record.created > manifest.taken;
         if record.is_some_and(left_behind) {
             continue;

@@ -42,8 +42,8 @@ pub(super) fn report(global: &Global, args: &ReportArgs) -> anyhow::Result<Exit>
     Ok(Exit::Success)
 }
 
-/// A file that is there is replaced at once, so that who serves it never serves half; what is no file (a pipe, a device, a
-/// link to one) is written to.
+/// An existing file is replaced atomically, so that a web server never serves half of it. A pipe, a device, or a link
+/// to one is written to.
 fn write(path: &Path, text: &str) -> anyhow::Result<()> {
     let written = match fs::symlink_metadata(path) {
         Ok(metadata) if metadata.is_dir() => {

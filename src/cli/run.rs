@@ -470,7 +470,7 @@ fn interposer(config: &Config, spec: &mut JobSpec, folder: &JobFolder, area: Opt
     if config.snapshot.interposer == Interposer::Off || !has_driver() {
         return None;
     }
-    // The store is closed to other users; what is mounted in memory goes when somebody unmounts it. So each where it must.
+    // The store is closed to other users, and a tmpfs of the job can be unmounted. So each file is where it has to be.
     let dir = match (&spec.identity, area) {
         (None, _) => folder.bin_dir(),
         (Some(_), Some(area)) => area.path().to_path_buf(),

@@ -125,7 +125,7 @@ fn look(global: &Global, manifest: &Manifest, live: Option<&Published>) -> anyho
     Ok(Here::look(manifest, criu, &Wishes { leaving, ..Wishes::default() }))
 }
 
-/// What the job used of a GPU; nothing where that is not known.
+/// GPU memory that the job used; none if unknown.
 fn used(m: &Manifest, uuid: &str) -> String {
     let by = m.tree.cuda_memory.iter().filter_map(|(pid, gpus)| Some((pid, gpus.get(uuid)?)));
     let each: Vec<String> = by.map(|(pid, bytes)| format!("{} by process {pid}", size(*bytes))).collect();

@@ -29,7 +29,7 @@ pub(crate) struct StatusArgs {
     every: Duration,
 }
 
-/// A supervisor answers within a millisecond, or it stands still. All are asked at once.
+/// A supervisor answers within a millisecond, or it is stuck. All are asked at once.
 const PATIENCE: Duration = Duration::from_millis(250);
 
 /// A job.
@@ -190,7 +190,7 @@ fn state(row: &Row) -> String {
     text
 }
 
-/// When its time is over, and how long before its last snapshot is begun.
+/// The deadline, and how long before it the final snapshot starts.
 fn end(published: &Published, now: DateTime<Utc>) -> Option<String> {
     let seconds = |time: Duration| i64::try_from(time.as_secs()).unwrap_or(i64::MAX);
     let left = time((published.deadline? - now).num_seconds().max(0));

@@ -26,7 +26,7 @@ pub(crate) struct StopArgs {
 
 /// How often to check whether it has ended.
 const LOOK: Duration = Duration::from_millis(50);
-/// A supervisor takes the request at once, unless it stands still.
+/// A supervisor accepts the request at once, unless it is stuck.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How it ended.

@@ -1,4 +1,4 @@
-//! Before anything is begun or written: is what a run would go on from ours?
+//! Before anything is started or written: are the images that a run would continue from ours?
 //!
 //! An image without a signature may be from before there was a key, and with another key the fault is mostly the
 //! configuration's. To pass over it would lose work silently, and to take it would run what anybody can have put there. So
@@ -47,7 +47,7 @@ pub(crate) struct KeyLeftOut {
 /// Refuses before the store is locked, or even made.
 pub(super) fn check(config: &Config, job: &JobName) -> anyhow::Result<()> {
     let trust = config.store.trust()?;
-    // What is wrong with the store is told by who opens it to write.
+    // Errors of the store are reported when it is opened for writing.
     let here = Store::open(&config.store.directory, Access::Read).map(|store| store.with_trust(trust.clone()));
     let here = here.and_then(|store| store.jobs()?.contains(job).then(|| store.job(job)).transpose());
     match here {
@@ -70,7 +70,7 @@ pub(super) fn check_here(folder: &JobFolder) -> anyhow::Result<()> {
     }
     match folder.record() {
         Ok(Some(record)) if record.outcome == Outcome::Completed => Ok(()),
-        // Which image it is says more than that the record is not believed either.
+        // The image's id is more useful than the fact that the record is not trusted either.
         record => {
             check_newest(folder)?;
             Ok(record.map(drop)?)

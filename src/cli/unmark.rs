@@ -1,7 +1,7 @@
 //! `rekindle unmark`: take marks back from images, so that a restart uses them again.
 //!
-//! A mark is a guess of the supervisor's about the cause of a failure. Needs no lock: the mark is a file that is there or not,
-//! and a supervisor that runs reads it anew whenever it chooses an image.
+//! A mark is the supervisor's guess about the cause of a failure. Needs no lock: the mark is a file that exists or not,
+//! and a running supervisor reads it again whenever it chooses an image.
 
 use serde::Serialize;
 
@@ -22,7 +22,7 @@ pub(crate) struct UnmarkArgs {
 struct Row {
     job: JobName,
     image: ImageId,
-    /// None where it had none.
+    /// None if it had none.
     mark: Option<BadMark>,
 }
 

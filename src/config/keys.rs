@@ -36,7 +36,7 @@ pub(super) struct Key {
 /// How text from the environment becomes a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Shape {
-    /// As it stands.
+    /// Unchanged.
     Text,
     /// An integer.
     Count,
@@ -68,7 +68,7 @@ const fn key(path: &'static str, shape: Shape, expects: &'static str) -> Key {
 pub(super) const KEYS: &[Key] = &[
     key("version", Shape::Count, "1"),
     key("rules", Shape::Tables, "tables [[rules]] with match and action"),
-    key("job.name", Shape::Text, "text"),
+    key("job.name", Shape::Text, "a string"),
     key("job.command", Shape::Words, "a list of strings, such as [\"python3\", \"train.py\"]"),
     key("job.directory", Shape::Text, "a string with an absolute path"),
     key("job.user", Shape::Text, "a string with a user's name or number"),
@@ -214,7 +214,7 @@ pub(super) fn find(path: &str) -> Option<&'static Key> {
     KEYS.iter().find(|key| key.path == path)
 }
 
-/// How alike two words must be, from 0 to 1, to offer one for the other.
+/// The similarity, from 0 to 1, from which one word is suggested for another.
 const ALIKE: f64 = 0.8;
 
 /// Of two likely keys, one of the section that was typed is the better guess: `store.keep` is `store.keep-last` (0.89
@@ -234,7 +234,7 @@ pub(super) fn removed(name: &str) -> Option<&'static str> {
     REMOVED.iter().find(|(path, _)| *path == name || variable(path) == name).map(|(_, why)| *why)
 }
 
-/// The key that `path` may mean: a slip of the pen in its own section, or a name that stands in another section.
+/// The key that `path` may mean: a typing error in its own section, or a name of another section.
 pub(super) fn nearest(path: &str) -> Option<&'static str> {
     let path = path.to_lowercase().replace('_', "-");
     let (section, name) = split(&path);

@@ -206,7 +206,7 @@ impl Layers {
                 let flag = text.parse().map_or_else(|_| Value::from(text), Value::Boolean);
                 self.settings.push(whole(flag));
             }
-            // They stand in no section and have no variable.
+            // They are in no section and have no variable.
             Shape::Tables => {}
             Shape::Codes => self.settings.push(whole(Value::Array(items().map(integer).collect()))),
             Shape::Words => {

@@ -74,7 +74,7 @@ const SLOWEST: ByteSize = ByteSize::mib(1);
 /// Less is a slip: no image is that small.
 const SMALLEST: ByteSize = ByteSize::mib(1);
 
-/// What is worth writing anew is at most a pack at a time.
+/// A repack writes at least a pack.
 const LEAST_REPACK: ByteSize = ByteSize::mib(256);
 
 impl Rules {
@@ -97,7 +97,7 @@ impl Rules {
         });
         let text = path.to_string_lossy();
         self.that(!text.contains('\0'), key, || "must not contain a zero byte".to_owned());
-        // U+FFFD stands where a flag or variable held something else.
+        // U+FFFD replaces bytes of a flag or variable that are not UTF-8.
         self.that(!text.contains('\u{fffd}'), key, || "must be valid UTF-8".to_owned());
     }
 

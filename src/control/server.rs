@@ -1,9 +1,10 @@
 //! The one thread that serves all clients of a job's socket.
 //!
-//! A client sends a line and gets a line, as often as it likes, one at a time: while an answer is on its way nothing is read
-//! from it. Nobody is waited for: sockets do not block, a request goes to the owner of the state as a [`Call`] whose answer
-//! comes back through a channel, and `status` is answered here, from what was published last. Bounds: [`MAX_LINE`] bytes of
-//! a request, [`CLIENTS`] clients, [`PATIENCE`] for the rest of a line and for an answer to be taken, [`IDLE`] without one.
+//! A client sends a line and gets a line, any number of times, one at a time: nothing is read from it before it has its
+//! answer. The server waits for nobody: sockets do not block, a request goes to the owner of the state as a [`Call`]
+//! whose answer comes through a channel, and `status` is answered here, from the state published last. Bounds:
+//! [`MAX_LINE`] bytes of a request, [`CLIENTS`] clients, [`PATIENCE`] until a line is complete and until an answer is
+//! read, [`IDLE`] without a request.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -33,7 +34,7 @@ pub const IDLE: Duration = Duration::from_secs(60);
 /// After the kernel refused to take in a client (no descriptors are left).
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Takes what is asked; answers whether somebody is there to hear it.
+/// Delivers a request; answers whether anybody receives it.
 type Deliver = Box<dyn Fn(Call) -> bool + Send>;
 
 /// A socket that is served until this is dropped.
@@ -102,7 +103,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Where answers are brought from other threads.
+/// Where answers of other threads arrive.
 #[derive(Clone)]
 struct Desk {
     sender: mpsc::Sender<(u64, Result<Answer, Fault>)>,
@@ -166,7 +167,7 @@ enum Stage {
     Leaves,
 }
 
-/// Whether a client stays.
+/// Whether to keep a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stays {
     Yes,
@@ -410,7 +411,7 @@ impl Client {
         self.input.contains(&b'\n')
     }
 
-    /// The next line that is there, if it is not too long.
+    /// The next complete line, if it is not too long.
     fn line(&mut self) -> Option<Result<Vec<u8>, Fault>> {
         match self.input.iter().position(|byte| *byte == b'\n') {
             Some(end) if end < MAX_LINE => {

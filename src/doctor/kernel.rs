@@ -1,4 +1,4 @@
-//! Kernel options that CRIU needs: tried where they can be, else read in the configuration the kernel was built with.
+//! Kernel options that CRIU needs: tried if possible, otherwise read from the kernel's build configuration.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -26,7 +26,7 @@ impl Has {
         if worked { Has::Yes } else { Has::No }
     }
 
-    /// What was tried, or else what is configured: a container may hide a file of an option that is there.
+    /// The result of trying, otherwise the configuration: a container may hide the file of an option that exists.
     fn or(self, other: Has) -> Has {
         match (self, other) {
             (Has::Yes, _) | (_, Has::Yes) => Has::Yes,

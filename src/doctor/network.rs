@@ -1,4 +1,4 @@
-//! What the job's network needs, where the configuration asks for more than the machine's own.
+//! What the job's network needs, if it is not the machine's own.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use super::Check;
 use crate::config::{Config, UplinkMode};
 use rekindle_engine::launch::uplink::{self, Missing};
 
-/// The program of the uplink; none where none is wanted.
+/// The program of the uplink; none without an uplink.
 #[derive(Debug)]
 pub(super) struct Facts {
     pub(super) uplink: Option<Result<PathBuf, Missing>>,

@@ -73,7 +73,7 @@ fn try_preload(folder: &Path, store: &Path) -> Result<(), String> {
     let mut program = Command::new("true");
     program.env("LD_PRELOAD", path).stdin(Stdio::null());
     let output = program.output().map_err(|error| format!("cannot run `true`: {error}"))?;
-    // The loader goes on without an object that it does not take, and complains.
+    // The loader continues without an object that it does not accept, and prints a warning.
     let said = String::from_utf8_lossy(&output.stderr);
     match said.lines().next() {
         None if output.status.success() => Ok(()),
@@ -164,7 +164,7 @@ fn huge_pages(tmpfs: &Tmpfs, setting: Option<&str>) -> Check {
     }
 }
 
-/// Two slots: the newest image stays while the next is made. The admission of each snapshot decides with the same numbers.
+/// Two slots: the newest image is kept while the next is written. The admission of each snapshot uses the same numbers.
 fn room(available: Option<u64>, headroom: Option<u64>, reserve: u64) -> Check {
     let name = ROOM;
     let free = available.map(|bytes| bytes.saturating_sub(reserve)).into_iter().chain(headroom).min();

@@ -17,7 +17,7 @@ pub(super) struct Facts {
     /// As configured.
     pub(super) path: PathBuf,
     pub(super) folder: Folder,
-    /// Whether this process may make files in it, or in the folder above that is there.
+    /// Whether this process may create files in it, or in the nearest existing folder above.
     pub(super) writable: bool,
     /// None where the kernel does not tell.
     pub(super) file_system: Option<FileSystem>,
@@ -25,11 +25,11 @@ pub(super) struct Facts {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Folder {
-    /// It is there, with these permissions.
+    /// It exists, with these permissions.
     There { mode: u32 },
     /// `run` makes it.
     NotYet,
-    /// `run` would refuse it, in the words of the store.
+    /// `run` would refuse it, with the store's message.
     Refused(String),
 }
 
@@ -122,7 +122,7 @@ fn permissions(facts: &Facts) -> Check {
     let name = "store.permissions";
     let path = facts.path.display();
     match &facts.folder {
-        // The store's own words say what to do after the first part.
+        // The store's message says what to do after its first part.
         Folder::Refused(why) => Check::missing(
             name,
             why.clone(),

@@ -1,4 +1,4 @@
-//! The truth about CRIU on this machine: a small job goes through a dump and a restore, the way `run` does it.
+//! A test of CRIU on this machine: a small job is dumped and restored, as `run` does it.
 //!
 //! It is `sleep` in a world of its own, and lives a few hundredths of a second before and after. Every step has a time
 //! limit, and nothing of it is left: not a process, not a file.
@@ -28,7 +28,7 @@ pub(super) enum Outcome {
     Worked { took: Duration },
     /// A step failed.
     Failed { step: &'static str, why: String, hint: Option<&'static str> },
-    /// Something that it needs is not there; the reason.
+    /// Something that it needs is missing; the reason.
     NotTried(String),
 }
 

@@ -6,8 +6,8 @@
 //! {"version":1,"error":{"code":"later","message":"a snapshot is being taken: try again when it is over"}}
 //! ```
 //!
-//! Any request may have an `id`, which its answer has too, and a `life`: it is refused when the job has been brought back
-//! since. Errors, and fields that are not known, are as on the control socket ([`crate::control::protocol`]).
+//! Any request may have an `id`, which its answer repeats, and a `life`: then it is refused if the job has been
+//! restored since. Errors and unknown fields are treated as on the control socket ([`crate::control::protocol`]).
 
 use std::time::Duration;
 
@@ -26,11 +26,11 @@ const MAX_NAME: usize = 64;
 /// What a job can ask.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Request {
-    /// How things stand: [`Facts`].
+    /// The current state: [`Facts`].
     State,
     /// A snapshot now. Answered at once; how it fared is in [`Facts`].
     Snapshot,
-    /// That no snapshot is begun for so long.
+    /// Blocks snapshots for so long.
     Hold {
         /// Who holds, of several in a process.
         holder: String,
@@ -84,9 +84,9 @@ pub struct Facts {
     pub life: String,
     /// When that was.
     pub since: DateTime<Utc>,
-    /// What the job was brought back from then; null where it began anew.
+    /// The image that the job was restored from; null if it started from the beginning.
     pub from: Option<ImageId>,
-    /// How often the run was brought back.
+    /// How often the job was restored in this run.
     pub restores: u32,
     /// The snapshots of this supervisor that are over, whether there is an image or not.
     pub snapshots: u64,
@@ -117,16 +117,16 @@ pub struct Gpu {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Answer {
-    /// How things stand.
+    /// The current state.
     State(Box<Facts>),
     /// There will be one.
     Snapshot {
         /// It is over when [`Facts::snapshots`] is at least this, or the life is another.
         number: u64,
-        /// The life of the job that is asked for.
+        /// The life of the job that the request is for.
         life: String,
     },
-    /// No snapshot is begun.
+    /// No snapshot starts.
     Held {
         /// For so long.
         seconds: f64,

@@ -44,10 +44,10 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// The length of an address that is a family only.
 const NO_NAME: libc::socklen_t = 2;
 
-/// Takes what is asked; answers whether somebody is there to hear it.
+/// Delivers a request; answers whether anybody receives it.
 type Deliver = Box<dyn Fn(Call) -> bool + Send>;
 
-/// The job's socket, from before the job is there until it is over.
+/// The job's socket, from before the job exists until it is over.
 #[derive(Debug)]
 pub struct Socket {
     directory: PathBuf,
@@ -80,11 +80,11 @@ impl Socket {
         Ok(Socket { directory, name, user, path, bound: Mutex::new(Some(bound)), listener })
     }
 
-    /// Binds it anew in the network namespace of this process, for a job that will be in that one: abstract names are
-    /// looked up in the network of who sends, and CRIU finds the other end of a connected socket in the job's only.
+    /// Binds it again in the network namespace of this process, for a job that will be in that one: abstract names are
+    /// looked up in the sender's network, and CRIU finds the other end of a connected socket only in the job's.
     ///
     /// # Errors
-    /// The step that failed; it stays where it was.
+    /// The step that failed; the socket remains where it was.
     pub fn move_to(&self, pid: i32) -> io::Result<()> {
         let network = std::fs::File::open(format!("/proc/{pid}/ns/net"))?;
         let bind = || -> io::Result<_> {

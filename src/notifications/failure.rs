@@ -11,9 +11,9 @@ use rekindle_base::cause::Cause;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Failure {
-    /// The job ended with an error. What becomes of it is told by later events.
+    /// The job ended with an error. Later events say what happens next.
     JobEnded,
-    /// The job cannot go on after a snapshot.
+    /// The job cannot continue after a snapshot.
     JobLost,
     /// `hooks.failed-snapshots` snapshots failed in a row.
     SnapshotsFail,

@@ -1,7 +1,7 @@
 //! The thread that runs hooks: in order, one at a time, and what is waiting for it is bounded.
 //!
-//! At the end of a run what is left has one `hooks.timeout` in all, of which what came before the last hook has one half: one
-//! that hangs does not keep the last from being run.
+//! At the end of a run all remaining hooks together have one `hooks.timeout`. The hooks before the last one have half
+//! of it: one that hangs does not prevent the last one.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -93,7 +93,7 @@ impl Runner {
         self.0.push(queue, Task { point, document, gate: None });
     }
 
-    /// A hook that something is to wait for. None where there is no such hook.
+    /// A hook that something waits for. None if there is no such hook.
     #[must_use]
     pub(crate) fn gate(&self, point: Point, document: Vec<u8>, limit: Duration) -> Option<Gate> {
         self.has(point).then(|| Gate { shared: Arc::clone(&self.0), point, document, limit })
@@ -180,7 +180,7 @@ impl Shared {
             self.report(point, why.clone());
         }
         if let Some(gate) = gate {
-            // Nobody waits any more where it was called off.
+            // If it was cancelled, nobody waits any more.
             let _ = gate.answer.send(result);
         }
     }
@@ -206,7 +206,7 @@ pub(crate) struct Gate {
 /// What is to become of what waited.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Passed {
-    /// It goes on.
+    /// Continue.
     Yes,
     /// The hook does not want it.
     Refused(Refused),

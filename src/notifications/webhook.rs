@@ -1,7 +1,7 @@
 //! Failures, sent to an address as JSON.
 //!
-//! A thread of its own sends them one after the other; it is there from the first failure on. What the address answers is not
-//! read beyond its status, a redirection is not followed, and of the address itself only the host is in any message.
+//! A separate thread sends them one after the other; it is started with the first failure. Only the status of an answer
+//! is read, redirections are not followed, and messages contain only the host of the address.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -168,7 +168,7 @@ impl Shared {
     }
 
     fn attempt(&self, document: &[u8]) -> Result<(), Refusal> {
-        // What HTTPS is spoken with; a second call is told that one is there, which is all that is wanted.
+        // The provider for HTTPS; a second call fails because there is one, which is fine.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let unusable = |why: String| Refusal { why, passes: false };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();

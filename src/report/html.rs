@@ -1,7 +1,7 @@
 //! The page: one file, no scripts, nothing from elsewhere. Light and dark as the reader has it, from 360 pixels on.
 //!
-//! Whatever a job or a message says is text: escaped, without control characters, cut where it is long, and never wider than
-//! the page. The policy in its head forbids a browser to fetch or run anything.
+//! Text from a job or a message is escaped, without control characters, shortened if it is long, and never wider than
+//! the page. The policy in the page's head forbids a browser to fetch or run anything.
 
 mod charts;
 mod parts;

@@ -1,4 +1,4 @@
-//! Durations, sizes and events in words.
+//! Durations, sizes and events as text.
 
 use chrono::{DateTime, Local};
 use rekindle_base::units::size;
@@ -130,7 +130,7 @@ pub fn event(what: &What) -> (String, String) {
     (name.map_or_else(|| "?".into(), |name| name.replace('-', " ")), sentence)
 }
 
-/// What there are no words for, as its fields.
+/// Any other event, as its fields.
 fn fields(what: &What) -> String {
     let Ok(Value::Object(fields)) = serde_json::to_value(what) else { return String::new() };
     let said = fields.iter().filter(|(key, value)| *key != "event" && !value.is_null());

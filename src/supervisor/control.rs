@@ -1,8 +1,8 @@
 //! What others ask of the supervisor, and who still waits for an answer.
 //!
-//! A request becomes an event where [`Machine::admits`](super::state::Machine::admits) it, and a refusal in words where
-//! not. Its answer comes when the state says what became of it ([`Owner::settle`], after every step), or with the snapshot
-//! that it is about. Nobody is forgotten: a [`Reply`] that is dropped answers that the supervisor ended.
+//! A request becomes an event if [`Machine::admits`](super::state::Machine::admits) it, otherwise a refusal with a
+//! reason. Its answer comes when the state shows the result ([`Owner::settle`], after every step), or with the snapshot
+//! that it asked for. Every request gets an answer: a [`Reply`] that is dropped answers that the supervisor ended.
 
 use std::time::Instant;
 
@@ -51,7 +51,7 @@ pub(super) struct Control {
     suspending: Vec<Reply>,
     /// Whether its memory was given back.
     emptied: bool,
-    /// For the job to run, from this image where one was named.
+    /// For the job to run, from this image if one was named.
     starting: Vec<(Option<ImageId>, Reply)>,
 }
 
@@ -59,7 +59,7 @@ pub(super) struct Control {
 pub(super) enum Todo {
     /// It is answered, or its answer comes with something else.
     Nothing,
-    /// The machine is told.
+    /// Tells the state machine.
     Step(Event),
     /// The image to go back to is looked for.
     Find { to: String, reply: Reply },
@@ -176,8 +176,8 @@ impl Control {
 
     // ---- after every step ----
 
-    /// Answers whoever waits for what the state says now. `last_failure` is why the last snapshot failed, if it did. Who
-    /// waits for a suspension that is complete is answered by [`Control::suspended`].
+    /// Answers the clients that wait for the current state. `last_failure` is why the last snapshot failed, if it did.
+    /// [`Control::suspended`] answers clients that wait for a complete suspension.
     fn settle(&mut self, machine: &Machine<'_>, last_failure: Option<&str>) {
         let state = machine.state();
         if !matches!(state, State::Running(_) | State::Snapshotting { .. }) && !self.waiting.is_empty() {
@@ -225,7 +225,7 @@ impl Control {
         !std::mem::replace(&mut self.emptied, true)
     }
 
-    /// The job is suspended, and this image is where it is for as long as that lasts.
+    /// The job is suspended; this image contains it until it is resumed.
     fn suspended(&mut self, image: Option<ImageId>, only_in_memory: Option<&str>) {
         for reply in std::mem::take(&mut self.suspending) {
             reply(Ok(Answer::Suspended { image, only_in_memory: only_in_memory.map(ToOwned::to_owned) }));

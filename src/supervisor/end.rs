@@ -1,4 +1,4 @@
-//! The end of the run: who asked for it, and what it comes to.
+//! The end of the run: who asked for it, and its result.
 
 use std::io;
 

@@ -1,4 +1,4 @@
-//! Snapshots, and the way of their images from memory to the store.
+//! Snapshots, and storing their images.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, mpsc};
@@ -26,10 +26,10 @@ use rekindle_store::retention::survey::{self, NoRoom, Written};
 use rekindle_store::staging::Area;
 use rekindle_store::{Form, Image, ImageId, Seen};
 
-/// How often it is looked at how much memory is left.
+/// How often the free memory is checked.
 pub(super) const LOOK: Duration = Duration::from_secs(2);
 
-/// How the way of an image to the store went.
+/// The result of storing an image.
 pub(super) struct Outcome {
     image: ImageId,
     source: Source,
@@ -40,7 +40,7 @@ pub(super) struct Outcome {
     written: u64,
 }
 
-/// Why an image stays in memory only.
+/// Why an image is only in memory.
 #[derive(Debug, thiserror::Error)]
 enum PersistError {
     #[error(transparent)]
@@ -174,7 +174,7 @@ impl Owner<'_> {
 
     // ---- from memory to the store ----
 
-    /// Brings the newest image that is in memory only to the store, unless one is on its way.
+    /// Stores the newest image that is only in memory, unless one is being stored.
     pub(super) fn persist_newest(&mut self) {
         match self.only_in_memory().filter(|image| self.is_usable(image)) {
             Some(image) if !self.transfers.is_storing() => self.persist(image),
@@ -183,7 +183,8 @@ impl Owner<'_> {
         }
     }
 
-    /// Packs the newest image where it is plain files. Not while a restart may read those: they go when it is packed.
+    /// Packs the newest image if it is plain files. Not while a restart may read those: they are removed when it is
+    /// packed.
     pub(super) fn pack_newest(&mut self) {
         if self.transfers.may_pack()
             && let Some(image) = self.newest_loose()
@@ -192,7 +193,7 @@ impl Owner<'_> {
         }
     }
 
-    /// The newest image of the line, where it is in memory only; else the newest of all, where that is.
+    /// The newest image of the line if it is only in memory; otherwise the newest of all, if that is.
     pub(super) fn only_in_memory(&self) -> Option<Image> {
         let folder = &self.setup.folder;
         let (staged, stored) = (folder.staged(), folder.images().unwrap_or_default());
@@ -204,7 +205,7 @@ impl Owner<'_> {
         of(&|image| self.is_usable(image)).or_else(|| of(&Image::is_good))
     }
 
-    /// The newest good image, where it is in the store as plain files.
+    /// The newest good image, if it is in the store as plain files.
     fn newest_loose(&self) -> Option<Image> {
         let newest = self.setup.folder.images().ok()?.into_iter().find(Image::is_good)?;
         (newest.form() == Form::Loose).then_some(newest)
@@ -224,8 +225,8 @@ impl Owner<'_> {
                 bring_to_store(&setup, &image, &progress, &cancel)
             };
             let took = began.elapsed();
-            // Not before it is packed: as plain files it takes more for a while, and no other has to go for that. While
-            // memory is brought back from an image none is removed: it is done when that is over.
+            // Not before it is packed: plain files take more space for a while, and no other image must be removed for
+            // that. No image is removed while a restore reads memory from one: that is done afterwards.
             if result.is_ok() || source == Source::PlainFiles {
                 rotate(&setup);
             }
@@ -433,7 +434,8 @@ pub(super) fn shown(time: Duration) -> humantime::FormattedDuration {
     humantime::format_duration(Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(u64::MAX)))
 }
 
-/// Removes what the plan says. What cannot be read stays. It may take seconds: never on the thread that owns the state.
+/// Removes what the plan says; unreadable images are kept. It may take seconds: never on the thread that owns the
+/// state.
 pub(super) fn rotate(setup: &Setup) {
     let store = &setup.config.store;
     match survey::rotate(&setup.folder, &setup.lock, &store.policy(), store.min_free.bytes()) {

@@ -1,4 +1,4 @@
-//! What the job asks of its supervisor, and what it is told (docs/job-api.md).
+//! The job's requests to its supervisor, and the answers (docs/job-api.md).
 //!
 //! A snapshot that the job asks for is the next one that begins: it has a number, and the job looks whether that one is over.
 //! A life that ends takes its holds ([`super::holds`]) with it.
@@ -42,7 +42,7 @@ struct Count {
     failed: Option<String>,
 }
 
-/// What is known for the job, and what it asked for.
+/// What the job can learn, and what it requested.
 #[derive(Debug, Default)]
 pub(super) struct JobApi {
     server: Option<Server>,
@@ -59,7 +59,7 @@ pub(super) enum Todo {
     Nothing,
     /// A snapshot is taken.
     Snapshot,
-    /// The machine is told the bound of the holds.
+    /// Tells the state machine the time limit of the holds.
     Released,
     /// The same, and then the job: it counts on it.
     Held(Reply, Answer),
@@ -171,7 +171,7 @@ fn not_admitted(machine: &Machine<'_>, why: &str) -> Fault {
 }
 
 impl Owner<'_> {
-    /// Serves the job's socket, where it has one.
+    /// Serves the job's socket, if it has one.
     pub(super) fn open_word(&mut self) {
         let Some(socket) = &self.setup.sockets.job_api else { return };
         let sender = self.sender.clone();
@@ -216,8 +216,8 @@ impl Owner<'_> {
         self.step_quietly(self.clients.job_api.holds.bound().map_or(Event::Release, Event::Hold));
     }
 
-    /// The machine is told. What that leads to is carried out, and nothing is published for its own sake: a job may do this at
-    /// every step of its own.
+    /// Tells the state machine, and carries out what follows. Nothing is published for this alone: a job may do this at
+    /// every training step.
     fn step_quietly(&mut self, event: Event) {
         let actions = self.machine.step(event, Instant::now());
         if !actions.is_empty() {

@@ -1,4 +1,4 @@
-//! The metrics of a run: learnt where events are told, made into text on the threads that are asked for it.
+//! The metrics of a run: collected from events, and rendered on the threads that serve them.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +12,7 @@ use crate::telemetry::events::Event;
 use crate::telemetry::metrics::textfile::Textfile;
 use crate::telemetry::metrics::{Facts, Replicated, serve};
 
-/// What is shown, and where. Where it cannot be shown the job is supervised all the same.
+/// What is exported, and where. If it cannot be exported, the job is still supervised.
 pub(super) struct Metrics {
     facts: Arc<Mutex<Facts>>,
     textfile: Option<Textfile>,

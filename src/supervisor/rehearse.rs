@@ -1,9 +1,9 @@
 //! Restores are tried beside the running job, so that an image that cannot be restored is known of before it is needed.
 //!
-//! The first soon after the job's first image, then every `snapshot.rehearse`. Only images in memory are tried: what is in
-//! the store is the same with hashes. It is a process of its own ([`rekindle_engine::restore::rehearsal`]), which is ended as soon as
-//! the job does anything but run. It changes nothing and marks nothing: a rehearsal is not the machine's real restore, and
-//! a good image is not given up for it. What it finds is said in the log, as an event and to hooks.
+//! The first soon after the job's first image, then every `snapshot.rehearse`. Only images in memory are tried: those
+//! in the store are the same, with hashes. A rehearsal is a separate process ([`rekindle_engine::restore::rehearsal`]),
+//! which is ended as soon as the job does anything but run. It changes nothing and marks nothing: it is not a real
+//! restore, and does not prove that an image is bad. Its result is reported in the log, as an event and to hooks.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
@@ -30,7 +30,7 @@ const AGAIN: Duration = Duration::from_secs(600);
 const SECOND_LOOK: Duration = Duration::from_secs(60);
 /// Beside what CRIU may take.
 const BESIDES: Duration = Duration::from_secs(60);
-/// How often it is looked whether it is over.
+/// How often to check whether it is over.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// When which rehearsal comes.
@@ -49,7 +49,7 @@ pub(super) struct Rehearsals {
 /// What a rehearsal that is over has found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Finding {
-    /// Nothing: it was called off, or the image was replaced meanwhile.
+    /// Nothing: it was cancelled, or the image was replaced in the meantime.
     Nothing,
     /// The image can be restored. It took so many milliseconds.
     Restored { took: u64 },
@@ -74,7 +74,7 @@ impl Rehearsals {
         }
     }
 
-    /// Calls one off that is in the way. Answers whether one is to be begun.
+    /// Cancels a rehearsal that is in the way. Answers whether to start one.
     pub(super) fn check(&mut self, state: &State, is_restoring: bool, now: Instant) -> bool {
         let quiet = matches!(state, State::Running(_)) && !is_restoring;
         if self.under_way.is_some() {
@@ -152,7 +152,7 @@ pub(super) struct Rehearsed {
 }
 
 impl Owner<'_> {
-    /// Begins a rehearsal that is due, and calls one off that is in the way.
+    /// Starts a rehearsal that is due, and cancels one that is in the way.
     pub(super) fn check_rehearsals(&mut self) {
         let restoring = self.transfers.is_restoring();
         if !self.checks.rehearsals.check(self.machine.state(), restoring, Instant::now()) {

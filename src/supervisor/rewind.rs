@@ -1,4 +1,4 @@
-//! The images that a job goes on from, and its way back to one of them. What is decided is decided in [`super::line`].
+//! The images that a job continues from, and the rewind to one of them. [`super::line`] decides.
 
 use chrono::Utc;
 
@@ -25,7 +25,7 @@ impl Owner<'_> {
         Ok(self.line.good(self.setup.folder.copies()?.iter().map(Candidate::of)))
     }
 
-    /// What the job can go on from, and whether there is more that it cannot.
+    /// The images that the job can continue from, and whether there are others that it cannot use.
     pub(super) fn images_to_go_on_from(&self) -> Result<Images, rekindle_store::Error> {
         let copies = self.setup.folder.copies()?;
         Ok(self.line.images(copies.iter().map(Candidate::of), self.setup.folder.proven()?))
@@ -50,13 +50,13 @@ impl Owner<'_> {
     pub(super) fn arrived(&mut self, from: StartPoint) {
         let Some(image) = self.line.arrived(from, new_lineage) else { return };
         self.reporting.published.lineage.clone_from(&self.line.lineage);
-        // Whoever goes on after us must not go on from the newer images.
+        // A later run must not continue from the newer images.
         if let Err(error) = self.record(rekindle_store::Outcome::Running, None) {
             tracing::warn!("cannot record the rewind to image {image}: {}", chain(&error));
         }
     }
 
-    /// A start has not worked. Where it was the one of a rewind, the job goes on from where it was.
+    /// A start failed. If it was the start of a rewind, the job continues from where it was.
     pub(super) fn did_not_arrive(&mut self, event: Event) -> Event {
         let mut line = self.line.clone();
         let (missed, event) = line.did_not_arrive(event, || self.images_to_go_on_from().map_err(|error| chain(&error)));

@@ -267,7 +267,7 @@ fn network(setup: &Setup) -> Network<'_> {
     }
 }
 
-/// Has the job of this world reach its socket. Without it the job runs all the same.
+/// Lets the job of this world reach its socket. It also runs without it.
 fn reach_socket(setup: &Setup, world: &World) {
     let Some(word) = &setup.sockets.job_api else { return };
     if let (Network::Private | Network::Uplink(_), Some(init)) = (network(setup), world.init())

@@ -40,7 +40,7 @@ pub(super) enum Finding {
 pub(super) struct Watch {
     /// Of this life.
     witness: Option<Witness>,
-    /// Why it is ended by us, where a rule or a hang is why.
+    /// Why we end it, if the reason is a rule or a hang.
     blame: Option<Cause>,
     /// What is to be done once the job runs again: nothing else is done while a snapshot is taken.
     pending: Option<Verdict>,
@@ -470,7 +470,7 @@ impl Owner<'_> {
     }
 }
 
-/// Why the supervisor before this one left a job that was not at its end; nothing where it said goodbye.
+/// Why the previous supervisor left a job that had not ended; none if it exited normally.
 pub(super) fn interrupted(setup: &Setup) -> Option<LastEnd> {
     let before = Published::read(&setup.folder.state_file()).ok()?;
     let was_at_its_end = matches!(before.state, JobState::Done | JobState::Waiting | JobState::Suspended);

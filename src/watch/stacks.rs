@@ -1,8 +1,8 @@
 //! What the processes of a job that hangs are at: `log/stacks-N.txt` in the job's folder.
 //!
-//! For each task its state, what it waits for in the kernel (wchan, stack) and, of each process, the stacks of its own code
-//! where a tool for that is installed: py-spy for Python, else eu-stack, else gdb. All of it is bounded: in time, in size, and
-//! in the number of files that are kept.
+//! For each task its state and what it waits for in the kernel (wchan, stack); for each process the stacks of its own
+//! code, if a tool is installed: py-spy for Python, else eu-stack, else gdb. Time, size and the number of files are
+//! bounded.
 //!
 //! Such a tool parses what the process has in its memory and its files, which may be made to break it. So it runs as the user of
 //! the process it looks at, with that user's group only, without a capability, and with nothing of our environment: a tool
@@ -26,16 +26,16 @@ const KEPT: usize = 5;
 const LARGEST: usize = 2 << 20;
 /// Of what a tool says of one process.
 const TOOL_LARGEST: usize = 256 << 10;
-/// How long a tool may take for one process, which stands still meanwhile.
+/// How long a tool may take for one process, which is stopped in that time.
 const TOOL_TIME: Duration = Duration::from_secs(5);
 /// Memory of its own that a tool may have: symbols of PyTorch take gdb some 2 GiB.
 const TOOL_MEMORY: u64 = 4 << 30;
-/// How long all tools may take: somebody waits for the job to be brought back.
+/// How long all tools may take: the restart of the job waits for them.
 const TOOLS_TIME: Duration = Duration::from_secs(20);
 /// Tasks that are looked at.
 const TASKS: usize = 512;
 
-/// Writes down what the processes of the tree are at. Answers where; nothing where it cannot be written.
+/// Writes the stacks of the processes of the tree. Answers the file; none if it cannot be written.
 pub(crate) fn keep(root: i32, logs: &Path, what: Missing, idle: Duration) -> Option<PathBuf> {
     let path = logs.join(format!("stacks-{}.txt", newest(logs).map_or(1, |n| n.saturating_add(1))));
     let mut text = capture(root, what, idle);
@@ -135,7 +135,7 @@ const YAMA: (&str, &str) = ("/proc/sys/kernel/yama/ptrace_scope", "kernel.yama.p
 const NOT_ALLOWED: &str =
     "another process of the same user may not look at this one. Stacks need 0; nothing is run as root for them";
 
-/// What is set there, where it forbids.
+/// The value, if it forbids this.
 fn yama() -> Option<u32> {
     let scope = std::fs::read_to_string(YAMA.0).ok()?.trim().parse().ok()?;
     (scope > 0).then_some(scope)

@@ -1,4 +1,4 @@
-//! How long a last snapshot will take, by what was measured. Pure: events come in, a [`Forecast`] comes out.
+//! How long the final snapshot will take, from measurements. Pure: events come in, a [`Forecast`] comes out.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -73,7 +73,7 @@ impl Measured {
         Some(Trip { bytes, took: Duration::from_micros(took_us) })
     }
 
-    /// What a last snapshot will take; none where there was no snapshot yet.
+    /// How long the final snapshot will take; none before the first snapshot.
     pub(super) fn forecast(&self, route: Route) -> Option<Forecast> {
         let snapshot = self.snapshots.iter().max().copied()?;
         let bytes = self.newest.map_or(0, |(_, bytes)| bytes);
@@ -130,7 +130,7 @@ pub(super) struct Plan {
     pub(super) room: Room,
 }
 
-/// Whether the time until a deadline is enough for a last snapshot.
+/// Whether the time until a deadline is enough for the final snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Room {
     /// It is.

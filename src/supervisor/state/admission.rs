@@ -1,4 +1,4 @@
-//! What may be asked for in which state, so that an asker hears why not rather than nothing.
+//! Which requests each state admits, so that a refused client gets a reason.
 
 use super::{Ending, Machine, Postponed, State, Then};
 
@@ -13,7 +13,7 @@ pub enum Wish {
     Resume,
     /// To go back to an image.
     Rewind,
-    /// That no snapshot is begun for some time.
+    /// Blocks snapshots for some time.
     Hold,
 }
 
@@ -27,7 +27,7 @@ impl Machine<'_> {
     /// Whether the event for this wish would do something now, or what is wished for is the case already.
     ///
     /// # Errors
-    /// Why not, in words.
+    /// The reason, as text.
     pub fn admits(&self, wish: Wish) -> Result<(), &'static str> {
         match (&self.state, wish) {
             (State::Done, _) => Err("the job is over"),
