@@ -323,7 +323,7 @@ fn a_folder_that_others_can_write_is_not_used() {
     let mut run = start(&lab);
     run.wait_said("cannot create a control socket in");
     assert!(
-        run.err().contains("others can write") && run.err().contains("the job has no REKINDLE_SOCKET"),
+        run.err().contains("others can write") && run.err().contains("cannot create the job's REKINDLE_SOCKET"),
         "{}",
         run.err()
     );

@@ -137,7 +137,7 @@ fn a_hook_can_refuse_a_restore_which_is_tried_again() {
     let mut run = until_after_snapshot(&lab, "plain");
     run.crash(&lab);
     count_on(&lab, &mut run, 2);
-    assert!(run.err().contains("not restored now: the hook before-restore did not let it pass"));
+    assert!(run.err().contains("not restored now: the hook before-restore failed, and hooks.on-error is \"refuse\""));
     assert!(lab.images()[0].is_good());
     finish(&lab, run);
 }

@@ -110,7 +110,7 @@ fn requests_in_flight_and_a_flood_harm_nobody() {
     // In hundredths of a second. This is a build without optimisation.
     let used = cpu(run.pid()) - before;
     assert!(used < 40, "{used} ticks in {:?}", since.elapsed());
-    assert!(run.err().contains("more than 500 times a second"), "{}", run.err());
+    assert!(run.err().contains("more than 500 requests a second"), "{}", run.err());
     finish(&lab, run);
 }
 

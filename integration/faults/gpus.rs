@@ -198,7 +198,7 @@ fn a_map_is_for_the_images_that_were_there() {
     let mut supervisor = rig.start();
     let log = rig.log();
     assert!(log.contains(&format!("moved the job's data from {A} to {B}: asked for")), "{log}");
-    assert!(log.contains("CUDA_VISIBLE_DEVICES=0 in the job's environment speaks of the GPUs of before"), "{log}");
+    assert!(log.contains("CUDA_VISIBLE_DEVICES=0 in the job's environment still names the old GPUs"), "{log}");
     // From the same image to the same place, from a newer one to where that was.
     supervisor.kill_job();
     supervisor.said(&format!("moved the job's data from {A} to {B}: asked for"));

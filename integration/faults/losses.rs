@@ -135,7 +135,7 @@ fn a_machine_that_does_not_get_better_is_given_up_with_a_reason() {
     rig.standin.fault("fail-restore", "2");
     supervisor.kill_job();
     assert_eq!(supervisor.wait(), Some(125));
-    assert!(rig.log().contains("given up: 5 attempts failed, none by a fault of the image"), "{}", rig.log());
+    assert!(rig.log().contains("given up: 5 attempts failed, none because of the image"), "{}", rig.log());
     rig.assert_nothing_left();
     // The next run goes on from the same image.
     rig.clear("fail-restore");

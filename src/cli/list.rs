@@ -75,7 +75,7 @@ fn jobs(store: &Store, format: Format) -> anyhow::Result<()> {
             match &row.persisting {
                 Some(persisting) => {
                     let rate = bytesize::ByteSize::b(persisting.rate);
-                    format!("{}, storing: {} % at {rate}/s", row.state, persisting.percent())
+                    format!("{}, storing {} % at {rate}/s", row.state, persisting.percent())
                 }
                 None => row.state.clone(),
             },
