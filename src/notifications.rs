@@ -85,7 +85,7 @@ pub(crate) type Reporter = std::sync::Arc<dyn Fn(Report) + Send + Sync>;
 
 /// A hook did not let something happen (`hooks.on-error = "refuse"`).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the hook {hook} failed, and hooks.on-error is \"refuse\": {why}")]
+#[error("the hook {hook} has failed, and hooks.on-error is \"refuse\": {why}")]
 pub(crate) struct Refused {
     /// Which.
     pub hook: &'static str,

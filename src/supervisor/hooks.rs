@@ -103,7 +103,7 @@ impl Listeners {
 pub(super) fn failed(Report { hook, why }: Report) -> What {
     match hook {
         "webhook" => tracing::warn!("the webhook was not called: {why}"),
-        _ => tracing::warn!("the hook {hook} failed: {why}"),
+        _ => tracing::warn!("the hook {hook} has failed: {why}"),
     }
     What::HookFailed { hook: hook.into(), why }
 }
