@@ -35,7 +35,7 @@ gunzip -r "$work/tar/share/man"
 lint=$(mandoc -Tlint -W warning "$work"/tar/share/man/man?/* | grep -v 'skipping paragraph macro: br' | head -n 20 || true)
 [ -z "$lint" ] || fail "mandoc: $lint"
 shown() { MANWIDTH=100 man -l "$1" 2>/dev/null; }
-shown "$work/tar/share/man/man1/rekindle-run.1" | grep -q 'Time between snapshots' || fail 'rekindle-run(1) does not show'
+shown "$work/tar/share/man/man1/rekindle-run.1" | grep -q 'Time between two snapshots' || fail 'rekindle-run(1) does not show'
 shown "$work/tar/share/man/man5/rekindle.toml.5" | grep -q '^ *interval = "10m"' || fail 'rekindle.toml(5) does not show'
 needed=$(objdump -p "$work/tar/bin/rekindle" | sed -n 's/^ *NEEDED *//p' | grep -vE '^(lib(c|m|gcc_s)|ld-linux-x86-64)\.so' || true)
 [ -z "$needed" ] || fail "the executable needs more than the C library: $needed"

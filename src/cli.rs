@@ -40,7 +40,7 @@ use output::Format;
 use rekindle_base::chain;
 use rekindle_store::{Access, Store};
 
-/// Keeps long GPU jobs alive: snapshots on an interval, automatic restart from the newest good one
+/// Keeps long GPU jobs alive: takes snapshots at an interval and restarts a job that dies from its newest good image
 #[derive(Debug, Parser)]
 #[command(version, max_term_width = 100)]
 struct Cli {
@@ -56,7 +56,7 @@ pub(crate) struct Global {
     /// Read this configuration file instead of /etc/rekindle/rekindle.toml
     #[arg(long, global = true, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Where the images of all jobs are (store.directory)
+    /// Use this folder for the images of all jobs (store.directory)
     #[arg(long, global = true, value_name = "DIR")]
     store: Option<PathBuf>,
     /// Print JSON instead of text
@@ -84,7 +84,7 @@ impl Global {
         Ok(Store::open(&config.directory, Access::Read)?.with_trust(config.trust()?))
     }
 
-    /// The store, to find a supervisor and what it says: that needs no key, and must work where the key cannot be used.
+    /// The store, to find a supervisor and its state: that needs no key, and must work if the key cannot be used.
     fn find_supervisor(&self) -> anyhow::Result<Store> {
         Ok(Store::open(&self.settings(self.overrides())?.store.directory, Access::Read)?)
     }
@@ -92,55 +92,55 @@ impl Global {
 
 #[derive(Debug, clap::Subcommand)]
 enum Command {
-    /// Launch a job, or go on with one that was interrupted, and keep it alive
+    /// Start a job, or continue an interrupted one, and restart it if it dies
     Run(run::RunArgs),
-    /// Bring a job back from an image and keep it alive from there
+    /// Restore a job from an image, and restart it if it dies
     Restore(run::RestoreArgs),
-    /// Show what jobs do: state, restarts, last snapshot, the next, and why one failed
+    /// Show the state of jobs: restarts, the last and the next snapshot, and what failed
     #[command(visible_alias = "ps")]
     Status(status::StatusArgs),
-    /// Have a snapshot of a running job taken now
+    /// Take a snapshot of a running job now
     Snapshot(control::SnapshotArgs),
-    /// Take a snapshot, then end the job and free its memory and GPUs, until `resume`
+    /// Take a snapshot, then end the job and free its memory and GPUs until `resume`
     Suspend(control::JobArg),
-    /// Go on with a suspended job
+    /// Continue a suspended job
     Resume(control::JobArg),
-    /// Take a running job back to one of its images; newer images stay
+    /// Restore a running job from one of its older images; newer images are kept
     Rewind(control::RewindArgs),
-    /// Take a last snapshot, then stop the job and its supervisor; the same `run` goes on from it
+    /// Take a final snapshot, then stop the job and its supervisor; the same `run` continues from it
     Stop(stop::StopArgs),
     /// Print the output of a job, through rotations and restarts
     Logs(logs::LogsArgs),
     /// List jobs, or the images of a job
     #[command(visible_alias = "ls")]
     List(list::ListArgs),
-    /// Show all that is known of an image
+    /// Show the details of an image
     Show {
         /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
         image: String,
     },
-    /// Watch all jobs of the store in the terminal: q quits, arrows select, Enter shows a job's recent events
+    /// Watch all jobs of the store in the terminal: q quits, arrows select, Enter shows recent events of a job
     Top,
-    /// Write a page of what became of a job's time: goodput, freezes, failures, the store
+    /// Write an HTML page about a job's time: goodput, freezes, failures, the store
     Report(report::ReportArgs),
-    /// Check that nothing of the images is missing; with --read-data, every byte
+    /// Check that the images are complete; with --read-data, check every byte
     Verify(verify::VerifyArgs),
-    /// Repair a job's damaged packs, with content from other packs and the replica, and mark the images that have lost something
+    /// Repair a job's damaged packs from other packs and the replica; mark images that lost content as bad
     Repair(repair::RepairArgs),
-    /// Remove images from the store that no rule keeps (store.keep-last and others) or that take too much; those in memory
-    /// go by themselves
+    /// Remove images from the store that no rule keeps (store.keep-last and others) or that exceed a size limit; images
+    /// in memory are removed automatically
     Prune(prune::PruneArgs),
-    /// Keep an image whatever the rules say
+    /// Pin an image: no rule removes it
     Pin(tag::PinArgs),
-    /// Take that back
+    /// Remove the pin of an image
     Unpin(tag::PinArgs),
-    /// Give an image names, to find it by as JOB/TAG; only `pin` keeps it
+    /// Tag an image, to refer to it as JOB/TAG; a tag does not protect it, `pin` does
     Tag(tag::TagArgs),
-    /// Take names back
+    /// Remove tags from an image
     Untag(tag::TagArgs),
-    /// Take back the marks of images that were marked as bad: restarts use them again
+    /// Remove the bad mark from images, so that restarts use them again
     Unmark(unmark::UnmarkArgs),
-    /// Check what `run` needs of this machine, and say what helps; exit code 69 where `run` cannot work
+    /// Check whether `run` works on this machine, and show fixes; exit with 69 if it does not
     Doctor,
     /// Show or check the configuration
     #[command(subcommand)]
@@ -153,24 +153,24 @@ enum Command {
         /// The shell
         shell: clap_complete::Shell,
     },
-    /// Try a restore beside a running job; for the supervisor
+    /// Rehearse a restore beside a running job; for the supervisor
     #[command(hide = true)]
     Rehearse,
     /// Write the manual pages into a folder, for a package
     #[command(hide = true)]
     Man {
-        /// The folder
+        /// The folder, created if needed
         folder: PathBuf,
     },
 }
 
 #[derive(Debug, clap::Subcommand)]
 enum ConfigCommand {
-    /// Print every key with its value and where that comes from
+    /// Print every key with its value and the source of the value
     Show,
     /// Check a configuration file
     Check {
-        /// The file; the one that `run` would read without it
+        /// The file; by default the one that `run` reads
         file: Option<PathBuf>,
     },
 }
@@ -180,7 +180,7 @@ enum ConfigCommand {
 pub fn main() -> ExitCode {
     rekindle_os::spawn::spare_present_children();
     if let Err(error) = rekindle_os::inherited::put_right() {
-        output::complain(&format!("cannot put signals right: {error}"));
+        output::complain(&format!("cannot reset signal handling: {error}"));
         return Exit::Internal.into();
     }
     main_with(std::env::args_os())
@@ -199,7 +199,7 @@ fn main_with(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Ok(exit) => exit.into(),
         Err(error) => {
             let text = chain(error.as_ref());
-            // The last line is one of the log, where that is for programs.
+            // With a JSON log, the last line is a line of the log, too.
             if telemetry::log::is_json() {
                 tracing::error!("{text}")
             } else {
@@ -258,7 +258,7 @@ fn dispatch(cli: &Cli) -> anyhow::Result<Exit> {
     }
 }
 
-/// A request that makes no sense, in words that say what would.
+/// A request that makes no sense; the message says what to do instead.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Misuse(String);

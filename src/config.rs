@@ -121,7 +121,7 @@ pub(crate) struct Effective {
 pub(crate) struct Entry {
     /// The key with its section, and the name within it for a map.
     pub key: String,
-    /// The value; none where the key is not set. Values of `job.environment` are [`HIDDEN`].
+    /// The value; none if the key is not set. Values of `job.environment` are [`HIDDEN`].
     pub value: Option<toml::Value>,
     /// Where it comes from.
     pub origin: Origin,
@@ -187,8 +187,8 @@ pub(crate) fn may_hold_secret(variable: &str) -> bool {
 
 /// Reads, merges and validates the configuration.
 ///
-/// Without `file`, [`DEFAULT_FILE`] is read where it exists, and the defaults hold where it does not. `env` is
-/// [`environment`] outside of tests.
+/// Without `file`, [`DEFAULT_FILE`] is read if it exists; otherwise the defaults apply. `env` is [`environment`]
+/// outside of tests.
 ///
 /// # Errors
 ///
@@ -233,7 +233,7 @@ fn merge(layers: Layers) -> Result<(Config, BTreeMap<String, Setting>), Error> {
     for setting in settings {
         match setting.check() {
             Ok(()) => drop(strongest.insert(setting.path(), setting)),
-            // Said even where a stronger layer sets the key again: the mistake would wait for the day it does not.
+            // Reported even if a stronger layer sets the key again: the mistake would show up on the day it does not.
             Err(problem) => problems.push(problem),
         }
     }

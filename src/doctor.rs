@@ -4,9 +4,9 @@
 //!   gather (I/O, a few tries with the kernel, CRIU, NVML) ---> facts ---> judge (pure) ---> checks, each with a fix
 //! ```
 //!
-//! One file a group, and in each the two halves: `gather` only looks and never fails, as what cannot be found out is a
-//! fact too; `judge` only decides. The judgement that counts most is a job that really goes through a dump and a restore
-//! (`trial.rs`): rights, filters and kernel options that look wrong are forgiven where that works.
+//! One file for each group of checks, with two halves: `gather` only reads and never fails, because "unknown" is a
+//! fact, too; `judge` only decides. The most important check dumps and restores a real job (`trial.rs`): if that works,
+//! rights, filters and kernel options that look wrong are accepted.
 //!
 //! Nothing is changed: the store is not made, what the trial writes is in a temporary folder that it removes, and a tmpfs is
 //! mounted for a moment only.
@@ -62,7 +62,7 @@ impl State {
 pub(crate) struct Check {
     /// Group and name, for example `criu.version`; stable, for scripts.
     pub check: &'static str,
-    /// How it stands.
+    /// The result.
     pub state: State,
     /// What was found.
     pub found: String,
@@ -141,7 +141,7 @@ fn gather(config: &Config, named: Option<PathBuf>) -> Facts {
     // The trial must have no other children beside it: in the host's namespaces a failing one ends all it did not start.
     let kernel = kernel::gather();
     let criu = criu::gather(named.as_deref());
-    // NVML takes a second where no persistence daemon keeps the GPUs awake.
+    // NVML takes a second if no persistence daemon keeps the GPUs awake.
     std::thread::scope(|scope| {
         let nvidia = scope.spawn(nvidia::gather);
         let trial = trial::run(criu.found.as_ref().ok(), config.job.pid_namespace, &config.store.directory);

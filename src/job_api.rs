@@ -1,5 +1,5 @@
-//! A word of the job with its supervisor (docs/job-api.md): the job asks for a snapshot, holds snapshots off, and learns that it
-//! was brought back.
+//! The job's requests to its supervisor (docs/job-api.md): the job asks for a snapshot, blocks snapshots, and learns
+//! that it was restored.
 //!
 //! - [`protocol`]: requests and answers, one datagram with one JSON object each.
 //! - [`server`]: one thread that reads them; what changes the job's state goes to its owner as a [`Call`].
@@ -8,8 +8,8 @@
 //! ours or not, with an answer unread in it or not, it dumps (sk-unix.c, `ext_unix_sk`). Answers go to abstract names only:
 //! what root would send to a path is led elsewhere by whoever can put a link there.
 //!
-//! Invariants: nothing here waits for the job, and what it can make us do in a second is bounded. After a restore the job's
-//! environment is the old one, so the socket has the same path, and is there before the job is.
+//! Invariants: nothing here waits for the job, and the work that it can cause in a second is bounded. After a restore
+//! the job has its old environment, so the socket has the same path and exists before the job runs.
 
 pub mod protocol;
 pub mod server;

@@ -1,5 +1,5 @@
-//! Keeps long GPU jobs alive: launches a job, snapshots it on an interval, and brings it back from the newest good
-//! image when it dies. The job is not changed and does not know.
+//! Keeps long GPU jobs alive: starts a job, takes snapshots at an interval, and restores it from the newest good image
+//! when it dies. The job is not changed and does not notice.
 //!
 //! This crate is the product around the crates below it (ARCHITECTURE.md has the picture): [`rekindle_engine`] launches,
 //! freezes and restores one job, [`rekindle_store`] keeps its images.

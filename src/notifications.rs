@@ -1,4 +1,4 @@
-//! Commands and a webhook that are told what happens to a job.
+//! Commands and a webhook that are called when something happens to a job.
 //!
 //! - [`Runner`]: the commands, in the order of what happened, one at a time, on one thread that is not there until it is needed.
 //! - [`Gate`]: a command that something waits for, before a snapshot or a restore. It is waited for on the thread of that,
@@ -57,7 +57,7 @@ impl Point {
         }
     }
 
-    /// The command for it; empty where there is none.
+    /// The command for it; empty if there is none.
     #[must_use]
     pub(crate) fn command(self, hooks: &Hooks) -> &[String] {
         match self {
@@ -76,7 +76,7 @@ impl Point {
 pub(crate) struct Report {
     /// Which: the name of a [`Point`], or "webhook".
     pub hook: &'static str,
-    /// Why, in words.
+    /// The reason, as text.
     pub why: String,
 }
 
@@ -85,10 +85,10 @@ pub(crate) type Reporter = std::sync::Arc<dyn Fn(Report) + Send + Sync>;
 
 /// A hook did not let something happen (`hooks.on-error = "refuse"`).
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the hook {hook} did not let it pass (hooks.on-error): {why}")]
+#[error("the hook {hook} has failed, and hooks.on-error is \"refuse\": {why}")]
 pub(crate) struct Refused {
     /// Which.
     pub hook: &'static str,
-    /// Why, in words.
+    /// The reason, as text.
     pub why: String,
 }

@@ -1,16 +1,16 @@
 //! What to do after a job ended: a pure function from facts to a decision.
 //!
-//! The ladder: the newest good image of this lineage; then the next older one, at once; then from the top again, after a
-//! pause; then the job is started anew, where that is allowed, which by itself it is only where there is no image at all;
+//! The order: the newest good image of this lineage; then the next older one, at once; then the newest again, after a
+//! pause; then the job is started from the beginning, if that is allowed (by default only if there is no image at all);
 //! then it is given up, with the reason.
 //!
-//! An image is passed over for this run when the job died soon after a restore from it, or it was not restored, several
-//! times. It is marked, so that no later run takes it either, only on evidence: the same failure twice, and nothing but the
-//! image that explains it. That the job dies is no evidence against an image that is proven, which it has lived on from
-//! before: its state can go on, so that something else is wrong.
+//! An image is skipped for this run if the job died soon after a restore from it, or if it could not be restored
+//! several times. It is marked, so that later runs skip it, too, only on evidence: the same failure twice, and nothing
+//! but the image explains it. The death of the job is no evidence against a proven image: the job has lived on from it
+//! before, so something else is wrong.
 //!
-//! Lives that end soon and alike, one after the other, and each of which takes an image before it ends, are of a state that
-//! has gone wrong earlier: then the newest proven image has its turn.
+//! If several lives in a row end soon and in the same way, and each one takes an image before it ends, the state was
+//! damaged earlier: then the newest proven image is used.
 
 pub(crate) mod rules;
 mod suspects;
@@ -26,7 +26,7 @@ use suspects::{Evidence, Finding, Suspects};
 /// What a life of the job began with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StartPoint {
-    /// The command, anew.
+    /// The command, from the beginning.
     Cold,
     /// An image.
     Image(ImageId),
@@ -50,7 +50,7 @@ pub(crate) enum Death {
     Excused(Ended),
     /// A snapshot could not set it going again, so it was killed.
     Lost,
-    /// It is to be brought back, however it ended: it hung, or a rule says so.
+    /// It must be restarted, however it ended: it hung, or a rule says so.
     Judged,
 }
 
@@ -59,9 +59,9 @@ pub(crate) enum Death {
 pub enum Failure {
     /// Its bytes are not what was written. It is marked already.
     Damaged,
-    /// It was refused, in these words, and all that is known of the reason is the image.
+    /// It was refused with this message, and only the image explains it.
     Refused(String),
-    /// It was not restored, in these words, and the reason is not known, or is none of the image.
+    /// It was not restored, with this message; the reason is unknown, or is not the image.
     Unexplained(String),
     /// Another one has to do: a further try would take too long, or there is one to go back to.
     NotNow(String),
@@ -69,7 +69,7 @@ pub enum Failure {
     FilesGone(String),
 }
 
-/// The images that a job could go on from.
+/// The images that a job could continue from.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Images {
     /// The good ones of its line, newest first.
@@ -123,7 +123,7 @@ pub struct Mark {
     pub image: ImageId,
     /// What was seen.
     pub why: BadWhy,
-    /// The same in words.
+    /// The same as text.
     pub detail: String,
 }
 
@@ -143,7 +143,7 @@ pub(crate) enum Decision {
     },
     /// No more.
     GiveUp {
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
         /// An image to be marked first.
         mark: Option<Mark>,
@@ -204,7 +204,8 @@ impl History {
                 if self.suspects.is_row(evidence.as_ref()) {
                     self.suspects.pass_over_newer_than(images.good.iter().copied(), &images.proven);
                 }
-                // A life that took an image has gone on from this one: what ended it may be of any moment since.
+                // A life that took an image has lived on from this one: the cause of its end may be later than this
+                // image.
                 let newest = images.good.iter().find(|id| !self.suspects.is_passed_over(**id));
                 if newest.is_some_and(|newest| *newest > id) {
                     return self.choose(images, policy, now, None);
@@ -235,7 +236,7 @@ impl History {
         now: Instant,
     ) -> Decision {
         let finding = match failure {
-            // A copy of it may be whole.
+            // Another copy may be intact.
             Failure::Damaged => Finding::PassOver,
             Failure::Refused(why) => self.suspects.add(id, Some(Evidence::Refused(why.clone()))),
             Failure::Unexplained(_) => self.suspects.add(id, None),
@@ -250,7 +251,7 @@ impl History {
     pub(crate) fn after_machine_failure(&mut self, from: StartPoint, why: &str, policy: &Restart) -> Decision {
         self.machine += 1;
         if self.machine > MACHINE_FAILURES {
-            let why = format!("{MACHINE_FAILURES} attempts failed, none by a fault of the image; the last: {why}");
+            let why = format!("{MACHINE_FAILURES} attempts failed, none because of the image. The last one: {why}");
             return Decision::GiveUp { why, mark: None };
         }
         Decision::Again { from, after: back_off(self.machine, policy), mark: None }
@@ -302,7 +303,8 @@ impl History {
             (None, ColdStart::NoImages | ColdStart::Allow) if self.early_cold >= EARLY_DEATHS => {
                 let min = humantime::format_duration(policy.min_uptime);
                 let why = format!(
-                    "there is no good image, and started from nothing the job died twice within {min} (restart.min-uptime)"
+                    "there is no good image, and the job died twice within {min} (restart.min-uptime) after a start \
+                    from the beginning"
                 );
                 return Decision::GiveUp { why, mark };
             }

@@ -1,7 +1,7 @@
 //! What others see of a running job: `state.json` in its folder, and the same on the control socket.
 //!
-//! It is a courtesy for `rekindle status` and scripts, not a part of the state: it may be old where the supervisor was killed,
-//! which the job's lock tells. The supervisor alone writes it.
+//! It is for `rekindle status` and scripts, and not a part of the state: it may be old if the supervisor was killed,
+//! which the job's lock shows. Only the supervisor writes it.
 
 use std::fmt;
 use std::io;
@@ -44,7 +44,7 @@ pub struct Published {
     /// Its size, in bytes.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_bytes: Option<u64>,
-    /// When the next snapshot is due, where the clock says so.
+    /// When the next snapshot is due, if snapshots are taken at an interval.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub next: Option<DateTime<Utc>>,
     /// The GPUs that the job used at its last snapshot, by name.
@@ -53,27 +53,27 @@ pub struct Published {
     /// The socket on which the supervisor can be asked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub control: Option<PathBuf>,
-    /// The interval in force, where it is chosen (`snapshot.interval = "auto"`) and something was measured.
+    /// The current interval, if it is chosen automatically (`snapshot.interval = "auto"`) and something was measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub interval: Option<Choice>,
-    /// Until when the job holds off a snapshot that waits, at most.
+    /// The latest time until which the job blocks a waiting snapshot.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held: Option<DateTime<Utc>>,
     /// Why the last snapshot failed, if it did.
     pub last_failure: Option<String>,
-    /// The image that is on its way from memory to the store.
+    /// The image that is being stored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persisting: Option<Persisting>,
-    /// The image that is read to bring the job back, when it is in packs.
+    /// The image that is being restored, if it is in packs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restoring: Option<Persisting>,
     /// Why the last image did not get from memory to the store, if it did not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persist_failure: Option<String>,
-    /// The image that is on its way to the replica.
+    /// The image that is being replicated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replicating: Option<Persisting>,
-    /// The newest image that this supervisor brought to the replica.
+    /// The newest image that this supervisor replicated.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub last_replicated: Option<ImageId>,
     /// Why the last image did not get to the replica, if it did not.
@@ -85,7 +85,7 @@ pub struct Published {
     /// When the job must be gone.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub deadline: Option<DateTime<Utc>>,
-    /// What a last snapshot would take.
+    /// How long the final snapshot would take.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub predicted: Option<Forecast>,
     /// How the last life of the job ended.
@@ -174,7 +174,7 @@ impl fmt::Display for JobState {
     }
 }
 
-/// How far the way of an image from memory to the store is, or from there to the replica.
+/// Progress of storing or replicating an image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Persisting {
     /// Which.
@@ -207,7 +207,7 @@ impl Persisting {
 }
 
 impl Published {
-    /// What the job's supervisor published; nothing where there is none.
+    /// What the job's supervisor published; none if there is none.
     ///
     /// # Errors
     /// When it cannot be told whether there is one.
@@ -218,7 +218,7 @@ impl Published {
         })
     }
 
-    /// How far the way of this image to the store is, if it is on it.
+    /// Progress of storing this image, if it is being stored.
     #[must_use]
     pub fn persisting_image(&self, id: ImageId) -> Option<&Persisting> {
         self.persisting.as_ref().filter(|persisting| persisting.image == id)
@@ -262,16 +262,16 @@ impl LastEnd {
 /// Beside the forecast: for the end of the job, and ours.
 const END: Duration = Duration::from_secs(2);
 
-/// How long a last snapshot is expected to take, without what is added for safety ([`Forecast::lead`]).
+/// How long the final snapshot is expected to take, without the safety margin ([`Forecast::lead`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Forecast {
-    /// From its begin until the image is whole where it is made; the job's freeze is a part of it.
+    /// From its start until the image is complete; the freeze is a part of it.
     #[serde(rename = "snapshot_us", with = "micros")]
     pub snapshot: Duration,
-    /// Its way from memory to the store; zero where it is made there.
+    /// Storing it; zero if it is written directly to the store.
     #[serde(rename = "store_us", with = "micros")]
     pub store: Duration,
-    /// Its way to the replica; zero where there is none.
+    /// Replicating it; zero without a replica.
     #[serde(rename = "replica_us", with = "micros")]
     pub replica: Duration,
 }
@@ -283,7 +283,7 @@ impl Forecast {
         self.snapshot.saturating_add(self.store).saturating_add(self.replica)
     }
 
-    /// How long before a deadline it is begun.
+    /// How long before a deadline it starts.
     #[must_use]
     pub fn lead(&self) -> Duration {
         with_margin(self.total())

@@ -15,7 +15,7 @@ use crate::config::Profile;
 /// A controller that does not answer is given up by Slurm's commands after MessageTimeout, 10 s by default, and some tries.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Why Slurm did not do what it was asked for.
+/// Why a request to Slurm failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The command cannot be run.
@@ -43,7 +43,8 @@ pub enum Error {
     },
     /// There is no job to queue again.
     #[error(
-        "scheduler.requeue = \"scontrol\" needs SLURM_JOB_ID, which is not set: sudo keeps it with --preserve-env=SLURM_JOB_ID"
+        "scheduler.requeue = \"scontrol\" needs SLURM_JOB_ID, which is not set. With sudo, use \
+        --preserve-env=SLURM_JOB_ID"
     )]
     NoJob,
 }
@@ -57,7 +58,7 @@ pub struct Scheduler {
     job: Option<String>,
     /// What Slurm's commands call it.
     slurm_job: Option<String>,
-    /// When the job's time is over, where the environment has it.
+    /// The job's deadline, if the environment has it.
     end: Option<DateTime<Utc>>,
 }
 
@@ -127,7 +128,7 @@ impl Scheduler {
         self.job.as_ref().map(|job| format!("{name}-{job}"))
     }
 
-    /// When the job's time is over, where that is known without asking.
+    /// The job's deadline, if it is known without asking.
     #[must_use]
     pub fn end(&self) -> Option<DateTime<Utc>> {
         self.end
@@ -139,7 +140,7 @@ impl Scheduler {
         self.slurm_job.is_some()
     }
 
-    /// Asks for it. A time limit can be changed while the job runs, and Slurm 22.05 has no variable for it. None where
+    /// Asks for it. A time limit can be changed while the job runs, and Slurm 22.05 has no variable for it. None if
     /// there is no limit.
     ///
     /// # Errors

@@ -29,25 +29,25 @@ impl Error {
     }
 }
 
-/// `config check [FILE]`: one line where `run` would accept the file together with this environment.
+/// `config check [FILE]`: prints one line if `run` would accept the file together with this environment.
 ///
 /// # Errors
 ///
-/// Everything that is wrong, at once.
+/// All errors, together.
 pub fn check(file: Option<&Path>) -> Result<(), Error> {
     let effective = config::effective(file, config::environment(), &Overrides::default())?;
     let line = match &effective.file {
         Some(path) => format!("{} is valid", path.display()),
-        None => format!("there is no {}: the built-in defaults hold and are valid", config::DEFAULT_FILE),
+        None => format!("there is no {}: the built-in defaults apply and are valid", config::DEFAULT_FILE),
     };
     Ok(print_text(&line)?)
 }
 
-/// `config show`: each key with its value, as TOML, and where it comes from. Values of `job.environment` are hidden.
+/// `config show`: prints each key with its value, as TOML, and its source. Values of `job.environment` are hidden.
 ///
 /// # Errors
 ///
-/// Everything that is wrong with the configuration, at once.
+/// All errors of the configuration, together.
 pub fn show(file: Option<&Path>, overrides: &Overrides, format: Format) -> Result<(), Error> {
     let effective = config::effective(file, config::environment(), overrides)?;
     let entries = effective.entries();

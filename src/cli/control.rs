@@ -16,25 +16,25 @@ pub(crate) struct JobArg {
     job: String,
 }
 
-/// Of which job, and how.
+/// Which job, and how.
 #[derive(Debug, clap::Args)]
 pub(crate) struct SnapshotArgs {
     /// The job
     job: String,
-    /// A name for the image, to find it by as JOB/TAG; waits until the image is in the store
+    /// Tag the image, to refer to it as JOB/TAG; waits until the image is stored
     #[arg(long = "tag", value_name = "TAG")]
     tags: Vec<Tag>,
-    /// Wait until the image is in the store, where it outlives a restart of the machine
+    /// Wait until the image is stored, so that it survives a restart of the machine
     #[arg(long)]
     stored: bool,
 }
 
-/// Which job, and to where.
+/// Which job, and which image.
 #[derive(Debug, clap::Args)]
 pub(crate) struct RewindArgs {
     /// The job
     job: String,
-    /// An image of it: ID, TAG, or -N for the newest but N - 1, so that -1 is the newest
+    /// The image: ID, TAG, or -N for the Nth newest image (-1 is the newest)
     #[arg(allow_hyphen_values = true, value_name = "ID|TAG|-N")]
     to: String,
 }
@@ -53,7 +53,7 @@ pub(super) fn resume(global: &Global, args: &JobArg) -> anyhow::Result<Exit> {
 }
 
 pub(super) fn rewind(global: &Global, args: &RewindArgs) -> anyhow::Result<Exit> {
-    ask(global, &args.job, &Request::Rewind(Rewind { to: args.to.clone() }), "going back")
+    ask(global, &args.job, &Request::Rewind(Rewind { to: args.to.clone() }), "rewinding")
 }
 
 fn ask(global: &Global, job: &str, request: &Request, doing: &str) -> anyhow::Result<Exit> {
@@ -67,7 +67,7 @@ fn ask(global: &Global, job: &str, request: &Request, doing: &str) -> anyhow::Re
     Ok(Exit::Success)
 }
 
-/// Where the job's supervisor can be asked.
+/// The address of the job's supervisor.
 pub(super) fn socket(folder: &JobFolder) -> anyhow::Result<PathBuf> {
     let name = folder.name();
     let published = Published::live(folder)?;
@@ -76,32 +76,32 @@ pub(super) fn socket(folder: &JobFolder) -> anyhow::Result<PathBuf> {
     }
     let here = rekindle_store::Holder::this_process();
     let why = match folder.writer()? {
-        Writer::Nobody => format!("job {name} does not run: `rekindle run` or `rekindle restore` goes on with it"),
+        Writer::Nobody => format!("job {name} is not running: continue it with `rekindle run` or `rekindle restore`"),
         Writer::Known(holder) if holder.boot_id != here.boot_id => {
-            format!("job {name} is supervised by {holder}: ask there")
+            format!("job {name} is supervised by {holder}: run this command there")
         }
-        _ => format!("the supervisor of job {name} has no control socket: its log says why, or it is about to end"),
+        _ => format!("the supervisor of job {name} has no control socket: see its log, or it is about to exit"),
     };
     Err(Misuse(why).into())
 }
 
 fn words(folder: &JobFolder, answer: &Answer) -> String {
     let name = folder.name();
-    let from = |image: &Option<ImageId>| image.map_or_else(|| "its beginning".into(), |image| format!("image {image}"));
+    let from = |image: &Option<ImageId>| image.map_or_else(|| "the beginning".into(), |image| format!("image {image}"));
     match answer {
         Answer::Snapshot(it) => {
             let (freeze, size) = (super::list::milliseconds(it.freeze_us), rekindle_base::units::size(it.bytes));
-            let place = if it.stored { "in the store" } else { "on its way to the store" };
+            let place = if it.stored { "in the store" } else { "being stored" };
             format!("{name}/{}: {size}, the job was frozen for {freeze}; {place}", it.image)
         }
         Answer::Suspended { image, only_in_memory: None } => {
-            format!("job {name} is suspended: `rekindle resume {name}` goes on from {}", from(image))
+            format!("job {name} is suspended: `rekindle resume {name}` continues from {}", from(image))
         }
         Answer::Suspended { image, only_in_memory: Some(why) } => format!(
-            "job {name} is suspended: `rekindle resume {name}` goes on from {}, which is in memory only: {why}",
+            "job {name} is suspended: `rekindle resume {name}` continues from {}, which is only in memory: {why}",
             from(image)
         ),
-        Answer::Running { image } => format!("job {name} runs, from {}", from(image)),
+        Answer::Running { image } => format!("job {name} is running, from {}", from(image)),
         Answer::Stopping {} => format!("job {name} is being stopped"),
         Answer::Status(published) => format!("job {name} is {}", published.state),
     }

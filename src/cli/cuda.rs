@@ -14,25 +14,25 @@ use rekindle_cuda::{Error, GpuMapping, Process, State};
 pub(crate) enum CudaCommand {
     /// Print the state: running, locked, checkpointed or failed
     State(Target),
-    /// Make the CUDA calls of a running process block
+    /// Lock a running process: its CUDA calls block
     Lock {
         #[command(flatten)]
         target: Target,
         #[command(flatten)]
         timeout: LockTimeout,
     },
-    /// Copy the device memory of a locked process to its host memory and let its GPUs go
+    /// Copy the device memory of a locked process to its host memory and release its GPUs
     Checkpoint(Target),
-    /// Take GPUs again and copy device memory back; the process is then locked
+    /// Acquire GPUs again and copy device memory back; the process is then locked
     Restore {
         #[command(flatten)]
         target: Target,
         #[command(flatten)]
         map: DeviceMap,
     },
-    /// Let the CUDA calls of a locked process go on
+    /// Unlock a locked process: its CUDA calls continue
     Unlock(Target),
-    /// Lock and checkpoint a running process, restore and unlock a checkpointed one
+    /// Lock and checkpoint a running process; restore and unlock a checkpointed one
     Toggle {
         #[command(flatten)]
         target: Target,
@@ -41,7 +41,7 @@ pub(crate) enum CudaCommand {
         #[command(flatten)]
         map: DeviceMap,
     },
-    /// Print the id of the thread that must run for a restore to work
+    /// Print the id of the thread that must run during a restore
     RestoreTid(Target),
 }
 
@@ -53,10 +53,10 @@ pub(crate) struct Target {
     pid: i32,
 }
 
-/// How long a lock may wait.
+/// The time limit of a lock.
 #[derive(Debug, clap::Args)]
 pub(crate) struct LockTimeout {
-    /// Give up the lock after so many milliseconds; the process then runs on
+    /// Give up the lock after this many milliseconds; the process then continues
     // 0 would wait for ever.
     #[arg(long = "timeout", value_name = "MS", default_value_t = 10_000, value_parser = clap::value_parser!(u32).range(1..))]
     ms: u32,
@@ -68,10 +68,10 @@ impl LockTimeout {
     }
 }
 
-/// Where a restore goes.
+/// The GPUs of a restore.
 #[derive(Debug, clap::Args)]
 pub(crate) struct DeviceMap {
-    /// Restore to other GPUs, by their UUIDs; must name every GPU of the process (driver 580 or newer)
+    /// Restore to other GPUs, as UUIDs; must name every GPU of the process (driver 580 or newer)
     #[arg(long = "device-map", value_name = "OLD=NEW,...", value_delimiter = ',')]
     pairs: Vec<GpuMapping>,
 }
@@ -97,16 +97,16 @@ struct Step {
     milliseconds: f64,
 }
 
-/// Why a command did not do what was asked.
+/// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 enum Failure {
     #[error(transparent)]
     Cuda(#[from] Error),
-    #[error("process {pid} is {state}: toggle wants it running or checkpointed{}", advice(*pid, *state))]
+    #[error("process {pid} is {state}: toggle needs a running or checkpointed process{}", advice(*pid, *state))]
     NotToggled { pid: i32, state: State },
-    #[error("a device map is for a restore, and process {0} is running")]
+    #[error("cannot use a device map: process {0} is running, and only a restore uses one")]
     MapWhileRunning(i32),
-    #[error("{action} of process {pid} failed, and so did letting it run on: {undo}")]
+    #[error("{action} of process {pid} failed, and undoing it failed too: {undo}")]
     Stuck { pid: i32, action: &'static str, source: Box<Error>, undo: Box<Error> },
     #[error("print the result")]
     Print(#[from] std::io::Error),
@@ -116,11 +116,12 @@ fn advice(pid: i32, state: State) -> String {
     match state {
         State::Locked => {
             format!(
-                "; `rekindle cuda unlock --pid {pid}` lets it run on, `rekindle cuda checkpoint --pid {pid}` goes on"
+                "; `rekindle cuda unlock --pid {pid}` lets it run again, `rekindle cuda checkpoint --pid {pid}` \
+                continues the checkpoint"
             )
         }
-        State::Failed => "; it cannot go on, kill it and restore its image".to_owned(),
-        State::Checkpointing | State::Restoring => "; wait until that is over".to_owned(),
+        State::Failed => "; it cannot continue: kill it and restore its image".to_owned(),
+        State::Checkpointing | State::Restoring => "; wait until that has finished".to_owned(),
         State::Running | State::Checkpointed => String::new(),
     }
 }
@@ -143,8 +144,8 @@ impl Failure {
     }
 }
 
-/// Carries out `command` and prints what came of it: the state, or each step with its state and milliseconds. A failure
-/// goes to standard error; the steps before it are still printed.
+/// Carries out `command` and prints the result: the state, or each step with its state and milliseconds. A failure goes
+/// to standard error; the steps before it are still printed.
 pub(crate) fn run(command: &CudaCommand, format: Format) -> anyhow::Result<Exit> {
     let mut report = Report { pid: command.pid(), ..Report::default() };
     let result = execute(command, format, &mut report);

@@ -24,10 +24,11 @@ fn print(report: &Report) -> anyhow::Result<()> {
 }
 
 fn verdict(report: &Report) -> String {
-    let things = |n: usize| if n == 1 { "1 thing is".to_string() } else { format!("{n} things are") };
+    let warnings = |n: usize| if n == 1 { "1 warning".to_string() } else { format!("{n} warnings") };
+    let things = |n: usize| if n == 1 { "1 requirement is".to_string() } else { format!("{n} requirements are") };
     match (report.count(State::Missing), report.count(State::Warn)) {
         (0, 0) => "`rekindle run` works here".into(),
-        (0, warned) => format!("`rekindle run` works here; {} warned of", things(warned)),
+        (0, warned) => format!("`rekindle run` works here; {}", warnings(warned)),
         (missing, _) => format!("`rekindle run` cannot work here: {} missing", things(missing)),
     }
 }
@@ -46,9 +47,10 @@ mod tests {
                 .collect(),
         };
         assert_eq!(verdict(&report(&[State::Ok])), "`rekindle run` works here");
-        assert!(verdict(&report(&[State::Warn])).ends_with("1 thing is warned of"));
+        assert!(verdict(&report(&[State::Warn])).ends_with("1 warning"));
         assert!(
-            verdict(&report(&[State::Missing, State::Missing])).ends_with("cannot work here: 2 things are missing")
+            verdict(&report(&[State::Missing, State::Missing]))
+                .ends_with("cannot work here: 2 requirements are missing")
         );
     }
 }

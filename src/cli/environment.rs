@@ -1,8 +1,8 @@
 //! The job's environment: what of ours it gets, and what it does not.
 //!
-//! Rekindle is told by variables where the replica is and how to get there, and whom to tell what happens. Those are not for
-//! the job, which may be another user's: it gets them where its own configuration names them (`job.pass-environment`), and not
-//! otherwise. All of it is in the job's memory, and so in its images.
+//! Some variables configure rekindle's replica and hooks, with credentials. They are not for the job, which may belong
+//! to another user: the job gets them only if its own configuration names them (`job.pass-environment`). The job's
+//! environment is in its memory, and so in its images.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
@@ -17,7 +17,7 @@ use rekindle_store::replica;
 const ALWAYS: [&str; 8] =
     ["PATH", "HOME", "USER", "LOGNAME", "LANG", "TZ", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"];
 
-/// The whole environment, and what the job did not get.
+/// The whole environment, and the variables that the job did not get.
 pub(super) struct Environment {
     pub(super) variables: BTreeMap<OsString, OsString>,
     /// Variables that are ours only, by name.
@@ -74,13 +74,15 @@ impl Environment {
         if !self.withheld.is_empty() {
             let names: Vec<&str> = self.withheld.iter().map(String::as_str).collect();
             tracing::warn!(
-                "the job does not get {}, which rekindle uses for the replica or for hooks; where the job needs one too, name it in job.pass-environment",
+                "the job does not get {}, because rekindle uses them for the replica or for hooks. If the job needs \
+                one too, add it to job.pass-environment",
                 names.join(", ")
             );
         }
         if self.left_out > 0 && config.job.environment_mode.is_none() {
             tracing::info!(
-                "job.user is set, so the job does not get the caller's environment ({} variables are left out); name those that it needs in job.pass-environment, or set job.environment-mode = \"inherit\"",
+                "job.user is set, so the job does not get the caller's environment ({} variables are left out). Add \
+                those that it needs to job.pass-environment, or set job.environment-mode = \"inherit\"",
                 self.left_out
             );
         }

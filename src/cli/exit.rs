@@ -2,24 +2,24 @@
 
 use std::process::ExitCode;
 
-/// How `rekindle` itself ends. Values follow sysexits.h and the shell where they have one.
+/// How `rekindle` itself ends. Values follow sysexits.h and the shell if they have one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
     /// All went well.
     Success,
-    /// A command that checks something found it wanting (`verify`, `repair`, `config check`).
+    /// A command that checks something found an error (`verify`, `repair`, `cuda`).
     Unsound,
     /// Wrong usage, an unknown job or image.
     Usage,
     /// The job's own exit code, or 128 plus the signal that ended it.
     Job(u8),
-    /// There are images and none can be used, and the job is not started from nothing over them (EX_NOINPUT).
+    /// There are images and none can be used; the job is not started from the beginning (EX_NOINPUT).
     NoUsableImage,
     /// Something needed is missing: CRIU, rights, driver (EX_UNAVAILABLE).
     Missing,
-    /// Stopped with a fresh image, to be queued again: the code that the scheduler wants, EX_TEMPFAIL where there is none.
+    /// Stopped with a new image, to be queued again: the code that the scheduler expects, EX_TEMPFAIL without one.
     Requeue(u8),
-    /// Stopped, and the last image could not be brought from memory to the store (EX_IOERR).
+    /// Stopped, and the last image could not be stored: it is only in memory (EX_IOERR).
     OnlyInMemory,
     /// The configuration is wrong (EX_CONFIG).
     Config,

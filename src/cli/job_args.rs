@@ -3,7 +3,7 @@
 use super::Misuse;
 use rekindle_store::{Image, JobFolder, JobName, LATEST, Store};
 
-/// Finds the image that `text` means: the newest good one of a job, one of a job, or one by its id alone.
+/// Finds the image that `text` names: the newest good one of a job, one of a job, or one by its id alone.
 pub(super) fn image(store: &Store, text: &str) -> anyhow::Result<(JobFolder, Image)> {
     if let Some((job, id)) = text.split_once('/') {
         let folder = store.job(&job.parse()?)?;
@@ -24,12 +24,12 @@ pub(super) fn image(store: &Store, text: &str) -> anyhow::Result<(JobFolder, Ima
     }
     match (found.pop(), found.is_empty()) {
         (Some(one), true) => Ok(one),
-        (Some(_), false) => Err(Misuse(format!("{text:?} could be several images: name it JOB/ID")).into()),
+        (Some(_), false) => Err(Misuse(format!("{text:?} matches several images: use JOB/ID")).into()),
         (None, _) => {
             // The name is not a job's either: that error names the jobs there are.
             let name: JobName = text.parse()?;
             store.job(&name)?;
-            Err(Misuse(format!("there is no job and no image {text:?}")).into())
+            Err(Misuse(format!("there is no job or image {text:?}")).into())
         }
     }
 }

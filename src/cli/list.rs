@@ -17,9 +17,9 @@ use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Known, Outcome,
 /// What to list.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ListArgs {
-    /// The job; all jobs without it
+    /// The job; by default all jobs
     job: Option<String>,
-    /// List the job's images in the replica too (replica.url)
+    /// List the job's images in the replica, too (replica.url)
     #[arg(long, requires = "job")]
     replica: bool,
 }
@@ -48,17 +48,17 @@ struct JobRow {
     bytes: u64,
     /// Of those in memory.
     memory_bytes: u64,
-    /// What is on its way from memory to the store.
+    /// The image that is being stored.
     persisting: Option<Persisting>,
-    /// Why the last image did not get there.
+    /// Why the last image is not there.
     persist_failure: Option<String>,
-    /// What is on its way to the replica.
+    /// The image that is being replicated.
     replicating: Option<Persisting>,
-    /// The newest image that this supervisor brought there.
+    /// The newest image that this supervisor replicated.
     last_replicated: Option<ImageId>,
-    /// Why the last image did not get there.
+    /// Why the last image is not there.
     replica_failure: Option<String>,
-    /// The interval in force, where it is chosen.
+    /// The current interval, if it is chosen automatically.
     interval: Option<Choice>,
     last_failure: Option<String>,
     command: Vec<String>,
@@ -133,9 +133,9 @@ fn job_row(folder: &JobFolder) -> anyhow::Result<JobRow> {
 struct ImageRow {
     id: ImageId,
     taken: DateTime<Utc>,
-    /// In memory, in the store, in the replica where that was asked.
+    /// In memory, in the store, and in the replica if that was asked for.
     places: Vec<String>,
-    /// How far its way from memory to the store is.
+    /// How much of it is stored.
     persisting: Option<Persisting>,
     /// good, bad or damaged.
     state: &'static str,
@@ -143,13 +143,13 @@ struct ImageRow {
     detail: Option<String>,
     bytes: Option<u64>,
     freeze_us: Option<u64>,
-    /// The interval that was in force, where it was chosen.
+    /// The interval at that time, if it was chosen automatically.
     interval: Option<Choice>,
     reason: Option<Reason>,
     lineage: Option<String>,
     /// Whether the job has lived for restart.min-uptime after it was taken or restored.
     proven: bool,
-    /// Whether no retention removes it.
+    /// Whether it is pinned: no rule removes it.
     pinned: bool,
     tags: Vec<Tag>,
     /// Both, for people.

@@ -1,7 +1,7 @@
 //! `rekindle logs`: a job's output, as it is in the store.
 //!
-//! Colours and progress bars are a part of it, so it is printed as it is. Only where it would reach the terminal of somebody
-//! else than the job's user, who did not choose to run it, it is shown as text ([`clean`]).
+//! Colours and progress bars are part of the output, so it is printed unchanged. Only on a terminal of a user other
+//! than the job's, who did not choose to run it, control sequences are escaped ([`clean`]).
 
 use std::io::{self, IsTerminal, Write, stdout};
 use std::os::fd::AsFd;
@@ -22,26 +22,26 @@ use rekindle_store::{JobFolder, Outcome, Writer};
 pub(crate) struct LogsArgs {
     /// The job
     job: String,
-    /// Go on with what comes, through restarts, until the job is over
+    /// Follow the output, through restarts, until the job is over
     #[arg(long, short)]
     follow: bool,
-    /// Standard error instead of standard output
+    /// Print standard error instead of standard output
     #[arg(long)]
     stderr: bool,
-    /// Print the output of another user's job as it is, also on a terminal, which obeys what it says
+    /// Print the output of another user's job unchanged, even on a terminal that would execute its control sequences
     #[arg(long)]
     raw: bool,
-    /// The last lines only
+    /// Print only the last N lines
     #[arg(long, short = 'n', value_name = "N")]
     lines: Option<usize>,
 }
 
-/// How often it is looked whether the job is over, and for output on file systems that tell nothing (NFS).
+/// How often to check whether the job is over, and for output on file systems without notifications (NFS).
 const LOOK: Duration = Duration::from_millis(500);
 
 pub(super) fn logs(global: &Global, args: &LogsArgs) -> anyhow::Result<Exit> {
     if global.json {
-        return Err(Misuse("output of a job is no JSON: leave --json out".into()).into());
+        return Err(Misuse("`rekindle logs` has no JSON output: remove --json".into()).into());
     }
     let folder = global.find_supervisor()?.job(&args.job.parse()?)?;
     match copy(global, &folder, args) {
@@ -115,7 +115,7 @@ impl<W: Write> Write for Out<W> {
     }
 }
 
-/// One that was interrupted goes on, some time.
+/// An interrupted one will continue some time.
 fn is_over(folder: &JobFolder) -> anyhow::Result<bool> {
     if folder.writer()? != Writer::Nobody {
         return Ok(false);

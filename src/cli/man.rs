@@ -23,7 +23,7 @@ pub(crate) struct Error {
     source: io::Error,
 }
 
-/// Writes all pages into a folder, which is made where it is not there.
+/// Writes all pages into a folder, which is created if needed.
 pub(super) fn write(command: Command, folder: &Path) -> Result<(), Error> {
     let failed = |path: &Path| {
         let path = path.to_owned();
@@ -60,45 +60,58 @@ fn source() -> String {
     format!("rekindle {}", env!("CARGO_PKG_VERSION"))
 }
 
-/// Of the source where a package is made from it (SOURCE_DATE_EPOCH), so that the same source gives the same page.
+/// The date of the source if a package is made from it (SOURCE_DATE_EPOCH), so that the same source gives the same
+/// page.
 fn date() -> String {
     let epoch =
         std::env::var("SOURCE_DATE_EPOCH").ok().and_then(|text| DateTime::from_timestamp(text.parse().ok()?, 0));
     epoch.unwrap_or_else(Utc::now).format("%Y-%m-%d").to_string()
 }
 
-/// What no single command says.
+/// The parts that belong to no single command.
 fn more() -> Roff {
     let mut roff = Roff::new();
     roff.control("SH", ["SIGNALS"]);
     let signals = [
         ("SIGUSR1", "To rekindle run: take a snapshot now."),
-        ("SIGUSR2", "Take one, stop, and exit with 75 (or what the scheduler wants), to be queued again."),
+        (
+            "SIGUSR2",
+            "Take a final snapshot, stop, and exit with 75 (or the code that the scheduler expects), to be \
+            queued again.",
+        ),
         (
             "SIGTERM, SIGINT, SIGHUP",
-            "Take one within snapshot.grace and stop. A second one ends the job at once and does not wait for the store.",
+            "Take a final snapshot within snapshot.grace and stop. A second signal ends the job at once and does not \
+            wait until the image is stored.",
         ),
-        ("SIGQUIT, SIGCONT, SIGWINCH", "Go to the job."),
+        ("SIGQUIT, SIGCONT, SIGWINCH", "Forwarded to the job."),
     ];
     terms(&mut roff, &signals);
     roff.control("SH", ["EXIT STATUS"]);
     let code = |exit: Exit| exit.code().to_string();
     let codes = [
         (code(Exit::Success), "The job completed."),
-        ("that of the job".into(), "Given up after the job ended with this code."),
+        ("that of the job".into(), "The job ended with this code and was given up."),
         ("128 + n".into(), "The job was ended by signal n, or rekindle was stopped by it."),
-        (code(Exit::Unsound), "verify, repair, cuda: found wanting."),
+        (code(Exit::Unsound), "verify, repair, cuda: something is wrong."),
         (code(Exit::Usage), "Wrong usage, unknown job or image."),
         (
+            code(Exit::NoUsableImage),
+            "There are images and none can be used. The job was not started from the beginning (restart.cold-start).",
+        ),
+        (
             code(Exit::Missing),
-            "Something needed is missing: CRIU, rights, driver (rekindle doctor has the fix), or the image does not fit this machine.",
+            "Something is missing: CRIU, rights, driver (rekindle doctor shows how to fix it), or the image does not \
+            fit this machine.",
         ),
         (
             code(Exit::Requeue(75)),
-            "Stopped by SIGUSR2, to be queued again (some schedulers want another code); the same command goes on from the newest image.",
+            "Stopped by SIGUSR2, to be queued again (some schedulers expect another code); the same command continues \
+            from the newest image.",
         ),
+        (code(Exit::OnlyInMemory), "Stopped. The last image could not be stored: it is only in memory."),
         (code(Exit::Config), "The configuration is wrong."),
-        (code(Exit::Internal), "Rekindle failed."),
+        (code(Exit::Internal), "rekindle itself failed, or another supervisor has the job."),
         (code(Exit::NotExecutable), "The command cannot be executed."),
         (code(Exit::NotFound), "The command was not found."),
     ];
@@ -106,9 +119,9 @@ fn more() -> Roff {
     roff.control("SH", ["ENVIRONMENT"]);
     let variables = [
         ("REKINDLE_SECTION_KEY", "Sets a key of the configuration, such as REKINDLE_STORE_KEEP_LAST=5."),
-        ("REKINDLE_CRIU", "The criu program, where criu.path is not set."),
-        ("NO_COLOR", "No colours."),
-        ("NOTIFY_SOCKET, WATCHDOG_USEC", "The service manager's, see sd_notify(3). They do not reach the job."),
+        ("REKINDLE_CRIU", "The criu program, if criu.path is not set."),
+        ("NO_COLOR", "Print without colours."),
+        ("NOTIFY_SOCKET, WATCHDOG_USEC", "Set by the service manager, see sd_notify(3). The job does not get them."),
     ];
     terms(&mut roff, &variables);
     roff.control("SH", ["FILES"]);
@@ -149,7 +162,7 @@ fn configuration(sample: &str) -> Roff {
             comment.clear();
         } else if let Some((key, value)) = line.split_once(" = ") {
             roff.control("TP", []);
-            // A # without a blank stands before what has no default.
+            // A # without a space is before a key without a default.
             match key.strip_prefix('#') {
                 Some(key) => roff.text([bold(key), roman(" (unset; such as "), italic(value), roman(")")]),
                 None => roff.text([bold(key), roman(" = "), italic(value)]),
@@ -228,7 +241,7 @@ mod tests {
             let name = key.trim_start_matches('#').replace('-', r"\-");
             assert!(page.contains(&format!(".TP\n\\fB{name}\\fR")), "{name}");
         }
-        assert!(page.contains(".SH [snapshot]\n") && page.contains("no other than 1 so far"));
+        assert!(page.contains(".SH [snapshot]\n") && page.contains("1 is the only version"));
         let comments = DEFAULTS.lines().filter(|line| line.starts_with("# "));
         let words: usize = comments.map(|line| line[2..].split_whitespace().count()).sum();
         assert!(page.split_whitespace().count() > words, "something was left out");

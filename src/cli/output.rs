@@ -11,7 +11,7 @@ use crate::telemetry::clean;
 /// How a command prints its result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
-    /// A table, plain where standard output is not a terminal.
+    /// A table, plain if standard output is not a terminal.
     Text,
     /// One JSON document.
     Json,
@@ -45,8 +45,8 @@ pub(crate) fn print_json<J: Serialize>(json: &J) -> io::Result<()> {
     print_text(&clean::json(&serde_json::to_string_pretty(json)?))
 }
 
-/// Says what went wrong. Nobody may be listening any more (a closed terminal, a full disk): `eprintln` would panic then,
-/// and the exit code would not be the documented one.
+/// Prints the error. Standard error may be closed or full: `eprintln` would panic then, and the exit code would not be
+/// the documented one.
 pub(crate) fn complain(text: &str) {
     // A path may have line breaks, and what follows one is no message of ours.
     let text = clean::lines(text).replace('\n', "\n  ");

@@ -1,4 +1,5 @@
-//! A bar for what takes long, on a terminal only. It is drawn on standard error, so that what is printed stays clean.
+//! A progress bar for long operations, only on a terminal. It is drawn on standard error, so that standard output stays
+//! clean.
 
 use std::io::{IsTerminal, stderr};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -12,9 +13,9 @@ use rekindle_store::persist::Progress;
 
 /// How often it is drawn.
 const TICK: Duration = Duration::from_millis(100);
-const PLAIN: &str = "{msg} [{bar:30}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
+const PLAIN: &str = "{msg} [{bar:30}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} remaining";
 const COLOURED: &str =
-    "{msg} [{bar:30.cyan/blue}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left";
+    "{msg} [{bar:30.cyan/blue}] {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} remaining";
 
 /// Does `work`, which counts in the progress that it is given, under a bar. The bar is gone when this returns.
 pub(crate) fn shown<R>(what: &str, work: impl FnOnce(&Progress) -> R) -> R {
@@ -35,7 +36,7 @@ pub(crate) fn shown<R>(what: &str, work: impl FnOnce(&Progress) -> R) -> R {
             }
             bar.finish_and_clear();
         };
-        // Without a thread there is no bar, and the work is done all the same.
+        // Without a thread there is no bar, but the work is still done.
         let _drawing = thread::Builder::new().name("progress".into()).spawn_scoped(scope, draw);
         let result = work(&progress);
         drop(done);
@@ -43,12 +44,12 @@ pub(crate) fn shown<R>(what: &str, work: impl FnOnce(&Progress) -> R) -> R {
     })
 }
 
-/// Does `work` beside a sign that something goes on, and for how long. It is gone when this returns.
+/// Does `work` and shows a spinner with the elapsed time. It is removed when this returns.
 pub(crate) fn waited<R>(what: &str, work: impl FnOnce() -> R) -> R {
     told(what, |_| work())
 }
 
-/// The same for work that can say in words how far it is.
+/// The same for work that reports its progress as text.
 pub(crate) fn told<R>(what: &str, work: impl FnOnce(&dyn Fn(String)) -> R) -> R {
     if !stderr().is_terminal() {
         return work(&drop);

@@ -18,26 +18,26 @@ use rekindle_store::{ImageId, JobFolder, JobName, Known, Place};
 /// What to prune, and by which rules.
 #[derive(Debug, clap::Args)]
 pub(crate) struct PruneArgs {
-    /// The job; all jobs without it
+    /// The job; by default all jobs
     job: Option<String>,
-    /// Print what would go and why, and remove nothing
+    /// Print what would be removed and why; remove nothing
     #[arg(long)]
     dry_run: bool,
     #[command(flatten)]
     rules: Rules,
 }
 
-/// What holds instead of the configuration, this once.
+/// Values that replace those of the configuration, this once.
 #[derive(Debug, Default, clap::Args)]
-#[command(next_help_heading = "Instead of the configuration, this once")]
+#[command(next_help_heading = "Use this once, instead of the configuration")]
 struct Rules {
     /// Keep the newest N good images (store.keep-last)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     keep_last: Option<u32>,
-    /// Keep the newest good image of each of the last N hours that have one (store.keep-hourly)
+    /// Keep the newest good image of each of the last N hours with images (store.keep-hourly)
     #[arg(long, value_name = "N")]
     keep_hourly: Option<u32>,
-    /// Keep the newest good image of each of the last N days that have one (store.keep-daily)
+    /// Keep the newest good image of each of the last N days with images (store.keep-daily)
     #[arg(long, value_name = "N")]
     keep_daily: Option<u32>,
     /// Keep good images younger than this, such as 2h or 7days (store.keep-within)
@@ -99,13 +99,13 @@ pub(super) fn prune(global: &Global, args: &PruneArgs) -> anyhow::Result<Exit> {
             action: "keep",
             bytes: bytes(known),
             frees: None,
-            reason: "in memory only: it goes when a newer one takes its place".into(),
+            reason: "only in memory: removed when a newer image replaces it".into(),
         }));
         rows.extend(plan.decisions.iter().map(|decision| {
             let (action, reason) = match (&decision.verdict, args.dry_run) {
                 (Verdict::Remove(_), true) => ("would remove", decision.verdict.to_string()),
                 (Verdict::Remove(_), false) if gone.contains(&decision.id) => ("removed", decision.verdict.to_string()),
-                (Verdict::Remove(_), false) => ("keep", "pinned just now".to_owned()),
+                (Verdict::Remove(_), false) => ("keep", "pinned in the meantime".to_owned()),
                 (Verdict::Keep(_), _) => ("keep", decision.verdict.to_string()),
             };
             Row {
@@ -143,13 +143,13 @@ fn carry_out(folder: &JobFolder, policy: &Policy, config: &config::Store) -> any
     let lock = folder.lock().map_err(|error| match error {
         rekindle_store::Error::Supervised { .. } | rekindle_store::Error::PerhapsSupervised { .. } => {
             anyhow::Error::from(Misuse(format!(
-                "{error}; its supervisor prunes after each snapshot, and `--dry-run` shows its plan"
+                "{error}. Its supervisor prunes after each snapshot; `--dry-run` shows its plan"
             )))
         }
         other => other.into(),
     })?;
     let done = survey::rotate(folder, &lock, policy, config.min_free.bytes())?;
-    // To write packs anew takes long, and the key: the supervisor does that in the background.
+    // Repacking takes long and needs the key: the supervisor does that in the background.
     let bounds = gc::Bounds { repack: None, ..config.garbage(None) };
     let swept =
         gc::collect(folder, &lock, &bounds, Utc::now(), &|| false).and_then(|first| match first.marked.is_empty() {
@@ -158,7 +158,8 @@ fn carry_out(folder: &JobFolder, policy: &Policy, config: &config::Store) -> any
         });
     match swept {
         Ok(swept) if !swept.marked.is_empty() && !config.sweep_after.is_zero() => complain(&format!(
-            "job {}: the disk gets the space back {} from now (store.sweep-after), when the job's supervisor or `rekindle prune` sweeps",
+            "job {}: the disk space is free in {} (store.sweep-after), after the next sweep by the job's supervisor \
+            or `rekindle prune`",
             folder.name(),
             humantime::format_duration(config.sweep_after)
         )),

@@ -11,9 +11,9 @@ use rekindle_store::{Error as StoreError, JobFolder, JobName};
 /// What to repair.
 #[derive(Debug, clap::Args)]
 pub(crate) struct RepairArgs {
-    /// The job; all jobs without it
+    /// The job; by default all jobs
     job: Option<String>,
-    /// Print what would be done, and change nothing
+    /// Print what would be done; change nothing
     #[arg(long)]
     dry_run: bool,
 }
@@ -67,7 +67,7 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
         }
     }
     if args.dry_run && all.replica.url.is_some() && rows.iter().any(|row| !row.whole) {
-        complain("the replica was not asked: without --dry-run, what is lost here is taken from there where it can be");
+        complain("the replica was not asked: without --dry-run, lost content is fetched from it if possible");
     }
     Ok(if rows.iter().all(|row| row.whole) { Exit::Success } else { Exit::Unsound })
 }
@@ -76,7 +76,7 @@ pub(super) fn repair(global: &Global, args: &RepairArgs) -> anyhow::Result<Exit>
 fn lock(folder: &JobFolder) -> anyhow::Result<rekindle_store::WriterLock> {
     folder.lock().map_err(|error| match error {
         StoreError::Supervised { .. } | StoreError::PerhapsSupervised { .. } => {
-            Misuse(format!("{error}; `--dry-run` looks without changing anything")).into()
+            Misuse(format!("{error}. `--dry-run` checks without changing anything")).into()
         }
         other => other.into(),
     })
@@ -85,7 +85,7 @@ fn lock(folder: &JobFolder) -> anyhow::Result<rekindle_store::WriterLock> {
 fn cells(row: &Row) -> Vec<Vec<String>> {
     let cells = |what: String, state: &str, detail: &str| vec![row.job.to_string(), what, state.into(), detail.into()];
     let packs = row.repaired.packs.iter().map(|pack| {
-        let whole = format!("{}; {} whole records", pack.what, pack.whole);
+        let whole = format!("{}; {} intact records", pack.what, pack.whole);
         cells(format!("pack {}", pack.pack), &format!("{}{}", would(row), pack.outcome), &whole)
     });
     let images = row.repaired.images.iter().map(|image| {
@@ -98,7 +98,7 @@ fn cells(row: &Row) -> Vec<Vec<String>> {
     let healed = row.repaired.healed.iter().map(|healed| cells("content".into(), "replaced", &healed.to_string()));
     let mut all: Vec<_> = packs.chain(healed).chain(images).collect();
     if all.is_empty() {
-        all.push(cells("everything".into(), "whole", "every record was read, and every image has all of its own"));
+        all.push(cells("everything".into(), "whole", "all records were read, and all images are complete"));
     }
     all
 }

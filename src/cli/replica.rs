@@ -1,7 +1,7 @@
-//! Before a job goes on: is there a newer image in its replica? Then it is brought here first.
+//! Before a job continues: is there a newer image in its replica? Then it is fetched first.
 //!
-//! To begin from the beginning because a network is down would throw away what the replica has, so without any image here
-//! that is refused. With one here the job goes on from that, and the log says that there may be a newer one.
+//! A start from the beginning because the network is down would lose the work in the replica, so it is refused without
+//! a local image. With a local image the job continues from that, and the log says that there may be a newer one.
 
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
@@ -20,29 +20,27 @@ use rekindle_store::{
     WriterLock,
 };
 
-/// How often a fetch says how far it is.
+/// How often a fetch logs its progress.
 const SAY: Duration = Duration::from_secs(3);
 
-/// The replica is needed, and cannot be used.
+/// The replica is needed and cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "there is no image of the job here, and it cannot be told whether the replica has one: {why}; run the same again when that is put right, or with --fresh to start the job from the beginning"
+    "no local image of the job, and the replica cannot be checked: {why}. Fix that and run again, or use --fresh to \
+    start the job from the beginning"
 )]
 pub(crate) struct Unknown {
     why: String,
 }
 
-/// The replica has a newer image, and it cannot be brought here for the time being. To go on from an older one would lose
-/// work that is there.
+/// The replica has a newer image, and it cannot be fetched now. To continue from an older one would lose work.
 #[derive(Debug, thiserror::Error)]
-#[error(
-    "the replica has an image that is not here, and it cannot be brought: run the same again when that is put right"
-)]
+#[error("the replica has an image that is not here, and it cannot be fetched. Fix that and run the same command again")]
 pub(crate) struct NotBrought(#[source] Error);
 
-/// What the replica has is not believed, or cannot be opened: that is for the configuration to say.
+/// The images of the replica are not trusted, or cannot be decrypted: the configuration decides about that.
 #[derive(Debug, thiserror::Error)]
-#[error("nothing is brought from the replica, and nothing was written; `rekindle run --fresh` starts the job anew")]
+#[error("nothing was fetched and nothing was written; `rekindle run --fresh` starts the job from the beginning")]
 pub(crate) struct Refused(#[source] Error);
 
 /// The error of a command that cannot do without the replica.
@@ -53,8 +51,8 @@ fn refused(error: Error) -> anyhow::Error {
     }
 }
 
-/// Refuses before anything is written here: for a job that this machine does not know, the newest image there must be one
-/// that is believed. What is wrong with the replica itself is told by who fetches from it.
+/// Refuses before anything is written here: for a job that this machine does not know, the newest image there must be
+/// trusted. Errors of the replica itself are reported by the fetch.
 pub(super) fn check_newest(config: &Config, job: &JobName, trust: &Trust) -> anyhow::Result<()> {
     let (Some(url), Some(_)) = (&config.replica.url, trust.key()) else { return Ok(()) };
     let Ok(replica) = Replica::open(url, job, Patience::Little) else { return Ok(()) };
@@ -65,8 +63,8 @@ pub(super) fn check_newest(config: &Config, job: &JobName, trust: &Trust) -> any
     }
 }
 
-/// Brings the newest good image of the job here, where it is newer than all that are here, and takes over what is known
-/// of its run. Does nothing without `replica.url`, or for a job that is completed.
+/// Fetches the newest good image of the job if it is newer than all local ones, with the record of its run. Does
+/// nothing without `replica.url`, or for a job that is completed.
 pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLock) -> anyhow::Result<()> {
     let Some(url) = &config.replica.url else { return Ok(()) };
     let record = folder.record()?;
@@ -84,23 +82,21 @@ pub(super) fn bring_newest(config: &Config, folder: &JobFolder, lock: &WriterLoc
             if let Some(record) = new {
                 folder.write_record(lock, &record)?;
             }
-            tracing::info!("image {} came from the replica", image.id);
+            tracing::info!("image {} was fetched from the replica", image.id);
             Ok(())
         }
         (Err(error @ Error::NoRoom { .. }), _) => Err(NotBrought(error).into()),
         (Err(error @ (Error::Untrusted { .. } | Error::Key { .. })), None) => Err(refused(error)),
         (Err(error), Some(newest)) => {
             let why = chain(&error);
-            tracing::warn!(
-                "whether the replica has a newer image is not known: {why}; the job goes on from what is here, of which image {newest} is the newest"
-            );
+            tracing::warn!("cannot check the replica for a newer image: {why}. Continuing from local image {newest}");
             Ok(())
         }
         (Err(error), None) => Err(Unknown { why: chain(&error) }.into()),
     }
 }
 
-/// Brings the image here that JOB or JOB/ID names, where the replica has it and the store has not; JOB means the newest good
+/// Fetches the image that JOB or JOB/ID names if the replica has it and the store does not; JOB means the newest good
 /// one.
 pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     let Some(url) = &config.replica.url else { return Ok(()) };
@@ -120,7 +116,7 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     let unknown = |error: &Error| match found {
         Some(id) => {
             let why = chain(error);
-            tracing::warn!("whether the replica has an image newer than {id} is not known: {why}");
+            tracing::warn!("cannot check the replica for an image newer than {id}: {why}");
             Ok(())
         }
         None => Err(Unknown { why: chain(error) }.into()),
@@ -144,12 +140,12 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     let mut matching = images.iter().filter(is_wanted);
     let (image, more) = (matching.next(), matching.next());
     if wanted != LATEST && more.is_some() {
-        return Err(Misuse(format!("{wanted:?} could be several images of the replica: name it in full")).into());
+        return Err(Misuse(format!("{wanted:?} matches several images of the replica: use the full id")).into());
     }
     if let Some(image) = image {
         replica.check_trusted(image).map_err(refused)?;
     }
-    // What is not there either is told of by who looks in the store.
+    // If it is not there either, the store reports it.
     let Some((image, manifest)) = image.and_then(|image| Some((image, image.manifest()?))) else { return Ok(()) };
     let store = Store::open(&config.store.directory, Access::Write)?.with_trust(trust);
     let folder = store.create_job(&name)?;
@@ -162,11 +158,11 @@ pub(super) fn bring_named(config: &Config, text: &str) -> anyhow::Result<()> {
     if folder.record()?.is_none() {
         folder.write_record(&lock, &record_of(manifest))?;
     }
-    tracing::info!("image {} came from the replica", image.id);
+    tracing::info!("image {} was fetched from the replica", image.id);
     Ok(())
 }
 
-/// The image that was brought, and the record that goes with it where there is none here that does.
+/// The image that was fetched, and its record if there is no matching one here.
 type Brought = Option<(Image, Option<JobRecord>)>;
 
 fn look(
@@ -180,7 +176,7 @@ fn look(
     let never = || false;
     let theirs = replica.record(&never)?;
     if record.is_none() && theirs.as_ref().is_some_and(|theirs| theirs.outcome == Outcome::Completed) {
-        tracing::info!("job {} was completed elsewhere", folder.name());
+        tracing::info!("job {} was completed on another machine", folder.name());
         return Ok(None);
     }
     let newer = |image: &RemoteImage| newest.is_none_or(|newest| image.id > newest);
@@ -188,15 +184,15 @@ fn look(
     for image in replica.images(&never)?.into_iter().take_while(newer) {
         replica.check_trusted(&image)?;
         if let State::Damaged { why } = &image.state {
-            tracing::error!("image {} of the replica is passed over: {why}", image.id);
+            tracing::error!("image {} of the replica is skipped: {why}", image.id);
         }
         let Some(manifest) = image.manifest().filter(|_| image.is_good()) else { continue };
-        // A run that was begun anew here after it was taken left it behind on purpose.
+        // A run that started from the beginning here, after the image was taken, abandoned it on purpose.
         let left_behind = |record: &JobRecord| record.lineage != manifest.lineage && record.created > manifest.taken;
         if record.is_some_and(left_behind) {
             continue;
         }
-        tracing::info!("image {} of the replica is newer than what is here, and is fetched", image.id);
+        tracing::info!("fetching image {} from the replica: it is newer than the local images", image.id);
         match fetch(replica, folder, lock, key, image.id) {
             Ok(fetched) => {
                 let known = record.is_some_and(|record| record.lineage == manifest.lineage);
@@ -205,7 +201,7 @@ fn look(
                 return Ok(Some((fetched, new)));
             }
             Err(error @ (Error::Damaged { .. } | Error::NotWhole { .. })) => {
-                tracing::error!("an older image is looked for: {}", chain(&error));
+                tracing::error!("looking for an older image: {}", chain(&error));
                 last = Some(error);
             }
             Err(error) => return Err(error),
@@ -230,7 +226,7 @@ fn record_of(manifest: &Manifest) -> JobRecord {
     }
 }
 
-/// Fetches, and says every few seconds how far that is.
+/// Fetches, and logs the progress every few seconds.
 fn fetch(
     replica: &Replica,
     folder: &JobFolder,

@@ -17,10 +17,10 @@ use rekindle_os::durable;
 pub(crate) struct ReportArgs {
     /// The job
     job: String,
-    /// Write the page there, - for standard output; JOB.html without it
+    /// Write the page to this file, - for standard output; by default JOB.html
     #[arg(long, value_name = "FILE|-")]
     out: Option<PathBuf>,
-    /// Leave out what was before: "2026-11-21", "2026-11-21 08:00", RFC 3339, or how long ago: "24h"
+    /// Leave out what happened before: "2026-11-21", "2026-11-21 08:00", RFC 3339, or how long ago: "24h"
     #[arg(long, value_name = "TIME", value_parser = moment)]
     since: Option<DateTime<Utc>>,
 }
@@ -42,12 +42,12 @@ pub(super) fn report(global: &Global, args: &ReportArgs) -> anyhow::Result<Exit>
     Ok(Exit::Success)
 }
 
-/// A file that is there is replaced at once, so that who serves it never serves half; what is no file (a pipe, a device, a
-/// link to one) is written to.
+/// An existing file is replaced atomically, so that a web server never serves half of it. A pipe, a device, or a link
+/// to one is written to.
 fn write(path: &Path, text: &str) -> anyhow::Result<()> {
     let written = match fs::symlink_metadata(path) {
         Ok(metadata) if metadata.is_dir() => {
-            return Err(Misuse(format!("{} is a folder: name a file in it", path.display())).into());
+            return Err(Misuse(format!("{} is a folder: give a file name", path.display())).into());
         }
         Ok(metadata) if !metadata.is_file() => fs::write(path, text),
         _ => durable::replace_file(path, text.as_bytes(), 0o644),
@@ -65,7 +65,7 @@ fn moment(text: &str) -> Result<DateTime<Utc>, String> {
     let parsed = humantime::parse_duration(text).ok().and_then(ago);
     let parsed = parsed.or_else(|| DateTime::parse_from_rfc3339(text).ok().map(|time| time.to_utc()));
     parsed.or_else(|| naive.and_then(local)).ok_or_else(|| {
-        "write a date (2026-11-21), a time (\"2026-11-21 08:00\", 2026-11-21T08:00:00Z) or how long ago (24h)".into()
+        "expected a date (2026-11-21), a time (\"2026-11-21 08:00\", 2026-11-21T08:00:00Z) or how long ago (24h)".into()
     })
 }
 

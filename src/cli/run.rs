@@ -39,33 +39,32 @@ use rekindle_store::{
 /// What to run.
 #[derive(Debug, clap::Args)]
 pub(crate) struct RunArgs {
-    /// The job's name; without it one made of the command and its directory
+    /// The job's name; by default made from the command and its directory
     #[arg(long)]
     name: Option<String>,
-    /// Time between snapshots: "10m", "auto" or "off" (snapshot.interval)
+    /// Time between two snapshots: "10m", "auto" or "off" (snapshot.interval)
     #[arg(long, value_name = "TIME")]
     interval: Option<String>,
-    /// What a stop has for its last snapshot and its way to the store: TimeoutStopSec, terminationGracePeriodSeconds, N of
-    /// Slurm's --signal (snapshot.grace)
+    /// Time limit for the final snapshot when the job is stopped; storing it comes after (snapshot.grace)
     #[arg(long, value_name = "TIME")]
     grace: Option<String>,
-    /// When the job must be gone: "8h" or "2026-11-22T06:00:00"; a last snapshot is taken before, then it is stopped to be
-    /// queued again (scheduler.deadline; under Slurm its time limit)
+    /// Stop the job before this time, after a final snapshot, to be queued again: "8h" or "2026-11-22T06:00:00"
+    /// (scheduler.deadline; under Slurm its time limit)
     #[arg(long, value_name = "TIME")]
     deadline: Option<String>,
-    /// Start anew, even if there is something to go on from
+    /// Start from the beginning, even if there is an image to continue from
     #[arg(long)]
     fresh: bool,
     #[command(flatten)]
     accepted: Accepted,
     #[command(flatten)]
     devices: DeviceMap,
-    /// The command and its arguments; without it that of the configuration (job.command)
+    /// The command and its arguments; by default that of the configuration (job.command)
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     pub(super) command: Vec<OsString>,
 }
 
-/// What to bring back.
+/// What to restore.
 #[derive(Debug, clap::Args)]
 pub(crate) struct RestoreArgs {
     /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
@@ -76,16 +75,17 @@ pub(crate) struct RestoreArgs {
     devices: DeviceMap,
 }
 
-/// What is accepted of the image that the run goes on from.
+/// What is accepted about the image that the run continues from.
 #[derive(Debug, clap::Args)]
 struct Accepted {
-    /// Go on from an image of USER, as USER, though job.user says otherwise. For this run; it does not begin the job anew
+    /// Continue from an image of USER, as USER, even if job.user is another user. Applies to this run only; does not
+    /// start the job from the beginning
     #[arg(long = "accept-user", value_name = "USER")]
     user: Option<String>,
 }
 
 impl Accepted {
-    /// The job is then this user's until the run is over, and nothing else is begun as that user than an image.
+    /// The job then belongs to this user until the run is over. Only an image is started as that user.
     fn apply(&self, config: &mut Config) {
         if let Some(user) = &self.user {
             config.job.user = Some(user.clone());
@@ -96,11 +96,12 @@ impl Accepted {
     }
 }
 
-/// Where the images that are there when the run begins go.
+/// The GPUs for the images that exist when the run begins.
 #[derive(Debug, clap::Args)]
 struct DeviceMap {
-    /// Bring the job back on other GPUs than it was on: UUIDs or numbers of nvidia-smi, an old one as the image counts
-    /// (`rekindle show`); those not named stay where they can. Without it that is done where a GPU is gone, faulty or full
+    /// Restore the job on other GPUs: UUIDs or numbers of nvidia-smi for the new ones, UUIDs or the image's numbers
+    /// (`rekindle show`) for the old ones. GPUs that are not named stay if possible. By default a GPU is replaced only
+    /// if it is missing, faulty or full
     #[arg(long = "device-map", value_name = "OLD=NEW,...", value_delimiter = ',')]
     pairs: Vec<Pair>,
 }
@@ -108,14 +109,17 @@ struct DeviceMap {
 /// The supervisor lacks rights.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "this needs root: namespaces, CRIU and the CUDA checkpoint do; run it with sudo, and let the job run as its user with job.user"
+    "this needs root, for namespaces, CRIU and the CUDA checkpoint. Run it with sudo, and set job.user to run the job \
+    as a user"
 )]
 pub(crate) struct NoRights;
 
-/// There is something to go on from, and it cannot be used.
+/// There are images to continue from, and none can be used.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "{why}. `rekindle list {job}` says what is wrong with each; `rekindle unmark {job}/ID` takes a mark back; `rekindle restore {job}/ID` goes on from one image; `rekindle run --fresh` with the same command starts the job from nothing"
+    "{why}. `rekindle list {job}` shows what is wrong with each; `rekindle unmark {job}/ID` removes a mark; `rekindle \
+    restore {job}/ID` continues from one image; `rekindle run --fresh` with the same command starts the job from the \
+    beginning"
 )]
 pub(crate) struct NoUsableImage {
     job: JobName,
@@ -135,7 +139,7 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
     let configured: Vec<OsString> = config.job.command.iter().map(OsString::from).collect();
     let command = if args.command.is_empty() { &configured } else { &args.command };
     if command.is_empty() {
-        return Err(Misuse("there is no command to run: name one after --, or set job.command".into()).into());
+        return Err(Misuse("there is no command to run: give one after --, or set job.command".into()).into());
     }
     let directory = working_directory(config.job.directory.as_deref())?;
     let name: JobName = match &config.job.name {
@@ -165,7 +169,8 @@ pub(super) fn run(global: &Global, args: &RunArgs) -> anyhow::Result<Exit> {
         }
         (StartPoint::Cold, Some(user)) => {
             return Err(Misuse(format!(
-                "--accept-user {user} is for an image, and there is none to go on from: leave it out to start the job as job.user says"
+                "--accept-user {user} needs an image to continue from, and there is none: remove it to start the job \
+                as job.user"
             ))
             .into());
         }
@@ -194,7 +199,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     if job_args::means_newest(&folder, &args.image) {
         trust::check_newest(&folder)?;
     }
-    let known = || Misuse(format!("image {} has no readable manifest: `rekindle verify` says more", image.id));
+    let known = || Misuse(format!("image {} has no readable manifest: run `rekindle verify`", image.id));
     let manifest = image.manifest().ok_or_else(known)?.clone();
     let command: Vec<OsString> = manifest.command.iter().map(OsString::from).collect();
     let named = !job_args::means_newest(&folder, &args.image);
@@ -211,7 +216,7 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     let mut image = image;
     if matches!(image.state, State::Bad { .. }) {
         // Whoever names an image wants it tried.
-        tracing::warn!("image {} was marked as bad; the mark is taken back", image.id);
+        tracing::warn!("image {} was marked as bad; the mark is removed", image.id);
         image.clear_bad()?;
     }
     // What came after this image is left alone, and is not what a later crash goes back to.
@@ -229,12 +234,12 @@ pub(super) fn restore(global: &Global, args: &RestoreArgs) -> anyhow::Result<Exi
     )
 }
 
-/// What is there before the job's folder is touched.
+/// What is known before the job's folder is touched.
 struct Prepared {
     config: Config,
     criu: Criu,
     spec: JobSpec,
-    /// The program that is the way out of a private network.
+    /// The program that connects a private network to the outside.
     uplink: Option<PathBuf>,
     packing: Packing,
     store: Store,
@@ -282,21 +287,21 @@ impl Prepared {
         Ok(Prepared { config, criu, spec, uplink, packing, store })
     }
 
-    /// Becomes the one writer of the job's folder, and removes what crashes have left in it.
+    /// Becomes the only writer of the job's folder, and removes remnants of crashes from it.
     fn open(&self, name: &JobName) -> anyhow::Result<(JobFolder, WriterLock)> {
         let folder = self.store.create_job(name)?;
         let lock = folder.lock()?;
         if let Some((holder, silent)) = lock.silent_holder() {
             let silent = humantime::format_duration(Duration::from_secs(silent.as_secs()));
             tracing::warn!(
-                "the job was supervised by {holder}, who has been silent for {silent}: it is taken for dead"
+                "the job was supervised by {holder}, which has sent no heartbeat for {silent}: taking the job over"
             );
         }
         let (gone, left) = leftovers::give_back(&self.store, name);
-        gone.iter().for_each(|gone| tracing::info!("job {}: {gone}: given back", gone.job));
+        gone.iter().for_each(|gone| tracing::info!("job {}: {gone}: freed", gone.job));
         left.iter().for_each(|left| tracing::info!("job {}: {left}: {}", left.job, left.advice()));
         for path in folder.sweep_leftovers(&lock)? {
-            tracing::info!("removed {}, left by an interrupted run", path.display());
+            tracing::info!("removed {}, a remnant of an interrupted run", path.display());
         }
         Ok((folder, lock))
     }
@@ -307,7 +312,7 @@ struct Start {
     from: StartPoint,
     lineage: String,
     base: Option<ImageId>,
-    /// Whether the image was asked for by name.
+    /// Whether the user named the image.
     named: bool,
 }
 
@@ -336,7 +341,7 @@ fn supervise(
     });
     match start.from {
         StartPoint::Cold => tracing::info!("job {} starts", folder.name()),
-        StartPoint::Image(id) => tracing::info!("job {} goes on from image {id}", folder.name()),
+        StartPoint::Image(id) => tracing::info!("job {} continues from image {id}", folder.name()),
     }
     let staging = staging_area(&config, &folder, &lock);
     let interposer = interposer(&config, &mut spec, &folder, staging.as_ref());
@@ -346,12 +351,16 @@ fn supervise(
     let visible = spec.environment.get(OsStr::new("CUDA_VISIBLE_DEVICES")).map(|value| value.to_string_lossy());
     if let Some(visible) = visible.filter(|visible| names_instance(visible)) {
         tracing::warn!(
-            "CUDA_VISIBLE_DEVICES={visible} names an instance of a divided GPU (MIG), where the CUDA driver cannot checkpoint: no snapshot will be taken of what uses it"
+            "CUDA_VISIBLE_DEVICES={visible} names a MIG instance, which the CUDA driver cannot checkpoint: a job that \
+            uses it will have no snapshots"
         );
     }
     let map = match from {
         StartPoint::Cold if !map.is_empty() => {
-            tracing::warn!("--device-map is not needed: the job begins anew, on the GPUs that it chooses itself");
+            tracing::warn!(
+                "--device-map is ignored: the job starts from the beginning, on the GPUs that it chooses \
+                itself"
+            );
             &[]
         }
         _ => map,
@@ -382,7 +391,7 @@ fn supervise(
     Ok(exit(finish, &scheduler, requeue, &job))
 }
 
-/// The job's place in memory. Without one images are made in slots on the disk, which takes longer.
+/// The job's tmpfs for images. Without one, images are made in slots on the disk, which takes longer.
 fn staging_area(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Option<Area> {
     match staging::disk::sweep(folder, lock) {
         Ok(true) => tracing::warn!("removed the slots on the disk: they are of before the machine was restarted"),
@@ -397,13 +406,13 @@ fn staging_area(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Optio
     match Area::open(&config.snapshot.staging_directory, folder, lock, size) {
         Ok(area) => Some(area),
         Err(error) => {
-            tracing::warn!("images are made on the disk, which takes longer: {}", chain(&error));
+            tracing::warn!("images are made on the disk, and the job is frozen longer: {}", chain(&error));
             None
         }
     }
 }
 
-/// Gives the job a socket to say that it lives, where that is asked for.
+/// Gives the job a socket for its watchdog messages, if that is configured.
 fn beats(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> anyhow::Result<Option<Beats>> {
     let Some(limit) = config.watch.no_notify_for.limit() else { return Ok(None) };
     let base = &config.snapshot.staging_directory;
@@ -417,13 +426,13 @@ fn beats(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> anyhow::Res
         Beats::listen(&path, spec.identity.as_ref().map(|identity| identity.uid))
     };
     let beats = listen().with_context(|| {
-        format!("watch.no-notify-for needs a socket for the job, and {} cannot be made", path.display())
+        format!("watch.no-notify-for needs a socket for the job, and {} cannot be created", path.display())
     })?;
     spec.environment.extend(beats.variables(limit));
     Ok(Some(beats))
 }
 
-/// Gives the job a socket on which it can ask for something. Without one it runs all the same.
+/// Gives the job a socket for its requests. It also runs without one.
 fn job_api(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> Option<Socket> {
     let name = OsStr::new("REKINDLE_SOCKET");
     // One of a rekindle that we run in ourselves.
@@ -435,7 +444,7 @@ fn job_api(config: &Config, spec: &mut JobSpec, folder: &JobFolder) -> Option<So
             Some(socket)
         }
         Err(error) => {
-            tracing::warn!("the job has no REKINDLE_SOCKET in {}: {error}", directory.display());
+            tracing::warn!("cannot create the job's REKINDLE_SOCKET in {}: {error}", directory.display());
             None
         }
     }
@@ -445,7 +454,7 @@ fn has_driver() -> bool {
     Path::new("/dev/nvidiactl").exists() || cuda::Driver::load().is_ok()
 }
 
-/// Has NCCL use what can be checkpointed, and says what that costs.
+/// Limits NCCL to features that can be checkpointed, and logs what that costs.
 fn prepare_nccl(config: &Config, spec: &mut JobSpec, has_interposer: bool) {
     if !has_driver() {
         return;
@@ -457,13 +466,13 @@ fn prepare_nccl(config: &Config, spec: &mut JobSpec, has_interposer: bool) {
     }
 }
 
-/// Has the job load the interposer, where there is a driver that calls it. Without it snapshots take longer, and processes
-/// that share GPU memory have none.
+/// Loads the interposer into the job, if there is a driver that calls it. Without it snapshots take longer, and fail
+/// for processes that share GPU memory.
 fn interposer(config: &Config, spec: &mut JobSpec, folder: &JobFolder, area: Option<&Area>) -> Option<PathBuf> {
     if config.snapshot.interposer == Interposer::Off || !has_driver() {
         return None;
     }
-    // The store is closed to other users; what is mounted in memory goes when somebody unmounts it. So each where it must.
+    // The store is closed to other users, and a tmpfs of the job can be unmounted. So each file is where it has to be.
     let dir = match (&spec.identity, area) {
         (None, _) => folder.bin_dir(),
         (Some(_), Some(area)) => area.path().to_path_buf(),
@@ -484,7 +493,7 @@ fn interposer(config: &Config, spec: &mut JobSpec, folder: &JobFolder, area: Opt
             Some(path)
         }
         Err(error) => {
-            tracing::warn!("the job runs without the interposer, and its snapshots take longer: {error:#}");
+            tracing::warn!("the job runs without the interposer, so its snapshots take longer: {error:#}");
             None
         }
     }
@@ -545,7 +554,7 @@ fn exit(finish: Finish, scheduler: &Scheduler, requeue: Requeue, job: &JobName) 
     }
 }
 
-/// Goes on from the newest good image where the last run did not complete.
+/// Continues from the newest good image if the last run did not complete.
 fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart) -> anyhow::Result<Start> {
     let anew = || Start { from: StartPoint::Cold, lineage: supervisor::new_lineage(), base: None, named: false };
     let Some(record) = folder.record()? else { return Ok(anew()) };
@@ -557,7 +566,7 @@ fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart
     let mut images = folder.copies()?;
     for image in &mut images {
         if line.gives_another_chance(&Candidate::of(&*image)) {
-            tracing::info!("image {} did not restore in an earlier run and gets another chance", image.id);
+            tracing::info!("image {} could not be restored in an earlier run; trying it again", image.id);
             image.clear_bad()?;
         }
     }
@@ -565,7 +574,8 @@ fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart
         Begin::With(from) => from,
         Begin::OverImages => {
             tracing::warn!(
-                "no image of the interrupted run can be used; `rekindle list {}` says why. The job starts from nothing (restart.cold-start)",
+                "no image of the interrupted run can be used; `rekindle list {}` shows why. The job starts from the \
+                beginning (restart.cold-start)",
                 folder.name()
             );
             StartPoint::Cold
@@ -577,14 +587,15 @@ fn choose(folder: &JobFolder, command: &[OsString], fresh: bool, cold: ColdStart
     Ok(Start { from, lineage: record.lineage, base: record.base, named: false })
 }
 
-/// Going on from an image runs what was launched then, whatever is typed now.
+/// A restored image runs the command that was started then, whatever is typed now.
 fn same_command(record: &JobRecord, command: &[OsString], name: &JobName) -> Result<(), Misuse> {
     let typed: Vec<String> = command.iter().map(|part| part.to_string_lossy().into_owned()).collect();
     if typed == record.command {
         return Ok(());
     }
     Err(Misuse(format!(
-        "job {name} was interrupted while it ran {:?}, and this is another command: use --fresh to start anew, or another --name",
+        "job {name} was interrupted while it ran {:?}, and this is another command: use --fresh to start from the \
+        beginning, or another --name",
         record.command.join(" ")
     )))
 }
@@ -614,13 +625,13 @@ fn working_directory(configured: Option<&Path>) -> anyhow::Result<PathBuf> {
             Err(e) => Err(Misuse(format!("job.directory = {directory:?}: {e}")).into()),
         },
         None => std::env::current_dir().map_err(|e| {
-            Misuse(format!("cannot tell the working directory: {e}; change to one that is there, or set job.directory"))
+            Misuse(format!("cannot find the working directory: {e}. Change to an existing one, or set job.directory"))
                 .into()
         }),
     }
 }
 
-/// The file for the job's standard input. A terminal or a pipe cannot be brought back.
+/// The file for the job's standard input. A terminal or a pipe cannot be restored.
 fn standard_input(wanted: &Stdin) -> anyhow::Result<PathBuf> {
     match wanted {
         Stdin::Null => Ok("/dev/null".into()),
@@ -628,10 +639,9 @@ fn standard_input(wanted: &Stdin) -> anyhow::Result<PathBuf> {
             let metadata = std::fs::metadata(path).map_err(|e| Misuse(format!("job.stdin = {path:?}: {e}")))?;
             // To open a FIFO waits for a writer, perhaps for ever.
             if !metadata.is_file() && path != Path::new("/dev/null") {
-                return Err(Misuse(format!(
-                    "job.stdin = {path:?}: not a regular file, which a restore could not bring back"
-                ))
-                .into());
+                return Err(
+                    Misuse(format!("job.stdin = {path:?}: not a regular file, so it cannot be restored")).into()
+                );
             }
             Ok(path.clone())
         }
@@ -642,7 +652,11 @@ fn standard_input(wanted: &Stdin) -> anyhow::Result<PathBuf> {
                 return Ok(path);
             }
             let shown = path.display();
-            Err(Misuse(format!("job.stdin = \"inherit\": standard input is {shown}, which no restore can bring back; redirect it from a file, or use \"null\"")).into())
+            Err(Misuse(format!(
+                "job.stdin = \"inherit\": standard input is {shown}, which cannot be restored. \
+                Redirect it from a file, or use \"null\""
+            ))
+            .into())
         }
     }
 }

@@ -19,7 +19,7 @@ use rekindle_os::process;
 use rekindle_store::manifest::Landing;
 use rekindle_store::{Known, Manifest, Place, State, Tag};
 
-/// A copy of the image.
+/// One copy of the image.
 #[derive(Debug, Serialize)]
 struct Copy {
     place: Place,
@@ -34,14 +34,14 @@ struct Shown<'a> {
     copies: Vec<Copy>,
     /// Whether the job has lived for restart.min-uptime after it was taken or restored.
     proven: bool,
-    /// Whether no retention removes it.
+    /// Whether it is pinned: no rule removes it.
     pinned: bool,
     tags: Vec<Tag>,
-    /// How far its way from memory to the store is.
+    /// How much of it is stored.
     persisting: Option<&'a Persisting>,
-    /// In what this machine differs; a fatal difference keeps it from being restored here.
+    /// How this machine differs; with a fatal difference it cannot be restored here.
     differences: Vec<Difference>,
-    /// The GPUs that a restore here would use, for a job that used some.
+    /// The GPUs that a restore on this machine would use, for a job that used some.
     devices: Option<Devices>,
 }
 
@@ -73,7 +73,7 @@ impl Devices {
         match (self.plan, &self.why) {
             ("stay", _) => vec!["the same GPUs".into()],
             ("wait", Some(why)) => vec![format!("waits: {why}")],
-            _ => self.moved.iter().map(|m| format!("{} in the place of {}: {}", m.new, m.old, m.why)).collect(),
+            _ => self.moved.iter().map(|m| format!("{} instead of {}: {}", m.new, m.old, m.why)).collect(),
         }
     }
 }
@@ -81,7 +81,7 @@ impl Devices {
 pub(super) fn show(global: &Global, text: &str) -> anyhow::Result<Exit> {
     let (folder, image) = job_args::image(&global.open_store()?, text)?;
     // Its place in memory may have been taken by the next one just now.
-    let gone = || Misuse(format!("image {} is not there any more", image.id));
+    let gone = || Misuse(format!("image {} no longer exists", image.id));
     let known = folder.known()?.into_iter().find(|known| known.id() == image.id).ok_or_else(gone)?;
     let live = Published::live(&folder)?;
     let persisting = live.as_ref().and_then(|live| live.persisting_image(known.id()));
@@ -125,7 +125,7 @@ fn look(global: &Global, manifest: &Manifest, live: Option<&Published>) -> anyho
     Ok(Here::look(manifest, criu, &Wishes { leaving, ..Wishes::default() }))
 }
 
-/// What the job used of a GPU; nothing where that is not known.
+/// GPU memory that the job used; none if unknown.
 fn used(m: &Manifest, uuid: &str) -> String {
     let by = m.tree.cuda_memory.iter().filter_map(|(pid, gpus)| Some((pid, gpus.get(uuid)?)));
     let each: Vec<String> = by.map(|(pid, bytes)| format!("{} by process {pid}", size(*bytes))).collect();
@@ -138,8 +138,8 @@ fn used(m: &Manifest, uuid: &str) -> String {
 
 fn proven_in_words(proven: bool) -> &'static str {
     match proven {
-        true => "yes: the job has lived for restart.min-uptime after it",
-        false => "not yet: the job has not lived for restart.min-uptime after it",
+        true => "yes: the job has lived for restart.min-uptime after this image",
+        false => "not yet: the job has not lived for restart.min-uptime after this image",
     }
 }
 
@@ -171,8 +171,8 @@ fn describe(known: &Known, m: &Manifest, proven: bool, live: Option<&Published>,
         "restore",
         match differences.as_slice() {
             [] => "can be restored on this machine".into(),
-            [first, ..] if first.is_fatal() => "cannot be restored on this machine as it is".into(),
-            _ => "may not work on this machine".into(),
+            [first, ..] if first.is_fatal() => "cannot be restored on this machine".into(),
+            _ => "might not work on this machine".into(),
         },
     ));
     lines.extend(differences.iter().map(|difference| ("differs", difference.to_string())));

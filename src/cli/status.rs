@@ -16,20 +16,20 @@ use rekindle_base::units::size;
 use rekindle_store::staging::leftovers::Leftover;
 use rekindle_store::{JobFolder, JobName, JobRecord, Outcome, Store};
 
-/// Whose status, and how often.
+/// Which job's status, and how often.
 #[derive(Debug, clap::Args)]
 pub(crate) struct StatusArgs {
-    /// The job; all jobs without it
+    /// The job; by default all jobs
     job: Option<String>,
-    /// Show it again and again, until interrupted
+    /// Refresh until interrupted
     #[arg(long, short)]
     watch: bool,
-    /// With --watch: how often
+    /// Interval of --watch
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = humantime::parse_duration)]
     every: Duration,
 }
 
-/// A supervisor answers within a millisecond, or it stands still. All are asked at once.
+/// A supervisor answers within a millisecond, or it is stuck. All are asked at once.
 const PATIENCE: Duration = Duration::from_millis(250);
 
 /// A job.
@@ -190,13 +190,13 @@ fn state(row: &Row) -> String {
     text
 }
 
-/// When its time is over, and how long before its last snapshot is begun.
+/// The deadline, and how long before it the final snapshot starts.
 fn end(published: &Published, now: DateTime<Utc>) -> Option<String> {
     let seconds = |time: Duration| i64::try_from(time.as_secs()).unwrap_or(i64::MAX);
     let left = time((published.deadline? - now).num_seconds().max(0));
     let before = published.predicted.map(|forecast| time(seconds(forecast.lead()).saturating_add(1)));
-    let last = before.map_or_else(String::new, |before| format!("; a last snapshot is begun {before} before"));
-    Some(format!("its time is over in {left}{last}"))
+    let last = before.map_or_else(String::new, |before| format!("; the final snapshot starts {before} before it"));
+    Some(format!("the deadline is in {left}{last}"))
 }
 
 /// What has failed, and has not worked since, and what is near.
@@ -207,12 +207,12 @@ fn notes(row: &Row) -> Vec<String> {
     if let Some(it) = known.filter(|_| row.uptime_s.is_some()) {
         notes.push(failure(it.hang.as_ref(), "hangs"));
         notes.push(failure(it.gpu_fault.as_ref(), "a GPU has failed"));
-        notes.push(it.last_end.as_ref().filter(|_| it.restarts > 0).map(|end| format!("ended last: {}", end.words)));
+        notes.push(it.last_end.as_ref().filter(|_| it.restarts > 0).map(|end| format!("last end: {}", end.words)));
         notes.push(end(it, Utc::now()));
-        notes.push(failure(it.last_failure.as_ref(), "the last snapshot failed"));
+        notes.push(failure(it.last_failure.as_ref(), "the newest snapshot failed"));
         notes.push(failure(it.persist_failure.as_ref(), "not in the store"));
         notes.push(failure(it.replica_failure.as_ref(), "not in the replica"));
-        notes.push(failure(it.rehearsal_failure.as_ref(), "cannot be restored, by a rehearsal"));
+        notes.push(failure(it.rehearsal_failure.as_ref(), "could not be restored in a rehearsal"));
     }
     notes.push(row.left_in_memory.as_ref().map(|left| format!("{left}: {}", left.advice())));
     notes.into_iter().flatten().collect()

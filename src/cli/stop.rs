@@ -16,17 +16,17 @@ use rekindle_store::{ImageId, JobFolder, JobName, Outcome, Writer};
 pub(crate) struct StopArgs {
     /// The job
     job: String,
-    /// At once: without a last snapshot, and without waiting until the last image is in the store
+    /// Stop at once, without a final snapshot and without waiting until the last image is stored
     #[arg(long)]
     now: bool,
-    /// Do not wait until the supervisor is gone
+    /// Do not wait until the supervisor has ended
     #[arg(long)]
     no_wait: bool,
 }
 
-/// How often it is looked whether it is gone.
+/// How often to check whether it has ended.
 const LOOK: Duration = Duration::from_millis(50);
-/// A supervisor takes the request at once, unless it stands still.
+/// A supervisor accepts the request at once, unless it is stuck.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 /// How it ended.
@@ -34,7 +34,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 #[serde(rename_all = "kebab-case")]
 struct Stopped<'a> {
     job: &'a JobName,
-    /// completed, stopped, failed; nothing where it was not waited for.
+    /// completed, stopped, failed; nothing if the command did not wait.
     outcome: Option<&'static str>,
     /// The newest good image.
     image: Option<ImageId>,
@@ -73,7 +73,8 @@ pub(super) fn stop(global: &Global, args: &StopArgs) -> anyhow::Result<Exit> {
             let image = match newest {
                 Some(image) if stored => format!("; image {image} is in the store"),
                 Some(image) => format!(
-                    "; image {image} is in memory only, and lost when the machine restarts: make room in the store and run the job again on this machine"
+                    "; image {image} is only in memory and is lost when the machine restarts: free space in the store \
+                    and run the job again on this machine"
                 ),
                 None => "; it has no image".into(),
             };

@@ -13,17 +13,17 @@ pub(crate) struct PinArgs {
     image: String,
 }
 
-/// Which image, and its names.
+/// Which image, and its tags.
 #[derive(Debug, clap::Args)]
 pub(crate) struct TagArgs {
     /// JOB (its newest good image), JOB/ID, JOB/TAG or ID
     image: String,
-    /// Names: 1 to 64 characters from A-Z a-z 0-9 . _ -, no numbers, and not "latest"
+    /// Tags: 1 to 64 characters from A-Z a-z 0-9 . _ -; not a number, and not "latest"
     #[arg(required = true, value_name = "TAG")]
     tags: Vec<Tag>,
 }
 
-/// What holds after the change.
+/// The state after the change.
 #[derive(Debug, Serialize)]
 struct Shown<'a> {
     job: &'a JobName,

@@ -23,7 +23,7 @@ use super::{Exit, Global, Misuse};
 use view::{Line, Tone, View};
 use watch::{Row, Watch};
 
-/// How often the jobs are looked at.
+/// How often the jobs are read.
 const LOOK: Duration = Duration::from_secs(1);
 /// How soon a signal or a new look is seen.
 const TICK: Duration = Duration::from_millis(100);
@@ -66,7 +66,7 @@ fn show(store: &str, looks: &mpsc::Receiver<anyhow::Result<Vec<Row>>>, caught: &
             Ok(Ok(seen)) => (rows, problem, changed) = (seen, None, true),
             Ok(Err(error)) => (problem, changed) = (Some(error.to_string()), true),
             Err(mpsc::TryRecvError::Empty) => {}
-            Err(mpsc::TryRecvError::Disconnected) => anyhow::bail!("the thread that looks at the jobs is gone"),
+            Err(mpsc::TryRecvError::Disconnected) => anyhow::bail!("the thread that reads the jobs has ended"),
         }
         if std::mem::take(&mut changed) {
             let running = rows.iter().filter(|row: &&Row| row.state == "running").count();
@@ -103,7 +103,7 @@ fn show(store: &str, looks: &mpsc::Receiver<anyhow::Result<Vec<Row>>>, caught: &
     }
 }
 
-/// Draws over what is there: a screen that is cleared first flickers.
+/// Draws over the old content: a screen that is cleared first flickers.
 fn paint(lines: &[Line], coloured: bool) -> io::Result<()> {
     let mut out = stdout().lock();
     queue!(out, terminal::BeginSynchronizedUpdate, cursor::MoveTo(0, 0))?;

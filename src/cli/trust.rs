@@ -1,4 +1,4 @@
-//! Before anything is begun or written: is what a run would go on from ours?
+//! Before anything is started or written: are the images that a run would continue from ours?
 //!
 //! An image without a signature may be from before there was a key, and with another key the fault is mostly the
 //! configuration's. To pass over it would lose work silently, and to take it would run what anybody can have put there. So
@@ -13,10 +13,11 @@ use rekindle_base::chain;
 use rekindle_store::image::is_untrusted;
 use rekindle_store::{Access, Error, ImageId, JobFolder, JobName, Outcome, Seen, Store};
 
-/// An image is not believed, and it is newer than all that are.
+/// An image is not trusted, and it is newer than all that are.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "image {image} of job {job} is refused: {why}. It is kept as it is, and nothing was begun; `rekindle run --fresh` starts the job anew, and `rekindle restore {job}/ID` takes an image that is signed"
+    "image {image} of job {job} is refused: {why}. It is kept unchanged, and nothing was started. `rekindle run \
+    --fresh` starts the job from the beginning; `rekindle restore {job}/ID` continues from a signed image"
 )]
 pub(crate) struct Refused {
     job: JobName,
@@ -26,16 +27,18 @@ pub(crate) struct Refused {
 
 /// The content of the store was encrypted with another key.
 #[derive(Debug, thiserror::Error)]
-#[error("the key in {} (store.encryption-key) is not the one that the images of job {job} were encrypted with; set store.encryption-key to that one. Nothing was written", key.display())]
+#[error("the key in {} (store.encryption-key) is not the one that the images of job {job} were encrypted with. Set \
+    store.encryption-key to that one. Nothing was written", key.display())]
 pub(crate) struct WrongKey {
     key: PathBuf,
     job: JobName,
 }
 
-/// The job was run with a key, and is to go on without.
+/// The job was run with a key and would continue without one.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "job {job} was run with an encryption key, and store.encryption-key is not set: set it to the key of then. Nothing was written; `rekindle run --fresh` starts the job anew, without a key"
+    "job {job} was run with an encryption key, and store.encryption-key is not set: set it to the key that was used \
+    then. Nothing was written; `rekindle run --fresh` starts the job from the beginning, without a key"
 )]
 pub(crate) struct KeyLeftOut {
     job: JobName,
@@ -44,7 +47,7 @@ pub(crate) struct KeyLeftOut {
 /// Refuses before the store is locked, or even made.
 pub(super) fn check(config: &Config, job: &JobName) -> anyhow::Result<()> {
     let trust = config.store.trust()?;
-    // What is wrong with the store is told by who opens it to write.
+    // Errors of the store are reported when it is opened for writing.
     let here = Store::open(&config.store.directory, Access::Read).map(|store| store.with_trust(trust.clone()));
     let here = here.and_then(|store| store.jobs()?.contains(job).then(|| store.job(job)).transpose());
     match here {
@@ -67,7 +70,7 @@ pub(super) fn check_here(folder: &JobFolder) -> anyhow::Result<()> {
     }
     match folder.record() {
         Ok(Some(record)) if record.outcome == Outcome::Completed => Ok(()),
-        // Which image it is says more than that the record is not believed either.
+        // The image's id is more useful than the fact that the record is not trusted either.
         record => {
             check_newest(folder)?;
             Ok(record.map(drop)?)
@@ -75,7 +78,7 @@ pub(super) fn check_here(folder: &JobFolder) -> anyhow::Result<()> {
     }
 }
 
-/// Refuses where an image that is not believed is newer than all good ones.
+/// Refuses if an untrusted image is newer than all good ones.
 pub(super) fn check_newest(folder: &JobFolder) -> anyhow::Result<()> {
     let copies = folder.copies()?;
     // The same may be here twice: one copy that is good is enough.
@@ -87,7 +90,7 @@ pub(super) fn check_newest(folder: &JobFolder) -> anyhow::Result<()> {
     }
 }
 
-/// An image that was asked for by name, and is not believed.
+/// An image that the user named and that is not trusted.
 pub(super) fn refuse(folder: &JobFolder, image: &rekindle_store::Image) -> anyhow::Result<()> {
     match is_untrusted(&image.state) {
         Some(why) => Err(Refused { job: folder.name().clone(), image: image.id, why: why.to_string() }.into()),
@@ -100,15 +103,17 @@ pub(super) fn seen(config: &Config, folder: &JobFolder) -> Option<Seen> {
     Seen::of(&config.store.seen_directory, folder.name(), folder.trust())
 }
 
-/// Says loudly where what is here is older than what was here once.
+/// Warns if the images here are older than ones that were here before.
 pub(super) fn look_for_rollback(seen: &Seen, folder: &JobFolder, lineage: Option<&str>) {
     let tell = || -> anyhow::Result<()> {
         let job = folder.name();
-        let help = "If you did not restore a backup, lose a disk or remove images, stop the job and find out who can write to the store and the replica";
+        let help = "If you did not restore a backup, lose a disk or remove images, stop the job and find out who can \
+            write to the store and the replica";
         let Some(lineage) = lineage else {
             if let Some(last) = seen.runs()?.first() {
                 tracing::error!(
-                    "this machine has seen image {} of job {job} (noted {}), and there is none of that run any more: the job begins anew. {help}",
+                    "this machine has seen image {} of job {job} (noted {}), but no image of that run is left: the \
+                    job starts from the beginning. {help}",
                     last.image,
                     last.when.format("%F %TZ")
                 );
@@ -120,10 +125,18 @@ pub(super) fn look_for_rollback(seen: &Seen, folder: &JobFolder, lineage: Option
         let ours = copies.iter().filter_map(|image| image.manifest()).filter(|manifest| manifest.lineage == lineage);
         let newest = ours.map(|manifest| manifest.id).max();
         if newest.is_none_or(|newest| newest < last.image) {
-            let here = newest
-                .map_or_else(|| "there is none here".to_owned(), |newest| format!("the newest one here is {newest}"));
+            let here = newest.map_or_else(
+                || "there is no image here".to_owned(),
+                |newest| {
+                    format!(
+                        "the newest image here is \
+                    {newest}"
+                    )
+                },
+            );
             tracing::error!(
-                "job {job} goes back to an older state: this machine has seen image {} (noted {}), and {here}. {help}; `rekindle list {job} --replica` shows what is there",
+                "job {job} continues from an older state: this machine has seen image {} (noted {}), and {here}. \
+                {help}; `rekindle list {job} --replica` lists the images",
                 last.image,
                 last.when.format("%F %TZ")
             );
@@ -131,7 +144,7 @@ pub(super) fn look_for_rollback(seen: &Seen, folder: &JobFolder, lineage: Option
         Ok(())
     };
     if let Err(error) = tell() {
-        tracing::warn!("whether the images of the job are the newest ones is not known: {error:#}");
+        tracing::warn!("cannot check whether the images of the job are the newest ones: {error:#}");
     }
 }
 

@@ -1,7 +1,7 @@
 //! `rekindle unmark`: take marks back from images, so that a restart uses them again.
 //!
-//! A mark is a guess of the supervisor's about the cause of a failure. Needs no lock: the mark is a file that is there or not,
-//! and a supervisor that runs reads it anew whenever it chooses an image.
+//! A mark is the supervisor's guess about the cause of a failure. Needs no lock: the mark is a file that exists or not,
+//! and a running supervisor reads it again whenever it chooses an image.
 
 use serde::Serialize;
 
@@ -17,12 +17,12 @@ pub(crate) struct UnmarkArgs {
     images: Vec<String>,
 }
 
-/// One image, and the mark that it had.
+/// One image, and its former mark.
 #[derive(Debug, Serialize)]
 struct Row {
     job: JobName,
     image: ImageId,
-    /// None where it had none.
+    /// None if it had none.
     mark: Option<BadMark>,
 }
 
@@ -33,7 +33,7 @@ pub(super) fn unmark(global: &Global, args: &UnmarkArgs) -> anyhow::Result<Exit>
         let (folder, image) = job_args::image(&store, text)?;
         if image.manifest().is_none() {
             return Err(Misuse(format!(
-                "image {} has no mark that could be taken back: its manifest is damaged (`rekindle verify` says more)",
+                "image {} has no mark to remove: its manifest is damaged (run `rekindle verify`)",
                 image.id
             ))
             .into());
@@ -58,6 +58,6 @@ fn line(row: &Row) -> String {
     let Row { job, image, mark } = row;
     match mark {
         Some(mark) => format!("{job}/{image}: good again; the mark was \"{}: {}\"", mark.why, mark.detail),
-        None => format!("{job}/{image}: it has no mark"),
+        None => format!("{job}/{image}: not marked"),
     }
 }

@@ -16,12 +16,12 @@ use rekindle_store::{
 /// What to check, and how much of it to read.
 #[derive(Debug, clap::Args)]
 pub(crate) struct VerifyArgs {
-    /// JOB, JOB/ID, JOB/TAG or ID; everything without it
+    /// JOB, JOB/ID, JOB/TAG or ID; by default everything
     image: Option<String>,
-    /// Read all content as well and compare every byte with what was written
+    /// Also read all content and compare every byte with its checksum
     #[arg(long)]
     read_data: bool,
-    /// Read that share of the packs, chosen by chance each time, such as 10%
+    /// Read this share of the packs, chosen at random each time, such as 10%
     #[arg(long, value_name = "PERCENT", value_parser = share, conflicts_with = "read_data")]
     read_data_subset: Option<Share>,
 }
@@ -31,7 +31,7 @@ fn share(text: &str) -> Result<Share, String> {
     percent.and_then(Share::percent).ok_or_else(|| "a share is a whole number from 1% to 100%".to_owned())
 }
 
-/// What was found of an image.
+/// The result for an image.
 #[derive(Debug, Serialize)]
 struct ImageRow {
     job: JobName,
@@ -42,7 +42,7 @@ struct ImageRow {
     report: Report,
 }
 
-/// What was found of the packs of a job.
+/// The result for the packs of a job.
 #[derive(Debug, Serialize)]
 struct PacksRow {
     job: JobName,
@@ -60,13 +60,13 @@ struct Found {
 pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit> {
     let store = global.open_store()?;
     let Config { store: config, replica, .. } = global.settings(global.overrides())?;
-    let from_there = if replica.url.is_some() { ", and takes what it can from the replica" } else { "" };
+    let from_there = if replica.url.is_some() { ", from the replica if possible" } else { "" };
     let chosen = chosen(&store, args.image.as_deref())?;
     let share = match (args.read_data, args.read_data_subset) {
         (true, _) => Share::ALL,
         (false, Some(_)) if matches!(chosen, Chosen::One(..)) => {
             let words =
-                "--read-data-subset reads packs, which the images of a job share: name a job, or use --read-data";
+                "--read-data-subset reads packs, which the images of a job share: give a job, or use --read-data";
             return Err(Misuse(words.to_owned()).into());
         }
         (false, share) => share.unwrap_or(Share::NONE),
@@ -90,8 +90,8 @@ pub(super) fn verify(global: &Global, args: &VerifyArgs) -> anyhow::Result<Exit>
     unsound.dedup();
     for job in &unsound {
         complain(&format!(
-            "job {job}: `rekindle repair --dry-run {job}` says which images have lost something, and `rekindle repair {job}` \
-             mends what can be mended{from_there}"
+            "job {job}: `rekindle repair --dry-run {job}` shows which images lost content, and `rekindle repair \
+            {job}` repairs what it can{from_there}"
         ));
     }
     Ok(if unsound.is_empty() { Exit::Success } else { Exit::Unsound })
@@ -161,7 +161,7 @@ impl Reading {
     }
 }
 
-/// None where another image took its place meanwhile, or it was removed: that is no damage.
+/// None if another image replaced it in the meantime, or it was removed: that is no damage.
 fn row(folder: &JobFolder, image: &Image, report: Report, read: bool) -> Option<ImageRow> {
     let is_there = || match image.place {
         Place::Staged | Place::Slot => folder.staged().iter().any(|other| other.id == image.id),
@@ -195,13 +195,10 @@ fn of_image(ImageRow { report, read, .. }: &ImageRow) -> String {
     match (problems.is_empty(), report.place, read) {
         (false, ..) => problems.join("; "),
         (true, Place::Stored | Place::Slot, true) => format!("ok, {} files, every byte", report.parts.len()),
-        (true, Place::Stored | Place::Slot, false) => {
-            format!("ok, {} files, all of them in the packs", report.parts.len())
+        (true, Place::Stored | Place::Slot, false) => format!("ok, {} files, all in the packs", report.parts.len()),
+        (true, Place::Staged, _) => {
+            format!("ok, sizes of {} files in memory; checksums exist only after it is stored", report.parts.len())
         }
-        (true, Place::Staged, _) => format!(
-            "ok, the sizes of {} files in memory; there are no checksums before it is stored",
-            report.parts.len()
-        ),
     }
 }
 
@@ -212,7 +209,7 @@ fn of_pack(pack: &PackReport) -> String {
     let counts = if counts.is_empty() { counts } else { format!("{counts}, the first: ") };
     let elsewhere = match pack.elsewhere {
         0 => String::new(),
-        count => format!("; another pack has {count} of them whole"),
+        count => format!("; another pack has {count} of them intact"),
     };
     format!("{counts}{}{elsewhere}", pack.why)
 }
@@ -220,7 +217,7 @@ fn of_pack(pack: &PackReport) -> String {
 fn of_packs(report: &PacksReport) -> String {
     let state = if report.is_sound() { "ok" } else { "damaged" };
     match report.read {
-        0 => format!("{state}, {} packs; --read-data reads what is in them", report.packs),
+        0 => format!("{state}, {} packs; --read-data checks their content", report.packs),
         read => format!(
             "{state}, read {read} of {} packs, {} in {} chunks",
             report.packs,

@@ -34,7 +34,8 @@ pub enum Error {
     },
     /// We are root, and somebody else could have written what we would obey.
     #[error(
-        "refusing the configuration as root, because others can write {} (mode {mode:04o}); mend it with: chmod go-w {}",
+        "refusing the configuration as root, because others can write {} (mode {mode:04o}). Fix it with: chmod go-w \
+        {}",
         path.display(), path.display()
     )]
     Writable {
@@ -45,7 +46,7 @@ pub enum Error {
     },
     /// We are root, and it belongs to somebody else.
     #[error(
-        "refusing the configuration as root, because {} belongs to user {owner}; mend it with: chown -h root {}",
+        "refusing the configuration as root, because {} belongs to user {owner}. Fix it with: chown -h root {}",
         path.display(), path.display()
     )]
     Foreign {
@@ -74,10 +75,10 @@ pub enum Fault {
     /// It is no TOML.
     #[error("not valid TOML: {0}")]
     Syntax(String),
-    /// The file does not say which format it is written in.
-    #[error("version is missing; add the line: version = 1")]
+    /// The file does not name its format.
+    #[error("version is missing. Add the line: version = 1")]
     NoVersion,
-    /// A key, table or variable that means nothing.
+    /// A key, table or variable that does not exist.
     #[error("unknown {what} {name}{}", hint(nearest.as_deref()))]
     Unknown {
         /// "key", "table" or "variable".

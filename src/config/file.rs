@@ -1,7 +1,7 @@
 //! Reading the file, and whether it may be obeyed.
 //!
-//! Root runs what the configuration says, so as root a file is refused that anybody else could have written: by its
-//! own permissions, or by those of the folder it is in, where it could have been replaced.
+//! Root runs the commands in the configuration. So root refuses a file that anybody else can write, or replace because
+//! of the permissions of its folder.
 
 use std::fs::{self, File, Metadata};
 use std::io::{self, Read};

@@ -8,6 +8,6 @@ use rekindle_engine::launch::nccl::Nccl;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Gpu {
-    /// What NCCL is told to do without, so that a snapshot is possible.
+    /// NCCL features that are disabled so that a snapshot is possible.
     pub nccl: Nccl,
 }

@@ -25,7 +25,7 @@ pub(super) const SECTIONS: &[&str] = &[
 /// One key.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Key {
-    /// Section and name, "store.keep-last"; "version" stands in no section.
+    /// Section and name, "store.keep-last"; "version" is in no section.
     pub(super) path: &'static str,
     /// How text from the environment becomes a value.
     pub(super) shape: Shape,
@@ -36,17 +36,17 @@ pub(super) struct Key {
 /// How text from the environment becomes a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Shape {
-    /// As it stands.
+    /// Unchanged.
     Text,
     /// An integer.
     Count,
     /// `true` or `false`.
     Flag,
-    /// Integers with commas between.
+    /// Integers, separated by commas.
     Codes,
-    /// Words with blanks between.
+    /// Words, separated by spaces.
     Words,
-    /// NAME=VALUE with commas between; each name is an entry with its own origin.
+    /// NAME=VALUE, separated by commas; each name is an entry with its own origin.
     Map,
     /// Tables in a list, each an entry with its own origin; only in the file.
     Tables,
@@ -55,10 +55,9 @@ pub(super) enum Shape {
 const DURATION: &str = "a duration with a unit, such as \"90s\" or \"10m\"";
 const PATIENCE: &str = "\"off\" or a duration with a unit, such as \"90s\" or \"10m\"";
 const SIZE: &str = "a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
-const RATE: &str = "\"unlimited\", or a size for each second such as \"500MB\" or a whole number of bytes";
+const RATE: &str = "\"unlimited\", or a size per second such as \"500MB\" or a whole number of bytes";
 const COUNT: &str = "a whole number from 0 to 4294967295";
-const WORDS: &str =
-    "a list of words in quotes, the program and its arguments, such as [\"/usr/local/bin/tell\", \"-v\"]";
+const WORDS: &str = "a list of strings: the program and its arguments, such as [\"/usr/local/bin/tell\", \"-v\"]";
 const CODES: &str = "a list of exit codes from 1 to 255, such as [1, 137]";
 
 const fn key(path: &'static str, shape: Shape, expects: &'static str) -> Key {
@@ -69,25 +68,25 @@ const fn key(path: &'static str, shape: Shape, expects: &'static str) -> Key {
 pub(super) const KEYS: &[Key] = &[
     key("version", Shape::Count, "1"),
     key("rules", Shape::Tables, "tables [[rules]] with match and action"),
-    key("job.name", Shape::Text, "text"),
-    key("job.command", Shape::Words, "a list of words in quotes, such as [\"python3\", \"train.py\"]"),
-    key("job.directory", Shape::Text, "text with an absolute path"),
-    key("job.user", Shape::Text, "text with a user's name or number"),
-    key("job.umask", Shape::Text, "text with an octal number from 000 to 777, such as \"022\""),
+    key("job.name", Shape::Text, "a string"),
+    key("job.command", Shape::Words, "a list of strings, such as [\"python3\", \"train.py\"]"),
+    key("job.directory", Shape::Text, "a string with an absolute path"),
+    key("job.user", Shape::Text, "a string with a user's name or number"),
+    key("job.umask", Shape::Text, "a string with an octal number from 000 to 777, such as \"022\""),
     key("job.stdin", Shape::Text, "\"null\", \"inherit\" or an absolute path"),
-    key("job.environment", Shape::Map, "text in quotes for each variable"),
+    key("job.environment", Shape::Map, "a string for each variable"),
     key("job.environment-mode", Shape::Text, "\"inherit\" or \"clean\""),
-    key("job.pass-environment", Shape::Words, "a list of names in quotes, such as [\"MASTER_ADDR\", \"SLURM_*\"]"),
+    key("job.pass-environment", Shape::Words, "a list of strings with names, such as [\"MASTER_ADDR\", \"SLURM_*\"]"),
     key("job.limits", Shape::Map, "\"unlimited\", a whole number or a size such as \"64MiB\" for each limit"),
     key("job.pid-namespace", Shape::Text, "\"private\" or \"host\""),
     key("job.no-new-privileges", Shape::Flag, "true or false"),
     key("job.allow-io-uring", Shape::Flag, "true or false"),
     key("network.mode", Shape::Text, "\"host\" or \"private\""),
     key("network.uplink", Shape::Text, "\"off\" or \"user\""),
-    key("files.track", Shape::Words, "a list of absolute paths in quotes, such as [\"/data/db\"]"),
+    key("files.track", Shape::Words, "a list of strings with absolute paths, such as [\"/data/db\"]"),
     key("gpu.nccl", Shape::Text, "\"auto\", \"no-peer\" or \"off\""),
     key("snapshot.interval", Shape::Text, "\"auto\", \"off\" or a duration with a unit, such as \"90s\" or \"10m\""),
-    key("snapshot.max-overhead", Shape::Text, "a share of the time with its sign, such as \"1%\" or \"0.5%\""),
+    key("snapshot.max-overhead", Shape::Text, "a percentage of the time, such as \"1%\" or \"0.5%\""),
     key(
         "snapshot.mean-time-between-failures",
         Shape::Text,
@@ -105,9 +104,9 @@ pub(super) const KEYS: &[Key] = &[
     key("snapshot.memory-reserve", Shape::Text, SIZE),
     key("snapshot.rehearse", Shape::Text, PATIENCE),
     key("snapshot.staging", Shape::Text, "\"ram\" or \"store\""),
-    key("snapshot.staging-directory", Shape::Text, "text with an absolute path"),
+    key("snapshot.staging-directory", Shape::Text, "a string with an absolute path"),
     key("snapshot.interposer", Shape::Text, "\"auto\" or \"off\""),
-    key("store.directory", Shape::Text, "text with an absolute path"),
+    key("store.directory", Shape::Text, "a string with an absolute path"),
     key("store.keep-last", Shape::Count, COUNT),
     key("store.keep-hourly", Shape::Count, COUNT),
     key("store.keep-daily", Shape::Count, COUNT),
@@ -123,19 +122,15 @@ pub(super) const KEYS: &[Key] = &[
         Shape::Text,
         "\"auto\", \"none\", \"lz4\", \"zstd\", or \"zstd:LEVEL\" with a level from -7 to 19",
     ),
-    key("store.encryption-key", Shape::Text, "text with an absolute path"),
+    key("store.encryption-key", Shape::Text, "a string with an absolute path"),
     key("store.accept-unsigned", Shape::Flag, "true or false"),
-    key("store.seen-directory", Shape::Text, "text with an absolute path"),
+    key("store.seen-directory", Shape::Text, "a string with an absolute path"),
     key("store.persist-rate", Shape::Text, RATE),
     key("store.persist-threads", Shape::Text, "\"auto\" or a whole number from 1 to 64"),
     key("store.sweep-after", Shape::Text, DURATION),
     key("store.repack", Shape::Text, "\"off\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes"),
     key("store.copies", Shape::Count, "1 or 2"),
-    key(
-        "store.verify-rate",
-        Shape::Text,
-        "\"off\", or a size for each second such as \"20MB\" or a whole number of bytes",
-    ),
+    key("store.verify-rate", Shape::Text, "\"off\", or a size per second such as \"20MB\" or a whole number of bytes"),
     key("store.on-success", Shape::Text, "\"remove\" or \"keep\""),
     key(
         "replica.url",
@@ -179,20 +174,16 @@ pub(super) const KEYS: &[Key] = &[
     key("hooks.timeout", Shape::Text, DURATION),
     key("hooks.on-error", Shape::Text, "\"ignore\" or \"refuse\""),
     key("hooks.failed-snapshots", Shape::Count, COUNT),
-    key(
-        "hooks.webhook",
-        Shape::Text,
-        "text with an address, https://HOST/PATH, without a user and password before the host",
-    ),
-    key("metrics.textfile", Shape::Text, "text with an absolute path"),
-    key("metrics.listen", Shape::Text, "text with an address and a port, such as \"127.0.0.1:9464\""),
+    key("hooks.webhook", Shape::Text, "a string with an address, https://HOST/PATH, without user and password"),
+    key("metrics.textfile", Shape::Text, "a string with an absolute path"),
+    key("metrics.listen", Shape::Text, "a string with an address and a port, such as \"127.0.0.1:9464\""),
     key("log.level", Shape::Text, "\"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
     key("log.format", Shape::Text, "\"text\" or \"json\""),
     key("log.max-size", Shape::Text, SIZE),
     key("log.keep", Shape::Count, COUNT),
-    key("control.directory", Shape::Text, "text with an absolute path"),
+    key("control.directory", Shape::Text, "a string with an absolute path"),
     key("job-api.max-hold", Shape::Text, DURATION),
-    key("criu.path", Shape::Text, "text with an absolute path"),
+    key("criu.path", Shape::Text, "a string with an absolute path"),
 ];
 
 impl Key {
@@ -223,7 +214,7 @@ pub(super) fn find(path: &str) -> Option<&'static Key> {
     KEYS.iter().find(|key| key.path == path)
 }
 
-/// How alike two words must be, from 0 to 1, to offer one for the other.
+/// The similarity, from 0 to 1, from which one word is suggested for another.
 const ALIKE: f64 = 0.8;
 
 /// Of two likely keys, one of the section that was typed is the better guess: `store.keep` is `store.keep-last` (0.89
@@ -232,7 +223,7 @@ const SAME_SECTION: f64 = 0.15;
 
 /// Keys that earlier versions had, each with what to do.
 const REMOVED: [(&str, &str); 3] = [
-    ("restart.lazy", "all memory of a job is restored before it runs, as with \"off\"; delete it"),
+    ("restart.lazy", "all memory of a job is restored before it runs, as with \"off\". Delete the key"),
     ("word.max-hold", "use job-api.max-hold"),
     ("[word]", "use [job-api]"),
 ];
@@ -243,7 +234,7 @@ pub(super) fn removed(name: &str) -> Option<&'static str> {
     REMOVED.iter().find(|(path, _)| *path == name || variable(path) == name).map(|(_, why)| *why)
 }
 
-/// The key that `path` may mean: a slip of the pen in its own section, or a name that stands in another section.
+/// The key that `path` may mean: a typing error in its own section, or a name of another section.
 pub(super) fn nearest(path: &str) -> Option<&'static str> {
     let path = path.to_lowercase().replace('_', "-");
     let (section, name) = split(&path);

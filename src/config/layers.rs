@@ -206,7 +206,7 @@ impl Layers {
                 let flag = text.parse().map_or_else(|_| Value::from(text), Value::Boolean);
                 self.settings.push(whole(flag));
             }
-            // They stand in no section and have no variable.
+            // They are in no section and have no variable.
             Shape::Tables => {}
             Shape::Codes => self.settings.push(whole(Value::Array(items().map(integer).collect()))),
             Shape::Words => {
@@ -222,11 +222,11 @@ impl Layers {
                             value: Value::from(value),
                             origin: origin.clone(),
                         }),
-                        None => {
-                            self.problems.push(whole(Value::from(text)).problem(
-                                "must be NAME=VALUE with commas between; values with commas belong in the file",
-                            ))
-                        }
+                        None => self
+                            .problems
+                            .push(whole(Value::from(text)).problem(
+                                "must be NAME=VALUE, separated by commas; put values with commas in the file",
+                            )),
                     }
                 }
             }
@@ -251,7 +251,7 @@ impl Layers {
     }
 }
 
-/// A path from the command line is meant from where it was typed. What is not UTF-8 is refused later, by its rule.
+/// A path on the command line is relative to the current folder. What is not UTF-8 is refused later, by its rule.
 fn absolute(path: &Path) -> String {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).to_string_lossy().into_owned()
 }

@@ -57,7 +57,7 @@ pub struct Config {
     pub watch: Watch,
     /// What is around: a scheduler, and the time it leaves.
     pub scheduler: Scheduler,
-    /// Commands and an address that are told what happens.
+    /// Commands and an address that are notified of events.
     pub hooks: Hooks,
     /// Numbers for Prometheus.
     pub metrics: Metrics,
@@ -166,7 +166,7 @@ pub enum PidNamespace {
     /// One of its own: the pids that a restore needs are free.
     #[default]
     Private,
-    /// The host's: a restore fails when one of the job's pids has been taken meanwhile.
+    /// The host's: a restore fails if another process has one of the job's pids.
     Host,
 }
 
@@ -176,11 +176,12 @@ pub enum PidNamespace {
 pub struct Snapshot {
     /// Time between the end of one snapshot and the start of the next.
     pub interval: Interval,
-    /// Most of the time that a job may stand still for snapshots where the interval is [`Interval::Auto`].
+    /// The largest share of the time that snapshots may freeze the job, with [`Interval::Auto`].
     pub max_overhead: Percentage,
-    /// Mean time between failures where the interval is [`Interval::Auto`].
+    /// Mean time between failures, with [`Interval::Auto`].
     pub mean_time_between_failures: MeanTime,
-    /// How long a stop may take for its last snapshot, without the way of that from memory to the store.
+    /// Time limit for the final snapshot when the job is stopped. Storing its image comes after and is not limited by
+    /// it.
     #[serde(with = "duration")]
     pub grace: Duration,
     /// How long the CUDA driver may wait for running kernels; at least 1 ms, because the driver takes 0 for ever.
@@ -204,11 +205,11 @@ pub struct Snapshot {
     pub file_limit: ByteSize,
     /// What happens to established TCP connections.
     pub tcp: TcpChoice,
-    /// Host memory that must stay free while an image is made in memory, or GPU memory is copied into it.
+    /// Host memory that must stay free while an image is written to memory, or GPU memory is copied into it.
     pub memory_reserve: ByteSize,
     /// How often a restore is tried beside the job.
     pub rehearse: Patience,
-    /// Where an image is whole first, which ends the freeze.
+    /// Where an image is complete first, which ends the freeze.
     pub staging: Staging,
     /// Absolute folder with one folder for each job that is staged in memory.
     pub staging_directory: PathBuf,
@@ -246,9 +247,9 @@ pub struct Store {
     pub directory: PathBuf,
     /// Good images kept for a job, at least 1.
     pub keep_last: u32,
-    /// So many hours, of those with an image, of each of which the newest good image is kept.
+    /// For how many hours with images to keep the newest good image.
     pub keep_hourly: u32,
-    /// So many days, of those with an image, of each of which the newest good image is kept.
+    /// For how many days with images to keep the newest good image.
     pub keep_daily: u32,
     /// Good images are kept that were taken within this time before now.
     #[serde(with = "duration")]
@@ -261,7 +262,7 @@ pub struct Store {
     pub compression: Compression,
     /// Absolute path of the file with the key that the content of images is encrypted with; unset means that it is not.
     pub encryption_key: Option<PathBuf>,
-    /// Whether what has no signature is believed though there is a key: for images from before there was one.
+    /// Whether unsigned images are accepted although there is a key: for images from before there was one.
     pub accept_unsigned: bool,
     /// Where this machine keeps what it has seen of the images of jobs, to notice when an older state is put in their place.
     pub seen_directory: PathBuf,
@@ -269,10 +270,10 @@ pub struct Store {
     pub persist_rate: Rate,
     /// Threads that copy and hash it.
     pub persist_threads: Threads,
-    /// How long content stays that no image needs any more.
+    /// How long content is kept that no image needs any more.
     #[serde(with = "duration")]
     pub sweep_after: Duration,
-    /// How much is written anew in one go to get the space back of content that no image needs.
+    /// The most bytes that one repack writes.
     pub repack: Repack,
     /// In how many packs content is kept that several images refer to.
     pub copies: Copies,
@@ -351,10 +352,10 @@ pub struct Restart {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ColdStart {
-    /// Only where there is no image at all, good or bad.
+    /// Only if there is no image at all, good or bad.
     #[default]
     NoImages,
-    /// Also where no image can be used.
+    /// Also if no image can be used.
     Allow,
     /// Rekindle gives up.
     Never,
@@ -395,7 +396,7 @@ pub enum Level {
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Criu {
-    /// Absolute path of the `criu` program; unset means that it is looked for.
+    /// Absolute path of the `criu` program; if unset, it is searched for.
     pub path: Option<PathBuf>,
 }
 

@@ -19,7 +19,7 @@ pub enum NetworkMode {
     /// That of the caller.
     #[default]
     Host,
-    /// A network namespace of its own with a loopback device, and an uplink where that is wanted.
+    /// Its own network namespace with a loopback device, and an uplink if configured.
     Private,
 }
 

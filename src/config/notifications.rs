@@ -1,4 +1,4 @@
-//! `[hooks]` and `[metrics]`: who is told what happens to a job, and how.
+//! `[hooks]` and `[metrics]`: how events of a job are reported.
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -30,7 +30,7 @@ pub struct Hooks {
     /// How long a command may take.
     #[serde(with = "duration")]
     pub timeout: Duration,
-    /// What follows where a command before a snapshot or restore fails.
+    /// What happens if a command before a snapshot or restore fails.
     pub on_error: OnError,
     /// So many snapshots that fail in a row are a failure; 0 means never.
     pub failed_snapshots: u32,

@@ -14,7 +14,7 @@ use rekindle_store::retention::survey::Limits;
 use rekindle_store::{Trust, Unsigned, gc};
 
 impl Store {
-    /// Which images stay.
+    /// Which images are kept.
     #[must_use]
     pub fn policy(&self) -> Policy {
         Policy {
@@ -54,7 +54,7 @@ impl Store {
         gc::Bounds { sweep_after: self.sweep_after, repack, key, copies: self.copies }
     }
 
-    /// What files of the store are believed by. Reads the key.
+    /// What decides whether files of the store are trusted. Reads the key.
     ///
     /// # Errors
     /// When there is to be a key and it cannot be used.

@@ -20,7 +20,7 @@ pub(super) type Broken = (String, String);
 pub(super) fn broken(config: &Config) -> Vec<Broken> {
     let mut rules = Rules(Vec::new());
     rules.that(config.version == VERSION, "version", || {
-        format!("must be {VERSION}, the only format that this version of rekindle reads")
+        format!("must be {VERSION}, the only format that this version of rekindle can read")
     });
     job(config, &mut rules);
     snapshot(config, &mut rules);
@@ -36,13 +36,13 @@ pub(super) fn broken(config: &Config) -> Vec<Broken> {
     rules.path("metrics.textfile", config.metrics.textfile.as_deref());
     let is_prom = |path: &Path| path.extension().is_some_and(|extension| extension == "prom");
     rules.that(config.metrics.textfile.as_deref().is_none_or(is_prom), "metrics.textfile", || {
-        "must end with .prom, because node_exporter reads no others".to_owned()
+        "must end with .prom, because node_exporter reads no other files".to_owned()
     });
     rules.that(config.metrics.listen.is_none_or(|address| !address.ip().is_multicast()), "metrics.listen", || {
         "must be an address of this machine".to_owned()
     });
     rules.that(config.log.max_size.bytes() >= 4096, "log.max-size", || {
-        "must be at least 4KiB, because each rotation leaves a file".to_owned()
+        "must be at least 4KiB, because each rotation creates a file".to_owned()
     });
     rules.path("control.directory", Some(&config.control.directory));
     rules.time("job-api.max-hold", config.job_api.max_hold, Duration::from_secs(1), "");
@@ -74,7 +74,7 @@ const SLOWEST: ByteSize = ByteSize::mib(1);
 /// Less is a slip: no image is that small.
 const SMALLEST: ByteSize = ByteSize::mib(1);
 
-/// What is worth writing anew is at most a pack at a time.
+/// A repack writes at least a pack.
 const LEAST_REPACK: ByteSize = ByteSize::mib(256);
 
 impl Rules {
@@ -93,23 +93,23 @@ impl Rules {
     fn path(&mut self, key: &str, value: Option<&Path>) {
         let Some(path) = value else { return };
         self.that(path.is_absolute(), key, || {
-            "must be an absolute path, because the job and a restart may stand in another folder".to_owned()
+            "must be an absolute path: the job and a restart may have another working directory".to_owned()
         });
         let text = path.to_string_lossy();
         self.that(!text.contains('\0'), key, || "must not contain a zero byte".to_owned());
-        // U+FFFD stands where a flag or variable held something else.
+        // U+FFFD replaces bytes of a flag or variable that are not UTF-8.
         self.that(!text.contains('\u{fffd}'), key, || "must be valid UTF-8".to_owned());
     }
 
     fn rate(&mut self, key: &str, rate: Rate) {
         let Rate::PerSecond(rate) = rate else { return };
         self.that(rate >= SLOWEST, key, || {
-            format!("must be at least {SLOWEST}, or \"unlimited\", because a slower copy of an image takes days")
+            format!("must be at least {SLOWEST}, or \"unlimited\": a slower copy of an image takes days")
         });
     }
 
     fn codes(&mut self, key: &str, codes: &[u8]) {
-        self.that(!codes.contains(&0), key, || "must not contain 0, which is success and ends the job".to_owned());
+        self.that(!codes.contains(&0), key, || "must not contain 0, which means success and ends the job".to_owned());
     }
 }
 
@@ -125,7 +125,7 @@ const OURS: [&str; 3] = ["REKINDLE_JOB", "REKINDLE_RUN_ID", "REKINDLE_SOCKET"];
 fn job(config: &Config, rules: &mut Rules) {
     let job = &config.job;
     rules.that(job.command.first().is_none_or(|program| !program.is_empty()), "job.command", || {
-        "must begin with the name of a program".to_owned()
+        "must begin with a program".to_owned()
     });
     rules.that(!job.command.iter().any(|word| word.contains('\0')), "job.command", || {
         "must not contain a zero byte".to_owned()
@@ -137,18 +137,18 @@ fn job(config: &Config, rules: &mut Rules) {
     let is_user =
         |user: &str| !user.is_empty() && !user.contains(|c: char| c == ':' || c.is_whitespace() || c.is_control());
     rules.that(job.user.as_deref().is_none_or(is_user), "job.user", || {
-        "must be a user's name or number, without blanks or colons".to_owned()
+        "must be a user's name or number, without spaces or colons".to_owned()
     });
     if let Stdin::File(path) = &job.stdin {
         rules.path("job.stdin", Some(path));
     }
     let fits = config.network.mode == NetworkMode::Host || job.pid_namespace == PidNamespace::Private;
     rules.that(fits, "network.mode", || {
-        "must be \"host\" where job.pid-namespace is: both namespaces belong to one init".to_owned()
+        "must be \"host\" if job.pid-namespace is \"host\": both namespaces belong to one init".to_owned()
     });
     let fits = config.network.uplink == UplinkMode::Off || config.network.mode == NetworkMode::Private;
     rules.that(fits, "network.uplink", || {
-        "must be \"off\" where network.mode is \"host\": the job has the machine's network there".to_owned()
+        "must be \"off\" if network.mode is \"host\": the job then has the machine's network".to_owned()
     });
     for (name, value) in job.environment.iter() {
         let key = format!("job.environment.{name}");
@@ -163,7 +163,7 @@ fn job(config: &Config, rules: &mut Rules) {
         !beginning.is_empty() && !beginning.contains(['=', '*', '\0'])
     };
     rules.that(job.pass_environment.iter().all(is_variable), "job.pass-environment", || {
-        "must be names of variables without =, or the beginning of names and a * at the end".to_owned()
+        "must be names of variables without =, or the beginning of names followed by *".to_owned()
     });
     for name in job.limits.keys() {
         rules.that(LIMITS.contains(&name.as_str()), &format!("job.limits.{name}"), || {
@@ -178,31 +178,37 @@ fn snapshot(config: &Config, rules: &mut Rules) {
     let snapshot = &config.snapshot;
     let second = Duration::from_secs(1);
     if let Interval::Every(interval) = snapshot.interval {
-        let reason = ", or \"off\", because the job stands still during each snapshot";
+        let reason = ", or \"off\", because each snapshot freezes the job";
         rules.time("snapshot.interval", interval, Duration::from_millis(100), reason);
     }
     rules.that((LEAST_OVERHEAD..=MOST_OVERHEAD).contains(&snapshot.max_overhead), "snapshot.max-overhead", || {
         format!(
-            "must be from {LEAST_OVERHEAD} to {MOST_OVERHEAD}; with more the job would stand still longer than it runs"
+            "must be from {LEAST_OVERHEAD} to {MOST_OVERHEAD}; with more, the job would be frozen longer than it runs"
         )
     });
     if let MeanTime::Known(time) = snapshot.mean_time_between_failures {
         let key = "snapshot.mean-time-between-failures";
         rules.that(time >= second, key, || "must be at least 1s".to_owned());
         rules.that(time <= LONGEST_MEAN_TIME, key, || {
-            "must be at most 10years (m is a minute, M a month); set snapshot.interval for a job that never fails"
+            "must be at most 10years (m is a minute, M a month). For a job that never fails, set snapshot.interval"
                 .to_owned()
         });
     }
     if let Some(every) = snapshot.rehearse.limit() {
         rules.time("snapshot.rehearse", every, second, ", or \"off\"");
     }
-    rules.time("snapshot.grace", snapshot.grace, second, ", because a stop takes its last snapshot within it");
-    let reason = ", because the driver takes 0 for 'wait for ever'";
+    rules.time("snapshot.grace", snapshot.grace, second, ", because a stop takes its final snapshot within it");
+    let reason = ", because 0 means 'wait for ever' to the driver";
     rules.time("snapshot.lock-timeout", snapshot.lock_timeout, Duration::from_millis(1), reason);
-    rules.time("snapshot.freeze-timeout", snapshot.freeze_timeout, second, ", because CRIU counts in whole seconds");
+    rules.time(
+        "snapshot.freeze-timeout",
+        snapshot.freeze_timeout,
+        second,
+        ", because CRIU's time limits are whole \
+        seconds",
+    );
     rules.that(snapshot.freeze_timeout.subsec_nanos() == 0, "snapshot.freeze-timeout", || {
-        "must be whole seconds, because CRIU counts in them".to_owned()
+        "must be whole seconds, because CRIU's time limits are".to_owned()
     });
     rules.time("snapshot.dump-timeout", snapshot.dump_timeout, second, "");
     rules.time("snapshot.retry-after", snapshot.retry_after, Duration::from_millis(1), "");
@@ -212,7 +218,7 @@ fn snapshot(config: &Config, rules: &mut Rules) {
         format!("must be at least snapshot.retry-after, which is \"{least}\"")
     });
     rules.that(u32::try_from(snapshot.ghost_limit.bytes()).is_ok(), "snapshot.ghost-limit", || {
-        "must be less than 4GiB, because CRIU takes it as a 32-bit number of bytes".to_owned()
+        "must be less than 4GiB, because CRIU's limit is a 32-bit number of bytes".to_owned()
     });
     config.files.track.iter().for_each(|folder| rules.path("files.track", Some(folder)));
     rules.path("snapshot.staging-directory", Some(&snapshot.staging_directory));
@@ -228,19 +234,19 @@ fn store(config: &Config, rules: &mut Rules) {
     });
     if let SizeLimit::AtMost(size) = config.store.max_total_size {
         rules.that(size >= SMALLEST, "store.max-total-size", || {
-            format!("must be at least {SMALLEST}, or \"unlimited\", because no image is smaller")
+            format!("must be at least {SMALLEST}, or \"unlimited\": no image is smaller")
         });
     }
     rules.path("store.encryption-key", config.store.encryption_key.as_deref());
     rules.that(!config.store.accept_unsigned || config.store.encryption_key.is_some(), "store.accept-unsigned", || {
-        "must not be set without store.encryption-key, because without a key nothing is signed".to_owned()
+        "must not be set without store.encryption-key: without a key nothing is signed".to_owned()
     });
     rules.path("store.seen-directory", Some(&config.store.seen_directory));
     rules.rate("store.persist-rate", config.store.persist_rate);
     rules.time("store.sweep-after", config.store.sweep_after, Duration::ZERO, "");
     if let Repack::UpTo(size) = config.store.repack {
         rules.that(size >= LEAST_REPACK, "store.repack", || {
-            format!("must be at least {LEAST_REPACK}, or \"off\", because content is written in packs of that size")
+            format!("must be at least {LEAST_REPACK}, or \"off\": packs have that size")
         });
     }
     verify_rate(config, rules);
@@ -249,7 +255,7 @@ fn store(config: &Config, rules: &mut Rules) {
 fn verify_rate(config: &Config, rules: &mut Rules) {
     let VerifyRate::PerSecond(rate) = config.store.verify_rate else { return };
     rules.that(rate >= SLOWEST, "store.verify-rate", || {
-        format!("must be at least {SLOWEST}, or \"off\", because a slower look at a store takes months")
+        format!("must be at least {SLOWEST}, or \"off\": slower verification of a store takes months")
     });
 }
 
@@ -263,7 +269,7 @@ fn replica(config: &Config, rules: &mut Rules) {
 fn restart(config: &Config, rules: &mut Rules) {
     let restart = &config.restart;
     let second = Duration::from_secs(1);
-    rules.time("restart.window", restart.window, second, ", because restarts are counted in it");
+    rules.time("restart.window", restart.window, second, ", because restarts are counted within it");
     rules.time("restart.backoff", restart.backoff, Duration::ZERO, "");
     rules.time("restart.backoff-max", restart.backoff_max, Duration::ZERO, "");
     rules.that(restart.backoff_max >= restart.backoff, "restart.backoff-max", || {
@@ -276,8 +282,10 @@ fn restart(config: &Config, rules: &mut Rules) {
     rules.codes("restart.never-retry-exit-codes", &restart.never_retry_exit_codes);
     let both = |code: &&u8| restart.never_retry_exit_codes.contains(*code);
     if let Some(code) = restart.retry_exit_codes.iter().find(both) {
-        let rule =
-            format!("must not contain {code}, which restart.never-retry-exit-codes has; take it out of one of them");
+        let rule = format!(
+            "must not contain {code}, which restart.never-retry-exit-codes contains, too. Remove it from one \
+                of them"
+        );
         rules.0.push(("restart.retry-exit-codes".to_owned(), rule));
     }
     rules.time("restart.restore-timeout", restart.restore_timeout, second, "");
@@ -295,7 +303,7 @@ fn hooks(config: &Config, rules: &mut Rules) {
     ] {
         let is_program = |word: &String| word.starts_with('/') || !(word.is_empty() || word.contains('/'));
         rules.that(words.first().is_none_or(is_program), key, || {
-            "must begin with a program, by its absolute path or a name that is looked for in PATH".to_owned()
+            "must begin with a program: an absolute path, or a name to find in PATH".to_owned()
         });
         rules.that(!words.iter().any(|word| word.contains('\0')), key, || "must not contain a zero byte".to_owned());
     }
@@ -323,20 +331,20 @@ const MOST_RULES: usize = 99;
 fn endings(config: &Config, rules: &mut Rules) {
     for (n, rule) in (1usize..).zip(&config.rules) {
         let key = format!("rules.{n}");
-        rules.that(n <= MOST_RULES, &key, || format!("must be one of at most {MOST_RULES}"));
+        rules.that(n <= MOST_RULES, &key, || format!("must not exist: at most {MOST_RULES} rules are allowed"));
         rules.that(!rule.matches.is_empty(), &key, || {
-            "must name in match what it is for: exit-code, signal, cause, xid or log".to_owned()
+            "must have at least one condition in match: exit-code, signal, cause, xid or log".to_owned()
         });
         rules.that(!rule.matches.exit_code.all().contains(&0), &key, || {
-            "must not match exit code 0, which is success and ends the job".to_owned()
+            "must not match exit code 0, which means success and ends the job".to_owned()
         });
         let groups = rule.matches.log.as_ref().map_or(0, super::Pattern::groups);
         rules.that(rule.matches.above.is_none_or(|above| (1..groups).contains(&above.group)), &key, || {
-            "must have in match.log the group that match.above names, counted from 1".to_owned()
+            "must have the group of match.above in match.log; groups are counted from 1".to_owned()
         });
         let rewinds = rule.action == RuleAction::Rewind;
         rules.that(rewinds || (rule.images.is_none() && rule.max_rewinds.is_none()), &key, || {
-            "must not set images or max-rewinds, which are for action = \"rewind\"".to_owned()
+            "must not set images or max-rewinds without action = \"rewind\"".to_owned()
         });
         let kept = config.store.keep_last;
         rules.that(!rewinds || (1..=kept).contains(&rule.images.unwrap_or(1)), &key, || {

@@ -1,4 +1,4 @@
-//! `[scheduler]`: what rekindle is told of the scheduler that it runs under, and of the time that it has.
+//! `[scheduler]`: the scheduler that rekindle runs under, and its time limit.
 
 use std::fmt;
 use std::str::FromStr;

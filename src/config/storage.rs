@@ -8,7 +8,7 @@ use rekindle_store::persist;
 
 use super::value::{ByteSize, Malformed, NumberOrText};
 
-/// How many threads bring an image to the store.
+/// How many threads store an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "NumberOrText")]
 pub enum Threads {
@@ -67,7 +67,7 @@ pub enum SizeLimit {
 }
 
 impl SizeLimit {
-    /// The limit in bytes, where there is one.
+    /// The limit in bytes, if there is one.
     #[must_use]
     pub fn bytes(self) -> Option<u64> {
         match self {
@@ -105,7 +105,7 @@ impl From<SizeLimit> for String {
     }
 }
 
-/// How much of the store may be written anew in one go, to get the space back of what is no longer needed.
+/// The most bytes that one repack writes, to free the space of unneeded content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "NumberOrText", into = "String")]
 pub enum Repack {

@@ -333,14 +333,11 @@ fn each_rule_is_checked_and_shown_with_its_line() {
     assert!(codes.iter().zip(1u8..).all(|(rule, n)| rule.matches.exit_code.all() == [n]), "in the order of the file");
 
     for (rule, why) in [
-        ("match = {}\naction = 'restart'", "must name in match what it is for"),
+        ("match = {}\naction = 'restart'", "must have at least one condition in match"),
         ("match = { exit-code = 0 }\naction = 'restart'", "must not match exit code 0"),
         ("match = { exit-code = 1 }\naction = 'rewind'\nimages = 4", "to store.keep-last, which is 3"),
-        ("match = { exit-code = 1 }\naction = 'restart'\nimages = 1", "which are for action = \"rewind\""),
-        (
-            "match = { log = 'x', above = { group = 1, value = 1 } }\naction = 'restart'",
-            "the group that match.above names",
-        ),
+        ("match = { exit-code = 1 }\naction = 'restart'\nimages = 1", "without action = \"rewind\""),
+        ("match = { log = 'x', above = { group = 1, value = 1 } }\naction = 'restart'", "the group of match.above"),
         ("match = { log = '(' }\naction = 'restart'", "not a regular expression"),
         ("match = { exit-kode = 1 }\naction = 'restart'", "unknown field `exit-kode`"),
         ("match = { exit-code = 1 }\naction = 'pray'", "unknown variant `pray`"),

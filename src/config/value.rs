@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize, Serializer};
 pub(super) use rekindle_base::units::NumberOrText;
 pub(crate) use rekindle_base::units::{ByteSize, Malformed};
 
-/// What stands in place of a value that must not be shown.
+/// The replacement for a value that must not be shown.
 pub(crate) const HIDDEN: &str = "<hidden>";
 
 /// Durations as text with units ("1h 30m"), for `#[serde(with = "duration")]`.
@@ -74,7 +74,7 @@ pub enum Rate {
 }
 
 impl Rate {
-    /// Bytes a second, where there is a limit.
+    /// Bytes a second, if there is a limit.
     #[must_use]
     pub fn bytes(self) -> Option<u64> {
         match self {

@@ -51,7 +51,7 @@ pub enum Patience {
 }
 
 impl Patience {
-    /// The bound, where there is one.
+    /// The limit, if there is one.
     #[must_use]
     pub fn limit(self) -> Option<Duration> {
         match self {
@@ -85,12 +85,12 @@ impl From<Patience> for String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HangAction {
-    /// It is said, and nothing else.
+    /// It is reported, and nothing else.
     #[default]
     Notify,
-    /// The job is ended and brought back from its newest image.
+    /// The job is ended and restored from its newest image.
     Restart,
-    /// A last snapshot is taken, and rekindle exits with 75.
+    /// A final snapshot is taken, and rekindle exits with 75.
     SnapshotAndStop,
 }
 
@@ -140,11 +140,11 @@ impl Rule {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RuleAction {
-    /// The job is brought back, whatever its exit code.
+    /// The job is restarted, whatever its exit code.
     Restart,
     /// The job is given up.
     GiveUp,
-    /// A last snapshot is taken where the job still runs, and rekindle exits with 75.
+    /// A final snapshot is taken if the job still runs, and rekindle exits with 75.
     SnapshotAndStop,
     /// The job goes back to an older image.
     Rewind,
@@ -161,7 +161,7 @@ impl fmt::Display for RuleAction {
     }
 }
 
-/// What a rule is for. Each may be one value or a list, of which one has to fit.
+/// The conditions of a rule. Each may be one value or a list; one of them has to match.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields, default)]
 pub struct Match {
@@ -212,7 +212,7 @@ impl Match {
     }
 }
 
-/// One value, or a list of them; none where nothing is asked for.
+/// One value, or a list of them; empty without a condition.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(
     from = "OneOrMany<T>",
@@ -229,18 +229,18 @@ enum OneOrMany<T> {
 }
 
 impl<T> AnyOf<T> {
-    /// Whether nothing is asked for.
+    /// Whether there is no condition.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Whether nothing is asked for, or one of what is.
+    /// Whether there is no condition, or one that matches.
     pub fn allows(&self, mut fits: impl FnMut(&T) -> bool) -> bool {
         self.0.is_empty() || self.0.iter().any(&mut fits)
     }
 
-    /// What is asked for.
+    /// The values of the condition.
     #[must_use]
     pub fn all(&self) -> &[T] {
         &self.0

@@ -41,7 +41,7 @@ pub struct Bound {
 }
 
 impl Bound {
-    /// Makes the folder where it is missing, removes what dead supervisors have left there, and binds `NAME.sock`.
+    /// Creates the folder if needed, removes remnants of dead supervisors from it, and binds `NAME.sock`.
     ///
     /// # Errors
     /// The step that failed.
@@ -125,7 +125,8 @@ impl Drop for SocketPath {
     }
 }
 
-/// Makes the folder where it is missing, and removes what dead supervisors have left there; alone, until the file is closed.
+/// Creates the folder if needed, and removes remnants of dead supervisors from it; exclusively, until the file is
+/// closed.
 fn enter(directory: &Path) -> io::Result<(OwnedFd, File)> {
     let missing: Vec<&Path> = directory.ancestors().take_while(|folder| !folder.exists()).collect();
     if let Some(above) = missing.last().and_then(|topmost| topmost.parent()) {
@@ -149,7 +150,7 @@ fn forget(path: &Path, inode: u64) {
     }
 }
 
-/// Connects without waiting: a supervisor that stands still has a queue, and that may be full.
+/// Connects without waiting: the queue of a stuck supervisor may be full.
 ///
 /// # Errors
 /// `NotFound` and `ConnectionRefused` where there is no supervisor, `WouldBlock` where it takes nobody in,
@@ -234,7 +235,7 @@ mod tests {
     fn a_socket_replaces_a_dead_one_and_sweeps_the_others() {
         let dir = tempfile::tempdir().unwrap();
         for name in ["a", "b"] {
-            // Its file stays, as after a kill -9.
+            // Its file remains, as after a kill -9.
             drop(UnixListener::bind(dir.path().join(format!("{name}.sock"))).unwrap());
             drop(UnixDatagram::bind(dir.path().join(format!("{name}.word"))).unwrap());
         }

@@ -18,8 +18,8 @@ const MAX_ANSWER: usize = 4 << 20;
 /// Why there is no answer, or a wrong one.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Nobody is there.
-    #[error("the supervisor does not listen at {}", .0.display())]
+    /// There is no supervisor.
+    #[error("no supervisor listens at {}", .0.display())]
     Gone(PathBuf),
     /// It could not be asked.
     #[error("cannot reach the supervisor at {}", path.display())]
@@ -33,11 +33,11 @@ pub enum Error {
     /// It did not answer in time.
     #[error("the supervisor at {} does not answer", .0.display())]
     Silent(PathBuf),
-    /// It ended meanwhile.
+    /// It ended in the meantime.
     #[error("the supervisor ended before it answered")]
     Ended,
     /// What it said cannot be understood: it is of another version.
-    #[error("the supervisor's answer cannot be understood")]
+    #[error("cannot read the supervisor's answer")]
     Odd(#[source] serde_json::Error),
     /// It says no.
     #[error(transparent)]
@@ -127,7 +127,7 @@ impl Client {
 /// Asks one supervisor, and waits until `until`, or for as long as it takes.
 ///
 /// # Errors
-/// Whatever is in the way.
+/// Any other error.
 pub fn ask(path: &Path, request: &Request, until: Option<Instant>) -> Result<Answer, Error> {
     let mut client = Client::connect(path)?;
     match client.send(request) {

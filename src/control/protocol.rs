@@ -32,7 +32,7 @@ pub enum Request {
     Suspend,
     /// The end of that; answered when the job runs.
     Resume,
-    /// A last snapshot and the end; answered at once.
+    /// A final snapshot and the end; answered at once.
     Stop(Stop),
     /// Back to an image; answered when the job runs again.
     Rewind(Rewind),
@@ -45,7 +45,7 @@ pub const REQUESTS: [&str; 6] = ["status", "snapshot", "suspend", "resume", "sto
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Snapshot {
-    /// Names for the image. It gets them in the store, so the answer comes when it is there.
+    /// Tags for the image. It gets them in the store, so the answer comes when it is stored.
     pub tags: Vec<Tag>,
     /// Whether the answer comes when the image is in the store, not when it is in memory.
     pub stored: bool,
@@ -96,11 +96,11 @@ pub enum Answer {
 pub struct Snapped {
     /// Which.
     pub image: ImageId,
-    /// How long the job stood still, in microseconds.
+    /// The length of the freeze, in microseconds.
     pub freeze_us: u64,
     /// Of the image.
     pub bytes: u64,
-    /// Whether it is in the store. Else it is on its way there.
+    /// Whether it is stored. Otherwise it is being stored.
     pub stored: bool,
 }
 
@@ -142,7 +142,7 @@ pub enum Code {
     Ending,
     /// To the job only: not just now, but soon.
     Later,
-    /// To the job only: it has been brought back since, from before.
+    /// To the job only: it has been restored since.
     Restored,
     /// One that a newer version knows.
     #[serde(other)]
@@ -218,7 +218,7 @@ impl Request {
             "stop" => read(fields, Request::Stop)?,
             "rewind" => read(fields, Request::Rewind)?,
             other => {
-                let message = format!("there is no request {other:?}; there are {}", REQUESTS.join(", "));
+                let message = format!("unknown request {other:?}: use one of {}", REQUESTS.join(", "));
                 return Err(Fault::new(Code::UnknownRequest, message));
             }
         })
@@ -239,14 +239,16 @@ pub(crate) fn name(fields: &mut Map<String, Value>) -> Result<String, Fault> {
     match fields.remove("version") {
         Some(Value::Number(version)) if version.as_u64() == Some(VERSION.into()) => {}
         Some(other) => {
-            let message = format!("version {other} is not spoken here, {VERSION} is");
+            let message = format!("unknown version {other}: this supervisor uses {VERSION}");
             return Err(Fault::new(Code::Version, message));
         }
-        None => return Err(Fault::new(Code::Version, format!("\"version\" is missing, {VERSION} is spoken here"))),
+        None => {
+            return Err(Fault::new(Code::Version, format!("\"version\" is missing: this supervisor uses {VERSION}")));
+        }
     }
     match fields.remove("request") {
         Some(Value::String(name)) => Ok(name),
-        _ => Err(malformed(&"\"request\" is missing, or is no text")),
+        _ => Err(malformed(&"\"request\" is missing or not a string")),
     }
 }
 

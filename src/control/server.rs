@@ -1,9 +1,10 @@
 //! The one thread that serves all clients of a job's socket.
 //!
-//! A client sends a line and gets a line, as often as it likes, one at a time: while an answer is on its way nothing is read
-//! from it. Nobody is waited for: sockets do not block, a request goes to the owner of the state as a [`Call`] whose answer
-//! comes back through a channel, and `status` is answered here, from what was published last. Bounds: [`MAX_LINE`] bytes of
-//! a request, [`CLIENTS`] clients, [`PATIENCE`] for the rest of a line and for an answer to be taken, [`IDLE`] without one.
+//! A client sends a line and gets a line, any number of times, one at a time: nothing is read from it before it has its
+//! answer. The server waits for nobody: sockets do not block, a request goes to the owner of the state as a [`Call`]
+//! whose answer comes through a channel, and `status` is answered here, from the state published last. Bounds:
+//! [`MAX_LINE`] bytes of a request, [`CLIENTS`] clients, [`PATIENCE`] until a line is complete and until an answer is
+//! read, [`IDLE`] without a request.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -33,7 +34,7 @@ pub const IDLE: Duration = Duration::from_secs(60);
 /// After the kernel refused to take in a client (no descriptors are left).
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// Takes what is asked; answers whether somebody is there to hear it.
+/// Delivers a request; answers whether anybody receives it.
 type Deliver = Box<dyn Fn(Call) -> bool + Send>;
 
 /// A socket that is served until this is dropped.
@@ -102,7 +103,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Where answers are brought from other threads.
+/// Where answers of other threads arrive.
 #[derive(Clone)]
 struct Desk {
     sender: mpsc::Sender<(u64, Result<Answer, Fault>)>,
@@ -127,7 +128,7 @@ impl Owed {
 impl Drop for Owed {
     fn drop(&mut self) {
         if !self.given {
-            self.give(Err(Fault::new(Code::Ending, "the supervisor ended before it was done")));
+            self.give(Err(Fault::new(Code::Ending, "the supervisor ended before the request was done")));
         }
     }
 }
@@ -166,7 +167,7 @@ enum Stage {
     Leaves,
 }
 
-/// Whether a client stays.
+/// Whether to keep a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stays {
     Yes,
@@ -235,7 +236,7 @@ impl Clients {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
-                    tracing::debug!("the control socket takes nobody in: {error}");
+                    tracing::debug!("the control socket cannot accept connections: {error}");
                     self.closed_until = Some(Instant::now() + PAUSE);
                     return;
                 }
@@ -245,7 +246,7 @@ impl Clients {
                 Err(_) => continue,
             };
             if let Err(fault) = client.may_ask() {
-                tracing::warn!("{} was turned away from the control socket: {fault}", client.who);
+                tracing::warn!("refused a connection of {} to the control socket: {fault}", client.who);
                 // One that is not ours gets no place to wait in.
                 client.answer(protocol::answer_line(Err(fault)), Stage::Leaves);
                 let _ = client.write();
@@ -313,7 +314,7 @@ impl Clients {
                 client.answer(status, Stage::Writes);
             }
             Ok(request) => {
-                tracing::info!("{} asks for: {}", client.who, request.name());
+                tracing::info!("{} requests: {}", client.who, request.name());
                 client.enter(Stage::Waits);
                 let mut owed = Owed { desk: self.desk.clone(), client: id, given: false };
                 let reply = Box::new(move |result| owed.give(result));
@@ -326,7 +327,7 @@ impl Clients {
     fn expire(&mut self, id: u64) {
         let Some(client) = self.clients.get_mut(&id) else { return };
         if client.stage == Stage::Reads && !client.input.is_empty() {
-            let message = format!("the line did not end within {} s", PATIENCE.as_secs());
+            let message = format!("the line was not complete within {} s", PATIENCE.as_secs());
             client.answer(protocol::answer_line(Err(Fault::new(Code::Timeout, message))), Stage::Leaves);
             let _ = client.write();
         }
@@ -358,8 +359,14 @@ impl Client {
         let we = nix::unistd::geteuid().as_raw();
         match getsockopt(&self.stream, PeerCredentials).map(|peer| peer.uid()) {
             Ok(uid) if uid == 0 || uid == we => Ok(()),
-            Ok(uid) => Err(Fault::new(Code::Forbidden, format!("only root and user {we} may ask, this is user {uid}"))),
-            Err(error) => Err(Fault::new(Code::Forbidden, format!("it cannot be told who asks: {error}"))),
+            Ok(uid) => Err(Fault::new(
+                Code::Forbidden,
+                format!(
+                    "only root and user {we} may use this socket; you are \
+                user {uid}"
+                ),
+            )),
+            Err(error) => Err(Fault::new(Code::Forbidden, format!("cannot identify the client: {error}"))),
         }
     }
 
@@ -404,7 +411,7 @@ impl Client {
         self.input.contains(&b'\n')
     }
 
-    /// The next line that is there, if it is not too long.
+    /// The next complete line, if it is not too long.
     fn line(&mut self) -> Option<Result<Vec<u8>, Fault>> {
         match self.input.iter().position(|byte| *byte == b'\n') {
             Some(end) if end < MAX_LINE => {

@@ -1,9 +1,9 @@
 //! Whether only root, or whoever runs this, decides what is in a folder.
 //!
-//! Who can write to the folder of the sockets can put one of his own there under the name of a job: `rekindle stop` of root
-//! would talk to it, and believe its answers. Who can write to a folder above can exchange all of it. So each folder of the
-//! path is looked at, and each symbolic link in it; a folder above may be sticky (`/tmp`), because there nobody can rename
-//! what is another's.
+//! Whoever can write to the folder of the sockets can put another socket there under the name of a job: root's
+//! `rekindle stop` would talk to it and trust its answers. Whoever can write to a folder above can replace all of it.
+//! So each folder of the path is checked, and each symbolic link in it. A folder above may be sticky (`/tmp`), because
+//! there nobody can rename the files of others.
 
 use std::ffi::OsString;
 use std::fs;
@@ -16,13 +16,15 @@ use std::path::{Component, Path, PathBuf};
 enum Distrust {
     /// By its mode.
     #[error(
-        "{} has mode {mode:o}, so others can write there and could put another socket in the place of a job's: run `chmod go-w {}`, or set control.directory to another folder",
+        "{} has mode {mode:o}, so others can write there and could replace a job's socket. Run `chmod go-w {}`, or \
+        set control.directory to another folder",
         path.display(), path.display()
     )]
     Writable { path: PathBuf, mode: u32 },
     /// By its owner.
     #[error(
-        "{} belongs to user {owner}, who could put another socket in the place of a job's: run `chown root {}`, or set control.directory to another folder",
+        "{} belongs to user {owner}, who could replace a job's socket. Run `chown root {}`, or set control.directory \
+        to another folder",
         path.display(), path.display()
     )]
     Owner { path: PathBuf, owner: u32 },

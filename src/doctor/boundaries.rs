@@ -34,9 +34,7 @@ fn user(config: &Config) -> Check {
     let name = "boundaries.user";
     match &config.job.user {
         Some(user) => Check::ok(name, format!("the job runs as {user}")),
-        None => {
-            Check::not_here(name, "job.user is not set: the job runs as root, and nothing here keeps it from anything")
-        }
+        None => Check::not_here(name, "job.user is not set: the job runs as root and is not restricted"),
     }
 }
 
@@ -45,13 +43,20 @@ fn links(facts: &Facts) -> Check {
     let off = [("protected_hardlinks", facts.protected_hardlinks), ("protected_symlinks", facts.protected_symlinks)];
     let off: Vec<&str> = off.into_iter().filter_map(|(name, is_on)| (is_on == Some(false)).then_some(name)).collect();
     if off.is_empty() {
-        return Check::ok(name, "users cannot link to files of others, nor be followed in folders like /tmp");
+        return Check::ok(
+            name,
+            "users cannot make hard links to files of others, and symlinks in shared folders such \
+            as /tmp are not followed",
+        );
     }
     let settings: Vec<String> = off.iter().map(|name| format!("fs.{name}=1")).collect();
     Check::warn(
         name,
-        format!("fs.{} is off: a job's user can place files of others where the job has its own", off.join(" and fs.")),
-        format!("sudo sysctl {}   # and in /etc/sysctl.d", settings.join(" ")),
+        format!(
+            "fs.{} is off: a job's user can replace the job's files by links to files of others",
+            off.join(" and fs.")
+        ),
+        format!("sudo sysctl {}   # also add it to /etc/sysctl.d", settings.join(" ")),
     )
 }
 
@@ -60,11 +65,11 @@ fn dumps(facts: &Facts) -> Check {
     if facts.readable_dumps {
         return Check::warn(
             name,
-            "fs.suid_dumpable is 1: users may look into processes that have more rights than they",
-            "sudo sysctl fs.suid_dumpable=0   # or 2, and in /etc/sysctl.d",
+            "fs.suid_dumpable is 1: users can read the memory of processes with more rights",
+            "sudo sysctl fs.suid_dumpable=0   # or 2; also add it to /etc/sysctl.d",
         );
     }
-    Check::ok(name, "users cannot look into processes that have more rights than they")
+    Check::ok(name, "users cannot read the memory of processes with more rights")
 }
 
 fn store(config: &Config) -> Check {
@@ -73,12 +78,17 @@ fn store(config: &Config) -> Check {
         (Some(_), _) => Check::ok(name, "images are signed and encrypted with store.encryption-key"),
         (None, Some(url)) => Check::warn(
             name,
-            format!("no store.encryption-key: who can write {url} is root on each machine that restores from there"),
+            format!(
+                "no store.encryption-key: whoever can write {url} can become root on each machine that restores \
+                from it"
+            ),
             "head -c 32 /dev/urandom > /etc/rekindle/key && chmod 600 /etc/rekindle/key, and set store.encryption-key",
         ),
-        (None, None) => {
-            Check::not_here(name, "no store.encryption-key: who can write the store is root here, as its owner is")
-        }
+        (None, None) => Check::not_here(
+            name,
+            "no store.encryption-key: whoever can write the store can become root on this \
+                machine",
+        ),
     }
 }
 
@@ -87,11 +97,11 @@ fn memory(facts: &Facts, config: &Config) -> Check {
     match (facts.swap, &config.store.encryption_key) {
         (true, Some(_)) => Check::warn(
             name,
-            "there is swap: images in memory are not encrypted, and parts of them may get to the disk",
-            "encrypt the swap, or switch it off: sudo swapoff -a",
+            "there is swap: images in memory are not encrypted, and parts of them may be written to the disk",
+            "encrypt the swap, or turn it off: sudo swapoff -a",
         ),
-        (true, None) => Check::not_here(name, "there is swap, and images are not encrypted anyway"),
-        (false, _) => Check::ok(name, "no swap: images in memory do not get to a disk"),
+        (true, None) => Check::not_here(name, "there is swap, but images are not encrypted in any case"),
+        (false, _) => Check::ok(name, "no swap: images in memory are not written to a disk"),
     }
 }
 

@@ -50,13 +50,13 @@ pub(super) fn judge(facts: &Facts, reserve: u64) -> Check {
         Some(left) if left < reserve => Check::warn(
             name,
             format!(
-                "{version}, {} left below the memory limit, less than snapshot.memory-reserve ({})",
+                "{version}, {} free below the memory limit, less than snapshot.memory-reserve ({})",
                 size(left),
                 size(reserve)
             ),
             "raise the limit (systemd: MemoryMax=, Slurm: --mem, Docker: --memory)",
         ),
-        Some(left) => Check::ok(name, format!("{version}, {} left below the memory limit", size(left))),
+        Some(left) => Check::ok(name, format!("{version}, {} free below the memory limit", size(left))),
     }
 }
 

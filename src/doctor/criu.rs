@@ -19,17 +19,17 @@ pub(super) fn judge(facts: &Facts) -> Check {
     let name = "criu.version";
     let (wanted, _) = criu::required(&facts.kernel);
     let fix = format!(
-        "install CRIU {wanted} or newer (package criu; Ubuntu: ppa:criu/ppa), or name one with criu.path in the \
-         configuration or REKINDLE_CRIU in the environment"
+        "install CRIU {wanted} or newer (package criu; Ubuntu: ppa:criu/ppa), or set criu.path in the configuration \
+        or REKINDLE_CRIU in the environment"
     );
     let found = match &facts.found {
         Ok(criu) => {
             let (version, path) = (criu.version, criu.path.display());
             return Check::ok(name, format!("CRIU {version} at {path}; kernel {} needs {wanted}", facts.kernel));
         }
-        Err(FindError::None { looked }) => format!("no criu (looked at {looked})"),
-        Err(FindError::Run { path, source }) => format!("{} cannot be run: {source}", path.display()),
-        Err(FindError::Answer { path, said }) => format!("{} is no CRIU: it says {said:?}", path.display()),
+        Err(FindError::None { looked }) => format!("no criu found (searched: {looked})"),
+        Err(FindError::Run { path, source }) => format!("cannot run {}: {source}", path.display()),
+        Err(FindError::Answer { path, said }) => format!("{} is not CRIU: it printed {said:?}", path.display()),
         Err(FindError::Old { path, found, reason, .. }) => format!("CRIU {found} at {}: {reason}", path.display()),
     };
     Check::missing(name, found, fix)
@@ -57,7 +57,7 @@ mod tests {
         let source = std::io::Error::from_raw_os_error(libc::EACCES);
         let (wanted, reason) = criu::required("6.18.0");
         for (error, words) in [
-            (FindError::None { looked: "/a, /b".into() }, "looked at /a, /b"),
+            (FindError::None { looked: "/a, /b".into() }, "searched: /a, /b"),
             (FindError::Run { path: "/a".into(), source }, "Permission denied"),
             (FindError::Answer { path: "/a".into(), said: "hello".into() }, "\"hello\""),
             (FindError::Old { path: "/a".into(), found: Version(4, 1, 0), wanted, reason }, "CRIU 4.1.0 at /a"),

@@ -1,4 +1,4 @@
-//! Kernel options that CRIU needs: tried where they can be, else read in the configuration the kernel was built with.
+//! Kernel options that CRIU needs: tried if possible, otherwise read from the kernel's build configuration.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -26,7 +26,7 @@ impl Has {
         if worked { Has::Yes } else { Has::No }
     }
 
-    /// What was tried, or else what is configured: a container may hide a file of an option that is there.
+    /// The result of trying, otherwise the configuration: a container may hide the file of an option that exists.
     fn or(self, other: Has) -> Has {
         match (self, other) {
             (Has::Yes, _) | (_, Has::Yes) => Has::Yes,
@@ -121,7 +121,7 @@ pub(super) fn judge(facts: &Facts, trial: &trial::Outcome, wanted: PidNamespace)
             "kernel.checkpoint-restore",
             facts.checkpoint_restore,
             &format!("CONFIG_CHECKPOINT_RESTORE, kernel {}", facts.release),
-            "CONFIG_CHECKPOINT_RESTORE=y: those of the distributions are",
+            "CONFIG_CHECKPOINT_RESTORE=y, such as a distribution's kernel",
             trial,
         ),
         namespaces(facts, trial, wanted),
@@ -133,7 +133,7 @@ pub(super) fn judge(facts: &Facts, trial: &trial::Outcome, wanted: PidNamespace)
         informational(
             "kernel.soft-dirty",
             facts.soft_dirty,
-            "CONFIG_MEM_SOFT_DIRTY (for incremental dumps, which rekindle does not do)",
+            "CONFIG_MEM_SOFT_DIRTY (for incremental dumps, which rekindle does not use)",
         ),
     ]
 }
@@ -143,7 +143,7 @@ fn needed(check: &'static str, has: Has, what: &str, option: &str, trial: &trial
     match has {
         Has::Yes => Check::ok(check, what),
         Has::No => Check::needed(check, trial, format!("no {what}"), fix),
-        Has::Unknown => Check::not_here(check, format!("cannot tell whether there is {what}")),
+        Has::Unknown => Check::not_here(check, format!("unknown whether there is {what}")),
     }
 }
 
@@ -157,7 +157,7 @@ fn namespaces(facts: &Facts, trial: &trial::Outcome, wanted: PidNamespace) -> Ch
     match wanted {
         _ if absent.is_empty() => Check::ok(name, "PID and mount namespaces"),
         PidNamespace::Host => {
-            Check::not_here(name, format!("no {absent} namespaces, and job.pid-namespace = \"host\" needs none"))
+            Check::not_here(name, format!("no {absent} namespaces; job.pid-namespace = \"host\" does not need them"))
         }
         PidNamespace::Private => Check::needed(
             name,
@@ -188,9 +188,11 @@ fn sockets(facts: &Facts) -> Check {
     };
     match (facts.sock_diag, facts.diag_absent.as_deref()) {
         (Has::Yes, Some([])) => Check::ok(name, "SOCK_DIAG for UNIX, TCP, UDP, packet and netlink sockets"),
-        (Has::Yes, None) => {
-            Check::ok(name, "SOCK_DIAG; for which sockets is not known without the kernel's configuration")
-        }
+        (Has::Yes, None) => Check::ok(
+            name,
+            "SOCK_DIAG; the kernel's configuration is not readable, so the kinds of sockets are \
+                unknown",
+        ),
         (Has::Yes, Some(absent)) => {
             Check::warn(name, format!("no {}: jobs with such sockets cannot be dumped", absent.join(", ")), fix(absent))
         }
@@ -201,10 +203,11 @@ fn sockets(facts: &Facts) -> Check {
 fn time_namespace(facts: &Facts) -> Check {
     let name = "kernel.time-namespace";
     match facts.time_namespace {
-        Has::Yes => Check::ok(name, "CLOCK_MONOTONIC goes on where it stood after a restore"),
+        Has::Yes => Check::ok(name, "CLOCK_MONOTONIC continues without a jump after a restore"),
         _ => Check::warn(
             name,
-            "no time namespaces: after a reboot CLOCK_MONOTONIC jumps back for a restored job, and its timers wait",
+            "no time namespaces: after a reboot, CLOCK_MONOTONIC of a restored job jumps back, and its timers fire \
+            late",
             format!("{OTHER_KERNEL} CONFIG_TIME_NS=y (5.6 or newer)"),
         ),
     }

@@ -42,8 +42,8 @@ pub(super) fn judge_huge_pages(facts: &Facts, gpus: &[Gpu]) -> Check {
     let Some(transparent) = &facts.transparent else {
         return Check::not_here(name, "the kernel has no transparent huge pages");
     };
-    let shared = facts.shared.as_deref().unwrap_or("not there");
-    let found = format!("transparent: {transparent}, for shared memory: {shared}; set aside: {}", facts.set_aside);
+    let shared = facts.shared.as_deref().unwrap_or("not available");
+    let found = format!("transparent: {transparent}, for shared memory: {shared}; reserved: {}", facts.set_aside);
     if gpus.is_empty() || transparent == "always" {
         return Check::ok(name, found);
     }
@@ -58,7 +58,7 @@ pub(super) fn judge_huge_pages(facts: &Facts, gpus: &[Gpu]) -> Check {
 pub(super) fn judge_room(facts: &Facts, gpus: &[Gpu], headroom: Option<u64>, reserve: u64) -> Check {
     let name = "memory.gpu";
     let Some(available) = facts.available else {
-        return Check::not_here(name, "not known: /proc/meminfo does not tell how much memory is free");
+        return Check::not_here(name, "unknown: /proc/meminfo does not show how much memory is free");
     };
     let free = available.min(headroom.unwrap_or(u64::MAX));
     if gpus.is_empty() {
@@ -67,7 +67,7 @@ pub(super) fn judge_room(facts: &Facts, gpus: &[Gpu], headroom: Option<u64>, res
     let Some(total) = gpus.iter().map(|gpu| gpu.memory_total).sum::<Option<u64>>() else {
         return Check::not_here(
             name,
-            format!("{} of host memory free; GPU memory is not known without NVML", size(free)),
+            format!("{} of host memory free; GPU memory is unknown without NVML", size(free)),
         );
     };
     let found = format!("{} of host memory free, {} of GPU memory", size(free), size(total));
@@ -76,11 +76,8 @@ pub(super) fn judge_room(facts: &Facts, gpus: &[Gpu], headroom: Option<u64>, res
     }
     Check::warn(
         name,
-        format!(
-            "{found}: a job that uses all of it cannot be snapshotted, one with up to {} can",
-            size(free.saturating_sub(reserve))
-        ),
-        "free or add host memory, or raise the memory limit (systemd: MemoryMax=, Slurm: --mem, Docker: --memory)",
+        format!("{found}: a snapshot works for jobs with up to {} of GPU memory", size(free.saturating_sub(reserve))),
+        "free or add host memory, or increase the memory limit (systemd: MemoryMax=, Slurm: --mem, Docker: --memory)",
     )
 }
 

@@ -1,4 +1,4 @@
-//! What the job's network needs, where the configuration asks for more than the machine's own.
+//! What the job's network needs, if it is not the machine's own.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use super::Check;
 use crate::config::{Config, UplinkMode};
 use rekindle_engine::launch::uplink::{self, Missing};
 
-/// The program of the uplink; none where none is wanted.
+/// The program of the uplink; none without an uplink.
 #[derive(Debug)]
 pub(super) struct Facts {
     pub(super) uplink: Option<Result<PathBuf, Missing>>,
@@ -23,13 +23,13 @@ pub(super) fn judge(facts: &Facts) -> Option<Check> {
         Ok(path) => Check::ok(name, format!("{program} at {}", path.display())),
         Err(Missing::Program) => Check::missing(
             name,
-            format!("network.uplink = \"user\", and no {program} in PATH"),
+            format!("network.uplink = \"user\", but no {program} in PATH"),
             format!("install it (Debian, Ubuntu, Fedora: package {program}), or set network.uplink = \"off\""),
         ),
         Err(Missing::Device) => Check::missing(
             name,
-            format!("network.uplink = \"user\", and {program} finds no /dev/net/tun"),
-            "run modprobe tun, or give it to the container (Docker: --device /dev/net/tun)",
+            format!("network.uplink = \"user\", but {program} finds no /dev/net/tun"),
+            "run modprobe tun, or add it to the container (Docker: --device /dev/net/tun)",
         ),
     })
 }

@@ -75,26 +75,28 @@ fn driver(facts: &Facts) -> Option<Check> {
         // WSL has a library and no kernel module of its own.
         (None, Ok(_)) => Check::warn(
             name,
-            "libcuda.so.1 is there, the kernel module is not loaded here: CUDA jobs cannot be snapshotted",
-            "load it with `sudo modprobe nvidia`; under WSL there is none, use Linux itself",
+            "libcuda.so.1 is installed, but the kernel module is not loaded: snapshots of CUDA jobs fail",
+            "load it with `sudo modprobe nvidia`; WSL has none: use Linux itself",
         ),
         (Some(version), _) if facts.arch != "x86_64" => Check::warn(
             name,
-            format!("driver {version} on {}: it checkpoints on x86-64 only", facts.arch),
+            format!("driver {version} on {}: it can checkpoint only on x86-64", facts.arch),
             "run CUDA jobs on an x86-64 machine; CPU jobs work here",
         ),
         (Some(version), _) if version.major() < 570 => {
-            Check::warn(name, format!("driver {version}: CUDA jobs cannot be snapshotted, it takes 570"), install)
+            Check::warn(name, format!("driver {version}: snapshots of CUDA jobs need 570 or newer"), install)
         }
         (Some(version), _) if gpus::hangs_the_host(version) => Check::warn(
             name,
             format!(
-                "driver {version}: the whole machine hangs when a restored CUDA process dies while it holds a GPU (NVIDIA/cuda-checkpoint#53). rekindle checkpoints such a process before it kills it, which does not help where it crashes, is killed by others, or rekindle is"
+                "driver {version}: the whole machine hangs when a restored CUDA process dies while it uses a GPU \
+                (NVIDIA/cuda-checkpoint#53). rekindle checkpoints such a process before killing it; this does not \
+                help if the process crashes, or if something else kills it or rekindle"
             ),
             "install another NVIDIA driver than 595, such as 580",
         ),
         (Some(version), _) if version.major() < 580 => {
-            Check::ok(name, format!("driver {version}; a restore to another GPU takes 580"))
+            Check::ok(name, format!("driver {version}; a restore to another GPU needs 580"))
         }
         (Some(version), _) => Check::ok(name, format!("driver {version}")),
     })
@@ -119,7 +121,7 @@ fn functions(facts: &Facts) -> Check {
         0 => Check::ok(name, format!("{} of {}; not needed: {list}", has.len(), Function::ALL.len())),
         _ => Check::warn(
             name,
-            format!("CUDA jobs cannot be snapshotted without {list}"),
+            format!("snapshots of CUDA jobs fail without {list}"),
             "install NVIDIA driver 580 or newer",
         ),
     }
@@ -131,7 +133,7 @@ fn inventory(facts: &Facts) -> Check {
     if gpus.is_empty() {
         return Check::warn(
             name,
-            "the driver shows no GPU here",
+            "the driver finds no GPU",
             "check `nvidia-smi` (in a container: --gpus all; in a Slurm job: --gpus)",
         );
     }
@@ -152,7 +154,7 @@ fn inventory(facts: &Facts) -> Check {
     }
     if let Some(visible) = facts.visible.as_deref().filter(|visible| names_instance(visible)) {
         let found = format!("{list}; CUDA_VISIBLE_DEVICES={visible} is a MIG instance, which cannot be checkpointed");
-        return Check::warn(name, found, "unset CUDA_VISIBLE_DEVICES, or let it name whole GPUs");
+        return Check::warn(name, found, "unset CUDA_VISIBLE_DEVICES, or set it to whole GPUs");
     }
     let parts = gpus.iter().filter(|gpu| gpu.is_virtual).count();
     if parts > 0 {
@@ -162,7 +164,7 @@ fn inventory(facts: &Facts) -> Check {
     if gpus.iter().any(|gpu| gpu.mig == Mig::Unknown) {
         return Check::warn(
             name,
-            format!("{list}; without NVML (libnvidia-ml.so.1) neither their memory nor MIG is known"),
+            format!("{list}; their memory and MIG are unknown without NVML (libnvidia-ml.so.1)"),
             "install NVIDIA's management library (in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility)",
         );
     }
@@ -172,12 +174,12 @@ fn inventory(facts: &Facts) -> Check {
 fn mps_runs(facts: &Facts) -> Check {
     let name = "nvidia.mps";
     if facts.mps.is_empty() {
-        return Check::ok(name, "the multi-process service does not run");
+        return Check::ok(name, "the multi-process service is not running");
     }
     let pids = facts.mps.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     Check::warn(
         name,
-        format!("the multi-process service runs (pid {pids}): its clients cannot be checkpointed"),
+        format!("the multi-process service is running (pid {pids}): its clients cannot be checkpointed"),
         "stop it with `echo quit | sudo nvidia-cuda-mps-control`",
     )
 }

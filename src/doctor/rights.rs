@@ -76,13 +76,13 @@ fn user(facts: &Facts) -> Check {
         (0, true) => Check::ok(name, "root"),
         (0, false) => Check::warn(
             name,
-            "root of a user namespace (a rootless container), not of the machine: CRIU cannot do all of its work",
+            "root of a user namespace (a rootless container), not of the machine: CRIU cannot work fully",
             "run it as root of the machine, or in a container that is not rootless",
         ),
         (uid, _) => Check::missing(
             name,
             format!("user {uid}; namespaces, CRIU and the CUDA checkpoint need root"),
-            "run it with sudo, and let the job run as its user with job.user",
+            "run it with sudo, and set job.user to run the job as a user",
         ),
     }
 }
@@ -90,10 +90,10 @@ fn user(facts: &Facts) -> Check {
 fn capabilities(facts: &Facts, trial: &trial::Outcome) -> Check {
     let name = "rights.capabilities";
     let Some(bits) = facts.capabilities else {
-        return Check::not_here(name, "not known: /proc/self/status does not tell");
+        return Check::not_here(name, "unknown: /proc/self/status does not show them");
     };
     if facts.euid != 0 {
-        return Check::not_here(name, "only those of root count");
+        return Check::not_here(name, "checked only for root");
     }
     let lacking = |wanted: &[Capability]| -> Vec<&'static str> {
         wanted.iter().filter(|(_, bit)| bits >> bit & 1 == 0).map(|(name, _)| *name).collect()
@@ -101,7 +101,7 @@ fn capabilities(facts: &Facts, trial: &trial::Outcome) -> Check {
     let (essential, useful, rest) = (lacking(&ESSENTIAL), lacking(&USEFUL), lacking(&INFORMATIONAL));
     let note = match rest.as_slice() {
         [] => String::new(),
-        rest => format!(" ({} not there, and not needed)", rest.join(" and ")),
+        rest => format!(" ({} missing, not needed)", rest.join(" and ")),
     };
     let fix = |names: &[&str]| {
         let options: Vec<String> =
@@ -113,7 +113,7 @@ fn capabilities(facts: &Facts, trial: &trial::Outcome) -> Check {
         return Check::needed(name, trial, format!("without {}", all.join(", ")), fix(&all));
     }
     if !useful.is_empty() {
-        let found = format!("without {}: jobs of other users than root cannot be kept{note}", useful.join(", "));
+        let found = format!("without {}: jobs of users other than root cannot be restored{note}", useful.join(", "));
         return Check::warn(name, found, fix(&useful));
     }
     Check::ok(name, format!("all that CRIU needs{note}"))
@@ -126,17 +126,17 @@ fn seccomp(facts: &Facts, trial: &trial::Outcome) -> Check {
         Seccomp::Filtered => Check::needed(
             name,
             trial,
-            "a filter of system calls is on this process: CRIU cannot suspend it, and the job inherits it",
-            "start it without one (Docker: --security-opt seccomp=unconfined; systemd: no SystemCallFilter=)",
+            "this process has a seccomp filter: CRIU cannot suspend it, and the job inherits it",
+            "start rekindle without one (Docker: --security-opt seccomp=unconfined; systemd: no SystemCallFilter=)",
         ),
     }
 }
 
 /// 3 lets nobody trace anything, root included, until the next boot (Documentation/admin-guide/LSM/Yama.rst).
 fn ptrace(facts: &Facts, trial: &trial::Outcome) -> Option<Check> {
-    let fix = "remove kernel.yama.ptrace_scope=3 from /etc/sysctl.d and reboot: the kernel does not take it back";
+    let fix = "remove kernel.yama.ptrace_scope=3 from /etc/sysctl.d and reboot: it cannot be changed back at run time";
     (facts.ptrace_scope == Some(3))
-        .then(|| Check::needed("rights.ptrace", trial, "kernel.yama.ptrace_scope = 3: nobody may trace a process", fix))
+        .then(|| Check::needed("rights.ptrace", trial, "kernel.yama.ptrace_scope = 3: no process can be traced", fix))
 }
 
 #[cfg(test)]

@@ -68,16 +68,16 @@ pub(super) fn gather(config: &Config) -> Facts {
 /// Whether the interposer can be named at its place, and the system's loader takes it.
 fn try_preload(folder: &Path, store: &Path) -> Result<(), String> {
     interposer::preload_value(&folder.join("interposer.so"), None).map_err(|error| error.to_string())?;
-    let dir = trial::temporary_folder(store).ok_or("there is no temporary folder that programs can be run from")?;
+    let dir = trial::temporary_folder(store).ok_or("no temporary folder allows running programs")?;
     let path = interposer::unpack(dir.path()).map_err(|error| chain(&error))?;
     let mut program = Command::new("true");
     program.env("LD_PRELOAD", path).stdin(Stdio::null());
-    let output = program.output().map_err(|error| format!("`true` cannot be run: {error}"))?;
-    // The loader goes on without an object that it does not take, and complains.
+    let output = program.output().map_err(|error| format!("cannot run `true`: {error}"))?;
+    // The loader continues without an object that it does not accept, and prints a warning.
     let said = String::from_utf8_lossy(&output.stderr);
     match said.lines().next() {
         None if output.status.success() => Ok(()),
-        None => Err(format!("a program that has it loaded ended with {}", output.status)),
+        None => Err(format!("a program that loaded it ended with {}", output.status)),
         Some(line) => Err(line.to_owned()),
     }
 }
@@ -111,7 +111,7 @@ const PRELOAD: &str = "staging.interposer";
 const LEFT: &str = "staging.left-behind";
 const NAMES: [&str; 6] = [TMPFS, HUGE_PAGES, ROOM, PIPES, PRELOAD, LEFT];
 
-const NOT_TRIED: &str = "only root can try it";
+const NOT_TRIED: &str = "only root can check this";
 
 const TO_THE_STORE: &str = "set snapshot.staging = \"store\"";
 
@@ -120,12 +120,13 @@ fn tmpfs(facts: &Facts) -> Check {
     let base = facts.base.display();
     match &facts.tmpfs {
         Tmpfs::NotWanted | Tmpfs::NotRoot => Check::not_here(name, NOT_TRIED),
-        Tmpfs::Mounted(_) => Check::ok(name, format!("one can be mounted in {base}")),
+        Tmpfs::Mounted(_) => Check::ok(name, format!("a tmpfs can be mounted in {base}")),
         Tmpfs::Refused(why) => Check::warn(
             name,
-            format!("{why}: images are made on the disk, and the job stands still for longer"),
+            format!("{why}: images are made on the disk, and the job is frozen longer"),
             format!(
-                "give the right to mount (Docker: --cap-add=SYS_ADMIN --security-opt apparmor=unconfined), name another folder of root's in snapshot.staging-directory, or {TO_THE_STORE}"
+                "allow mounting (Docker: --cap-add=SYS_ADMIN --security-opt apparmor=unconfined), set \
+                snapshot.staging-directory to another folder of root's, or {TO_THE_STORE}"
             ),
         ),
     }
@@ -134,12 +135,12 @@ fn tmpfs(facts: &Facts) -> Check {
 fn left_behind(facts: &Facts) -> Check {
     let left = facts.left.iter().map(|left| (format!("job {}: {left}", left.job), left.advice()));
     let strangers = facts.strangers.iter().map(|path| {
-        let found = format!("{} is mounted, and no job of this store has it", path.display());
-        (found, format!("if no supervisor of another store runs it: umount {}", path.display()))
+        let found = format!("{} is mounted, and no job of this store uses it", path.display());
+        (found, format!("if no supervisor of another store uses it: umount {}", path.display()))
     });
     let all: Vec<(String, String)> = left.chain(strangers).collect();
     if all.is_empty() {
-        return Check::ok(LEFT, "no memory is held for a supervisor that is gone");
+        return Check::ok(LEFT, "no supervisor that ended left memory in use");
     }
     let (found, fixes): (Vec<String>, Vec<String>) = all.into_iter().unzip();
     Check::warn(LEFT, found.join("; "), fixes.join("; "))
@@ -150,25 +151,25 @@ fn huge_pages(tmpfs: &Tmpfs, setting: Option<&str>) -> Check {
     let name = HUGE_PAGES;
     match (tmpfs, setting) {
         (Tmpfs::NotWanted | Tmpfs::NotRoot, _) => Check::not_here(name, NOT_TRIED),
-        (Tmpfs::Refused(_), _) => Check::not_here(name, "no tmpfs to try them with"),
+        (Tmpfs::Refused(_), _) => Check::not_here(name, "no tmpfs to check them with"),
         (Tmpfs::Mounted(_), None) | (Tmpfs::Mounted(HugePages::Absent), _) => {
-            Check::not_here(name, "the kernel has none for tmpfs (CONFIG_TRANSPARENT_HUGEPAGE)")
+            Check::not_here(name, "the kernel does not support them for tmpfs (CONFIG_TRANSPARENT_HUGEPAGE)")
         }
         (Tmpfs::Mounted(HugePages::Taken), Some("deny")) => Check::warn(
             name,
-            "shmem_enabled is \"deny\": a tmpfs has small pages only, and they take longer to be made ready and to copy",
+            "shmem_enabled is \"deny\": a tmpfs has only small pages, which take longer to prepare and to copy",
             "echo never | sudo tee /sys/kernel/mm/transparent_hugepage/shmem_enabled   # only \"deny\" overrides the mount option",
         ),
-        (Tmpfs::Mounted(HugePages::Taken), Some(_)) => Check::ok(name, "tmpfs takes huge=within_size"),
+        (Tmpfs::Mounted(HugePages::Taken), Some(_)) => Check::ok(name, "tmpfs supports huge=within_size"),
     }
 }
 
-/// Two slots: the newest image stays while the next is made. The admission of each snapshot decides with the same numbers.
+/// Two slots: the newest image is kept while the next is written. The admission of each snapshot uses the same numbers.
 fn room(available: Option<u64>, headroom: Option<u64>, reserve: u64) -> Check {
     let name = ROOM;
     let free = available.map(|bytes| bytes.saturating_sub(reserve)).into_iter().chain(headroom).min();
     match free {
-        None => Check::not_here(name, "not known: /proc/meminfo does not tell how much memory is free"),
+        None => Check::not_here(name, "unknown: /proc/meminfo does not show how much memory is free"),
         Some(0) => Check::warn(
             name,
             format!("no memory for an image beyond snapshot.memory-reserve ({})", size(reserve)),
@@ -178,26 +179,28 @@ fn room(available: Option<u64>, headroom: Option<u64>, reserve: u64) -> Check {
         ),
         Some(free) => Check::ok(
             name,
-            format!("images of up to {} can be in memory twice, of up to {} once", size(free / 2), size(free)),
+            format!("memory has room for two images of up to {}, or one of up to {}", size(free / 2), size(free)),
         ),
     }
 }
 
-/// Measured on two cores with a job of 1.5 GiB: the job stands still for 0.53 s with 1 MiB, and for 0.36 s with 32 MiB.
+/// Measured on two cores with a job of 1.5 GiB: the freeze takes 0.53 s with 1 MiB, and for 0.36 s with 32 MiB.
 fn pipes(facts: &Facts) -> Check {
     let name = PIPES;
     match (&facts.tmpfs, facts.pipe) {
         (Tmpfs::NotWanted | Tmpfs::NotRoot, _) => Check::not_here(name, NOT_TRIED),
-        (_, None) => Check::not_here(name, "a pipe's size cannot be asked for"),
-        (_, Some(got)) if got >= pages::FIFO_ROOM => Check::ok(name, format!("a pipe may hold {}", size(got))),
+        (_, None) => Check::not_here(name, "cannot read the size of a pipe"),
+        (_, Some(got)) if got >= pages::FIFO_ROOM => {
+            Check::ok(name, format!("a pipe's buffer is at most {}", size(got)))
+        }
         (_, Some(got)) => Check::warn(
             name,
             format!(
-                "a pipe may hold {} only: with {} a freeze of host memory is a third shorter",
+                "a pipe's buffer is at most {}: with {}, freezing host memory takes a third less time",
                 size(got),
                 size(pages::FIFO_ROOM)
             ),
-            format!("sudo sysctl fs.pipe-max-size={}   # or give CAP_SYS_RESOURCE", pages::FIFO_ROOM),
+            format!("sudo sysctl fs.pipe-max-size={}   # or grant CAP_SYS_RESOURCE", pages::FIFO_ROOM),
         ),
     }
 }
@@ -211,11 +214,12 @@ fn preload(facts: &Facts, wanted: Interposer, nvidia: &nvidia::Facts) -> Check {
         return Check::not_here(name, "no NVIDIA driver that would call it");
     }
     match &facts.preload {
-        Ok(()) => Check::ok(name, "the loader takes it"),
+        Ok(()) => Check::ok(name, "the loader accepts it"),
         Err(why) => Check::warn(
             name,
-            format!("{why}: GPU memory is copied several times slower"),
-            "name a store (and, with job.user, a snapshot.staging-directory) whose path LD_PRELOAD can hold, on a system with glibc; or set snapshot.interposer = \"off\"",
+            format!("{why}: copying GPU memory takes several times as long"),
+            "use a store (and, with job.user, a snapshot.staging-directory) whose path is valid in LD_PRELOAD, on a \
+            system with glibc; or set snapshot.interposer = \"off\"",
         ),
     }
 }
@@ -267,9 +271,9 @@ mod tests {
     fn room_is_told_for_two_images_and_for_one() {
         let check = room(Some(21 * GIB), None, GIB);
         assert_eq!(check.state, State::Ok);
-        assert_eq!(check.found, "images of up to 10.0 GiB can be in memory twice, of up to 20.0 GiB once");
+        assert_eq!(check.found, "memory has room for two images of up to 10.0 GiB, or one of up to 20.0 GiB");
         // The reserve is of the machine's memory, not of the group's.
-        assert!(room(Some(21 * GIB), Some(4 * GIB), GIB).found.contains("2.0 GiB can be in memory twice"));
+        assert!(room(Some(21 * GIB), Some(4 * GIB), GIB).found.contains("two images of up to 2.0 GiB"));
         assert_eq!(room(Some(GIB), None, GIB).state, State::Warn);
         assert_eq!(room(None, None, GIB).state, State::NotHere);
     }

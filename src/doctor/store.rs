@@ -17,7 +17,7 @@ pub(super) struct Facts {
     /// As configured.
     pub(super) path: PathBuf,
     pub(super) folder: Folder,
-    /// Whether this process may make files in it, or in the folder above that is there.
+    /// Whether this process may create files in it, or in the nearest existing folder above.
     pub(super) writable: bool,
     /// None where the kernel does not tell.
     pub(super) file_system: Option<FileSystem>,
@@ -25,11 +25,11 @@ pub(super) struct Facts {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Folder {
-    /// It is there, with these permissions.
+    /// It exists, with these permissions.
     There { mode: u32 },
     /// `run` makes it.
     NotYet,
-    /// `run` would refuse it, in the words of the store.
+    /// `run` would refuse it, with the store's message.
     Refused(String),
 }
 
@@ -122,21 +122,21 @@ fn permissions(facts: &Facts) -> Check {
     let name = "store.permissions";
     let path = facts.path.display();
     match &facts.folder {
-        // The store's own words say what to do after the first part.
+        // The store's message says what to do after its first part.
         Folder::Refused(why) => Check::missing(
             name,
             why.clone(),
-            format!("make {path} a folder of root's with mode 0700, or name another with --store"),
+            format!("make {path} a folder of root's with mode 0700, or use another one with --store"),
         ),
         _ if !facts.writable => Check::missing(
             name,
-            format!("{path} cannot be written by this user"),
-            "run it as root, or name another store with --store",
+            format!("this user cannot write {path}"),
+            "run as root, or use another store with --store",
         ),
-        Folder::NotYet => Check::ok(name, format!("{path} is not there yet; `run` makes it")),
+        Folder::NotYet => Check::ok(name, format!("{path} does not exist yet; `run` creates it")),
         Folder::There { mode } if mode & 0o077 != 0 => Check::warn(
             name,
-            format!("{path} has mode {mode:04o}: others can look into it, and images are the memory of jobs"),
+            format!("{path} has mode {mode:04o}: others can read the images, which contain the memory of jobs"),
             format!("sudo chmod 0700 '{path}'"),
         ),
         Folder::There { mode } => Check::ok(name, format!("{path}, mode {mode:04o}")),
@@ -145,9 +145,9 @@ fn permissions(facts: &Facts) -> Check {
 
 fn mounted(facts: &Facts) -> Check {
     let name = "store.file-system";
-    let elsewhere = "name a store on a local disk with --store or store.directory";
+    let elsewhere = "use a store on a local disk, with --store or store.directory";
     let Some(fs) = &facts.file_system else {
-        return Check::warn(name, format!("the file system of {} cannot be asked", facts.path.display()), elsewhere);
+        return Check::warn(name, format!("cannot check the file system of {}", facts.path.display()), elsewhere);
     };
     let (kind, mount) = (fs.kind.as_str(), fs.mount.display());
     let remount = |option: &str| format!("sudo mount -o remount,{option} '{mount}', or {elsewhere}");
@@ -155,26 +155,26 @@ fn mounted(facts: &Facts) -> Check {
         return Check::missing(name, format!("{kind} at {mount} is mounted read-only"), remount("rw"));
     }
     if !fs.executable {
-        let found = format!("{kind} at {mount} is mounted noexec, and the job's reaper is run from the store");
+        let found = format!("{kind} at {mount} is mounted noexec, but the job's reaper runs from the store");
         return Check::missing(name, found, remount("exec"));
     }
     if NETWORK.contains(&kind) || kind.starts_with("fuse.") {
-        let found = format!("{kind} at {mount}: not a local disk, and an image takes long to get there and back");
+        let found = format!("{kind} at {mount}: not a local disk, so storing and restoring images takes long");
         return Check::warn(name, found, elsewhere);
     }
     if VOLATILE.contains(&kind) {
         return Check::warn(
             name,
-            format!("{kind} at {mount}: images are in memory, and gone after a reboot"),
+            format!("{kind} at {mount}: images are in memory and are lost after a reboot"),
             elsewhere,
         );
     }
     if kind == "overlay" {
-        let found = format!("{kind} at {mount}: images are gone with the container");
+        let found = format!("{kind} at {mount}: images are lost when the container is removed");
         return Check::warn(
             name,
             found,
-            "mount a volume and name it with --store (Docker: -v /var/lib/rekindle:/var/lib/rekindle)",
+            "mount a volume and use it with --store (Docker: -v /var/lib/rekindle:/var/lib/rekindle)",
         );
     }
     Check::ok(name, format!("{kind} at {mount}"))
@@ -189,8 +189,8 @@ fn space(facts: &Facts, min_free: u64) -> Check {
     }
     Check::missing(
         name,
-        format!("{found}, and store.min-free keeps {}: no image can be taken", size(min_free)),
-        "make room (`rekindle prune --dry-run` shows what could go), or lower store.min-free",
+        format!("{found}, but store.min-free is {}: no image can be stored", size(min_free)),
+        "free space (`rekindle prune --dry-run` shows what can be removed), or lower store.min-free",
     )
 }
 

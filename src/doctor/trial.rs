@@ -1,4 +1,4 @@
-//! The truth about CRIU on this machine: a small job goes through a dump and a restore, the way `run` does it.
+//! A test of CRIU on this machine: a small job is dumped and restored, as `run` does it.
 //!
 //! It is `sleep` in a world of its own, and lives a few hundredths of a second before and after. Every step has a time
 //! limit, and nothing of it is left: not a process, not a file.
@@ -28,17 +28,17 @@ pub(super) enum Outcome {
     Worked { took: Duration },
     /// A step failed.
     Failed { step: &'static str, why: String, hint: Option<&'static str> },
-    /// Something that it needs is not there; the reason.
+    /// Something that it needs is missing; the reason.
     NotTried(String),
 }
 
 pub(super) fn run(criu: Option<&Criu>, namespace: PidNamespace, store: &Path) -> Outcome {
-    let Some(criu) = criu else { return Outcome::NotTried("there is no CRIU to try".into()) };
+    let Some(criu) = criu else { return Outcome::NotTried("there is no CRIU to test".into()) };
     if !nix::unistd::geteuid().is_root() {
-        return Outcome::NotTried("only root can try it".into());
+        return Outcome::NotTried("only root can check this".into());
     }
     let Some(folder) = temporary_folder(store) else {
-        return Outcome::NotTried("there is no temporary folder that programs can be run from: set TMPDIR".into());
+        return Outcome::NotTried("no temporary folder allows running programs: set TMPDIR".into());
     };
     let began = Instant::now();
     match Trial::prepare(criu, namespace, folder.path()).and_then(|trial| trial.go()) {
@@ -208,8 +208,8 @@ pub(super) fn judge(outcome: &Outcome) -> Check {
         Outcome::NotTried(why) => Check::not_here(name, format!("not tried: {why}")),
         Outcome::Failed { step, why, hint } => {
             let fix = hint.unwrap_or(
-                "look at what is missing or warned of here, above all rights and a seccomp filter (Docker: \
-                 --privileged); `criu check` may say more",
+                "fix the other findings first, above all rights and a seccomp filter (Docker: --privileged); `criu \
+                check` may show more",
             );
             Check::missing(name, format!("{step} failed: {why}"), fix)
         }

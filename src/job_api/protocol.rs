@@ -6,8 +6,8 @@
 //! {"version":1,"error":{"code":"later","message":"a snapshot is being taken: try again when it is over"}}
 //! ```
 //!
-//! Any request may have an `id`, which its answer has too, and a `life`: it is refused when the job has been brought back
-//! since. Errors, and fields that are not known, are as on the control socket ([`crate::control::protocol`]).
+//! Any request may have an `id`, which its answer repeats, and a `life`: then it is refused if the job has been
+//! restored since. Errors and unknown fields are treated as on the control socket ([`crate::control::protocol`]).
 
 use std::time::Duration;
 
@@ -26,11 +26,11 @@ const MAX_NAME: usize = 64;
 /// What a job can ask.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Request {
-    /// How things stand: [`Facts`].
+    /// The current state: [`Facts`].
     State,
     /// A snapshot now. Answered at once; how it fared is in [`Facts`].
     Snapshot,
-    /// That no snapshot is begun for so long.
+    /// Blocks snapshots for so long.
     Hold {
         /// Who holds, of several in a process.
         holder: String,
@@ -84,9 +84,9 @@ pub struct Facts {
     pub life: String,
     /// When that was.
     pub since: DateTime<Utc>,
-    /// What the job was brought back from then; null where it began anew.
+    /// The image that the job was restored from; null if it started from the beginning.
     pub from: Option<ImageId>,
-    /// How often the run was brought back.
+    /// How often the job was restored in this run.
     pub restores: u32,
     /// The snapshots of this supervisor that are over, whether there is an image or not.
     pub snapshots: u64,
@@ -117,16 +117,16 @@ pub struct Gpu {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Answer {
-    /// How things stand.
+    /// The current state.
     State(Box<Facts>),
     /// There will be one.
     Snapshot {
         /// It is over when [`Facts::snapshots`] is at least this, or the life is another.
         number: u64,
-        /// The life of the job that is asked for.
+        /// The life of the job that the request is for.
         life: String,
     },
-    /// No snapshot is begun.
+    /// No snapshot starts.
     Held {
         /// For so long.
         seconds: f64,
@@ -161,7 +161,7 @@ fn text_of(fields: &mut Map<String, Value>, key: &str) -> Result<Option<String>,
     match fields.remove(key) {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(text)) => short(key, text).map(Some),
-        Some(_) => Err(Fault::new(Code::BadRequest, format!("`{key}` is no text"))),
+        Some(_) => Err(Fault::new(Code::BadRequest, format!("`{key}` is not a string"))),
     }
 }
 
@@ -180,7 +180,7 @@ fn request(mut fields: Map<String, Value>) -> Result<Request, Fault> {
         "snapshot" => read::<Nothing, _>(fields, |_| Request::Snapshot),
         "hold" => {
             let Hold { seconds, holder } = read(fields, |hold| hold)?;
-            let bad = |_| Fault::new(Code::BadRequest, format!("{seconds} is no time to hold for"));
+            let bad = |_| Fault::new(Code::BadRequest, format!("{seconds} is not a valid time to block snapshots"));
             let time = Duration::try_from_secs_f64(seconds).map_err(bad)?;
             Ok(Request::Hold { holder: short("holder", holder)?, time })
         }
@@ -190,7 +190,7 @@ fn request(mut fields: Map<String, Value>) -> Result<Request, Fault> {
         }
         other => {
             let other: String = other.chars().take(MAX_NAME).collect();
-            let message = format!("there is no request {other:?}; there are {}", REQUESTS.join(", "));
+            let message = format!("unknown request {other:?}: use one of {}", REQUESTS.join(", "));
             Err(Fault::new(Code::UnknownRequest, message))
         }
     }
@@ -238,7 +238,7 @@ mod tests {
             (r#"{"version":1,"request":"state","id":7}"#, Code::BadRequest, "`id`"),
             (r#"{"version":1,"request":"hold"}"#, Code::BadRequest, "`seconds`"),
             (r#"{"version":1,"request":"hold","seconds":-1}"#, Code::BadRequest, "-1"),
-            (r#"{"version":1,"request":"hold","seconds":1e300}"#, Code::BadRequest, "no time"),
+            (r#"{"version":1,"request":"hold","seconds":1e300}"#, Code::BadRequest, "not a valid time"),
             (&format!(r#"{{"version":1,"request":"release","holder":"{long}"}}"#), Code::BadRequest, "64"),
             (&"[".repeat(4000), Code::Malformed, ""),
         ] {

@@ -44,10 +44,10 @@ const PAUSE: Duration = Duration::from_secs(1);
 /// The length of an address that is a family only.
 const NO_NAME: libc::socklen_t = 2;
 
-/// Takes what is asked; answers whether somebody is there to hear it.
+/// Delivers a request; answers whether anybody receives it.
 type Deliver = Box<dyn Fn(Call) -> bool + Send>;
 
-/// The job's socket, from before the job is there until it is over.
+/// The job's socket, from before the job exists until it is over.
 #[derive(Debug)]
 pub struct Socket {
     directory: PathBuf,
@@ -80,11 +80,11 @@ impl Socket {
         Ok(Socket { directory, name, user, path, bound: Mutex::new(Some(bound)), listener })
     }
 
-    /// Binds it anew in the network namespace of this process, for a job that will be in that one: abstract names are
-    /// looked up in the network of who sends, and CRIU finds the other end of a connected socket in the job's only.
+    /// Binds it again in the network namespace of this process, for a job that will be in that one: abstract names are
+    /// looked up in the sender's network, and CRIU finds the other end of a connected socket only in the job's.
     ///
     /// # Errors
-    /// The step that failed; it stays where it was.
+    /// The step that failed; the socket remains where it was.
     pub fn move_to(&self, pid: i32) -> io::Result<()> {
         let network = std::fs::File::open(format!("/proc/{pid}/ns/net"))?;
         let bind = || -> io::Result<_> {
@@ -94,7 +94,7 @@ impl Socket {
         // A thread that has left our network does nothing else.
         let bound = std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().name("word-bind".into()).spawn_scoped(scope, bind)?;
-            thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that binds it died")))
+            thread.join().unwrap_or_else(|_| Err(io::Error::other("the thread that binds the socket has died")))
         });
         let (bound, socket) = bound?;
         *lock(&self.listener.socket) = socket;
@@ -231,9 +231,7 @@ impl Reader {
     fn turn(&mut self) {
         let pause = self.rate.pause(Instant::now());
         if pause.is_some() && !std::mem::replace(&mut self.complained, true) {
-            tracing::warn!(
-                "the job asks its supervisor for something more than {PER_SECOND} times a second: it has to wait"
-            );
+            tracing::warn!("the job sends more than {PER_SECOND} requests a second: further requests are delayed");
         }
         let socket = Arc::clone(&lock(&self.listener.socket));
         let wanted = if pause.is_some() { PollFlags::empty() } else { PollFlags::POLLIN };
@@ -280,10 +278,10 @@ impl Reader {
         // Not held while something is sent.
         let facts = lock(&self.facts).clone();
         let Some(facts) = facts else {
-            return reply(Err(Fault::new(Code::Later, "the job is being brought back: try again")));
+            return reply(Err(Fault::new(Code::Later, "the job is being restored: try again")));
         };
         if letter.life.is_some_and(|life| life != facts.life) {
-            return reply(Err(Fault::new(Code::Restored, "the job was brought back since")));
+            return reply(Err(Fault::new(Code::Restored, "the job was restored since")));
         }
         if request == Request::State {
             return reply(Ok(Answer::State(Box::new(facts))));

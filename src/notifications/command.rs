@@ -37,9 +37,9 @@ pub(super) enum Error {
     Ended { ended: Ended, output: String },
     #[error("it was killed after {}{}", humantime::format_duration(*after), behind(output))]
     TooLong { after: Duration, output: String },
-    #[error("it was called off")]
+    #[error("it was cancelled")]
     CalledOff,
-    #[error("cannot follow it: {0}")]
+    #[error("cannot watch it: {0}")]
     Io(#[from] io::Error),
 }
 
@@ -61,7 +61,7 @@ pub(super) fn run(
     let program = launch::find_program(name.as_ref(), root, std::env::var_os("PATH").as_deref())?;
     let (output, writer) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(io::Error::from)?;
     fcntl(&output, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).map_err(io::Error::from)?;
-    // A session of its own, and with it a process group that can be killed whole.
+    // Its own session, and with it a process group that can be killed as a whole.
     let child = Spawn::new(&program, args)?
         .environment(environment(point, context))?
         .directory(root)?
@@ -149,7 +149,7 @@ struct Tail {
 }
 
 impl Tail {
-    /// Reads what is there, but not for ever: whoever floods must not keep us from looking at the clock.
+    /// Reads what is available, but not for ever: endless output must not keep us from checking the time limit.
     fn read(&mut self) {
         let mut buffer = [0; 8192];
         for _ in 0..32 {

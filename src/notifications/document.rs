@@ -16,7 +16,7 @@ pub(crate) struct Context {
     pub folder: PathBuf,
 }
 
-/// An event, and whom it is told.
+/// An event, and who receives it.
 #[derive(Debug, Serialize)]
 pub(crate) struct Document<'a> {
     hook: &'a str,

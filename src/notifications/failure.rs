@@ -11,9 +11,9 @@ use rekindle_base::cause::Cause;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Failure {
-    /// The job ended with an error. What becomes of it is told by later events.
+    /// The job ended with an error. Later events say what happens next.
     JobEnded,
-    /// The job cannot go on after a snapshot.
+    /// The job cannot continue after a snapshot.
     JobLost,
     /// `hooks.failed-snapshots` snapshots failed in a row.
     SnapshotsFail,
@@ -23,7 +23,7 @@ pub(crate) enum Failure {
     GpuFault,
     /// An image cannot be used any more.
     ImageBad,
-    /// Content of the store is damaged, or the disk does not give it.
+    /// Content of the store is damaged, or the disk cannot read it.
     StoreDamaged,
     /// An image could not be restored in a rehearsal.
     RehearsalFailed,
@@ -37,7 +37,7 @@ impl Failure {
     pub(crate) fn in_words(self, what: &What) -> String {
         match (self, what) {
             (Failure::JobLost, What::SnapshotFailed { why, .. }) => {
-                format!("it cannot go on after a snapshot that failed: {why}")
+                format!("it cannot continue after a failed snapshot: {why}")
             }
             (_, What::SnapshotFailed { why, .. }) => format!("its snapshots fail: {why}"),
             (_, What::Ended { cause: Some(cause), .. }) => cause.to_string(),

@@ -1,7 +1,7 @@
 //! The thread that runs hooks: in order, one at a time, and what is waiting for it is bounded.
 //!
-//! At the end of a run what is left has one `hooks.timeout` in all, of which what came before the last hook has one half: one
-//! that hangs does not keep the last from being run.
+//! At the end of a run all remaining hooks together have one `hooks.timeout`. The hooks before the last one have half
+//! of it: one that hangs does not prevent the last one.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -85,7 +85,7 @@ impl Runner {
         if queue.waiting.len() >= MOST {
             if !std::mem::replace(&mut queue.left_out, true) {
                 drop(queue);
-                self.0.report(point, format!("it is left out: {MOST} others wait for the one that runs"));
+                self.0.report(point, format!("dropped: {MOST} others are waiting"));
             }
             return;
         }
@@ -93,7 +93,7 @@ impl Runner {
         self.0.push(queue, Task { point, document, gate: None });
     }
 
-    /// A hook that something is to wait for. None where there is no such hook.
+    /// A hook that something waits for. None if there is no such hook.
     #[must_use]
     pub(crate) fn gate(&self, point: Point, document: Vec<u8>, limit: Duration) -> Option<Gate> {
         self.has(point).then(|| Gate { shared: Arc::clone(&self.0), point, document, limit })
@@ -167,9 +167,9 @@ impl Shared {
             gate && self.may_run()
         };
         let result = if !wanted() {
-            Err("there was no time left for it".to_owned())
+            Err("no time was left for it".to_owned())
         } else if limit.is_zero() {
-            Err("those before it took too long".to_owned())
+            Err("the hooks before it took too long".to_owned())
         } else {
             let words = point.command(&self.hooks);
             command::run(point, words, &self.context, &document, limit, &wanted).map_err(|error| error.to_string())
@@ -180,7 +180,7 @@ impl Shared {
             self.report(point, why.clone());
         }
         if let Some(gate) = gate {
-            // Nobody waits any more where it was called off.
+            // If it was cancelled, nobody waits any more.
             let _ = gate.answer.send(result);
         }
     }
@@ -206,7 +206,7 @@ pub(crate) struct Gate {
 /// What is to become of what waited.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Passed {
-    /// It goes on.
+    /// Continue.
     Yes,
     /// The hook does not want it.
     Refused(Refused),
@@ -235,12 +235,12 @@ impl Gate {
                 // Its turn has not come, or it is being killed.
                 Err(mpsc::RecvTimeoutError::Timeout) if Instant::now() > until + command::GRACE => {
                     called_off.store(true, Ordering::Relaxed);
-                    let why = "those before it took too long".to_owned();
+                    let why = "the hooks before it took too long".to_owned();
                     shared.report(point, why.clone());
                     why
                 }
                 Err(mpsc::RecvTimeoutError::Timeout) => continue,
-                Err(mpsc::RecvTimeoutError::Disconnected) => "it could not be run".to_owned(),
+                Err(mpsc::RecvTimeoutError::Disconnected) => "it could not be started".to_owned(),
             };
             return match shared.hooks.on_error {
                 OnError::Ignore => Passed::Yes,
@@ -344,6 +344,6 @@ mod tests {
         assert_eq!(gate.pass(NEVER), Passed::Yes);
         assert!(began.elapsed() < Duration::from_secs(20));
         let report = reports.recv_timeout(Duration::from_secs(20)).unwrap();
-        assert_eq!((report.hook, report.why.as_str()), ("before-snapshot", "those before it took too long"));
+        assert_eq!((report.hook, report.why.as_str()), ("before-snapshot", "the hooks before it took too long"));
     }
 }

@@ -1,7 +1,7 @@
 //! Failures, sent to an address as JSON.
 //!
-//! A thread of its own sends them one after the other; it is there from the first failure on. What the address answers is not
-//! read beyond its status, a redirection is not followed, and of the address itself only the host is in any message.
+//! A separate thread sends them one after the other; it is started with the first failure. Only the status of an answer
+//! is read, redirections are not followed, and messages contain only the host of the address.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -68,7 +68,7 @@ impl Webhook {
             // The newest say more.
             queue.waiting.pop_front();
             drop(queue);
-            self.0.report(format!("a failure is left out: {MOST} others wait"));
+            self.0.report(format!("dropped a failure: {MOST} others are waiting"));
             queue = self.0.queue();
         }
         if !queue.has_thread {
@@ -143,7 +143,7 @@ impl Shared {
             let Some(pause) = pauses.next().filter(|_| refusal.passes) else {
                 return self.report(refusal.why);
             };
-            tracing::debug!("webhook: {}; tried again in {pause:?}", refusal.why);
+            tracing::debug!("webhook: {}. Trying again in {pause:?}", refusal.why);
             if !self.pause(*pause) {
                 return self.report(refusal.why);
             }
@@ -168,11 +168,11 @@ impl Shared {
     }
 
     fn attempt(&self, document: &[u8]) -> Result<(), Refusal> {
-        // What HTTPS is spoken with; a second call is told that one is there, which is all that is wanted.
+        // The provider for HTTPS; a second call fails because there is one, which is fine.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let unusable = |why: String| Refusal { why, passes: false };
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.map_err(|error| unusable(format!("cannot set up its runtime: {error}")))?;
+        let runtime = runtime.map_err(|error| unusable(format!("cannot start its runtime: {error}")))?;
         let client = reqwest::Client::builder()
             .timeout(REQUEST)
             .redirect(reqwest::redirect::Policy::none())
@@ -285,6 +285,6 @@ mod tests {
         webhook.close(began + Duration::from_millis(300));
         assert!(began.elapsed() < Duration::from_secs(20));
         let said: Vec<String> = reports.try_iter().map(|report| report.why).collect();
-        assert!(said.iter().any(|why| why.contains("left out")) && said.iter().any(|why| why.contains("not all")));
+        assert!(said.iter().any(|why| why.contains("dropped")) && said.iter().any(|why| why.contains("not all")));
     }
 }

@@ -11,7 +11,7 @@ use rekindle_store::{BadWhy, ImageId};
 pub(super) enum Evidence {
     /// The job died soon after a restore.
     Died {
-        /// How; None where it was ended for what it did, or did not do.
+        /// How; None if it was ended for what it did, or did not do.
         ended: Option<Ended>,
         /// After so long.
         uptime: Duration,
@@ -40,7 +40,7 @@ impl Evidence {
         match self {
             Evidence::Died { ended, .. } => {
                 let how = ended.map(|ended| format!(" ({ended})")).unwrap_or_default();
-                let detail = format!("the job died from it twice within restart.min-uptime{how}");
+                let detail = format!("the job died twice within restart.min-uptime after a restore from it{how}");
                 Finding::Mark { why: BadWhy::DiesAgain, detail }
             }
             Evidence::Refused(why) => Finding::Mark { why: BadWhy::DoesNotRestore, detail: why.clone() },
@@ -59,7 +59,7 @@ pub(super) enum Finding {
     Mark {
         /// What was seen.
         why: BadWhy,
-        /// The same in words.
+        /// The same as text.
         detail: String,
     },
 }
@@ -122,7 +122,8 @@ impl Suspects {
         Finding::PassOver
     }
 
-    /// A death soon after a restore, from whichever image. Answers whether it makes the row long enough, which begins anew then.
+    /// A death soon after a restore, from any image. Answers whether there were enough in a row; then the count starts
+    /// again.
     pub(super) fn is_row(&mut self, evidence: Option<&Evidence>) -> bool {
         let Some(now) = evidence else {
             self.row = None;
@@ -156,8 +157,7 @@ impl Suspects {
         Finding::PassOver
     }
 
-    /// It was restored, by somebody who asked for it where it was passed over: that it was not restored before says nothing
-    /// any more.
+    /// It was restored on request although it was skipped: earlier failures to restore it no longer count.
     pub(super) fn was_restored(&mut self, id: ImageId) {
         if let Some(suspect) = self.images.get_mut(&id) {
             suspect.passed = Passed::No;
@@ -173,7 +173,7 @@ impl Suspects {
         self.images.get(&id).is_some_and(|suspect| suspect.passed != Passed::No)
     }
 
-    /// Begins anew with those that are not left for good.
+    /// Starts again with those that are not skipped for good.
     pub(super) fn forget_passed_over(&mut self) {
         self.images.retain(|_, suspect| suspect.passed == Passed::ForGood);
     }

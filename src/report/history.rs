@@ -22,15 +22,15 @@ use rekindle_store::manifest::{Phase, Reason};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// The job ran, and what it did then still stands.
+    /// The job ran, and its work was not lost.
     Useful,
-    /// The job stood still for a snapshot.
+    /// The job was frozen for a snapshot.
     Frozen,
     /// The job ran, and went back to a state from before.
     Lost,
-    /// It did not run: it was being started or brought back, or waited for that.
+    /// It did not run: it was being started or restored, or waited for that.
     Down,
-    /// Nothing is known: the supervisor had ended without a word, and the next one was not there yet.
+    /// Unknown: the supervisor was killed, and the next one had not started.
     Away,
     /// It was not meant to run: completed, stopped, given up.
     Idle,
@@ -69,7 +69,7 @@ pub struct Snapshot {
     pub at: i64,
     /// Why it was taken.
     pub reason: Reason,
-    /// How long the job stood still.
+    /// The length of the freeze.
     pub freeze_us: u64,
     /// All phases, those before the freeze too.
     pub phases: Vec<Phase>,
@@ -79,7 +79,7 @@ pub struct Snapshot {
     pub ran_us: u64,
     /// Whether it was the first of its life: the wait for it says nothing of the interval.
     pub first: bool,
-    /// How long the way to the store took, once it was there.
+    /// How long storing took, when it is stored.
     pub stored_us: Option<u64>,
     /// Bytes that were written for it.
     pub written: Option<u64>,
@@ -89,9 +89,9 @@ pub struct Snapshot {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Trouble {
-    /// The job ended and was to go on.
+    /// The job ended and had to be restarted.
     Crash,
-    /// The supervisor ended without a word: killed, or the machine with it.
+    /// The supervisor was killed, or the machine went down.
     Supervisor,
     /// A snapshot failed.
     Snapshot,
@@ -120,13 +120,13 @@ pub struct Failure {
     pub at: i64,
     /// What.
     pub what: Trouble,
-    /// In words.
+    /// As text.
     pub why: String,
     /// How long it took until the job ran again, once it did.
     pub back_us: Option<u64>,
     /// The work that was lost, once it is known.
     pub lost_us: Option<u64>,
-    /// What it was brought back from; none where it began anew.
+    /// The image that it was restored from; none if it started from the beginning.
     pub image: Option<ImageId>,
 }
 
@@ -144,7 +144,7 @@ enum Now {
 struct End {
     at: i64,
     why: String,
-    /// Somebody asked for it: going on from there is no failure.
+    /// It was requested: a restart from there is no failure.
     asked: bool,
 }
 
@@ -153,7 +153,7 @@ impl End {
         let asked = matches!(cause, Some(Cause::Completed | Cause::Requested | Cause::Suspended | Cause::Rewound));
         let how = words::end(exit_code, signal);
         let why = match cause {
-            // The same, in other words.
+            // The same, as another type.
             None | Some(Cause::Exit { .. } | Cause::Signal { .. } | Cause::Unknown) => how,
             Some(cause) => format!("{cause} ({how})"),
         };
@@ -174,13 +174,13 @@ pub struct History {
     spans: Vec<Span>,
     /// When the run began, until the job runs in it.
     new_run: Option<i64>,
-    /// Nothing before it is lost by going back: a run began anew there, or was completed.
+    /// Nothing before it is lost by a restart: a run started from the beginning there, or was completed.
     floor: i64,
     /// When each image's state was that of the job.
     states: HashMap<ImageId, i64>,
     /// Where each image's snapshot is.
     places: HashMap<ImageId, usize>,
-    /// How the job ended last, while it is not known yet what comes of it.
+    /// How the job ended last, while it is unknown what follows.
     ended: Option<End>,
     /// The failure that the next start makes good.
     open: Option<usize>,
@@ -337,7 +337,7 @@ impl History {
         let from = begun.max(self.at.unwrap_or(at));
         self.runs(from);
         self.fill(Kind::Frozen, at);
-        // Something may have been told while it stood still.
+        // Other events may have been written during the freeze.
         self.ran = self.ran.saturating_sub(self.turn(begun, Kind::Frozen));
         self.states.insert(image, begun);
     }
@@ -366,7 +366,7 @@ impl History {
             self.pass(at.saturating_sub_unsigned(took_us).max(self.at.unwrap_or(at)));
         }
         self.fill(if self.now == Now::Nothing { Kind::Idle } else { Kind::Down }, at);
-        // A rule brings the job back without a word in between.
+        // A rule restarts the job without another event in between.
         self.crashed();
         // A new run that begins from an image (a rewind, `rekindle restore`) goes back like any other.
         if let (Some(began), None) = (self.new_run.take(), image) {
@@ -384,7 +384,7 @@ impl History {
         self.life_began = Some(at);
     }
 
-    /// The job is what it was at the image, or anew. What it did since is lost. Answers how much that is.
+    /// The job is as it was at the image, or at its beginning. Its work since is lost. Answers how much that is.
     fn go_back(&mut self, image: Option<ImageId>) -> u64 {
         let to = match image {
             // Taken before what is left of the journal: its name has the time, to the second.
@@ -422,7 +422,7 @@ impl History {
         turned
     }
 
-    /// The job is brought back from its end, if that was one of its own.
+    /// The job is restarted after its end, if it ended by itself.
     fn crashed(&mut self) {
         if let Some(End { at, why, asked: false }) = self.ended.take() {
             self.fail(at, Trouble::Crash, why);
@@ -441,7 +441,7 @@ impl History {
             let code = exit_code.map(|code| format!(" (exit code {code})")).unwrap_or_default();
             self.fail(since, Trouble::GivenUp, format!("{}{code}", why.unwrap_or("given up")));
         }
-        // From its end on it was not meant to run: the last image was on its way to the store.
+        // After its end it was not supposed to run: the last image was being stored.
         for span in self.spans.iter_mut().rev().take_while(|span| span.from >= since) {
             if span.kind == Kind::Down {
                 span.kind = Kind::Idle;
@@ -459,7 +459,7 @@ impl History {
 
     // ---- what it comes to ----
 
-    /// Everything up to the last event; up to `now`, where the supervisor is still there.
+    /// Everything up to the last event; up to `now` if the supervisor still runs.
     #[must_use]
     pub fn until(&self, now: Option<DateTime<Utc>>) -> Vec<Span> {
         let mut spans = self.spans.clone();
@@ -499,13 +499,13 @@ impl History {
         &self.failures
     }
 
-    /// When the job was to be brought back.
+    /// When the job had to be restarted.
     #[must_use]
     pub fn restarts(&self) -> &[i64] {
         &self.restarts
     }
 
-    /// From when to when an image was on its way to the store.
+    /// When an image was being stored: from, to.
     #[must_use]
     pub fn persists(&self) -> &[(i64, i64)] {
         &self.persists
@@ -530,7 +530,7 @@ impl History {
     }
 }
 
-/// Microseconds from one moment to another; none where that is before.
+/// Microseconds from one moment to another; none if the second is earlier.
 #[must_use]
 pub fn between(from: i64, to: i64) -> u64 {
     u64::try_from(to.saturating_sub(from)).unwrap_or(0)

@@ -1,7 +1,7 @@
 //! The page: one file, no scripts, nothing from elsewhere. Light and dark as the reader has it, from 360 pixels on.
 //!
-//! Whatever a job or a message says is text: escaped, without control characters, cut where it is long, and never wider than
-//! the page. The policy in its head forbids a browser to fetch or run anything.
+//! Text from a job or a message is escaped, without control characters, shortened if it is long, and never wider than
+//! the page. The policy in the page's head forbids a browser to fetch or run anything.
 
 mod charts;
 mod parts;
@@ -41,7 +41,7 @@ pub fn page(report: &Report) -> String {
                         (headline(report))
                         (timeline(report, Axis::new(from, to)))
                     } @else {
-                        section { p { "Nothing is known of the job in this time: there are no events." } }
+                        section { p { "The job has no events in this time." } }
                     }
                     @if report.freeze.is_some() { (parts::freezes(report, ROWS)) }
                     @if let Some(cost) = &report.cost { (parts::interval(cost)) }
@@ -77,7 +77,7 @@ fn header(report: &Report) -> Markup {
                 p.small.soft {
                     "The clock was set back " (report.clock_set_back) " times, by "
                     (time(u64::try_from(report.clock_set_back_us).unwrap_or(0)))
-                    " in all: what came after is shown as that much later."
+                    " in total. Later events are shown that much later."
                 }
             }
         }
@@ -118,7 +118,7 @@ fn headline(report: &Report) -> Markup {
                 dl.facts {
                     (fact("Uptime", &report.up_since.map_or_else(|| "not running".into(), |since| {
                         time(between(since, report.to.unwrap_or(since)))
-                    }), Some(&format!("{} run in all", time(times.useful_us + times.lost_us)))))
+                    }), Some(&format!("{} running in total", time(times.useful_us + times.lost_us)))))
                     (fact("Lost work", &time(times.lost_us), times.share(times.lost_us).map(share).as_deref()))
                     (fact("Restarts", &report.restarts.to_string(), Some(&match (report.failures, first) {
                         (0, _) => "no failures".into(),
@@ -168,8 +168,8 @@ fn timeline(report: &Report, axis: Axis) -> Markup {
             }
             ul.key { @for kind in shown { li { (dot(named(kind).0)) (named(kind).1) } } }
             p.small.soft {
-                "Snapshots: the higher, the longer the job stood still. Failures: red where the job died, amber where a "
-                "snapshot, an image or its way to the store failed."
+                "Snapshots: a higher bar is a longer freeze. Failures: red if the job died, amber if a "
+                "snapshot or storing an image failed, or an image is bad."
             }
         }
     }
@@ -188,10 +188,10 @@ fn footer() -> Markup {
     html! {
         footer {
             p {
-                "Goodput: running time that no later return to an older image has undone, without freezes, as a share of the "
-                "time in which the job was meant to run. Lost work: running time between an image and the death after which "
-                "the job went back to it. After a supervisor that ended without a word, what the job did since the last sign "
-                "of life is not known and is in neither."
+                "Goodput: running time without freezes that no later restart or rewind lost, as a share of the time in "
+                "which the job should run. Lost work: running time between an image and the death after which the job was "
+                "restored from it. If a supervisor was killed, the job's time after the supervisor's last event is unknown "
+                "and counts as neither."
             }
             p { "rekindle " (env!("CARGO_PKG_VERSION")) }
         }

@@ -71,7 +71,7 @@ pub struct Report {
     pub to: Option<i64>,
     /// What the time went to.
     pub times: Times,
-    /// How often the job was to be brought back.
+    /// How often the job had to be restarted.
     pub restarts: usize,
     /// How often the job or its supervisor died or was given up.
     pub failures: usize,
@@ -87,7 +87,7 @@ pub struct Report {
     pub images: Vec<ImageSize>,
     /// What the time went to, moment by moment.
     pub timeline: Vec<Span>,
-    /// From when to when an image was on its way to the store.
+    /// When an image was being stored: from, to.
     pub persists: Vec<(i64, i64)>,
     /// The snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
@@ -202,9 +202,9 @@ pub struct Cost {
     pub overhead_ppm: u32,
     /// The share of the work that failures cost with it, on average.
     pub loss_ppm: u32,
-    /// The best, by Young and Daly, and its arithmetic in words.
+    /// The best, by Young and Daly, and its arithmetic as text.
     pub best: Choice,
-    /// The same in words.
+    /// The same as text.
     pub arithmetic: String,
 }
 
@@ -251,7 +251,7 @@ fn us(us: u64) -> Duration {
     Duration::from_micros(us)
 }
 
-/// An event in words.
+/// An event as text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Told {
     /// When.
@@ -263,7 +263,7 @@ pub struct Told {
 }
 
 impl Told {
-    /// In words.
+    /// As text.
     #[must_use]
     pub fn of(event: &Event) -> Told {
         let (name, text) = words::event(&event.what);

@@ -1,4 +1,4 @@
-//! Durations, sizes and events in words.
+//! Durations, sizes and events as text.
 
 use chrono::{DateTime, Local};
 use rekindle_base::units::size;
@@ -90,19 +90,19 @@ pub fn event(what: &What) -> (String, String) {
     let from = |image: &Option<ImageId>| image.map_or_else(|| "the beginning".into(), |id| format!("image {id}"));
     let sentence = match what {
         What::Supervised { supervisor, interval, .. } => {
-            format!("a supervisor began, pid {supervisor}, interval {interval}")
+            format!("a supervisor started, pid {supervisor}, interval {interval}")
         }
         What::Started { image, took_us, moved, .. } => {
-            let gpus = moved.iter().map(|m| format!(", on {} in the place of {}", m.new, m.old)).collect::<String>();
-            format!("the job runs from {}, after {}{gpus}", from(image), time(*took_us))
+            let gpus = moved.iter().map(|m| format!(", on {} instead of {}", m.new, m.old)).collect::<String>();
+            format!("the job is running from {}, after {}{gpus}", from(image), time(*took_us))
         }
         What::SnapshotTaken { image, freeze_us, bytes, .. } => {
             format!("image {image}, {}, the job was frozen for {}", size(*bytes), time(*freeze_us))
         }
-        What::SnapshotHeld { bound_us, .. } => format!("the job holds a snapshot off, for {} at most", time(*bound_us)),
+        What::SnapshotHeld { bound_us, .. } => format!("the job blocks a snapshot, for at most {}", time(*bound_us)),
         What::HoldOver { how, waited_us, .. } => format!("{}, after {}", how.replace('-', " "), time(*waited_us)),
         What::SnapshotFailed { why, job_lost: false } => why.clone(),
-        What::SnapshotFailed { why, job_lost: true } => format!("{why}; the job cannot go on"),
+        What::SnapshotFailed { why, job_lost: true } => format!("{why}; the job cannot continue"),
         What::Stored { image, took_us, written } => {
             format!("image {image}, {} written in {}", size(*written), time(*took_us))
         }
@@ -130,7 +130,7 @@ pub fn event(what: &What) -> (String, String) {
     (name.map_or_else(|| "?".into(), |name| name.replace('-', " ")), sentence)
 }
 
-/// What there are no words for, as its fields.
+/// Any other event, as its fields.
 fn fields(what: &What) -> String {
     let Ok(Value::Object(fields)) = serde_json::to_value(what) else { return String::new() };
     let said = fields.iter().filter(|(key, value)| *key != "event" && !value.is_null());

@@ -1,8 +1,8 @@
 //! What others ask of the supervisor, and who still waits for an answer.
 //!
-//! A request becomes an event where [`Machine::admits`](super::state::Machine::admits) it, and a refusal in words where
-//! not. Its answer comes when the state says what became of it ([`Owner::settle`], after every step), or with the snapshot
-//! that it is about. Nobody is forgotten: a [`Reply`] that is dropped answers that the supervisor ended.
+//! A request becomes an event if [`Machine::admits`](super::state::Machine::admits) it, otherwise a refusal with a
+//! reason. Its answer comes when the state shows the result ([`Owner::settle`], after every step), or with the snapshot
+//! that it asked for. Every request gets an answer: a [`Reply`] that is dropped answers that the supervisor ended.
 
 use std::time::Instant;
 
@@ -51,7 +51,7 @@ pub(super) struct Control {
     suspending: Vec<Reply>,
     /// Whether its memory was given back.
     emptied: bool,
-    /// For the job to run, from this image where one was named.
+    /// For the job to run, from this image if one was named.
     starting: Vec<(Option<ImageId>, Reply)>,
 }
 
@@ -59,7 +59,7 @@ pub(super) struct Control {
 pub(super) enum Todo {
     /// It is answered, or its answer comes with something else.
     Nothing,
-    /// The machine is told.
+    /// Tells the state machine.
     Step(Event),
     /// The image to go back to is looked for.
     Find { to: String, reply: Reply },
@@ -176,12 +176,12 @@ impl Control {
 
     // ---- after every step ----
 
-    /// Answers whoever waits for what the state says now. `last_failure` is why the last snapshot failed, if it did. Who
-    /// waits for a suspension that is complete is answered by [`Control::suspended`].
+    /// Answers the clients that wait for the current state. `last_failure` is why the last snapshot failed, if it did.
+    /// [`Control::suspended`] answers clients that wait for a complete suspension.
     fn settle(&mut self, machine: &Machine<'_>, last_failure: Option<&str>) {
         let state = machine.state();
         if !matches!(state, State::Running(_) | State::Snapshotting { .. }) && !self.waiting.is_empty() {
-            let why = format!("the job is {}, so there is no snapshot", state.name());
+            let why = format!("no snapshot: the job is {}", state.name());
             self.waiting.drain(..).for_each(|asked| fail(asked.reply, why.clone()));
         }
         if !self.starting.is_empty() {
@@ -193,7 +193,7 @@ impl Control {
         self.emptied = false;
         if !machine.is_suspending() && !self.suspending.is_empty() {
             let why = match (state, last_failure) {
-                (State::Running(_), Some(why)) => format!("the job runs on: {why}"),
+                (State::Running(_), Some(why)) => format!("the job continues: {why}"),
                 (state, _) => format!("the job is {}", state.name()),
             };
             self.suspending.drain(..).for_each(|reply| fail(reply, why.clone()));
@@ -206,7 +206,7 @@ impl Control {
             | State::Ending { stop: Ending::Rewind(_), .. }
             | State::Snapshotting { then: Some(Then::Rewind(_)), .. } => return,
             State::Running(life) | State::Snapshotting { life, .. } => Ok(image_of(life.from)),
-            State::Waiting { from, .. } => Err(format!("it did not come back; the next try is from {from}")),
+            State::Waiting { from, .. } => Err(format!("the job was not restored; the next attempt is from {from}")),
             state => Err(format!("the job is {}", state.name())),
         };
         for (wanted, reply) in std::mem::take(&mut self.starting) {
@@ -214,18 +214,18 @@ impl Control {
                 (Ok(image), wanted) if wanted.is_none() || wanted == *image => {
                     reply(Ok(Answer::Running { image: *image }));
                 }
-                (Ok(_), _) => fail(reply, "the job was brought back from another image meanwhile"),
+                (Ok(_), _) => fail(reply, "the job was restored from another image in the meantime"),
                 (Err(why), _) => fail(reply, why.clone()),
             }
         }
     }
 
-    /// The job is suspended. Answers whether its memory is to be given back, which is done once.
+    /// The job is suspended. Answers whether to free its memory, which is done once.
     fn empties(&mut self) -> bool {
         !std::mem::replace(&mut self.emptied, true)
     }
 
-    /// The job is suspended, and this image is where it is for as long as that lasts.
+    /// The job is suspended; this image contains it until it is resumed.
     fn suspended(&mut self, image: Option<ImageId>, only_in_memory: Option<&str>) {
         for reply in std::mem::take(&mut self.suspending) {
             reply(Ok(Answer::Suspended { image, only_in_memory: only_in_memory.map(ToOwned::to_owned) }));
@@ -234,7 +234,7 @@ impl Control {
 }
 
 impl Owner<'_> {
-    /// Opens the job's socket. Without one the job is supervised all the same.
+    /// Opens the job's socket. The job is also supervised without one.
     pub(super) fn open_control(&mut self) {
         let sender = self.sender.clone();
         let deliver = move |call| sender.send(Message::Control(Box::new(Incoming::Call(call)))).is_ok();
@@ -245,13 +245,14 @@ impl Owner<'_> {
                 self.clients.control.server = Some(server);
             }
             Err(error) => tracing::warn!(
-                "there is no control socket in {}, so `rekindle snapshot` and others cannot reach the job: {error}",
+                "cannot create a control socket in {}, so `rekindle snapshot` and others cannot reach the job: \
+                {error}",
                 directory.display()
             ),
         }
     }
 
-    /// Nobody is heard any more. Whoever still waits is told so.
+    /// Closes the socket. Clients that still wait get an answer.
     pub(super) fn close_control(&mut self) {
         let server = self.clients.control.server.take();
         self.clients.control = Control::default();
@@ -266,7 +267,7 @@ impl Owner<'_> {
         }
     }
 
-    /// The job is over, and only its image is still on its way.
+    /// The job is over, and only its image is still being stored.
     pub(super) fn heard_late(&mut self, incoming: Incoming) {
         match incoming {
             Incoming::Call(Call { request: Request::Stop(stop), reply }) => {
@@ -275,7 +276,7 @@ impl Owner<'_> {
             }
             Incoming::Call(Call { request: Request::Status, reply }) => reply(Ok(status(&self.reporting.published))),
             Incoming::Call(Call { reply, .. }) | Incoming::Rewind(_, reply) => {
-                reply(Err(Fault::new(Code::Ending, "the job is over, and the supervisor about to end")));
+                reply(Err(Fault::new(Code::Ending, "the job is over, and the supervisor is about to exit")));
             }
         }
     }
@@ -289,21 +290,21 @@ impl Owner<'_> {
         }
     }
 
-    /// Goes back to an image, because somebody or something asked for it.
+    /// Rewinds to an image, on request.
     fn rewind(&mut self, target: Target, reply: Reply) {
         // It may have changed while the image was looked at.
         if let Err(why) = self.machine.admits(Wish::Rewind) {
             return refuse(reply, why);
         }
         let image = target.image();
-        tracing::info!("the job goes back to image {image}, as asked");
+        tracing::info!("rewinding the job to image {image}, as requested");
         self.tell(What::Rewinding { image });
         self.line.aim(target);
         self.clients.control.rewinds(image, reply);
         self.step(Event::Rewind { image });
     }
 
-    /// An image is in the store, where it can be tagged.
+    /// An image is stored and can be tagged.
     pub(super) fn answer_stored(&mut self, image: &Image) {
         for (snapped, asked) in self.clients.control.take_storing(image.id) {
             let image = image.clone();
@@ -313,7 +314,7 @@ impl Owner<'_> {
                 let tagged = (!how.tags.is_empty()).then(|| image.change_tags(Change::Tag(how.tags)));
                 match tagged {
                     Some(Err(error)) => {
-                        fail(reply, format!("image {} is there, but cannot be tagged: {}", image.id, chain(&error)));
+                        fail(reply, format!("image {} exists, but cannot be tagged: {}", image.id, chain(&error)));
                     }
                     _ => reply(Ok(Answer::Snapshot(Snapped { stored: true, ..snapped }))),
                 }
@@ -321,7 +322,7 @@ impl Owner<'_> {
         }
     }
 
-    /// Answers whoever waits for what the state says now.
+    /// Answers those who wait for the current state.
     pub(super) fn settle(&mut self) {
         let last_failure = self.reporting.published.last_failure.as_deref();
         self.clients.control.settle(&self.machine, last_failure);
@@ -337,13 +338,13 @@ impl Owner<'_> {
                 persisting: None,
             });
             self.tell(What::Suspended { image: image_of(from) });
-            tracing::info!("the job is suspended; `rekindle resume` goes on from {from}");
+            tracing::info!("the job is suspended; `rekindle resume` continues from {from}");
         }
-        let why = self.reporting.published.persist_failure.as_deref().unwrap_or("it was not brought to the store");
+        let why = self.reporting.published.persist_failure.as_deref().unwrap_or("it was not stored");
         self.clients.control.suspended(image_of(from), only_here.map(|_| why));
     }
 
-    /// Gives back the memory of all images but these.
+    /// Frees the memory of all images but these.
     fn empty_memory(&self, needed: Needed) {
         for slot in self.setup.images.staging.iter().flat_map(|area| area.slots()) {
             if needed.has(slot.image().map(|image| image.id)) {
@@ -351,7 +352,7 @@ impl Owner<'_> {
             }
             self.setup.folder.drop_links(&slot);
             if let Err(error) = slot.empty() {
-                tracing::warn!("memory of images cannot be given back: {}", chain(&error));
+                tracing::warn!("cannot free memory of images: {}", chain(&error));
             }
         }
     }

@@ -1,10 +1,9 @@
-//! The last snapshot before a deadline: begun early enough that it is safe when the time is over, then the job is stopped,
-//! to be queued again.
+//! The final snapshot before a deadline: started early enough that the image is stored in time; then the job is
+//! stopped, to be queued again.
 //!
-//! The deadline is the one that was given, else the scheduler's, which is asked for it on a thread of its own: at the begin,
-//! and once more before the last snapshot is begun, because a time limit can be changed. How early is enough is a
-//! [`forecast`]; it is made anew each time the owner wakes, and what it rests on comes from the events that the owner tells,
-//! those of earlier runs included.
+//! The deadline is the configured one, otherwise the scheduler's. A separate thread asks the scheduler: at the start,
+//! and again before the final snapshot, because a time limit can be changed. A [`forecast`] says how early the snapshot
+//! must start. It is computed each time the owner wakes, from the events of this and earlier runs.
 //!
 //! Where the power goes nothing is lost: all of it is learnt again.
 
@@ -24,7 +23,7 @@ use crate::scheduler;
 use crate::telemetry::events::{self, What};
 use rekindle_base::chain;
 
-/// How long before the last snapshot the scheduler is asked again: longer than its commands try to reach it.
+/// How long before the final snapshot the scheduler is asked again: longer than the timeout of its commands.
 const ASK_AGAIN: Duration = Duration::from_secs(40);
 /// How much of the journal is read: some hundred events.
 const LOOK_BACK: u64 = 128 << 10;
@@ -35,7 +34,7 @@ pub(super) type Answer = Result<Option<DateTime<Utc>>, scheduler::Error>;
 /// How often the scheduler was asked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Asked {
-    /// Not since the last snapshot was planned for a time that is far away.
+    /// Not since the final snapshot was planned for a time that is far away.
     Once,
     Again,
 }
@@ -50,7 +49,7 @@ pub(super) struct Deadline {
     /// When the time is over.
     end: Option<DateTime<Utc>>,
     asked: Asked,
-    /// When the last snapshot is begun.
+    /// When the final snapshot starts.
     begin: Option<DateTime<Utc>>,
     /// It was.
     done: bool,
@@ -69,7 +68,7 @@ impl Deadline {
                     .filter(|event| event.run == setup.program.launch.lineage)
                     .for_each(|event| measured.observe(event));
             }
-            Err(error) => tracing::debug!("what earlier runs measured is not used: {error}"),
+            Err(error) => tracing::debug!("measurements of earlier runs are not used: {error}"),
         }
         // Not systemd, which is asked for more time ([`super::notify`]).
         let attended = if setup.time.scheduler.is_there() || std::env::var_os("KUBERNETES_SERVICE_HOST").is_some() {
@@ -97,7 +96,7 @@ impl Deadline {
         self.measured.observe(event);
     }
 
-    /// What a last snapshot will take; none where there was no snapshot yet.
+    /// How long the final snapshot will take; none before the first snapshot.
     fn forecast(&self) -> Option<Forecast> {
         self.measured.forecast(self.route)
     }
@@ -109,7 +108,7 @@ impl Deadline {
                 // What it says is in whole seconds of time left.
                 let same = self.end.is_some_and(|known| (known - end).num_seconds().abs() <= 2);
                 if !same {
-                    tracing::info!("the scheduler ends the job at {}", in_full(end));
+                    tracing::info!("the scheduler will end the job at {}", in_full(end));
                     self.end = Some(end);
                     // One that is later now may be changed again.
                     self.asked = Asked::Once;
@@ -117,32 +116,33 @@ impl Deadline {
             }
             Ok(None) => self.end = None,
             Err(error) if self.end.is_none() => {
-                tracing::warn!("no deadline is known, and no last snapshot is taken before one: {}", chain(&error));
+                tracing::warn!("the deadline is unknown, so no final snapshot is taken before it: {}", chain(&error));
             }
-            Err(error) => tracing::debug!("the deadline stays as it was: {}", chain(&error)),
+            Err(error) => tracing::debug!("the deadline is unchanged: {}", chain(&error)),
         }
     }
 
-    /// Plans the last snapshot of now, which is `time` on the wall.
+    /// Plans the final snapshot at `now`, which is `time` on the wall clock.
     fn plan(&mut self, facts: &Facts, now: Instant, time: DateTime<Utc>) -> Planned {
         let Some(end) = self.end.filter(|_| !self.done) else {
             self.begin = None;
             return Planned::default();
         };
         let forecast = facts.forecast;
-        // A stop waits for the image that is on its way to the store.
+        // A stop waits for the image that is being stored.
         let waits = match (&facts.storing, &forecast) {
             (Some(storing), Some(forecast)) => left_of(storing, forecast.store),
             _ => Duration::ZERO,
         };
         let lead = forecast.map_or(facts.grace, |forecast| with_margin(forecast.total().saturating_add(waits)));
-        // What the job holds off may have to wait for so long.
+        // A snapshot that the job blocks may have to wait so long.
         let held = facts.held.map_or(Duration::ZERO, |until| until.saturating_duration_since(now));
         let lead = lead.saturating_add(held);
         let plan = plan(self.begun, end, lead);
         if let Some(forecast) = forecast.filter(|forecast| self.is_short_for(forecast, end)) {
             tracing::warn!(
-                "there are {} until the deadline, and a last snapshot is expected to take {}: it may not be whole in time. Give the job more time (Slurm's --time)",
+                "the deadline is in {}, and the final snapshot is expected to take {}: it may not be complete in \
+                time. Give the job more time (Slurm's --time)",
                 in_seconds((end - self.begun).to_std().unwrap_or_default()),
                 in_seconds(forecast.lead())
             );
@@ -167,13 +167,13 @@ impl Deadline {
         }
     }
 
-    /// Whether there is no room for a last snapshot, and the user is to be told.
+    /// Whether there is no time for a final snapshot and the user must be told.
     fn is_short_for(&mut self, forecast: &Forecast, end: DateTime<Utc>) -> bool {
         let short = plan(self.begun, end, forecast.lead()).room == Room::Short;
         short && !std::mem::replace(&mut self.told_short, true)
     }
 
-    /// What the user is to be told where a stop would not get a last snapshot, and again when that gets worse.
+    /// The warning if a stop would not get a final snapshot; repeated if that gets worse.
     fn warning(&mut self, forecast: &Forecast, grace: Duration) -> Option<String> {
         let Some(text) = too_short(forecast, grace, self.attended) else {
             self.warned = None;
@@ -187,7 +187,7 @@ impl Deadline {
         })
     }
 
-    /// When the last snapshot is begun.
+    /// When the final snapshot starts.
     pub(super) fn next_wake(&self, now: Instant, time: DateTime<Utc>) -> Option<Instant> {
         let begin = self.begin.filter(|_| !self.done)?;
         now.checked_add((begin - time).to_std().unwrap_or_default())
@@ -198,21 +198,21 @@ impl Deadline {
 #[derive(Debug)]
 struct Facts {
     forecast: Option<Forecast>,
-    /// How far the image is that is on its way to the store.
+    /// Progress of the image that is being stored.
     storing: Option<Persisting>,
     grace: Duration,
     /// Until when the job holds snapshots off.
     held: Option<Instant>,
 }
 
-/// What is to be done for the last snapshot.
+/// What to do for the final snapshot.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Planned {
     /// From then on the interval begins no snapshot.
     no_interval_from: Option<Instant>,
     /// Whether the scheduler is to be asked once more.
     asks: bool,
-    /// The last snapshot is begun now.
+    /// The final snapshot starts now.
     last_call: Option<LastCall>,
 }
 
@@ -244,7 +244,7 @@ impl Owner<'_> {
         self.deadline.is_known(answer);
     }
 
-    /// Plans the last snapshot, and begins it when its time has come.
+    /// Plans the final snapshot, and starts it in time.
     pub(super) fn check_deadline(&mut self) {
         let (forecast, grace) = (self.deadline.forecast(), self.setup.config.snapshot.grace);
         let published = &mut self.reporting.published;
@@ -265,7 +265,7 @@ impl Owner<'_> {
         if let Some(LastCall { end, until, lead }) = planned.last_call {
             self.tell(What::LastCall { deadline: end, predicted_us: micros(lead) });
             tracing::info!(
-                "the time is over at {}: a last snapshot, then the job is stopped, to be queued again",
+                "deadline {}: taking a final snapshot, then stopping the job to be queued again",
                 in_full(end)
             );
             self.step(Event::StopBy(Stop::Requeue, until));

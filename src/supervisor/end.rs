@@ -1,4 +1,4 @@
-//! The end of the run: who asked for it, and what it comes to.
+//! The end of the run: who asked for it, and its result.
 
 use std::io;
 
@@ -29,7 +29,7 @@ impl RunEnd {
 
     /// What it came to.
     pub(super) fn take(&mut self) -> Finish {
-        let lost = || Finish::Failed { why: "the supervisor lost its threads".into(), last: None };
+        let lost = || Finish::Failed { why: "all threads of the supervisor have ended".into(), last: None };
         self.finish.take().unwrap_or_else(lost)
     }
 }

@@ -37,7 +37,7 @@ impl Owner<'_> {
             Err(error) => match self.life.images_unread(self.machine.state(), self.machine.is_stopping(), now) {
                 Waits::Begins => {
                     return tracing::error!(
-                        "cannot read the images, and the job waits for that: {}. It is given up after {}",
+                        "cannot read the images; the job waits until they can be read: {}. It is given up after {}",
                         chain(&error),
                         humantime::format_duration(unread::PATIENCE)
                     );
@@ -91,13 +91,13 @@ impl Owner<'_> {
             let images = self.setup.folder.images()?;
             for id in self.good_images()?.iter().filter(|id| images.iter().any(|image| image.id == **id)) {
                 match self.setup.folder.remove(&self.setup.lock, id) {
-                    Err(store::Error::Pinned(id)) => tracing::info!("image {id} is pinned and stays"),
+                    Err(store::Error::Pinned(id)) => tracing::info!("image {id} is pinned and is kept"),
                     other => other?,
                 }
             }
             // Nobody comes back to sweep when the grace period is over.
             if let Err(error) = gc::sweep_now(&self.setup.folder, &self.setup.lock, self.setup.config.store.copies) {
-                tracing::warn!("what no image needs was not swept: {}", chain(&error));
+                tracing::warn!("unneeded content was not swept: {}", chain(&error));
             }
         }
         self.publish();

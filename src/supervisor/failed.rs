@@ -7,7 +7,7 @@ use rekindle_store::ImageId;
 /// What a restore that failed comes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Failed {
-    /// It was called off. It is tried again.
+    /// It was cancelled. It is tried again.
     CalledOff,
     /// The machine is to blame. It is tried again.
     Machine,
@@ -57,8 +57,8 @@ impl Failed {
     }
 }
 
-/// What is left to go on from after a copy of this image was found damaged. It is out, unless the copy is marked now and
-/// there is another one that is good.
+/// The images that remain after a copy of this image was found damaged. The image is excluded, unless the copy is now
+/// marked and another copy is good.
 pub(super) fn without_damaged(mut images: Images, id: ImageId, marked: bool) -> Images {
     if !(marked && images.good.contains(&id)) {
         images.good.retain(|other| *other != id);

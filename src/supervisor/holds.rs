@@ -1,7 +1,7 @@
 //! Who in the job holds snapshots off, and which snapshot waits for that.
 //!
-//! Holds have a name and a bound each. The machine knows only until when the last of them lasts. A snapshot that waits is
-//! told of when it begins to wait and when it does not wait any more.
+//! Each hold has a name and a time limit. The state machine knows only when the last of them ends. It is reported when
+//! a snapshot begins to wait and when it no longer waits.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use rekindle_store::manifest::Reason;
 
 /// Of a job. One that wants more has lost count.
 pub(super) const HOLDERS: usize = 64;
-/// How often it is looked whether those that a snapshot waits for are still there.
+/// How often to check whether the processes that block a snapshot are still alive.
 const LOOK: Duration = Duration::from_secs(1);
 
 /// Somebody in the job who holds snapshots off.
@@ -141,7 +141,7 @@ impl Holds {
 
     /// Forgets who does not hold any more. Answers what is new.
     pub(super) fn check(&mut self, facts: Facts, lives: impl Fn(&Holder) -> bool, now: Instant) -> Option<Change> {
-        // However much the job asks meanwhile.
+        // However many requests the job sends in the meantime.
         if facts.waits.is_some() && self.looked.is_none_or(|at| now.saturating_duration_since(at) >= LOOK) {
             self.looked = Some(now);
             let before = self.holders.len();

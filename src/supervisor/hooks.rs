@@ -1,4 +1,4 @@
-//! Who is told what happens to the job, beside the journal: hooks, the webhook and the metrics.
+//! Recipients of events beside the journal: hooks, the webhook and the metrics.
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
@@ -99,11 +99,11 @@ impl Listeners {
     }
 }
 
-/// Says that a hook failed. Answers what is told as an event.
+/// Logs that a hook failed. Answers the event for the journal.
 pub(super) fn failed(Report { hook, why }: Report) -> What {
     match hook {
-        "webhook" => tracing::warn!("the webhook was not told: {why}"),
-        _ => tracing::warn!("the hook {hook} did not do its work: {why}"),
+        "webhook" => tracing::warn!("the webhook was not called: {why}"),
+        _ => tracing::warn!("the hook {hook} has failed: {why}"),
     }
     What::HookFailed { hook: hook.into(), why }
 }

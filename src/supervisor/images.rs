@@ -1,4 +1,4 @@
-//! Snapshots, and the way of their images from a slot to the store.
+//! Snapshots, and storing their images.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, TryLockError, mpsc};
@@ -26,10 +26,10 @@ use rekindle_store::retention::survey::{self, NoRoom, Written};
 use rekindle_store::staging::{Area, Medium, Slot};
 use rekindle_store::{Form, Image, ImageId, Place, Seen};
 
-/// How often it is looked at how much memory is left.
+/// How often the free memory is checked.
 pub(super) const LOOK: Duration = Duration::from_secs(2);
 
-/// How the way of an image to the store went.
+/// The result of storing an image.
 pub(super) struct Outcome {
     image: ImageId,
     /// Where it was.
@@ -42,14 +42,14 @@ pub(super) struct Outcome {
     written: u64,
 }
 
-/// Why an image stays in memory only.
+/// Why an image is only in memory.
 #[derive(Debug, thiserror::Error)]
 enum PersistError {
     #[error(transparent)]
     Store(#[from] rekindle_store::Error),
     #[error(transparent)]
     NoRoom(#[from] NoRoom),
-    #[error("for as long as it is packed it takes {} more, {} are free, and {} are to stay free (store.min-free)", ByteSize::b(*need), ByteSize::b(*free), ByteSize::b(*keep))]
+    #[error("packing needs {} temporarily; {} is free, and {} must stay free (store.min-free)", ByteSize::b(*need), ByteSize::b(*free), ByteSize::b(*keep))]
     NotPacked { need: u64, free: u64, keep: u64 },
     #[error(transparent)]
     Persist(#[from] persist::Error),
@@ -119,12 +119,12 @@ impl Owner<'_> {
                     let why = chain(&error);
                     self.keep_criu_log("dump", error.criu_log());
                     match error {
-                        _ if lost => tracing::error!("the snapshot failed and the job cannot go on: {why}"),
-                        snapshot::Error::Cancelled if stops => tracing::info!("the last snapshot was called off"),
-                        snapshot::Error::Cancelled => tracing::info!("the snapshot was called off; the job runs on"),
-                        _ if stops => tracing::error!("the last snapshot failed: {why}"),
-                        snapshot::Error::JobEnded => tracing::info!("no snapshot: {why}"),
-                        _ => tracing::error!("the snapshot failed, the job runs on: {why}"),
+                        _ if lost => tracing::error!("the snapshot failed and the job cannot continue: {why}"),
+                        snapshot::Error::Cancelled if stops => tracing::info!("the final snapshot was cancelled"),
+                        snapshot::Error::Cancelled => tracing::info!("the snapshot was cancelled; the job continues"),
+                        _ if stops => tracing::error!("the final snapshot failed: {why}"),
+                        snapshot::Error::JobEnded => tracing::info!("no snapshot was taken: {why}"),
+                        _ => tracing::error!("the snapshot failed, the job continues: {why}"),
                     }
                     self.tell(What::SnapshotFailed { why: why.clone(), job_lost: lost });
                     self.reporting.published.snapshot_failed(why);
@@ -159,7 +159,7 @@ impl Owner<'_> {
         let noted = seen.zip(image.manifest()).map(|(seen, manifest)| seen.note(&manifest.lineage, image.id));
         if let Some(Err(error)) = noted {
             tracing::warn!(
-                "it will not be noticed where an older state takes the place of image {}: {}",
+                "cannot note image {} as the newest one, so a replacement by an older state would not be noticed: {}",
                 image.id,
                 chain(&error)
             );
@@ -168,7 +168,7 @@ impl Owner<'_> {
 
     // ---- from memory to the store ----
 
-    /// Brings the newest image that is in memory only to the store, unless one is on its way.
+    /// Stores the newest image that is only in memory, unless one is being stored.
     pub(super) fn persist_newest(&mut self) {
         match self.only_in_memory().filter(|image| self.is_usable(image)) {
             Some(image) if !self.transfers.is_storing() => self.persist(image),
@@ -177,7 +177,8 @@ impl Owner<'_> {
         }
     }
 
-    /// Packs the newest image where it is plain files. Not while a restart may read those: they go when it is packed.
+    /// Packs the newest image if it is plain files. Not while a restart may read those: they are removed when it is
+    /// packed.
     pub(super) fn pack_newest(&mut self) {
         if self.transfers.may_pack()
             && let Some(image) = self.newest_loose()
@@ -186,7 +187,7 @@ impl Owner<'_> {
         }
     }
 
-    /// The newest image of the line, where it is in memory only; else the newest of all, where that is.
+    /// The newest image of the line if it is only in memory; otherwise the newest of all, if that is.
     pub(super) fn only_in_memory(&self) -> Option<Image> {
         let folder = &self.setup.folder;
         let (staged, stored) = (folder.staged(), folder.images().unwrap_or_default());
@@ -198,7 +199,7 @@ impl Owner<'_> {
         of(&|image| self.is_usable(image)).or_else(|| of(&Image::is_good))
     }
 
-    /// The newest good image, where it is in the store as plain files.
+    /// The newest good image, if it is in the store as plain files.
     fn newest_loose(&self) -> Option<Image> {
         let newest = self.setup.folder.images().ok()?.into_iter().find(Image::is_good)?;
         (newest.form() == Form::Loose).then_some(newest)
@@ -221,8 +222,8 @@ impl Owner<'_> {
             if result.is_ok() {
                 empty_slots_on_disk(&setup, &files_go);
             }
-            // Not before it is packed: as plain files it takes more for a while, and no other has to go for that. While
-            // memory is brought back from an image none is removed: it is done when that is over.
+            // Not before it is packed: plain files take more space for a while, and no other image must be removed for
+            // that. No image is removed while a restore reads memory from one: that is done afterwards.
             if result.is_ok() || source == Source::PlainFiles {
                 rotate(&setup);
             }
@@ -244,7 +245,7 @@ impl Owner<'_> {
         let called_off = matches!(outcome.result, Err(PersistError::Persist(persist::Error::Cancelled)));
         match outcome.result {
             Ok(image) => {
-                tracing::info!("image {} is in the store after {}", image.id, shown(took));
+                tracing::info!("image {} was stored in {}", image.id, shown(took));
                 self.note_seen(&image);
                 let written = outcome.written;
                 self.tell(What::Stored { image: image.id, took_us: micros(took), written });
@@ -253,16 +254,16 @@ impl Owner<'_> {
                 self.replicate(image);
                 if self.machine.is_postponed() && self.machine.held_off().is_none() {
                     tracing::warn!(
-                        "a snapshot had to wait: bringing the image before it to the store took {}, which is longer than the interval",
+                        "a snapshot had to wait: storing the image before it took {}, longer than the interval",
                         shown(took)
                     );
                 }
             }
             Err(PersistError::Persist(persist::Error::Cancelled)) if outcome.source == Source::PlainFiles => {
-                tracing::debug!("image {} was not packed: a restart may read it", outcome.image);
+                tracing::debug!("image {} was not packed: a restart may need it", outcome.image);
             }
             Err(PersistError::Persist(persist::Error::Cancelled)) => {
-                let why = format!("image {} was not brought to the store", outcome.image);
+                let why = format!("image {} was not stored", outcome.image);
                 tracing::info!("{why}");
                 self.clients.control.not_stored(outcome.image, &why);
             }
@@ -271,8 +272,8 @@ impl Owner<'_> {
                 let place = slot_in(outcome.place);
                 let what = match folder.staged().iter().any(|image| image.id == outcome.image) {
                     _ if folder.is_stored(outcome.image) => "is in the store, but not packed".to_owned(),
-                    true => format!("is in {place} only"),
-                    false => format!("is lost, it was in {place} only"),
+                    true => format!("is only in {place}"),
+                    false => format!("is lost, it was only in {place}"),
                 };
                 let why = format!("image {} {what}: {}", outcome.image, chain(&error));
                 tracing::error!("{why}");
@@ -288,8 +289,8 @@ impl Owner<'_> {
         }
     }
 
-    /// Images in memory must not cost the job the memory that it needs: where little is left, the older image goes, and
-    /// then the newest, if the store has it.
+    /// Images in memory must not take memory that the job needs: if little is free, the older image is removed, and
+    /// then the newest, if it is stored.
     pub(super) fn give_memory_back(&mut self) {
         let Some(area) = &self.setup.images.staging else { return };
         let reserve = self.setup.config.snapshot.memory_reserve.bytes();
@@ -317,13 +318,15 @@ impl Owner<'_> {
             self.setup.folder.drop_links(&slot);
             match slot.empty() {
                 Ok(()) => tracing::warn!(
-                    "memory is short (snapshot.memory-reserve): {} was given up",
+                    "memory is short (snapshot.memory-reserve): removed {}",
                     image.map_or_else(
-                        || "what was ready for the next image".into(),
+                        || "the memory prepared for the next image".into(),
                         |id| format!("image {id} in memory")
                     )
                 ),
-                Err(error) => tracing::warn!("memory is short, and cannot be given back: {}", chain(&error)),
+                Err(error) => {
+                    tracing::warn!("memory is short, and memory of images cannot be freed: {}", chain(&error))
+                }
             }
         }
     }
@@ -353,18 +356,17 @@ impl Owner<'_> {
                 let place = slot_in(image.place);
                 if self.end.stops.is_at_once() {
                     tracing::warn!(
-                        "image {id} is in {place} only, at {at}: it is lost when the machine restarts; the same command again goes on from it"
+                        "image {id} is only in {place}, at {at}, and is lost when the machine restarts. The same \
+                         command continues from it"
                     );
                     return None;
                 }
-                let why = self
-                    .reporting
-                    .published
-                    .persist_failure
-                    .clone()
-                    .unwrap_or_else(|| "it was not brought to the store".into());
+                let why =
+                    self.reporting.published.persist_failure.clone().unwrap_or_else(|| "it was not stored".into());
                 tracing::error!(
-                    "the job is over, and its last image {id} is in {place} only, at {at} ({why}). It is lost when the machine restarts, and in memory with a container at its end. Make room in {store} and run the same command again on this machine: it goes on from this image"
+                    "the job is over, and its last image {id} is only in {place}, at {at} ({why}). It is lost when the \
+                     machine restarts, and in memory when its container ends. Free space in {store} and run the same \
+                     command again on this machine: it continues from this image"
                 );
                 Some(id)
             }
@@ -372,7 +374,7 @@ impl Owner<'_> {
                 for area in ours.into_iter().chain(&others) {
                     area.slots().iter().for_each(|slot| self.setup.folder.drop_links(slot));
                     if let Err(error) = area.close() {
-                        tracing::warn!("{} is not given back: {}", area.path().display(), chain(&error));
+                        tracing::warn!("cannot free {}: {}", area.path().display(), chain(&error));
                     }
                 }
                 None
@@ -407,7 +409,7 @@ impl Owner<'_> {
         let path = self.setup.folder.log_dir().join(format!("criu-{kind}.log"));
         match std::fs::write(&path, log.text()) {
             Ok(()) => tracing::info!("CRIU's log is in {}", path.display()),
-            Err(error) => tracing::warn!("cannot keep CRIU's log in {}: {error}", path.display()),
+            Err(error) => tracing::warn!("cannot save CRIU's log in {}: {error}", path.display()),
         }
     }
 }
@@ -460,7 +462,8 @@ pub(super) fn shown(time: Duration) -> humantime::FormattedDuration {
     humantime::format_duration(Duration::from_millis(u64::try_from(time.as_millis()).unwrap_or(u64::MAX)))
 }
 
-/// Removes what the plan says. What cannot be read stays. It may take seconds: never on the thread that owns the state.
+/// Removes what the plan says; unreadable images are kept. It may take seconds: never on the thread that owns the
+/// state.
 pub(super) fn rotate(setup: &Setup) {
     let store = &setup.config.store;
     match survey::rotate(&setup.folder, &setup.lock, &store.policy(), store.min_free.bytes()) {
@@ -470,6 +473,6 @@ pub(super) fn rotate(setup: &Setup) {
     let bounds = store.garbage(setup.images.packing.key.as_deref());
     match gc::collect(&setup.folder, &setup.lock, &bounds, Utc::now(), &|| false) {
         Ok(done) => tracing::debug!(?done, "packs"),
-        Err(error) => tracing::warn!("what no image needs was not swept: {}", chain(&error)),
+        Err(error) => tracing::warn!("unneeded content was not swept: {}", chain(&error)),
     }
 }

@@ -1,4 +1,4 @@
-//! What the job asks of its supervisor, and what it is told (docs/job-api.md).
+//! The job's requests to its supervisor, and the answers (docs/job-api.md).
 //!
 //! A snapshot that the job asks for is the next one that begins: it has a number, and the job looks whether that one is over.
 //! A life that ends takes its holds ([`super::holds`]) with it.
@@ -42,7 +42,7 @@ struct Count {
     failed: Option<String>,
 }
 
-/// What is known for the job, and what it asked for.
+/// What the job can learn, and what it requested.
 #[derive(Debug, Default)]
 pub(super) struct JobApi {
     server: Option<Server>,
@@ -59,7 +59,7 @@ pub(super) enum Todo {
     Nothing,
     /// A snapshot is taken.
     Snapshot,
-    /// The machine is told the bound of the holds.
+    /// Tells the state machine the time limit of the holds.
     Released,
     /// The same, and then the job: it counts on it.
     Held(Reply, Answer),
@@ -120,7 +120,7 @@ impl JobApi {
     fn asked(&mut self, call: Call, machine: &Machine<'_>, max_hold: Duration, now: Instant) -> Todo {
         let Call { request, life, pid, reply } = call;
         if machine.state().life().is_none() || life != self.life.name {
-            reply(Err(Fault::new(Code::Restored, "the job was brought back since")));
+            reply(Err(Fault::new(Code::Restored, "the job was restored since")));
             return Todo::Nothing;
         }
         match request {
@@ -142,7 +142,7 @@ impl JobApi {
                 let admitted = machine.admits(Wish::Hold).map_err(|why| not_admitted(machine, why));
                 let held = admitted.and_then(|()| match self.holds.add(Holder::new(pid, holder, now + time), now) {
                     true => Ok(Answer::Held { seconds: time.as_secs_f64(), life }),
-                    false => Err(Fault::new(Code::Refused, format!("{HOLDERS} hold snapshots off already"))),
+                    false => Err(Fault::new(Code::Refused, format!("{HOLDERS} processes already block snapshots"))),
                 });
                 match held {
                     Ok(answer) => Todo::Held(reply, answer),
@@ -171,14 +171,14 @@ fn not_admitted(machine: &Machine<'_>, why: &str) -> Fault {
 }
 
 impl Owner<'_> {
-    /// Serves the job's socket, where it has one.
+    /// Serves the job's socket, if it has one.
     pub(super) fn open_word(&mut self) {
         let Some(socket) = &self.setup.sockets.job_api else { return };
         let sender = self.sender.clone();
         let deliver = move |call| sender.send(Message::JobApi(Box::new(call))).is_ok();
         match Server::start(socket, Box::new(deliver)) {
             Ok(server) => self.clients.job_api.server = Some(server),
-            Err(error) => tracing::warn!("the job cannot ask for anything (REKINDLE_SOCKET): {error}"),
+            Err(error) => tracing::warn!("the job's socket (REKINDLE_SOCKET) does not work: {error}"),
         }
     }
 
@@ -216,8 +216,8 @@ impl Owner<'_> {
         self.step_quietly(self.clients.job_api.holds.bound().map_or(Event::Release, Event::Hold));
     }
 
-    /// The machine is told. What that leads to is carried out, and nothing is published for its own sake: a job may do this at
-    /// every step of its own.
+    /// Tells the state machine, and carries out what follows. Nothing is published for this alone: a job may do this at
+    /// every training step.
     fn step_quietly(&mut self, event: Event) {
         let actions = self.machine.step(event, Instant::now());
         if !actions.is_empty() {
@@ -226,14 +226,14 @@ impl Owner<'_> {
         self.check_holds();
     }
 
-    /// Says when a snapshot waits for those who hold it off, and when it does not any more.
+    /// Reports when a snapshot waits for processes that block it, and when it no longer does.
     pub(super) fn check_holds(&mut self) {
         let facts = holds::Facts::of(&self.machine);
         match self.clients.job_api.holds.check(facts, Holder::lives, Instant::now()) {
             None => {}
             Some(Change::Died) => self.holders_changed(),
             Some(Change::Waits { reason, pids, bound }) => {
-                tracing::info!("{} waits: the job holds it off, for {} at most", named(reason), shown(bound));
+                tracing::info!("{} waits: the job blocks it, for at most {}", named(reason), shown(bound));
                 self.tell(What::SnapshotHeld { reason, pids, bound_us: micros(bound) });
                 self.reporting.published.held =
                     Utc::now().checked_add_signed(TimeDelta::from_std(bound).unwrap_or_default());
@@ -243,9 +243,9 @@ impl Owner<'_> {
                 self.reporting.published.held = None;
                 match how {
                     How::Expired => tracing::warn!(
-                        "the job held a snapshot off for longer than it may, and did not let go: it is taken now"
+                        "the job blocked a snapshot longer than job-api.max-hold: the snapshot is taken now"
                     ),
-                    how => tracing::info!("the snapshot that the job held off waits no longer: {}", how.as_str()),
+                    how => tracing::info!("the blocked snapshot no longer waits: {}", how.as_str()),
                 }
                 self.tell(What::HoldOver { reason, how: how.as_str().into(), waited_us: micros(waited) });
             }
@@ -256,8 +256,8 @@ impl Owner<'_> {
 fn named(reason: Reason) -> &'static str {
     match reason {
         Reason::Interval => "a snapshot",
-        Reason::Signal | Reason::Request => "the snapshot that was asked for",
-        Reason::Final => "the last snapshot",
+        Reason::Signal | Reason::Request => "the requested snapshot",
+        Reason::Final => "the final snapshot",
     }
 }
 

@@ -1,7 +1,7 @@
 //! Whether the job's folder is still ours: the heartbeat of the store's lock, and what a look at the lock found.
 //!
-//! Once the lock is lost it stays lost. Another supervisor may have the job then, so the owner starts nothing more, writes
-//! nothing more, and ends.
+//! A lost lock remains lost. Another supervisor may have the job then, so the owner starts nothing more, writes nothing
+//! more, and ends.
 
 use std::time::{Duration, Instant};
 
@@ -44,7 +44,7 @@ impl Lease {
         self.looked(look)
     }
 
-    /// Takes note where a look finds that the lock is lost.
+    /// Records that a check found the lock lost.
     ///
     /// # Errors
     /// Any other failure of the look.
@@ -58,7 +58,7 @@ impl Lease {
         }
     }
 
-    /// How the lock was lost, where it was.
+    /// How the lock was lost, if it was.
     pub(super) fn into_lost(self) -> Option<Error> {
         self.lost
     }

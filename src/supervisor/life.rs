@@ -18,7 +18,7 @@ use rekindle_os::spawn::Ended;
 pub(super) enum Waits {
     /// It begins to.
     Begins,
-    /// It goes on waiting.
+    /// It continues to wait.
     Still,
     /// Not any more: it is reported without images.
     No,
@@ -36,7 +36,7 @@ pub(super) struct JobLife<J = Job> {
     ended: Option<Ended>,
     /// Whether its end waits until the images can be read.
     unread: Unread,
-    /// Set to call off the start or the snapshot under way. Each has its own.
+    /// Set to cancel the start or the snapshot under way. Each has its own.
     cancel: Arc<AtomicBool>,
     /// When the start under way was begun.
     started: Instant,

@@ -1,8 +1,8 @@
-//! The line of images that a job goes on from: pure functions from what is known of images to what is done with them.
+//! The line of images that a job continues from: pure functions from facts about images to decisions.
 //!
-//! After a rewind to an older image the newer ones stay, and are not what a later crash goes back to: the job is of another
-//! lineage then, as after `rekindle restore` of an older image. That holds from the moment that it runs; until then, and
-//! where the image does not restore after all, the old line is the one to go on with.
+//! After a rewind to an older image the newer ones are kept, but a later restart does not use them: the job then has
+//! another lineage, as after `rekindle restore` of an older image. That applies from the moment that it runs. Before
+//! that, and if the image cannot be restored, the job continues with the old line.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ pub(crate) struct Candidate<'a> {
     pub(crate) lineage: Option<&'a str>,
     /// Whether a restart may use it.
     pub(crate) good: bool,
-    /// Why not, where it is marked.
+    /// Why not, if it is marked.
     pub(crate) mark: Option<BadWhy>,
 }
 
@@ -38,7 +38,7 @@ pub(crate) struct Line {
     pub(super) lineage: String,
     /// and the one that it began from.
     pub(super) base: Option<ImageId>,
-    /// What a rewind is under way to.
+    /// The target of the rewind under way.
     target: Option<Target>,
 }
 
@@ -51,7 +51,7 @@ pub(super) struct Target {
 }
 
 impl Target {
-    /// `older` where it is not the one that a crash would go back to anyway.
+    /// `older` if it is not the image that a restart would use anyway.
     pub(super) fn new(image: ImageId, older: bool) -> Target {
         Target { image, older }
     }
@@ -61,7 +61,7 @@ impl Target {
     }
 }
 
-/// What a run begins with that goes on from another.
+/// What a run starts with if it continues another one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Begin {
     /// With this.
@@ -98,7 +98,7 @@ impl Line {
         ids
     }
 
-    /// What the job can go on from, and whether there is more that it cannot.
+    /// The images that the job can continue from, and whether there are others that it cannot use.
     pub(super) fn images<'a>(
         &self,
         copies: impl IntoIterator<Item = Candidate<'a>> + Clone,
@@ -114,7 +114,7 @@ impl Line {
         self.is_ours(copy) && copy.mark == Some(BadWhy::DoesNotRestore)
     }
 
-    /// What a run begins with that goes on with this line. The copies are sorted newest first.
+    /// What a run starts with if it continues this line. The copies are sorted newest first.
     pub(crate) fn begin<'a>(&self, copies: impl IntoIterator<Item = Candidate<'a>> + Clone, cold: ColdStart) -> Begin {
         if let Some(newest) = copies.clone().into_iter().find(|copy| self.has(copy)) {
             return Begin::With(StartPoint::Image(newest.id));
@@ -141,8 +141,8 @@ impl Line {
         self.base
     }
 
-    /// A start has not worked. Where it was the one of a rewind, the job goes on from where it was: answers that image, and
-    /// the event in place of this one.
+    /// A start failed. If it was the start of a rewind, the job continues from where it was: answers that image, and
+    /// the event that replaces this one.
     pub(super) fn did_not_arrive(
         &mut self,
         event: Event,

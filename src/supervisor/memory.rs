@@ -10,14 +10,14 @@ pub(super) fn only_there(newest: ImageId, stored: Option<ImageId>, is_stored: im
     stored.is_none_or(|stored| stored < newest) && !is_stored(newest)
 }
 
-/// Images in memory that stay however short memory is.
+/// Images in memory that are kept however short memory is.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Needed {
-    /// The newest, where it is nowhere else.
+    /// The newest, if it is nowhere else.
     pub(super) only_here: Option<ImageId>,
-    /// The newest that the job has lived on from, where the store has none that is as new.
+    /// The newest proven one, if the store has none that is as new.
     pub(super) proven: Option<ImageId>,
-    /// The one that is on its way to the store.
+    /// The one that is being stored.
     pub(super) persisting: Option<ImageId>,
 }
 
@@ -36,11 +36,11 @@ pub(super) fn turn(image: Option<ImageId>, newest: Option<ImageId>) -> bool {
 /// What becomes of an image that is in memory only when the run ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AtTheEnd {
-    /// Nobody goes on from it.
+    /// Nothing continues from it.
     NotNeeded,
-    /// It stays there: nothing more is waited for.
+    /// It remains there: there is nothing to wait for.
     LeftThere,
-    /// It is brought to the store.
+    /// It is stored.
     Stored,
 }
 

@@ -1,4 +1,4 @@
-//! The metrics of a run: learnt where events are told, made into text on the threads that are asked for it.
+//! The metrics of a run: collected from events, and rendered on the threads that serve them.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,7 +12,7 @@ use crate::telemetry::events::Event;
 use crate::telemetry::metrics::textfile::Textfile;
 use crate::telemetry::metrics::{Facts, Replicated, serve};
 
-/// What is shown, and where. Where it cannot be shown the job is supervised all the same.
+/// What is exported, and where. If it cannot be exported, the job is still supervised.
 pub(super) struct Metrics {
     facts: Arc<Mutex<Facts>>,
     textfile: Option<Textfile>,
@@ -35,14 +35,14 @@ impl Metrics {
         });
         let textfile = config.textfile.clone().map(|path| Textfile::start(path, Arc::clone(&render)));
         let textfile = textfile.transpose().unwrap_or_else(|error| {
-            tracing::warn!("there is no file of metrics: {error}");
+            tracing::warn!("cannot write the metrics file: {error}");
             None
         });
         let address = config.listen.map(|address| (address, serve::start(address, render)));
         let address = address.and_then(|(wanted, listening)| match listening {
             Ok(address) => Some(address),
             Err(error) => {
-                tracing::warn!("metrics cannot be had at {wanted} (metrics.listen): {error}");
+                tracing::warn!("cannot serve metrics at {wanted} (metrics.listen): {error}");
                 None
             }
         });

@@ -1,14 +1,14 @@
 //! The one owner of a job's state: a loop that feeds events to [`state::Machine`] and carries out its actions.
 //!
-//! One thread owns everything; it waits on one channel. Threads beside it do what blocks (launching, restoring, taking a
-//! snapshot, waiting for the end, receiving signals) and report there. When the supervisor dies, the kernel takes the
-//! job's namespaces down ([`rekindle_engine::launch::world`]); the next run sweeps what is left in the store and goes on from the
-//! newest image, be it in memory or in the store.
+//! One thread owns everything; it waits on one channel. Other threads do what blocks (launching, restoring, taking a
+//! snapshot, waiting for the end, receiving signals) and report there. When the supervisor dies, the kernel destroys
+//! the job's namespaces ([`rekindle_engine::launch::world`]); the next run removes remnants from the store and
+//! continues from the newest image, in memory or in the store.
 //!
-//! The owner itself decides nothing. It has components, each with its own state: [`state::Machine`] decides what is done with
-//! the job, and others decide what there is to do beside it (`Owner` lists them). A component is told what happened, and
-//! answers what is to be done. The owner carries that out: it starts threads, writes the store and tells what happened. Each
-//! component says when it wants to be woken (`Owner::patience`).
+//! The owner itself decides nothing. It has components, each with its own state: [`state::Machine`] decides what to do
+//! with the job, and others decide about the work beside it (`Owner` lists them). A component gets events and answers
+//! with actions. The owner carries them out: it starts threads, writes the store and reports events. Each component
+//! says when it wants to be woken (`Owner::patience`).
 
 mod checks;
 mod clients;
@@ -188,7 +188,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
     owner.checks.close();
     let mut finish = owner.end.take();
     if !owner.lease.is_held() {
-        tracing::error!("the job is ended: another supervisor may have it by now");
+        tracing::error!("killing the job: another supervisor may have taken it over");
     }
     owner.end_job();
     if owner.lease.is_held() {
@@ -203,7 +203,7 @@ pub fn run(setup: Setup) -> Result<Finish, Error> {
         // Nothing more is written; what is under way ends with this process.
         return owner.lease.into_lost().map_or(Ok(finish), |error| Err(error.into()));
     }
-    // Before the rest of the output is shown: a reader that stands still must not keep the end from being recorded.
+    // Before the remaining output is shown: a stuck reader must not prevent the end from being recorded.
     let recorded = owner.wrap_up(&finish);
     // All is done but for that reader: whoever does not want to wait for it can end us.
     inherited::let_end_us(&signals::OURS);
@@ -238,11 +238,11 @@ struct Owner<'a> {
     checks: Checks,
     /// The job's health.
     watch: Watch,
-    /// The last snapshot before the job's time is over.
+    /// The final snapshot before the job's deadline.
     deadline: Deadline,
     /// Who asks for something.
     clients: Clients,
-    /// Whom the run is told of.
+    /// Recipients of the run's events.
     reporting: Reporting,
     /// Whether the job's folder is still ours.
     lease: Lease,
@@ -250,7 +250,7 @@ struct Owner<'a> {
     end: RunEnd,
 }
 
-/// A wait that took so much longer than it may was no wait: this process, or the machine, stood still.
+/// If a wait took so much longer than planned, this process or the machine was stopped.
 const SLEPT: Duration = Duration::from_secs(2);
 
 /// Without anything to wait for; any bound will do.
@@ -353,18 +353,18 @@ impl Owner<'_> {
             Action::Terminate => self.signal(sig::SIGTERM),
             Action::Kill => {
                 if let Some(job) = self.life.job().cloned() {
-                    // Where GPUs are let go first it takes a while.
+                    // Takes a while if GPUs are released first.
                     self.spawn("kill", move || job.kill());
                 }
             }
             Action::Mark(Mark { image, why, detail }) => self.mark_copies(image, why, &detail),
             Action::NotRestored { image, why } => {
-                tracing::error!("image {image} was not restored, and is not marked as bad: {why}");
+                tracing::error!("image {image} was not restored and is not marked as bad: {why}");
             }
             Action::Announce { from, after } => {
                 self.reporting.published.restarts += 1;
                 self.tell(What::Restarting { image: events::image_of(from), after_us: events::micros(after) });
-                tracing::warn!("going on from {from} in {}", humantime::format_duration(after));
+                tracing::warn!("continuing from {from} in {}", humantime::format_duration(after));
             }
             Action::Finish(finish) => self.end.comes(finish),
         }

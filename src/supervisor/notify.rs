@@ -1,9 +1,8 @@
 //! What the service manager is told: READY=1, STATUS=, WATCHDOG=1, EXTEND_TIMEOUT_USEC= and STOPPING=1 (sd_notify(3)).
 //!
-//! All of it comes from the thread that owns the state, so that a watchdog sees when that one is stuck. It must not block
-//! there either: `sd_notify::notify` waits while the manager's queue is full, so its words are sent without waiting, and
-//! what did not get through is said again at the next beat. Nothing is said twice in a row, and nothing at all without
-//! NOTIFY_SOCKET.
+//! All messages come from the thread that owns the state, so that a watchdog notices when it is stuck. They must not
+//! block it: `sd_notify::notify` waits while the manager's queue is full, so messages are sent without waiting, and
+//! repeated at the next beat if that failed. No message is sent twice in a row, and none without NOTIFY_SOCKET.
 
 use std::ffi::OsStr;
 use std::io;
@@ -32,8 +31,8 @@ const EXTENSION: Duration = Duration::from_secs(60);
 const EXTEND_EVERY: Duration = Duration::from_secs(15);
 /// The pause after something was not heard.
 const RETRY: Duration = Duration::from_secs(1);
-/// Without any sign of progress for this long, and for as long as a single step may take, no more time is asked for: what
-/// hangs for ever (a file server that is gone) is for the manager to end.
+/// Without progress for this long, plus the time that a single step may take, no more time is requested: the manager
+/// then ends what hangs for ever (a file server that is gone).
 const STALLED: Duration = Duration::from_secs(300);
 /// A reason for a failure is told in the journal in full.
 const LONGEST_REASON: usize = 200;
@@ -52,7 +51,7 @@ pub struct Notify {
 pub(super) enum Phase {
     /// The job does not run for the first time yet.
     Starting,
-    /// It does, or comes back.
+    /// It runs or is being restored.
     Up,
     /// It is over, or will be.
     Stopping,
@@ -92,10 +91,7 @@ impl Notify {
         let socket = std::env::var_os("NOTIFY_SOCKET").and_then(|name| match open(&name) {
             Ok(socket) => Some(socket),
             Err(error) => {
-                tracing::warn!(
-                    "the service manager cannot be told anything: NOTIFY_SOCKET={}: {error}",
-                    name.display()
-                );
+                tracing::warn!("cannot notify the service manager: NOTIFY_SOCKET={}: {error}", name.display());
                 None
             }
         });
@@ -144,7 +140,7 @@ impl Notify {
         match socket.send_to_addr(text.as_bytes(), address) {
             Ok(_) => true,
             Err(error) => {
-                tracing::debug!("the service manager was not told: {error}");
+                tracing::debug!("cannot notify the service manager: {error}");
                 false
             }
         }
@@ -181,7 +177,7 @@ impl Said {
         }
     }
 
-    /// What is to have been said now. A phase never goes back: a job that comes back is up, for the manager.
+    /// The message for now. A phase never goes back: for the manager, a job that is being restored is up.
     fn after(&self, phase: Phase, status: String, mark: (JobState, u64), now: Instant) -> Said {
         let mut next = Said { phase: phase.max(self.phase), status, ..self.clone() };
         if Some(mark) != next.mark || next.phase != self.phase {
@@ -229,7 +225,7 @@ impl Said {
     }
 }
 
-/// What differs when something goes on.
+/// What changes when there is progress.
 fn mark(published: &Published) -> (JobState, u64) {
     let moving = [&published.restoring, &published.persisting, &published.replicating];
     (published.state, moving.into_iter().flatten().map(|moving| moving.done.saturating_add(moving.written)).sum())
@@ -243,7 +239,7 @@ fn status(published: &Published, now: DateTime<Utc>) -> String {
         line.push_str(&part);
     };
     if let Some(moving) = &published.restoring {
-        add(format!("image {} is read, {} %", moving.image.sequence(), moving.percent()));
+        add(format!("reading image {}, {} %", moving.image.sequence(), moving.percent()));
     }
     if let (Some(image), Some(freeze)) = (published.last_image, published.last_freeze_us) {
         let (age, freeze) = (age(now - image.taken()), Duration::from_micros(freeze).as_secs_f64());
@@ -251,14 +247,14 @@ fn status(published: &Published, now: DateTime<Utc>) -> String {
     }
     for (moving, place) in [(&published.persisting, "store"), (&published.replicating, "replica")] {
         if let Some(moving) = moving {
-            add(format!("image {} goes to the {place}, {} %", moving.image.sequence(), moving.percent()));
+            add(format!("copying image {} to the {place}, {} %", moving.image.sequence(), moving.percent()));
         }
     }
     let failures = [
-        (&published.last_failure, "the last snapshot failed"),
+        (&published.last_failure, "the newest snapshot failed"),
         (&published.persist_failure, "not in the store"),
         (&published.replica_failure, "not in the replica"),
-        (&published.rehearsal_failure, "cannot be restored, by a rehearsal"),
+        (&published.rehearsal_failure, "could not be restored in a rehearsal"),
     ];
     for (why, what) in failures {
         if let Some(why) = why {
@@ -274,7 +270,7 @@ fn status(published: &Published, now: DateTime<Utc>) -> String {
     line
 }
 
-/// As coarse as it is of use: the line is sent anew whenever it changes.
+/// As coarse as is useful: the line is sent again whenever it changes.
 fn age(time: TimeDelta) -> String {
     let (amount, unit) = match time.num_minutes() {
         ..1 => return "just now".into(),

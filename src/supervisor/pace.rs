@@ -25,7 +25,7 @@ impl Pace {
         pace
     }
 
-    /// A snapshot was taken for which the job stood still so long.
+    /// A snapshot was taken that froze the job for so long.
     pub fn frozen(&mut self, freeze: Duration) {
         if freeze.is_zero() {
             return;
@@ -51,19 +51,19 @@ impl Pace {
         self.failures.failures = self.failures.failures.saturating_add(1);
     }
 
-    /// What was observed until now, where the life of now is so old.
+    /// The observations until now; the current life is so old.
     #[must_use]
     pub fn failures(&self, age: Duration) -> Failures {
         Failures { uptime: self.failures.uptime.saturating_add(age), ..self.failures }
     }
 
-    /// The choice in force; none where the interval is not chosen here, or nothing is known yet.
+    /// The current choice; none if the interval is not chosen here, or nothing is known yet.
     #[must_use]
     pub fn choice(&self) -> Option<&Choice> {
         self.choice.as_ref()
     }
 
-    /// How long from now to the next snapshot, where the life of now is so old; never where snapshots come on request.
+    /// The time until the next snapshot; the current life is so old. Never if snapshots are taken only on request.
     pub fn next(&mut self, config: &Snapshot, age: Duration) -> Option<Duration> {
         match config.interval {
             Interval::Every(interval) => return Some(interval),

@@ -21,7 +21,7 @@ pub(super) struct Proofs {
 }
 
 impl Proofs {
-    /// The job goes on from this image from now on.
+    /// The job continues from this image from now on.
     pub(super) fn wait_for(&mut self, image: ImageId, now: Instant) {
         self.waiting.push((image, now));
     }
@@ -67,7 +67,7 @@ pub(super) fn counts(state: &State, ended: Option<Ended>) -> bool {
 // ---- with the store ----
 
 impl Proofs {
-    /// The job goes on from this image from now on: it was taken, or restored.
+    /// The job continues from this image from now on: it was taken, or restored.
     pub(super) fn expect(&mut self, image: ImageId, setup: &Setup, now: Instant) {
         self.wait_for(image, now);
         setup.lock.wait_for_proof(self.waiting());
@@ -81,7 +81,7 @@ impl Proofs {
         }
         tracing::debug!(?due, "proven");
         if let Err(error) = setup.folder.note_proven(&setup.lock, due.iter().copied()) {
-            tracing::warn!("cannot note which images the job has lived on from: {}", chain(&error));
+            tracing::warn!("cannot record which images are proven: {}", chain(&error));
             self.not_written(due, Instant::now());
         }
         setup.lock.wait_for_proof(self.waiting());
@@ -125,7 +125,7 @@ mod tests {
         proofs.wait_for(id(1), at(0));
         let due = proofs.due(min, at(30));
         proofs.not_written(due, at(30));
-        // Whether the life goes on or not.
+        // Whether the life continues or not.
         proofs.end_of_life();
         assert_eq!(proofs.waiting(), [id(1)], "rotation keeps it for so long");
         assert_eq!(proofs.due(min, at(39)), [], "not all the time");

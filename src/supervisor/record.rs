@@ -12,11 +12,11 @@ use super::{Owner, Setup};
 use rekindle_base::chain;
 use rekindle_store::{Image, JobRecord, Outcome};
 
-/// What earlier runs of the job left for the choice of the interval. What cannot be read is learnt anew.
+/// Observations of earlier runs, to choose the interval. Unreadable ones are learnt again.
 pub(super) fn recall(setup: &Setup) -> Pace {
     let read = setup.folder.record().and_then(|record| Ok((record, setup.folder.images()?)));
     let (record, images) = read.unwrap_or_else(|error| {
-        tracing::warn!("what earlier runs left is not used for the interval: {}", chain(&error));
+        tracing::warn!("records of earlier runs are not used for the interval: {}", chain(&error));
         (None, Vec::new())
     });
     let ours = images.iter().rev().filter_map(Image::manifest).filter(|m| m.lineage == setup.program.launch.lineage);
@@ -43,7 +43,7 @@ impl Owner<'_> {
         self.setup.folder.write_record(&self.setup.lock, &record)
     }
 
-    /// The same for a run that goes on after this one was ended by force. One that is about to end does so at its end.
+    /// The same for a run that continues after this one was killed. A run that is about to end records it at its end.
     pub(super) fn remember(&self) {
         if matches!(self.machine.state(), State::Running(_) | State::Waiting { .. } | State::Suspended { .. })
             && let Err(error) = self.record(Outcome::Running, None)

@@ -1,9 +1,9 @@
 //! Restores are tried beside the running job, so that an image that cannot be restored is known of before it is needed.
 //!
-//! The first soon after the job's first image, then every `snapshot.rehearse`. Only images in memory are tried: what is in
-//! the store is the same with hashes. It is a process of its own ([`rekindle_engine::restore::rehearsal`]), which is ended as soon as
-//! the job does anything but run. It changes nothing and marks nothing: a rehearsal is not the machine's real restore, and
-//! a good image is not given up for it. What it finds is said in the log, as an event and to hooks.
+//! The first soon after the job's first image, then every `snapshot.rehearse`. Only images in memory are tried: those
+//! in the store are the same, with hashes. A rehearsal is a separate process ([`rekindle_engine::restore::rehearsal`]),
+//! which is ended as soon as the job does anything but run. It changes nothing and marks nothing: it is not a real
+//! restore, and does not prove that an image is bad. Its result is reported in the log, as an event and to hooks.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, Write};
@@ -30,7 +30,7 @@ const AGAIN: Duration = Duration::from_secs(600);
 const SECOND_LOOK: Duration = Duration::from_secs(60);
 /// Beside what CRIU may take.
 const BESIDES: Duration = Duration::from_secs(60);
-/// How often it is looked whether it is over.
+/// How often to check whether it is over.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// When which rehearsal comes.
@@ -49,7 +49,7 @@ pub(super) struct Rehearsals {
 /// What a rehearsal that is over has found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Finding {
-    /// Nothing: it was called off, or the image was replaced meanwhile.
+    /// Nothing: it was cancelled, or the image was replaced in the meantime.
     Nothing,
     /// The image can be restored. It took so many milliseconds.
     Restored { took: u64 },
@@ -74,7 +74,7 @@ impl Rehearsals {
         }
     }
 
-    /// Calls one off that is in the way. Answers whether one is to be begun.
+    /// Cancels a rehearsal that is in the way. Answers whether to start one.
     pub(super) fn check(&mut self, state: &State, is_restoring: bool, now: Instant) -> bool {
         let quiet = matches!(state, State::Running(_)) && !is_restoring;
         if self.under_way.is_some() {
@@ -152,7 +152,7 @@ pub(super) struct Rehearsed {
 }
 
 impl Owner<'_> {
-    /// Begins a rehearsal that is due, and calls one off that is in the way.
+    /// Starts a rehearsal that is due, and cancels one that is in the way.
     pub(super) fn check_rehearsals(&mut self) {
         let restoring = self.transfers.is_restoring();
         if !self.checks.rehearsals.check(self.machine.state(), restoring, Instant::now()) {
@@ -165,7 +165,7 @@ impl Owner<'_> {
         let (setup, sender) = (Arc::clone(self.setup), self.sender.clone());
         self.spawn("rehearse", move || {
             let outcome = rehearse(&setup, image, &cancel)
-                .unwrap_or_else(|error| Outcome::NotTried { why: format!("its process failed: {error}") });
+                .unwrap_or_else(|error| Outcome::NotTried { why: format!("the rehearsal's process failed: {error}") });
             let _ = sender.send(Message::Rehearsed(Box::new(Rehearsed { image, outcome })));
         });
     }
@@ -177,7 +177,7 @@ impl Owner<'_> {
             Finding::Restored { took } => {
                 self.reporting.published.rehearsal_failure = None;
                 tracing::info!(
-                    "image {image} was restored in a rehearsal, in {}; nothing of it ran",
+                    "image {image} was restored in a rehearsal, in {}; no instruction of the job ran",
                     shown(Duration::from_millis(took))
                 );
                 self.tell(What::Rehearsed { image, took_us: took.saturating_mul(1000) });
@@ -185,7 +185,8 @@ impl Owner<'_> {
             Finding::RefusedOnce { why } => tracing::debug!("image {image} was refused in a rehearsal: {why}"),
             Finding::Refused { why } => {
                 tracing::error!(
-                    "image {image} could not be restored in a rehearsal, twice: {why}. The job runs on and its images are kept, but do not count on them: a restart would probably fail in the same way"
+                    "image {image} could not be restored in a rehearsal, twice: {why}. The job continues and its \
+                    images are kept, but do not rely on them: a restart would probably fail in the same way"
                 );
                 self.reporting.published.rehearsal_failure = Some(format!("image {image}: {why}"));
                 self.tell(What::RehearsalFailed { image, why });
@@ -241,12 +242,12 @@ fn rehearse(setup: &Setup, image: ImageId, cancel: &AtomicBool) -> io::Result<Ou
     }
     let ended = child.wait()?;
     if began.elapsed() > limit {
-        return Err(io::Error::other(format!("it was not over after {}", humantime::format_duration(limit))));
+        return Err(io::Error::other(format!("it did not finish within {}", humantime::format_duration(limit))));
     }
     let mut text = Vec::new();
     output.rewind()?;
     output.read_to_end(&mut text)?;
-    serde_json::from_slice(&text).map_err(|_| io::Error::other(format!("it ended with {ended} and said nothing")))
+    serde_json::from_slice(&text).map_err(|_| io::Error::other(format!("it ended with {ended} and without a message")))
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! From the store to the replica, while the job runs.
 //!
-//! One image at a time, on a thread of its own; whatever becomes the newest meanwhile is next, and what is between is
-//! skipped. An outage is waited out, in longer and longer pauses, unless there is a newer image to send. Nothing of this
-//! touches the job or the store: a replica that fails is a warning.
+//! One image at a time, on a separate thread; the newest image is always next, and images between are skipped. After a
+//! failure it tries again, with longer and longer pauses, unless there is a newer image to send. This never affects the
+//! job or the store: a replica that fails is a warning.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
@@ -28,7 +28,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(600);
 /// How often a pause looks whether it is over.
 const NAP: Duration = Duration::from_millis(100);
 
-/// What is on its way to the replica, and what comes after that. `I` is another type in tests only.
+/// The image that is being replicated, and the next one. `I` is another type in tests only.
 #[derive(Debug)]
 pub(super) struct Replication<I = Image> {
     running: Option<Running>,
@@ -48,7 +48,7 @@ struct Running {
     flags: Arc<Flags>,
 }
 
-/// What the thread is told while it works.
+/// Messages to the thread while it works.
 #[derive(Debug, Default)]
 pub(super) struct Flags {
     /// It is not wanted any more.
@@ -66,8 +66,8 @@ pub(super) struct Upload<I = Image> {
 }
 
 impl<I> Replication<I> {
-    /// This image is the newest. It is sent now, unless another is being sent; then it is next, and what was next is
-    /// skipped. `is_last` where the run is over.
+    /// This image is the newest. It is sent now, unless another is being sent; then it is next, and the previous next
+    /// one is skipped. `is_last` if the run is over.
     pub(super) fn begin(&mut self, id: ImageId, image: I, is_last: bool) -> Option<Upload<I>> {
         if self.running.is_some() {
             self.hurry();
@@ -125,12 +125,12 @@ enum What {
     Trouble { why: String, pause: Duration },
     /// It did not work.
     GivenUp(String),
-    /// It was called off.
+    /// It was cancelled.
     Cancelled,
 }
 
 impl Owner<'_> {
-    /// Sends an image that is in the store, where there is a replica.
+    /// Sends an image that is stored, if there is a replica.
     pub(super) fn replicate(&mut self, image: Image) {
         if self.setup.config.replica.url.is_none() || !self.is_usable(&image) {
             return;
@@ -164,13 +164,13 @@ impl Owner<'_> {
         match what {
             What::Trouble { why, pause } => {
                 let pause = humantime::format_duration(pause);
-                tracing::warn!("image {image} is not in the replica yet: {why}; tried again in {pause}");
+                tracing::warn!("image {image} is not in the replica yet: {why}. Trying again in {pause}");
                 self.reporting.published.replica_failure = Some(why);
                 return;
             }
             What::Done { uploaded, took } => {
                 let size = bytesize::ByteSize::b(uploaded.bytes);
-                tracing::info!("image {image} is in the replica after {}, {size} were sent", shown(took));
+                tracing::info!("image {image} was replicated in {}, {size} sent", shown(took));
                 self.tell(Told::Replicated { image, took_us: micros(took), sent: uploaded.bytes });
                 self.reporting.published.last_replicated = Some(image);
                 self.reporting.published.replica_failure = None;
@@ -180,7 +180,7 @@ impl Owner<'_> {
                 self.tell(Told::NotReplicated { image, why: why.clone() });
                 self.reporting.published.replica_failure = Some(why);
             }
-            What::Cancelled => tracing::info!("image {image} was not brought to the replica"),
+            What::Cancelled => tracing::info!("image {image} was not replicated"),
         }
         if let Some(next) = self.transfers.replication.ends() {
             self.replicate(next);
@@ -188,8 +188,8 @@ impl Owner<'_> {
         self.publish();
     }
 
-    /// The job is over: the last image goes to the replica, unless nobody goes on from it. A second signal to stop ends the
-    /// wait.
+    /// The job is over: the last image is replicated, unless nothing continues from it. A second signal to stop ends
+    /// the wait.
     pub(super) fn leave_replica(&mut self, finish: &Finish, messages: &mpsc::Receiver<Message>) {
         if self.setup.config.replica.url.is_none() {
             return;
@@ -204,7 +204,7 @@ impl Owner<'_> {
         self.wait_for(Destination::Replica, messages);
     }
 
-    /// Says in the replica how the job ended, so that nobody goes on elsewhere with one that is completed.
+    /// Records in the replica how the job ended, so that a completed job is not continued elsewhere.
     pub(super) fn record_in_replica(&self, finish: &Finish) {
         let setup = self.setup;
         let said = open(setup, Patience::Little).transpose().map(|replica| {
@@ -216,11 +216,12 @@ impl Owner<'_> {
         {
             let warning = match finish {
                 Finish::Completed => {
-                    "; on another machine the same command would go on from its last image: start nothing there, or use --fresh"
+                    ". On another machine the same command would continue from its last image: do not start it there, \
+                    or use --fresh"
                 }
                 _ => "",
             };
-            tracing::warn!("the replica does not know how the job ended: {}{warning}", chain(&error));
+            tracing::warn!("cannot record in the replica how the job ended: {}{warning}", chain(&error));
         }
     }
 }
@@ -292,7 +293,7 @@ fn once(
     match kept.and_then(|()| replica.retain(setup.config.replica.keep_last, folder, cancelled)) {
         Ok(removed) => {
             removed.images.iter().for_each(|id| tracing::debug!("removed image {id} from the replica"));
-            removed.blocked.iter().for_each(|why| tracing::warn!("no packs are removed from the replica: {why}"));
+            removed.blocked.iter().for_each(|why| tracing::warn!("no packs were removed from the replica: {why}"));
         }
         Err(replica::Error::Cancelled) => {}
         Err(error) => tracing::warn!("old images were not removed from the replica: {}", chain(&error)),

@@ -34,15 +34,15 @@ pub struct RunResult {
     pub why: Option<String>,
     /// The exit code of the job, where it ended with one.
     pub exit_code: Option<i32>,
-    /// How the last life ended; none where there was none.
+    /// How the last life ended; none if there was none.
     pub last_end: Option<LastEnd>,
     /// When this supervisor began.
     pub begun: DateTime<Utc>,
     /// When it was over.
     pub ended: DateTime<Utc>,
-    /// How often the job was started or brought back by it.
+    /// How often it started or restored the job.
     pub runs: u32,
-    /// How often it was brought back after a death.
+    /// How often it restored the job after a death.
     pub restarts: u32,
     /// Work that no image had when a life ended, of all lives, in microseconds.
     pub lost_us: u64,
@@ -50,7 +50,7 @@ pub struct RunResult {
     pub images: Vec<ImageId>,
 }
 
-/// The word for how a run ended, and why where it failed.
+/// How a run ended, and why it failed, if it did.
 pub(super) fn in_words(finish: &Finish) -> (&'static str, Option<String>) {
     match finish {
         Finish::Completed => ("completed", None),
@@ -109,19 +109,19 @@ impl RunResult {
 pub(super) fn forget(folder: &JobFolder) {
     match durable::remove_file(&RunResult::file(folder)) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            tracing::warn!("the result of the run before cannot be removed: {error}");
+            tracing::warn!("cannot remove the result of the previous run: {error}");
         }
         _ => {}
     }
 }
 
-/// Writes it, and says where that fails.
+/// Writes it, and logs a failure.
 pub(super) fn write(folder: &JobFolder, result: &RunResult) {
     let path = RunResult::file(folder);
     let written = serde_json::to_vec_pretty(result)
         .map_err(Into::into)
         .and_then(|bytes| durable::write_file(&path, &bytes, 0o600));
     if let Err(error) = written {
-        tracing::warn!("the result cannot be written to {}: {error}", path.display());
+        tracing::warn!("cannot write the result to {}: {error}", path.display());
     }
 }

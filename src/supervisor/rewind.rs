@@ -1,4 +1,4 @@
-//! The images that a job goes on from, and its way back to one of them. What is decided is decided in [`super::line`].
+//! The images that a job continues from, and the rewind to one of them. [`super::line`] decides.
 
 use chrono::Utc;
 
@@ -25,7 +25,7 @@ impl Owner<'_> {
         Ok(self.line.good(self.setup.folder.copies()?.iter().map(Candidate::of)))
     }
 
-    /// What the job can go on from, and whether there is more that it cannot.
+    /// The images that the job can continue from, and whether there are others that it cannot use.
     pub(super) fn images_to_go_on_from(&self) -> Result<Images, rekindle_store::Error> {
         let copies = self.setup.folder.copies()?;
         Ok(self.line.images(copies.iter().map(Candidate::of), self.setup.folder.proven()?))
@@ -50,19 +50,19 @@ impl Owner<'_> {
     pub(super) fn arrived(&mut self, from: StartPoint) {
         let Some(image) = self.line.arrived(from, new_lineage) else { return };
         self.reporting.published.lineage.clone_from(&self.line.lineage);
-        // Whoever goes on after us must not go on from the newer images.
+        // A later run must not continue from the newer images.
         if let Err(error) = self.record(rekindle_store::Outcome::Running, None) {
-            tracing::warn!("the way back to image {image} cannot be recorded: {}", chain(&error));
+            tracing::warn!("cannot record the rewind to image {image}: {}", chain(&error));
         }
     }
 
-    /// A start has not worked. Where it was the one of a rewind, the job goes on from where it was.
+    /// A start failed. If it was the start of a rewind, the job continues from where it was.
     pub(super) fn did_not_arrive(&mut self, event: Event) -> Event {
         let mut line = self.line.clone();
         let (missed, event) = line.did_not_arrive(event, || self.images_to_go_on_from().map_err(|error| chain(&error)));
         self.line = line;
         if let Some(image) = missed {
-            tracing::error!("the job cannot go back to image {image}, and goes on from where it was");
+            tracing::error!("cannot rewind to image {image}; the job continues from where it was");
         }
         event
     }
@@ -76,21 +76,22 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
             let mut good: Vec<&Image> = copies.iter().filter(|image| line.has(&Candidate::of(image))).collect();
             good.dedup_by_key(|image| image.id);
             let found = back.checked_sub(1).and_then(|n| good.get(n));
-            let image = found.ok_or_else(|| format!("there are {} images to go back to, from -1 on", good.len()))?;
+            let image =
+                found.ok_or_else(|| format!("there are {} images to rewind to; -1 is the newest", good.len()))?;
             (*image).clone()
         }
-        Some(Err(_)) => return Err(format!("{to:?} is not -N, and no image")),
+        Some(Err(_)) => return Err(format!("{to:?} is neither -N nor an image")),
         None if to == LATEST => copies
             .iter()
             .find(|image| line.has(&Candidate::of(image)))
             .cloned()
-            .ok_or("there is no image to go back to")?,
+            .ok_or("there is no image to rewind to")?,
         None => setup.folder.find(to).map_err(|error| chain(&error))?,
     };
     let id = image.id;
     let manifest = image.manifest().ok_or_else(|| format!("image {id} has no readable manifest"))?;
     if (&manifest.command, &manifest.user) != (&setup.program.launch.command, &setup.program.launch.user) {
-        return Err(format!("image {id} is of another command or user: `rekindle restore` goes on from it"));
+        return Err(format!("image {id} is of another command or user: use `rekindle restore` to continue from it"));
     }
     // Only what can never work is looked at, which what is in use now is no part of.
     let here = Here::look(manifest, Some(setup.criu.version), &setup.origin.wishes);
@@ -108,13 +109,13 @@ fn target(setup: &Setup, line: &Line, to: &str) -> Result<Target, String> {
         setup.program.spec.identity.as_ref(),
         setup.config.restart.changed_files,
     ) {
-        return Err(format!("files that image {id} needs are not here"));
+        return Err(format!("files that image {id} needs are missing here"));
     }
     let newest = copies.iter().find(|image| line.has(&Candidate::of(image))).map(|image| image.id);
     for mut copy in copies.into_iter().filter(|copy| copy.id == id) {
         // Whoever names an image wants it tried.
         if matches!(copy.state, State::Bad { .. }) {
-            tracing::warn!("image {id} was marked as bad; the mark is taken back");
+            tracing::warn!("image {id} was marked as bad; the mark is removed");
             copy.clear_bad().map_err(|error| chain(&error))?;
         }
     }

@@ -64,9 +64,9 @@ pub struct Program {
     pub launch: Launch,
     /// This version's reaper, unpacked.
     pub reaper: PathBuf,
-    /// This version's interposer, unpacked, where the job gets it.
+    /// This version's interposer, unpacked, if the job gets it.
     pub interposer: Option<PathBuf>,
-    /// The way out of the job's network, where it has a network of its own and wants one.
+    /// The uplink of the job's network, if it has a private network with one.
     pub uplink: Option<uplink::Plan>,
 }
 
@@ -100,7 +100,7 @@ pub struct Places {
 pub struct Origin {
     /// What to begin with.
     pub from: StartPoint,
-    /// Whether that image was asked for by name: nothing else is taken in its place.
+    /// Whether the user named that image: no other is used instead.
     pub named: bool,
     /// An image of another lineage that this one began from, and may go back to.
     pub base: Option<ImageId>,
@@ -113,6 +113,6 @@ pub struct Origin {
 pub struct TimeLimit {
     /// Who started us.
     pub scheduler: Scheduler,
-    /// When the job must be gone, where the user said so.
+    /// The deadline, if the user gave one.
     pub deadline: Option<DateTime<Utc>>,
 }

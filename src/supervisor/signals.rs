@@ -16,7 +16,7 @@ pub(super) const STOPS: [i32; 4] = [sig::SIGTERM, sig::SIGINT, sig::SIGHUP, sig:
 /// Signals that are passed on to the job.
 const FORWARDED: [i32; 3] = [sig::SIGQUIT, sig::SIGCONT, sig::SIGWINCH];
 
-/// Signals that are left alone where the caller had them ignored: `nohup` says that a terminal that closes ends nothing.
+/// Signals that stay ignored if the caller ignored them: with `nohup`, closing the terminal ends nothing.
 const MAY_BE_IGNORED: [i32; 3] = [sig::SIGHUP, sig::SIGINT, sig::SIGQUIT];
 
 /// Turns signals into messages, on a thread of its own.

@@ -102,7 +102,7 @@ impl Owner<'_> {
         }
         self.spawn("wait", move || {
             let _ = waiting.root.wait_for_end();
-            // At once, whatever the owner of the state is about: what is left of the job must not clean up after it.
+            // At once, whatever the supervisor is doing: remaining processes of the job must not clean up after it.
             waiting.kill();
             drop(waiting);
             let _ = sender.send(Message::Ended(life));
@@ -117,7 +117,7 @@ impl Owner<'_> {
             StartFailure::World(error) => impossible(chain(&error)),
             StartFailure::Launch(error) => impossible(chain(&error)),
             StartFailure::Store(error) => self.not_found(&error),
-            StartFailure::NotTried(None) => Event::StartFailed { why: "called off".into() },
+            StartFailure::NotTried(None) => Event::StartFailed { why: "cancelled".into() },
             StartFailure::NotTried(Some(refused)) => {
                 tracing::error!("not restored now: {refused}");
                 Event::StartFailed { why: refused.to_string() }
@@ -128,7 +128,7 @@ impl Owner<'_> {
         self.step(event);
     }
 
-    /// The store could not be read, or has not what was to be restored. To wait for that would be in vain.
+    /// The store could not be read, or does not have the image. Waiting would not help.
     fn not_found(&self, error: &rekindle_store::Error) -> Event {
         let failed = || Event::StartFailed { why: chain(error) };
         match (error, self.machine.state()) {
@@ -148,7 +148,7 @@ impl Owner<'_> {
             Failed::CalledOff => return Event::StartFailed { why },
             Failed::Misfit => return impossible(self.advise_misfit(&image, error)),
             Failed::Configuration => {
-                let why = format!("{why}. The image is kept and is as good as it was");
+                let why = format!("{why}. The image is kept");
                 return Event::Impossible { why, obstacle: Obstacle::Configuration };
             }
             Failed::Machine => {
@@ -175,9 +175,9 @@ impl Owner<'_> {
         }
     }
 
-    /// Whether an older image has all its files here. A job that ran here may have removed what it had open at a snapshot,
-    /// and an older one will do. Where none does, as on a machine that has the image and not the files, a run that just
-    /// begins must not end up at the job's beginning.
+    /// Whether an older image has all its files here. A job that ran here may have removed files that it had open at a
+    /// snapshot; then an older image works. If none does, as on a machine that has the image but not the files, a new
+    /// run must not start the job from its beginning.
     fn can_fall_back(&self, image: &Image) -> bool {
         let (folder, user) = (&self.setup.folder, self.setup.program.spec.identity.as_ref());
         let changed = self.setup.config.restart.changed_files;
@@ -190,17 +190,19 @@ impl Owner<'_> {
     fn advise_files(&self, image: &Image, why: &str) -> String {
         let job = self.setup.folder.name();
         format!(
-            "image {} of job {job} cannot be used: {why}. Bring the file here as it was when the image was taken, with its mode (from the machine that the job ran on, or by a file system that both have), and run the same command again: the image is kept and is as good as it was. `rekindle run --fresh` begins anew.",
+            "image {} of job {job} cannot be used: {why}. Copy the file here as it was when the image was taken, with \
+            its mode (from the machine that the job ran on, or use a shared file system), and run the same command \
+            again; the image is kept. `rekindle run --fresh` starts from the beginning",
             image.id
         )
     }
 
-    /// What can be done about an image that does not fit this machine. It is not marked, and nothing else is begun by
-    /// itself: an older image or the beginning would cost work, which is for the user to decide.
+    /// Advice for an image that does not fit this machine. It is not marked, and nothing else is started automatically:
+    /// an older image or the beginning would lose work, so the user decides.
     fn advise_misfit(&self, image: &Image, error: &restore::Error) -> String {
         let job = self.setup.folder.name();
         let older = self.setup.folder.copies().unwrap_or_default().into_iter().filter(|other| other.id < image.id);
-        // What one cannot be read without, the others cannot either.
+        // If this one cannot be read, the others cannot either.
         let older = older.filter(|_| !matches!(error, restore::Error::Unpack(_)));
         let fits = older.filter(|other| self.is_usable(other)).find_map(|other| {
             let manifest = other.manifest()?;
@@ -208,10 +210,11 @@ impl Owner<'_> {
             (!compat::compare(manifest, &here).iter().any(Difference::is_fatal)).then_some(other.id)
         });
         let other = fits.map_or_else(String::new, |id| {
-            format!(" Image {id}, which is older, fits: `rekindle restore {job}/{id}` goes on from there.")
+            format!(". The older image {id} fits: `rekindle restore {job}/{id}` continues from it")
         });
         format!(
-            "{}. Put that right and run the same command again: the image is kept and is as good as it was.{other} `rekindle run --fresh` begins anew.",
+            "{}. Fix that and run the same command again; the image is kept{other}. `rekindle run --fresh` starts \
+            from the beginning",
             chain(error)
         )
     }
@@ -242,14 +245,16 @@ fn mark(job: &JobName, mut image: Image, why: BadWhy, detail: &str) -> bool {
     let marked = image.mark_bad(BadMark { why, detail: detail.into(), when: Utc::now() });
     match &marked {
         Ok(()) => say_marked(job, image.id, why, detail),
-        Err(error) => tracing::error!("image {} {why} ({detail}) and cannot be marked: {}", image.id, chain(error)),
+        Err(error) => {
+            tracing::error!("image {} {why} ({detail}) and cannot be marked as bad: {}", image.id, chain(error))
+        }
     }
     marked.is_ok()
 }
 
 fn say_marked(job: &JobName, id: ImageId, why: BadWhy, detail: &str) {
     tracing::error!(
-        "image {id} is marked as bad and is kept; {why}: {detail}. `rekindle unmark {job}/{id}` takes the mark back"
+        "image {id} is marked as bad and is kept; {why}: {detail}. `rekindle unmark {job}/{id}` removes the mark"
     );
 }
 
@@ -261,13 +266,13 @@ fn network(setup: &Setup) -> Network<'_> {
     }
 }
 
-/// Has the job of this world reach its socket. Without it the job runs all the same.
+/// Lets the job of this world reach its socket. It also runs without it.
 fn reach_socket(setup: &Setup, world: &World) {
     let Some(word) = &setup.sockets.job_api else { return };
     if let (Network::Private | Network::Uplink(_), Some(init)) = (network(setup), world.init())
         && let Err(error) = word.move_to(init.pid())
     {
-        tracing::warn!("the job gets no answers at REKINDLE_SOCKET: {error}");
+        tracing::warn!("the job's socket (REKINDLE_SOCKET) does not work: {error}");
     }
 }
 
@@ -345,10 +350,11 @@ fn restore_job(
             let took: Duration = restored.timings.iter().map(|(_, took)| *took).sum();
             notes.push(format!("the job was restored from image {id} after {}", shown(took)));
             let moved = restored.moved;
-            notes.extend(moved.iter().map(|m| format!("what was on {} is on {} now: {}", m.old, m.new, m.why)));
+            notes.extend(moved.iter().map(|m| format!("moved the job's data from {} to {}: {}", m.old, m.new, m.why)));
             notes.extend(restored.visible.map(|value| {
                 format!(
-                    "CUDA_VISIBLE_DEVICES={value} in the job's environment speaks of the GPUs of before: processes that it starts from now on go by that"
+                    "CUDA_VISIBLE_DEVICES={value} in the job's environment still names the old GPUs: processes that \
+                    the job starts from now on will use it"
                 )
             }));
             Ok(StartedJob { job: restored.job, notes, moved })

@@ -12,18 +12,18 @@
 //!
 //! What rules and the watch of a job decide (`Condemn`, `Judged`) takes the place of the decision for one end.
 //!
-//! What is asked for by name goes beside that: a rewind ends the life that there is and starts the next one from an image,
-//! without a decision, because nothing failed; a suspension ends it after a snapshot, and the machine rests in Suspended
-//! until it is called back, rewound or stopped. What cannot be had in a state is refused ([`Machine::admits`]).
+//! Requests are separate from that: a rewind ends the current life and starts the next one from an image, without a
+//! decision, because nothing failed; a suspension ends it after a snapshot, and the machine stays in Suspended until it
+//! is resumed, rewound or stopped. A request that a state cannot serve is refused ([`Machine::admits`]).
 //!
-//! While an image is brought from memory to the store, or the memory of a job that runs already is brought back from one,
-//! no snapshot is begun: what asks for one then waits, a stop too. The same holds while the job holds snapshots off
-//! (`Hold`), which is bounded: what waits for it gets its turn at that bound, a last snapshot while there is time for it.
+//! No snapshot starts while an image is being stored, or while memory of a running job is still being restored from
+//! one: requests for one wait then, also a stop. The same applies while the job blocks snapshots (`Hold`), which has a
+//! time limit: at that limit the waiting snapshot is taken; a final snapshot is taken while there is time for it.
 //!
-//! No clock and no I/O: facts come with the events, actions are carried out by [`super`]. Invariants, held by a property
-//! test over event sequences: at most one life of the job is started at a time; a snapshot is asked for only while the
-//! job runs, with all of its memory, and none is being taken or brought to the store, nor held off; `Finish` comes exactly
-//! once and last; a stop that is asked for ends in `Done`.
+//! No clock and no I/O: facts come with the events, [`super`] carries out actions. Invariants, checked by a property
+//! test over event sequences: at most one life of the job is started at a time; a snapshot is requested only while the
+//! job runs with all of its memory, none is being taken or stored, and none is blocked; `Finish` comes exactly once and
+//! last; a requested stop ends in `Done`.
 
 mod admission;
 mod events;
@@ -76,15 +76,15 @@ pub struct Machine<'a> {
     config: &'a Config,
     state: State,
     history: History,
-    /// Whether an image is on its way from memory to the store.
+    /// Whether an image is being stored.
     persisting: bool,
     /// Only while the job runs, or its snapshot is taken.
     postponed: Option<Postponed>,
-    /// What the end of this life leads to, where that is decided.
+    /// What follows the end of this life, if that is decided.
     verdict: Option<Verdict>,
     /// Whether the end of this life has a reason that is no fault of an image.
     excused: bool,
-    /// Whether the image that the job is to start from was asked for.
+    /// Whether the image that the job starts from was requested.
     asked: Option<Asked>,
     /// See [`Machine::no_interval_from`].
     quiet: Option<Instant>,
@@ -116,7 +116,7 @@ impl<'a> Machine<'a> {
         (machine, vec![Action::Start(from)])
     }
 
-    /// What it begins with was asked for by name: nothing else is taken in its place.
+    /// The user named the image: no other is used instead.
     #[must_use]
     pub fn asked_for(self) -> Machine<'a> {
         Machine { asked: Some(Asked::Restore), ..self }
@@ -135,7 +135,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    /// When the next snapshot is due, where it is the clock that says so.
+    /// When the next snapshot is due, if snapshots are taken at an interval.
     #[must_use]
     pub fn next_snapshot(&self) -> Option<Instant> {
         match &self.state {
@@ -174,7 +174,7 @@ impl<'a> Machine<'a> {
         Machine { pace, ..self }
     }
 
-    /// The interval in force, where it is chosen.
+    /// The current interval, if it is chosen automatically.
     #[must_use]
     pub fn choice(&self) -> Option<&Choice> {
         self.pace.choice()
@@ -186,26 +186,26 @@ impl<'a> Machine<'a> {
         self.pace.failures(self.state.life().map_or(Duration::ZERO, |life| now.saturating_duration_since(life.since)))
     }
 
-    /// Where the job stands.
+    /// The state of the job.
     #[must_use]
     pub fn state(&self) -> &State {
         &self.state
     }
 
-    /// From this time on no snapshot is begun by the interval: the last one is near, and would have to wait for it.
+    /// From this time on the interval starts no snapshot: the final one is near, and would have to wait for it.
     pub fn no_interval_from(&mut self, time: Option<Instant>) {
         self.quiet = time;
     }
 
-    /// What a last snapshot is expected to take, where that is known: a hold leaves so much of the time that a stop has.
+    /// How long the final snapshot is expected to take, if known: a hold must leave that much of a stop's time.
     pub fn last_takes(&mut self, time: Option<Duration>) {
         self.last_takes = time;
     }
 
     /// Takes an event; answers what is to be done, in this order. Events that make no sense in a state change nothing.
     pub fn step(&mut self, event: Event, now: Instant) -> Vec<Action> {
-        // Whatever comes after the bound of a hold finds it over. What has happened by then comes first: no snapshot is
-        // begun of a job that has ended, or beside what has begun.
+        // An event after the limit of a hold finds it over. The event itself comes first: no snapshot starts of a job
+        // that has ended, or beside something that has started.
         let over = |machine: &Machine<'_>| machine.held.is_some_and(|until| until <= now);
         let happened = matches!(event, Event::Ended { .. } | Event::PersistBegan);
         let mut actions = if over(self) && !happened { self.take(Event::Release, now) } else { Vec::new() };
@@ -271,7 +271,8 @@ impl<'a> Machine<'a> {
         self.persisting || self.held.is_some()
     }
 
-    /// While something waits for the job to let go, that is not put off further: two holders in turn could do so for ever.
+    /// While a snapshot waits for a hold to end, no further hold is accepted: two holders in turn could block it for
+    /// ever.
     fn hold(&mut self, until: Instant) {
         if !matches!(self.state, State::Running(_)) || (self.is_stopping() && self.held.is_none()) {
             return;
@@ -280,7 +281,7 @@ impl<'a> Machine<'a> {
         self.held = Some(until.min(bound));
     }
 
-    /// When a last snapshot has to begin at the latest, if the stop is to be over by `until`.
+    /// The latest start of a final snapshot, if the stop must be over by `until`.
     fn last_moment(&self, until: Instant, now: Instant) -> Instant {
         let left = until.saturating_duration_since(now);
         now + self.last_takes.map_or(left / 2, |takes| left.saturating_sub(takes))

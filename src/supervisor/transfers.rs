@@ -31,7 +31,7 @@ pub(super) enum Source {
     PlainFiles,
 }
 
-/// An image on its way from one place to another.
+/// An image that is being copied from one place to another.
 #[derive(Debug)]
 struct Moving {
     image: ImageId,
@@ -44,7 +44,7 @@ impl Moving {
     }
 }
 
-/// An image on its way to the store.
+/// An image that is being stored.
 #[derive(Debug)]
 struct Persist {
     moving: Moving,
@@ -52,7 +52,7 @@ struct Persist {
     source: Source,
 }
 
-/// What the thread that brings an image to the store shares with the owner.
+/// What the thread that stores an image shares with the owner.
 #[derive(Debug)]
 pub(super) struct Store {
     pub(super) progress: Arc<Progress>,
@@ -62,7 +62,7 @@ pub(super) struct Store {
     pub(super) files_go: Arc<Mutex<()>>,
 }
 
-/// All that is on its way. `I` is another type in tests only.
+/// All transfers under way. `I` is another type in tests only.
 #[derive(Debug)]
 pub(super) struct Transfers<I = Image> {
     persist: Option<Persist>,
@@ -115,7 +115,7 @@ impl<I> Transfers<I> {
 
     // ---- into a job ----
 
-    /// A start begins. It calls off the packing of plain files, which it may read.
+    /// A start begins. It cancels the packing of plain files, which it may read.
     pub(super) fn start_begins(&mut self, from: StartPoint) -> Arc<Progress> {
         let progress = Arc::<Progress>::default();
         self.restoring = match from {

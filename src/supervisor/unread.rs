@@ -31,7 +31,7 @@ impl Unread {
         before.is_none()
     }
 
-    /// It is reported. Answers when the life ended, where it had to wait.
+    /// It is reported. Answers when the life ended, if it had to wait.
     pub(super) fn over(&mut self) -> Option<Instant> {
         self.since.take().map(|(since, _)| since)
     }

@@ -1,8 +1,8 @@
-//! Damage in the store is looked for while there is nothing else to do, and repaired where it can be.
+//! Verifies the store while there is nothing else to do, and repairs damage if possible.
 //!
-//! A thread of its own reads the packs of the job (`store.verify-rate`), with the lowest priority for the disk and
-//! pauses that keep it below the rate. It stands still as soon as an image is taken, stored, replicated or restored. What it finds
-//! is healed at once ([`heal`]) and told of once. It touches neither the job nor its images.
+//! A separate thread reads the packs of the job (`store.verify-rate`), with the lowest priority for the disk and pauses
+//! that keep it below the rate. It pauses as soon as an image is taken, stored, replicated or restored. Damage is
+//! healed at once ([`heal`]) and reported once. The job and its images are not touched.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
@@ -50,14 +50,14 @@ impl Gate {
         }
     }
 
-    /// Waits for so long, or until it is over. Answers whether it goes on.
+    /// Waits for so long, or until it is over. Answers whether it continues.
     fn pause(&self, time: Duration) -> bool {
         let now = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.changed.wait_timeout_while(now, time, |phase| *phase != Phase::Over);
         *waited.unwrap_or_else(PoisonError::into_inner).0 != Phase::Over
     }
 
-    /// Waits until there is nothing else to do. Answers whether it goes on.
+    /// Waits until there is nothing else to do. Answers whether it continues.
     fn enter(&self) -> bool {
         let now = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
         let waited = self.changed.wait_while(now, |phase| *phase == Phase::Busy);
@@ -76,7 +76,7 @@ pub(super) enum Report {
     /// Chunks that were damaged or unreadable.
     Chunks {
         healed: Healed,
-        /// Images that refer to what is whole nowhere.
+        /// Images that refer to content that is intact nowhere.
         images: Vec<ImageId>,
     },
     /// A pack that cannot be used, and why.
@@ -86,7 +86,7 @@ pub(super) enum Report {
 }
 
 impl Verifier {
-    /// Starts the thread, where it is wanted. It begins to read when it is allowed to.
+    /// Starts the thread, if configured. It begins to read when it is allowed to.
     pub(super) fn start(setup: &Arc<Setup>, sender: &mpsc::Sender<Message>) -> Option<Verifier> {
         let VerifyRate::PerSecond(rate) = setup.config.store.verify_rate else { return None };
         let gate = Arc::new(Gate { phase: Mutex::new(Phase::Busy), changed: Condvar::new() });
@@ -100,13 +100,13 @@ impl Verifier {
         match std::thread::Builder::new().name("verify".into()).spawn(work) {
             Ok(thread) => Some(Verifier { gate, thread }),
             Err(error) => {
-                tracing::warn!("the store is not looked through for damage: cannot start a thread: {error}");
+                tracing::warn!("the store is not verified: cannot start a thread: {error}");
                 None
             }
         }
     }
 
-    /// Lets it read, where nothing is on its way, or not.
+    /// Allows it to read, if nothing is being transferred, or not.
     pub(super) fn allow(&self, state: &State, is_idle: bool) {
         let rests = matches!(state, State::Running(_) | State::Suspended { .. });
         self.gate.set(if rests && is_idle { Phase::Idle } else { Phase::Busy });
@@ -120,7 +120,7 @@ impl Verifier {
 }
 
 impl Report {
-    /// Says what was found. Answers what is told as an event.
+    /// Logs what was found. Answers the event for the journal.
     pub(super) fn judged(self, job: &JobName) -> Option<What> {
         let (healed, images) = match self {
             Report::Chunks { healed, images } => (healed, images),
@@ -131,14 +131,14 @@ impl Report {
                 return Some(What::StoreDamaged { why, chunks: 0, replaced: 0, images: Vec::new() });
             }
             Report::Failed(why) => {
-                tracing::warn!("the store was not looked through for damage: {why}");
+                tracing::warn!("the store was not verified: {why}");
                 return None;
             }
         };
         let chunks = healed.damaged + healed.unreadable + healed.missing;
         let mut why = format!("found while verifying: {healed}");
         match images.as_slice() {
-            [] => tracing::warn!("{why}. All images are whole"),
+            [] => tracing::warn!("{why}. All images are intact"),
             images => {
                 let names = images.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
                 why =

@@ -40,7 +40,7 @@ pub(super) enum Finding {
 pub(super) struct Watch {
     /// Of this life.
     witness: Option<Witness>,
-    /// Why it is ended by us, where a rule or a hang is why.
+    /// Why we end it, if the reason is a rule or a hang.
     blame: Option<Cause>,
     /// What is to be done once the job runs again: nothing else is done while a snapshot is taken.
     pending: Option<Verdict>,
@@ -196,8 +196,10 @@ impl Watch {
             RuleAction::Rewind => {
                 let done = self.rewinds.entry(n).or_default();
                 if *done >= rule.max_rewinds() {
-                    let why =
-                        format!("rule {number} has sent the job back {done} times (max-rewinds), and again: {why}");
+                    let why = format!(
+                        "rule {number} has already rewound the job {done} times (max-rewinds) and matches \
+                            again: {why}"
+                    );
                     return Ruled::Verdict(Verdict::GiveUp { why });
                 }
                 *done += 1;
@@ -250,7 +252,7 @@ impl Watch {
         if !matches!(cause, Cause::Completed | Cause::Exit { .. } | Cause::Signal { .. })
             && !matches!(cause, Cause::Requested | Cause::Suspended | Cause::Rewound)
         {
-            tracing::warn!("why it ended: {cause}");
+            tracing::warn!("cause of the end: {cause}");
         }
         cause
     }
@@ -282,7 +284,7 @@ impl Owner<'_> {
                 let report = |hit| sender.send(Message::Watched(Finding::Line(hit))).is_ok();
                 if let Err(error) = lines::watch(files, &setup.config.rules, &turn, report) {
                     tracing::error!(
-                        "rules for the output hold only at the end of the job: it cannot be watched: {error}"
+                        "cannot watch the job's output, so rules for it apply only at the job's end: {error}"
                     );
                 }
             });
@@ -326,7 +328,7 @@ impl Owner<'_> {
         match finding {
             hang_detector::Finding::Silent(idle) => tracing::warn!("the job has printed nothing for {}", shown(idle)),
             hang_detector::Finding::GoesOn(what) => {
-                tracing::info!("the job goes on, of which it was said that {what}");
+                tracing::info!("the job is making progress again (was: {what})");
                 self.reporting.published.hang = None;
                 self.tell(What::GoesOn { what });
                 self.publish();
@@ -351,8 +353,7 @@ impl Owner<'_> {
             (None, HangAction::Restart) => ("restart".into(), Some(Verdict::Restart)),
             (None, HangAction::SnapshotAndStop) => ("snapshot-and-stop".into(), Some(Verdict::Stop)),
         };
-        let at =
-            stacks.as_ref().map_or_else(String::new, |name| format!("; what its processes are at is in log/{name}"));
+        let at = stacks.as_ref().map_or_else(String::new, |name| format!("; stacks are in log/{name}"));
         tracing::error!("the job hangs: {words} ({action}){at}");
         self.reporting.published.hang = Some(words);
         self.tell(What::Hung { what, idle_us: micros(idle), stacks, action });
@@ -380,7 +381,7 @@ impl Owner<'_> {
         match remedy {
             xid::Remedy::Nothing => tracing::info!("GPU {}: {words}", fault.gpu),
             _ if remedy.needs_drain() => {
-                tracing::error!("GPU {}: {words}; no job should be started on it before", fault.gpu)
+                tracing::error!("GPU {}: {words}; do not start a job on it before that", fault.gpu)
             }
             _ => tracing::error!("GPU {}: {words}", fault.gpu),
         }
@@ -415,18 +416,18 @@ impl Owner<'_> {
         }
     }
 
-    /// To the image that is so many back, the newest being 1. What is newer is of a line that is left.
+    /// Rewinds to the Nth newest image; 1 is the newest. Newer images then belong to an abandoned line.
     fn back_by(&mut self, images: usize) -> Verdict {
         let good = self.good_images().unwrap_or_else(|error| {
             tracing::error!("cannot read the images: {}", chain(&error));
             Vec::new()
         });
         let Some(image) = good.get(images.saturating_sub(1)).or_else(|| good.last()).copied() else {
-            tracing::warn!("there is no image to go back to");
+            tracing::warn!("there is no image to rewind to");
             return Verdict::Restart;
         };
         self.line.aim(Target::new(image, good.first() != Some(&image)));
-        tracing::warn!("going back to image {image}");
+        tracing::warn!("rewinding to image {image}");
         Verdict::Rewind(image)
     }
 
@@ -469,7 +470,7 @@ impl Owner<'_> {
     }
 }
 
-/// Why the supervisor before this one left a job that was not at its end; nothing where it said goodbye.
+/// Why the previous supervisor left a job that had not ended; none if it exited normally.
 pub(super) fn interrupted(setup: &Setup) -> Option<LastEnd> {
     let before = Published::read(&setup.folder.state_file()).ok()?;
     let was_at_its_end = matches!(before.state, JobState::Done | JobState::Waiting | JobState::Suspended);

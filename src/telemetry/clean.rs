@@ -1,8 +1,9 @@
 //! Text that a job may have chosen, made fit for a terminal and for a log that is read on one.
 //!
-//! Names of processes, command lines, paths, tags and what the job says are bytes of the job's. A terminal obeys some of
-//! them (ECMA-48: move the cursor, set the title, answer as if it were typed), and some turn a line around so that it reads
-//! as another one (Unicode's directional marks). They are shown as escapes: `\x1b`, `\u{202e}`. A backslash stays as it is.
+//! Names of processes, command lines, paths, tags and output contain bytes that the job chose. A terminal executes some
+//! of them (ECMA-48: move the cursor, set the title, answer as if it were typed), and some change the order of a line
+//! so that it reads as another one (Unicode's directional marks). They are shown as escapes: `\x1b`, `\u{202e}`. A
+//! backslash is not changed.
 //!
 //! It is done where text leaves us: in [`crate::cli::output`], in the log and in what `top`, `report` and the service
 //! manager get. Cleaning what is clean changes nothing.

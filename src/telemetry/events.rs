@@ -1,8 +1,8 @@
 //! What happens to a job, in the order it happens: one line of JSON each, in `STORE/JOB/log/events.jsonl`.
 //!
-//! For reports, hooks and whoever wants to know later. Only the supervisor writes it, and goes on in it after a restart. A
-//! line is written at once and not synced: when the power goes the last lines may be missing, or half of one, which
-//! [`read`] leaves out. Where it cannot be written the job is supervised all the same, and the log says so once.
+//! For reports, hooks and later analysis. Only the supervisor writes it, and continues it after a restart. A line is
+//! written at once and not synced: when the power goes, the last lines may be missing, or half of one, which [`read`]
+//! leaves out. If it cannot be written, the job is still supervised, and the log says so once.
 //!
 //! Fields may be added to an event, and events to the list: readers ignore what they do not know ([`What::Unknown`]).
 
@@ -61,10 +61,10 @@ pub enum What {
         command: Vec<String>,
         /// The interval, as configured.
         interval: String,
-        /// When the one before gave its last sign of life, where it ended without a word.
+        /// The last sign of life of the previous supervisor, if it was killed.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         last_seen: Option<DateTime<Utc>>,
-        /// Why the run before did not come to its end, where it did not.
+        /// Why the previous run was interrupted, if it was.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         before: Option<Cause>,
     },
@@ -77,7 +77,7 @@ pub enum What {
     Started {
         /// The pid of the command's process, as the host sees it.
         pid: Option<i32>,
-        /// What it was brought back from; without one it began anew.
+        /// The image that it was restored from; without one it started from the beginning.
         image: Option<ImageId>,
         /// From the decision until it ran.
         took_us: u64,
@@ -96,7 +96,7 @@ pub enum What {
         image: ImageId,
         /// Why.
         reason: Reason,
-        /// How long the job stood still.
+        /// The length of the freeze.
         freeze_us: u64,
         /// How long each phase of that took.
         phases: Vec<Phase>,
@@ -123,9 +123,9 @@ pub enum What {
     },
     /// There is none.
     SnapshotFailed {
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
-        /// Whether the job cannot go on.
+        /// Whether the job cannot continue.
         job_lost: bool,
     },
     /// An image is in the store.
@@ -141,7 +141,7 @@ pub enum What {
     NotStored {
         /// Which.
         image: ImageId,
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
     },
     /// An image is in the replica.
@@ -157,7 +157,7 @@ pub enum What {
     NotReplicated {
         /// Which.
         image: ImageId,
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
     },
     /// The job ended.
@@ -208,12 +208,12 @@ pub enum What {
     ImageBad {
         /// Which.
         image: ImageId,
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
     },
     /// Content of the store is not what was written, or the disk does not give it.
     StoreDamaged {
-        /// What is wrong, and what became of it, in words.
+        /// What is wrong, and what was done, as text.
         why: String,
         /// How many chunks; 0 where it is a whole pack.
         chunks: u64,
@@ -236,28 +236,28 @@ pub enum What {
         /// CRIU's reason.
         why: String,
     },
-    /// The job will be brought back.
+    /// The job will be restarted.
     Restarting {
-        /// From this image; without one it begins anew.
+        /// From this image; without one from the beginning.
         image: Option<ImageId>,
         /// After this pause.
         after_us: u64,
     },
-    /// The job goes back to an image, because that was asked for.
+    /// The job is rewound to an image, on request.
     Rewinding {
         /// Which.
         image: ImageId,
     },
     /// The job has given back what it used, until it is called back.
     Suspended {
-        /// It will go on from this image; without one from its beginning.
+        /// It will continue from this image; without one from its beginning.
         image: Option<ImageId>,
     },
-    /// The job's time is over: a last snapshot, then it is stopped.
+    /// The job's deadline is near: a final snapshot, then it is stopped.
     LastCall {
         /// When it is over.
         deadline: DateTime<Utc>,
-        /// What a last snapshot is expected to take, with what is added for safety.
+        /// How long the final snapshot is expected to take, with a safety margin.
         predicted_us: u64,
     },
     /// The supervisor is done.
@@ -273,7 +273,7 @@ pub enum What {
     HookFailed {
         /// Which: before-snapshot, on-failure and so on, or webhook.
         hook: String,
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
     },
     /// One that a newer version wrote.
@@ -302,7 +302,7 @@ impl Journal {
             // What is wrong with this descriptor need not be with the next.
             self.file = None;
             if !std::mem::replace(&mut self.complained, true) {
-                tracing::warn!("events cannot be written to {}: {error}", self.path.display());
+                tracing::warn!("cannot write events to {}: {error}", self.path.display());
             }
         }
     }
@@ -314,7 +314,7 @@ impl Journal {
             Some(file) => file,
             none => none.insert(open(&self.path)?),
         };
-        // With one call: whoever reads meanwhile sees all of it, or nothing.
+        // With one call: a concurrent reader sees all of it, or nothing.
         file.write_all(&line)
     }
 }

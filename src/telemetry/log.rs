@@ -26,7 +26,7 @@ pub fn is_about(job: &str) {
     let _ = JOB.set(job.to_owned());
 }
 
-/// Whether the log is there, and a line of it is JSON: then nothing else belongs on standard error.
+/// Whether logging has started with JSON lines: then nothing else may be written to standard error.
 #[must_use]
 pub fn is_json() -> bool {
     FORMAT.get() == Some(&LogFormat::Json)
@@ -35,7 +35,7 @@ pub fn is_json() -> bool {
 /// Crates whose messages are never shown.
 const SILENT: [&str; 6] = ["object_store", "reqwest", "hyper", "hyper_util", "h2", "rustls"];
 
-/// Starts logging. RUST_LOG, where it is set, decides in place of the configuration.
+/// Starts logging. RUST_LOG overrides the configuration, if set.
 pub fn start(level: Level, format: LogFormat) {
     let default = match level {
         Level::Error => "error",

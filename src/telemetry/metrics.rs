@@ -63,7 +63,7 @@ struct Last {
     bytes: u64,
 }
 
-/// How long the job stood still each time.
+/// The length of each freeze.
 #[derive(Debug, Clone, Default)]
 struct Freezes {
     sum: f64,

@@ -1,8 +1,9 @@
 //! A NOTIFY_SOCKET for the job: it says `WATCHDOG=1` there as it would to a service manager (sd_notify(3)).
 //!
-//! A datagram socket, because CRIU refuses a job with a stream connection to the outside, and a file, because its owner and mode
-//! say who may send. Who opens a socket for each message, as sd_notify does, finds it again after every restore; one that
-//! stays connected is led back by CRIU to the same path, which a supervisor that was started anew has made again.
+//! A datagram socket, because CRIU refuses a job with a stream connection to the outside; a file, because its owner and
+//! mode decide who may send. A job that opens a socket for each message, as sd_notify does, finds it again after every
+//! restore. CRIU connects a socket that stays connected to the same path again, which a new supervisor has created
+//! again.
 
 use std::ffi::OsString;
 use std::io::{self, IoSliceMut};

@@ -18,13 +18,13 @@ use rekindle_os::process;
 /// A fault of a GPU that the job uses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Fault {
-    /// Its UUID, or its PCI address where it is from the kernel's log.
+    /// Its UUID, or its PCI address if it is from the kernel's log.
     pub gpu: String,
     /// The driver's number.
     pub xid: u32,
 }
 
-/// How often it is asked whether a job has begun to use a GPU.
+/// How often to check whether a job has started to use a GPU.
 const LOOK: Duration = Duration::from_secs(5);
 /// How long NVML waits for an event at a time, milliseconds; the end of the job shows in between.
 const WAIT_MS: u32 = 2000;
@@ -47,7 +47,7 @@ fn devices(nvml: &Nvml) -> Vec<Device<'_>> {
     (0..nvml.device_count().unwrap_or(0)).filter_map(|index| nvml.device_by_index(index).ok()).collect()
 }
 
-/// Whether it runs one of the processes; None where it cannot be told. In a container the driver's pids may be others.
+/// Whether it runs one of the processes; None if unknown. In a container the driver's pids may be different.
 fn runs(device: &Device<'_>, pids: &[i32]) -> Option<bool> {
     let on_it = device.running_compute_processes().ok()?;
     let ours = |pid: u32| i32::try_from(pid).is_ok_and(|pid| pids.contains(&pid));

@@ -1,7 +1,7 @@
 //! The thread that notices when a job makes no progress: it looks at what the job prints, uses and says, on its own time.
 //!
-//! It is told which life runs, and when its clocks are to stand still: while a snapshot is taken, while the job is suspended,
-//! being brought back or not yet whole. What was done in that time counts for nothing: CRIU's own work in the job (its
+//! It learns which life runs, and when its clocks must stop: while a snapshot is taken, while the job is suspended,
+//! being restored or without all of its memory. Activity in that time does not count: CRIU's own work in the job (its
 //! parasite) shows as the job's processor time.
 
 use std::path::PathBuf;
@@ -18,14 +18,14 @@ use rekindle_base::cause::Missing;
 use rekindle_engine::launch::output;
 use rekindle_os::process;
 
-/// What it is told.
+/// Messages to it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Order {
-    /// Another life, with this number and this pid of its root. Its clocks stand still until they are let go.
+    /// Another life, with this number and this pid of its root. Its clocks are stopped until they are started.
     Life(u32, i32),
     /// The clocks count.
     Go,
-    /// They stand still.
+    /// The clocks are stopped.
     Hold,
 }
 
@@ -43,7 +43,7 @@ pub(crate) enum Finding {
         /// Where the stacks are.
         stacks: Option<PathBuf>,
     },
-    /// What had been missing is there again.
+    /// The missing activity has returned.
     GoesOn(Missing),
 }
 
@@ -74,7 +74,7 @@ struct Seen {
 }
 
 impl HangDetector {
-    /// What the configuration asks for; none where that is nothing.
+    /// The configured clocks; none without any.
     #[must_use]
     pub(crate) fn new(
         watch: &Watch,
@@ -133,7 +133,7 @@ impl HangDetector {
         self.clocks.iter_mut().map(|(_, clock)| clock).chain(&mut self.silence)
     }
 
-    /// Takes what is there now as what was seen.
+    /// Takes the current values as seen.
     fn rebase(&mut self, now: Instant) {
         let lengths = self.lengths();
         self.seen = Seen { lengths, ticks: self.ticks(), at: Some(now), beats: self.beats.load(Ordering::Relaxed) };

@@ -1,7 +1,7 @@
 //! The kernel's log: what it says of processes that it killed for want of memory, and of GPU faults.
 //!
-//! It is a second source, read through a descriptor that stands where the life began. In a container it is often missing
-//! or closed to us, and then nothing is known from here.
+//! It is a second source, read through a descriptor positioned at the start of the life. In a container it is often
+//! missing or not readable; then it tells nothing.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -24,7 +24,7 @@ pub(crate) enum Notice {
         gpu: String,
         /// The number.
         xid: u32,
-        /// The process, where the driver knows it.
+        /// The process, if the driver knows it.
         pid: Option<i32>,
     },
 }

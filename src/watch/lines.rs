@@ -57,8 +57,7 @@ pub(crate) struct Hit {
     pub line: String,
 }
 
-/// Holds what comes against the rules for output; ends when `report` answers that nobody listens. Answers at once where there
-/// is no such rule.
+/// Compares output with the rules; ends when `report` answers that nobody listens. Returns at once without such a rule.
 ///
 /// # Errors
 /// When the files cannot be watched.
@@ -120,7 +119,7 @@ pub(crate) fn last(files: [&Path; 2], from: [u64; 2]) -> Vec<Vec<u8>> {
         let from = if from <= length { from } else { 0 };
         tail.begin(from.max(length.saturating_sub(LAST_BYTES)));
         let mut lines = tail.lines();
-        // What has no end of line was said all the same.
+        // Text without an end of line counts, too.
         lines.extend(Some(std::mem::take(&mut tail.rest)).filter(|rest| !rest.is_empty()));
         let beyond = lines.len().saturating_sub(LAST);
         all.extend(lines.into_iter().skip(beyond));

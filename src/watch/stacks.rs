@@ -1,8 +1,8 @@
 //! What the processes of a job that hangs are at: `log/stacks-N.txt` in the job's folder.
 //!
-//! For each task its state, what it waits for in the kernel (wchan, stack) and, of each process, the stacks of its own code
-//! where a tool for that is installed: py-spy for Python, else eu-stack, else gdb. All of it is bounded: in time, in size, and
-//! in the number of files that are kept.
+//! For each task its state and what it waits for in the kernel (wchan, stack); for each process the stacks of its own
+//! code, if a tool is installed: py-spy for Python, else eu-stack, else gdb. Time, size and the number of files are
+//! bounded.
 //!
 //! Such a tool parses what the process has in its memory and its files, which may be made to break it. So it runs as the user of
 //! the process it looks at, with that user's group only, without a capability, and with nothing of our environment: a tool
@@ -26,23 +26,23 @@ const KEPT: usize = 5;
 const LARGEST: usize = 2 << 20;
 /// Of what a tool says of one process.
 const TOOL_LARGEST: usize = 256 << 10;
-/// How long a tool may take for one process, which stands still meanwhile.
+/// How long a tool may take for one process, which is stopped in that time.
 const TOOL_TIME: Duration = Duration::from_secs(5);
 /// Memory of its own that a tool may have: symbols of PyTorch take gdb some 2 GiB.
 const TOOL_MEMORY: u64 = 4 << 30;
-/// How long all tools may take: somebody waits for the job to be brought back.
+/// How long all tools may take: the restart of the job waits for them.
 const TOOLS_TIME: Duration = Duration::from_secs(20);
 /// Tasks that are looked at.
 const TASKS: usize = 512;
 
-/// Writes down what the processes of the tree are at. Answers where; nothing where it cannot be written.
+/// Writes the stacks of the processes of the tree. Answers the file; none if it cannot be written.
 pub(crate) fn keep(root: i32, logs: &Path, what: Missing, idle: Duration) -> Option<PathBuf> {
     let path = logs.join(format!("stacks-{}.txt", newest(logs).map_or(1, |n| n.saturating_add(1))));
     let mut text = capture(root, what, idle);
     let end = (0..=LARGEST.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
     text.truncate(end);
     if let Err(error) = rekindle_os::durable::replace_file(&path, text.as_bytes(), 0o600) {
-        tracing::warn!("the stacks cannot be written to {}: {error}", path.display());
+        tracing::warn!("cannot write stacks to {}: {error}", path.display());
         return None;
     }
     remove_old(logs);
@@ -91,7 +91,7 @@ fn capture(root: i32, what: Missing, idle: Duration) -> String {
     for pid in pids.iter().filter(|pid| **pid != root) {
         let _ = writeln!(text, "\n== stacks of process {pid}");
         match tool(*pid) {
-            _ if Instant::now() >= until => text.push_str("left out: it took too long already\n"),
+            _ if Instant::now() >= until => text.push_str("skipped: this took too long already\n"),
             Some((name, program, args)) => match user_of(*pid) {
                 Some(user) => {
                     let _ = writeln!(text, "by {name}");
@@ -102,7 +102,7 @@ fn capture(root: i32, what: Missing, idle: Duration) -> String {
                     }
                 }
                 None => {
-                    text.push_str("left out: the process has rights of more than one user, and no tool gets both\n")
+                    text.push_str("skipped: the process has the rights of more than one user, and no tool gets both\n")
                 }
             },
             None => {
@@ -123,7 +123,7 @@ fn task(text: &mut String, pid: i32, tid: i32) {
     let wchan = Some(line("wchan")).filter(|wchan| !wchan.is_empty() && wchan != "0").unwrap_or_else(|| "-".into());
     let _ = writeln!(
         text,
-        "\n== task {tid} of process {pid} ({}), {inner} to itself: state {state}, waits in {wchan}",
+        "\n== task {tid} of process {pid} ({}), {inner} in its own namespace: state {state}, waits in {wchan}",
         line("comm")
     );
     let _ = writeln!(text, "system call: {}", line("syscall"));
@@ -135,7 +135,7 @@ const YAMA: (&str, &str) = ("/proc/sys/kernel/yama/ptrace_scope", "kernel.yama.p
 const NOT_ALLOWED: &str =
     "another process of the same user may not look at this one. Stacks need 0; nothing is run as root for them";
 
-/// What is set there, where it forbids.
+/// The value, if it forbids this.
 fn yama() -> Option<u32> {
     let scope = std::fs::read_to_string(YAMA.0).ok()?.trim().parse().ok()?;
     (scope > 0).then_some(scope)
@@ -177,7 +177,7 @@ fn tool(pid: i32) -> Option<Call> {
 fn run(program: &Path, args: &[String], user: (u32, u32), limit: Duration) -> String {
     match output(program, args, user, limit) {
         Ok(text) => text,
-        Err(error) => format!("it failed: {error}\n"),
+        Err(error) => format!("failed: {error}\n"),
     }
 }
 
@@ -210,7 +210,7 @@ fn output(program: &Path, args: &[String], user: (u32, u32), limit: Duration) ->
     let mut note = "";
     while !child.has_ended()? {
         if Instant::now() >= until {
-            note = "\nit took too long, and was ended\n";
+            note = "\ntook too long and was killed\n";
             child.signal(libc::SIGKILL)?;
             break;
         }
@@ -252,8 +252,8 @@ mod tests {
         if !rekindle_testing::root() {
             return;
         }
-        assert!(sh("echo so far; exec sleep 60").starts_with("so far\n\nit took too long"));
+        assert!(sh("echo so far; exec sleep 60").starts_with("so far\n\ntook too long"));
         assert_eq!(sh("while :; do echo 0123456789abcdef; done").len() / 1000, TOOL_LARGEST / 1000);
-        assert!(run(Path::new("/nowhere"), &[], (0, 0), TOOL_TIME).starts_with("it failed: "));
+        assert!(run(Path::new("/nowhere"), &[], (0, 0), TOOL_TIME).starts_with("failed: "));
     }
 }

@@ -54,7 +54,7 @@ impl Witness {
         }
     }
 
-    /// What happened until now. Reads the kernel's log, which takes some milliseconds where it is full.
+    /// What happened until now. Reads the kernel's log, which takes some milliseconds if it is full.
     #[must_use]
     pub(crate) fn testify(&mut self) -> DeathEvidence {
         let counted = cgroup::kills(&self.counters) > self.kills;

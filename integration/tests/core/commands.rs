@@ -97,17 +97,17 @@ fn an_image_in_memory_is_one_like_the_others() {
     let folder = lab.mounted()[0].join("slots");
     assert!(shown.contains(folder.to_str().unwrap()) && shown.contains("storing "), "{shown}");
     let (code, said, _) = text(&lab.rekindle(&["verify", "j"]));
-    assert!(code == 0 && said.contains("no checksums before it is stored"), "{code} {said}");
+    assert!(code == 0 && said.contains("checksums exist only after it is stored"), "{code} {said}");
     let plan = json(&lab, &["prune", "j", "--dry-run"]);
     assert_eq!((plan.as_array().unwrap().len(), &plan[0]["action"]), (1, &"keep".into()));
-    assert!(plan[0]["reason"].as_str().unwrap().starts_with("in memory only"), "{plan:#}");
+    assert!(plan[0]["reason"].as_str().unwrap().starts_with("only in memory"), "{plan:#}");
 
     lab.kill_9(run);
     let row = &json(&lab, &["list", "j"])[0];
     assert_eq!((&row["places"], &row["persisting"]), (&serde_json::json!(["memory"]), &Value::Null), "{row:#}");
     let lab = lab.set("store.persist-rate", "\"unlimited\"");
     let mut run = lab.run_with(&["restore", "j"], [""; 0]);
-    run.wait_said("goes on from image 000001");
+    run.wait_said("continues from image 000001");
     count_on(&lab, &mut run, 5);
     run.wait_for("it is stored", || lab.images().len() == 1 && lab.published().is_some_and(|p| p.persisting.is_none()));
     let row = &json(&lab, &["list", "j"])[0];
@@ -132,15 +132,15 @@ fn what_does_not_fit_into_the_store_stays_in_memory() {
     assert_eq!(json(&lab, &["list", "j"])[0]["places"], serde_json::json!(["memory"]));
     let shown = text(&lab.rekindle(&["show", "j"])).1;
     assert!(
-        shown.contains("not stored image 000001-") && shown.contains("is in memory only: the image needs"),
+        shown.contains("not stored image 000001-") && shown.contains("is only in memory: the image needs"),
         "{shown}"
     );
     run.signal(Signal::SIGTERM);
     let (_, said) = run.ends_with(74);
-    assert!(said.contains("is in memory only, at"), "{said}");
+    assert!(said.contains("is only in memory, at"), "{said}");
     let lab = lab.set("store.min-free", "\"1MiB\"");
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
-    run.wait_said("goes on from image 000002");
+    run.wait_said("continues from image 000002");
     run.wait_for("it is stored", || lab.good() == [2]);
     finish(&lab, run);
 }

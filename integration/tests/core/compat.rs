@@ -40,7 +40,7 @@ fn is_refused(lab: &Lab, words: &str, command: impl Fn(&Lab) -> Running) -> Stri
     assert_eq!(lab.good(), [2, 1], "they are as good as they were");
     let shown = lab.rekindle(&["show", "j/2"]);
     let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
-    assert!(shown.contains("cannot be restored on this machine: ") && shown.contains(words), "{shown}");
+    assert!(shown.contains("cannot be restored on this machine") && shown.contains(words), "{shown}");
     said
 }
 
@@ -57,10 +57,10 @@ fn an_image_of_another_machine_is_refused_and_kept() {
         manifest.host.cpu_flags.push("avx9999".into());
     });
     let said = is_refused(&lab, "CPU features: the image has avx9999", again);
-    assert!(said.contains(&format!("Image {}, which is older, fits", older.id)), "{said}");
+    assert!(said.contains(&format!("The older image {} fits", older.id)), "{said}");
     rewrite(&older, |manifest| manifest.host.cpu_flags.push("avx9999".into()));
     let said = is_refused(&lab, "CPU features: the image has avx9999", again);
-    assert!(!said.contains("which is older, fits"), "{said}");
+    assert!(!said.contains("The older image"), "{said}");
     rewrite(&newest, |manifest| manifest.criu = "99.1".into());
     is_refused(&lab, "install CRIU 99.1.0 or newer", again);
     rewrite(&newest, |manifest| {

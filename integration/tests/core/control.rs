@@ -70,7 +70,7 @@ fn a_snapshot_that_was_asked_for_is_answered_with_its_image() {
     assert_eq!(left.count(), 0);
     let after = ask(&lab, &["status", "j"]);
     assert_eq!((&after["state"], &after["source"]), (&"completed".into(), &"record".into()));
-    assert!(refused(&lab, &["snapshot", "j"], 2).contains("does not run"));
+    assert!(refused(&lab, &["snapshot", "j"], 2).contains("is not running"));
 }
 
 #[test]
@@ -83,9 +83,9 @@ fn a_snapshot_that_fails_says_why_to_who_asked() {
     count_on(&lab, &mut run, 5);
     assert!(refused(&lab, &["snapshot", "j"], 1).contains("min-free"));
     let why = refused(&lab, &["suspend", "j"], 1);
-    assert!(why.contains("the job runs on") && why.contains("min-free"), "{why}");
+    assert!(why.contains("the job continues") && why.contains("min-free"), "{why}");
     let status = lab.rekindle(&["status", "j"]);
-    assert!(String::from_utf8(status.stdout).unwrap().contains("the last snapshot failed"));
+    assert!(String::from_utf8(status.stdout).unwrap().contains("the newest snapshot failed"));
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }
@@ -100,13 +100,13 @@ fn stop_waits_until_all_is_over() {
     assert_eq!(lab.good(), [1]);
     run.ends_with(143);
     let mut run = start(&lab);
-    run.wait_said("goes on from image 000001");
+    run.wait_said("continues from image 000001");
     count_on(&lab, &mut run, 5);
     let answer = ask(&lab, &["stop", "--now", "j"]);
     assert_eq!(answer["outcome"], "stopped");
     run.ends_with(143);
     assert_eq!(lab.good(), [1], "no snapshot");
-    assert!(refused(&lab, &["stop", "j"], 2).contains("does not run"));
+    assert!(refused(&lab, &["stop", "j"], 2).contains("is not running"));
     finish(&lab, start(&lab));
 }
 
@@ -137,7 +137,7 @@ fn a_suspended_job_gives_all_back_and_comes_back() {
     lab.kill_9(run);
     assert_eq!(state(&lab), "interrupted");
     let mut run = start(&lab);
-    run.wait_said("goes on from image 000002");
+    run.wait_said("continues from image 000002");
     count_on(&lab, &mut run, 5);
     // A stop needs nothing more.
     ask(&lab, &["suspend", "j"]);
@@ -166,7 +166,7 @@ fn a_rewind_goes_back_and_stays_there() {
     run.wait_said_times("the job was restored from image 000001", 2);
     lab.kill_9(run);
     let mut run = start(&lab);
-    run.wait_said("goes on from image 000001");
+    run.wait_said("continues from image 000001");
     count_on(&lab, &mut run, 2);
     for to in ["77", "nothing", "-2", "-0", "-x"] {
         refused(&lab, &["rewind", "j", to], 2);
@@ -321,9 +321,9 @@ fn a_folder_that_others_can_write_is_not_used() {
     std::fs::create_dir(&folder).unwrap();
     std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777)).unwrap();
     let mut run = start(&lab);
-    run.wait_said("there is no control socket in");
+    run.wait_said("cannot create a control socket in");
     assert!(
-        run.err().contains("others can write") && run.err().contains("the job has no REKINDLE_SOCKET"),
+        run.err().contains("others can write") && run.err().contains("cannot create the job's REKINDLE_SOCKET"),
         "{}",
         run.err()
     );

@@ -273,7 +273,7 @@ fn what_both_images_have_lost_is_restored_from_neither() {
     for how in [Harm::Flip(20), Harm::Flip(ground.common() + 5), Harm::Delete] {
         harm(shared, how);
         let mut run = ground.again();
-        run.wait_said("going on from the beginning");
+        run.wait_said("continuing from the beginning");
         run.wait_printed("n 1\n");
         ground.lab.kill_9(run);
         assert!(!ground.lab.output().contains("WRONG"));
@@ -309,7 +309,7 @@ fn an_image_that_was_asked_for_by_name_is_not_replaced_by_another() {
     harm(&ground.packs[1], MIDDLE);
     let (out, said) = ground.lab.run_with(&["restore", "j/2"], [] as [&str; 0]).ends_with(66);
     assert!(out.is_empty(), "{out}");
-    assert!(said.contains("image 000002") && said.contains("was asked for by name and cannot be used"), "{said}");
+    assert!(said.contains("the requested image 000002") && said.contains("cannot be used: "), "{said}");
     assert_eq!(said.matches("is marked as bad").count(), 1, "{said}");
     // A run takes what there is.
     let mut run = ground.again();
@@ -494,7 +494,7 @@ fn leftovers_are_swept_and_nothing_else() {
     fs::create_dir(images.join(".del-000008-20261120T132205Z")).unwrap();
     fs::create_dir(images.join("notes")).unwrap();
     let mut run = again(&lab);
-    run.wait_said("left by an interrupted run");
+    run.wait_said("a remnant of an interrupted run");
     run.wait_said("the job was restored from image 000002");
     let left: Vec<String> =
         fs::read_dir(images).unwrap().flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect();

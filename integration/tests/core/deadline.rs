@@ -32,7 +32,7 @@ fn a_deadline_is_kept_and_the_next_run_knows_what_a_snapshot_takes() {
     let mut run = until(&lab, "8s");
     run.wait_for("the deadline is known", || lab.published().is_some_and(|now| now.deadline.is_some()));
     count_on(&lab, &mut run, 5);
-    run.wait_said("a last snapshot, then the job is stopped");
+    run.wait_said("taking a final snapshot, then stopping the job");
     assert!(begun.elapsed() >= Duration::from_secs(4));
     run.ends_with(75);
     assert_eq!(lab.good(), [1]);
@@ -42,18 +42,18 @@ fn a_deadline_is_kept_and_the_next_run_knows_what_a_snapshot_takes() {
     let deadline = Utc::now() + chrono::TimeDelta::seconds(12);
     let mut run = until(&lab, &deadline.to_rfc3339());
     run.wait_for("it is predicted", || run_is_predicted(&lab));
-    run.wait_said("goes on from image 000001");
-    run.wait_said("a last snapshot, then the job is stopped");
+    run.wait_said("continues from image 000001");
+    run.wait_said("taking a final snapshot, then stopping the job");
     let expected = last_calls(&lab)[1];
     assert_ne!(expected, Duration::from_secs(20));
     let early = (deadline - Utc::now()).to_std().unwrap_or_default();
     assert!(early <= expected.max(Duration::from_secs(6)), "{early:?}, where {expected:?} were expected");
-    assert!(!run.err().contains("may not be whole") || expected > Duration::from_secs(5), "{}", run.err());
+    assert!(!run.err().contains("may not be complete") || expected > Duration::from_secs(5), "{}", run.err());
     run.ends_with(75);
     assert_eq!(lab.good(), [2, 1]);
 
     let mut run = until(&lab, "1h");
-    run.wait_said("goes on from image 000002");
+    run.wait_said("continues from image 000002");
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }

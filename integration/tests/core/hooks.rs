@@ -118,7 +118,7 @@ fn a_hook_can_refuse_a_snapshot_and_the_job_runs_on() {
     let mut run = lab.python("kinds.py", &["plain", lab.path().to_str().unwrap()]);
     count_on(&lab, &mut run, 2);
     run.signal(Signal::SIGUSR1);
-    run.wait_said("the hook before-snapshot did not let it pass (hooks.on-error): it ended with exit code 1");
+    run.wait_said("the hook before-snapshot has failed, and hooks.on-error is \"refuse\": it ended with exit code 1");
     run.wait_for("the failure is told", || !told(&lab).is_empty());
     assert_eq!(told(&lab)[0]["failure"], "snapshots-fail");
     assert!(lab.images().is_empty());
@@ -137,7 +137,9 @@ fn a_hook_can_refuse_a_restore_which_is_tried_again() {
     let mut run = until_after_snapshot(&lab, "plain");
     run.crash(&lab);
     count_on(&lab, &mut run, 2);
-    assert!(run.err().contains("not restored now: the hook before-restore did not let it pass"));
+    assert!(
+        run.err().contains("not restored now: the hook before-restore has failed, and hooks.on-error is \"refuse\"")
+    );
     assert!(lab.images()[0].is_good());
     finish(&lab, run);
 }

@@ -110,7 +110,7 @@ fn requests_in_flight_and_a_flood_harm_nobody() {
     // In hundredths of a second. This is a build without optimisation.
     let used = cpu(run.pid()) - before;
     assert!(used < 40, "{used} ticks in {:?}", since.elapsed());
-    assert!(run.err().contains("more than 500 times a second"), "{}", run.err());
+    assert!(run.err().contains("more than 500 requests a second"), "{}", run.err());
     finish(&lab, run);
 }
 
@@ -182,7 +182,7 @@ fn a_snapshot_waits_until_the_job_lets_go() {
     let lab = lab.set("snapshot.interval", "\"1s\"");
     let mut run = start(&lab, "module");
     holds(&lab, &mut run, 1);
-    run.wait_said("a snapshot waits: the job holds it off");
+    run.wait_said("a snapshot waits: the job blocks it");
     run.wait_for("the state says so", || lab.published().is_some_and(|p| p.held.is_some()));
     let before = lab.good().len();
     std::thread::sleep(Duration::from_millis(500));
@@ -225,7 +225,7 @@ fn a_holder_that_dies_holds_no_longer() {
     tell(&lab, "child");
     run.wait_for("it holds", || lab.output().contains("child holds"));
     run.signal(Signal::SIGUSR1);
-    run.wait_said("waits: the job holds it off");
+    run.wait_said("waits: the job blocks it");
     tell(&lab, "kill");
     run.wait_for("it is taken, though nobody has reaped the dead", || told(&lab).len() == 3);
     assert_eq!(told(&lab), ["held Signal", "holder-died", "taken Signal"]);
@@ -241,7 +241,7 @@ fn a_stop_waits_for_the_job_to_let_go_within_its_grace() {
     let mut run = start(&lab, "module");
     holds(&lab, &mut run, 1);
     run.signal(Signal::SIGTERM);
-    run.wait_said("the last snapshot waits: the job holds it off, for ");
+    run.wait_said("the final snapshot waits: the job blocks it, for at most ");
     run.ends_with(143);
     let waited = read(&lab.job().log_dir()).unwrap().into_iter().find_map(|event| match event.what {
         What::HoldOver { waited_us, .. } => Some(Duration::from_micros(waited_us)),
@@ -313,5 +313,5 @@ fn without_a_place_for_the_socket_the_job_runs_all_the_same() {
     let command = ["sh", "-c", "echo socket: $REKINDLE_SOCKET."];
     let (out, said) = lab.run_with_environment(&["run", "--name", "j", "--"], command, &variables).ends_with(0);
     assert_eq!(out, "socket: .\n");
-    assert!(said.contains("the job has no REKINDLE_SOCKET in"), "{said}");
+    assert!(said.contains("cannot create the job's REKINDLE_SOCKET in"), "{said}");
 }

@@ -25,7 +25,10 @@ fn exit_codes_that_are_worth_a_restart_and_those_that_are_not() {
     let lab = lab.set("restart.min-uptime", "\"5s\"").set("restart.max-restarts", "9");
     let (out, said) = run(&lab, 9).ends_with(9);
     assert_eq!(out, "n\n".repeat(2));
-    assert!(said.contains("started from nothing the job died twice within 5s (restart.min-uptime)"), "{said}");
+    assert!(
+        said.contains("the job died twice within 5s (restart.min-uptime) after a start from the beginning"),
+        "{said}"
+    );
     let lab = lab.set("restart.cold-start", "\"never\"");
     let (out, said) = run(&lab, 9).ends_with(9);
     assert!(out == "n\n" && said.contains("restart.cold-start"), "{said}");
@@ -63,13 +66,13 @@ fn an_image_the_job_dies_from_is_passed_over_then_the_beginning_then_the_end() {
     std::fs::write(doom, "").unwrap();
     let (out, said) = run.ends_with(3);
     let went: Vec<&str> =
-        said.lines().filter_map(|l| l.split_once("going on from ")?.1.split_once(" in ").map(|p| p.0)).collect();
+        said.lines().filter_map(|l| l.split_once("continuing from ")?.1.split_once(" in ").map(|p| p.0)).collect();
     let short: Vec<&str> = went.iter().map(|from| from.split('-').next().unwrap()).collect();
     let expected = ["image 000002", "image 000002", "image 000001", "image 000001", "the beginning"];
     // The first life came from nothing as well, and ended early: one more from there, or none.
     assert!(short.starts_with(&expected[..4]), "{short:?}\n{said}");
     assert!(short[4..].iter().all(|from| *from == "the beginning") && short.len() > 4, "{short:?}\n{said}");
-    assert!(said.contains("given up: there is no good image, and started from nothing the job died twice"), "{said}");
+    assert!(said.contains("given up: there is no good image, and the job died twice"), "{said}");
     assert!(out.matches("begin").count() >= 2, "{out}");
     assert!(lab.good().is_empty() && lab.images().len() == 2, "both are marked, both are kept");
     let unmarked = lab.rekindle(&["unmark", "j/1", "j/2"]);
@@ -155,7 +158,7 @@ fn back_to_an_older_image_and_on_from_there() {
     run.snapshot(&lab);
     run.kill_9();
     let mut run = lab.run_with(&["restore", "j/1"], [] as [&str; 0]);
-    run.wait_said("goes on from image 000001");
+    run.wait_said("continues from image 000001");
     run.wait_said("the job was restored from image 000001");
     assert!(numbers(&lab.output()).len() < mark + 3, "it is back where image 1 was taken");
     count_on(&lab, &mut run, 3);

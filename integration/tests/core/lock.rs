@@ -40,7 +40,7 @@ fn a_supervisor_that_was_taken_over_stops_and_touches_nothing() {
     let long_ago = std::time::SystemTime::now() - Duration::from_secs(600);
     fs::File::options().write(true).open(&file).unwrap().set_modified(long_ago).unwrap();
     let mut run = again(&lab);
-    run.wait_said("it is taken for dead");
+    run.wait_said("taking the job over");
     run.wait_said("the job was restored from image 000001");
     count_on(&lab, &mut run, 2);
     finish(&lab, run);
@@ -96,7 +96,7 @@ fn a_supervisor_that_slept_while_another_took_over_ends_its_job_and_writes_nothi
     run.wait_said("was taken over by pid");
     let (_, said) = run.ends_with(125);
     assert!(said.contains("on host elsewhere"), "{said}");
-    assert!(!said.contains("is in the store after"), "{said}");
+    assert!(!said.contains("was stored in"), "{said}");
     let after = content(&lab);
     let changed = |(path, bytes): &(&PathBuf, &Vec<u8>)| before.get(*path) != Some(*bytes);
     let changed: Vec<_> = after.iter().filter(changed).map(|(path, _)| path).collect();

@@ -86,10 +86,10 @@ fn the_tmpfs_is_lost_under_a_running_job() {
         count_on(&lab, &mut run, 5);
         run.signal(Signal::SIGTERM);
         let (_, said) = run.ends_with(143);
-        assert!(!said.contains("memory is not given back"), "{said}");
+        assert!(!said.contains("cannot free memory of images"), "{said}");
         // The next supervisor makes it anew.
         let mut run = again(&lab);
-        run.wait_said("goes on from image");
+        run.wait_said("continues from image");
         count_on(&lab, &mut run, 2);
         stage(&lab, &mut run);
         assert_eq!(lab.mounted().len(), 1);
@@ -116,7 +116,7 @@ fn the_tmpfs_is_lost_with_an_image_that_was_nowhere_else() {
         run.crash(&lab);
         run.wait_said(&format!("the job was restored from image {first:06}"));
         count_on(&lab, &mut run, 5);
-        run.wait_said(&format!("image {lost} is lost, it was in memory only"));
+        run.wait_said(&format!("image {lost} is lost, it was only in memory"));
         let failure = || lab.published().and_then(|now| now.persist_failure).unwrap_or_default();
         run.wait_for("the state says so", || failure().contains(&lost.to_string()));
         assert_sound(&lab);
@@ -205,7 +205,7 @@ fn a_full_store_keeps_the_image_in_memory() {
     // Half of it is there.
     store.fill();
     let failed = |lab: &Lab| lab.published().and_then(|now| now.persist_failure);
-    run.wait_said(&format!("image {second} is in memory only"));
+    run.wait_said(&format!("image {second} is only in memory"));
     run.wait_for("the state says so", || failed(&lab).is_some());
     let why = failed(&lab).unwrap();
     assert!(why.contains(&second.to_string()) && why.contains("No space left"), "{why}");
@@ -222,7 +222,7 @@ fn a_full_store_keeps_the_image_in_memory() {
     pin_all(&lab);
     store.fill();
     let fourth = stage(&lab, &mut run);
-    run.wait_said(&format!("image {fourth} is in memory only: the image needs about"));
+    run.wait_said(&format!("image {fourth} is only in memory: the image needs about"));
     store.clear();
     run.signal(Signal::SIGTERM);
     run.ends_with(143);
@@ -237,15 +237,15 @@ fn a_full_store_keeps_the_image_in_memory() {
     store.fill();
     let stopped = lab.rekindle(&["stop", "j"]);
     assert_eq!(stopped.status.code(), Some(74), "{stopped:?}");
-    assert!(String::from_utf8_lossy(&stopped.stdout).contains("is in memory only"), "{stopped:?}");
+    assert!(String::from_utf8_lossy(&stopped.stdout).contains("is only in memory"), "{stopped:?}");
     let (_, said) = run.ends_with(74);
     let only = lab.job().copies().unwrap().first().cloned().unwrap();
-    assert!(only.is_staged() && said.contains(&format!("its last image {} is in memory only, at", only.id)), "{said}");
-    assert!(said.contains("the image needs about") && said.contains("Make room in"), "{said}");
+    assert!(only.is_staged() && said.contains(&format!("its last image {} is only in memory, at", only.id)), "{said}");
+    assert!(said.contains("the image needs about") && said.contains("Free space in"), "{said}");
     store.clear();
     let mut run = fresh(&lab);
-    run.wait_said(&format!("goes on from image {}", only.id));
-    run.wait_said(&format!("image {} is in the store", only.id));
+    run.wait_said(&format!("continues from image {}", only.id));
+    run.wait_said(&format!("image {} was stored in", only.id));
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
     assert_counts_up(&lab.output());
@@ -263,9 +263,9 @@ fn kill_9_before_the_image_is_in_the_store() {
     assert_eq!(lab.job().copies().unwrap().first().map(|copy| copy.id), Some(image));
     let lab = lab.set("store.persist-rate", "\"unlimited\"");
     let mut run = again(&lab);
-    run.wait_said(&format!("goes on from image {image}"));
+    run.wait_said(&format!("continues from image {image}"));
     run.wait_said(&format!("the job was restored from image {image}"));
-    run.wait_said(&format!("image {image} is in the store"));
+    run.wait_said(&format!("image {image} was stored in"));
     count_on(&lab, &mut run, 5);
     assert_eq!(stored(&lab), [image]);
     assert_sound(&lab);
@@ -294,7 +294,7 @@ fn memory_that_a_dead_supervisor_left_is_found_and_given_back_where_nobody_needs
     let status = String::from_utf8(lab.rekindle(&["status"]).stdout).unwrap();
     assert!(status.contains("a supervisor that is gone left") && status.contains("gives it back"), "{status}");
     let said = other(&lab);
-    assert!(said.contains("job j: a supervisor that is gone left") && said.contains("given back"), "{said}");
+    assert!(said.contains("job j: a supervisor that is gone left") && said.contains(": freed"), "{said}");
     assert_eq!(lab.mounted(), Vec::<PathBuf>::new());
     assert!(left_in_memory(&lab).is_null());
     // An image that is nowhere else stays.
@@ -309,7 +309,7 @@ fn memory_that_a_dead_supervisor_left_is_found_and_given_back_where_nobody_needs
     assert_eq!(lab.mounted().len(), 1);
     let lab = lab.without("store.persist-rate");
     let mut run = again(&lab);
-    run.wait_said(&format!("goes on from image {staged}"));
+    run.wait_said(&format!("continues from image {staged}"));
     count_on(&lab, &mut run, 2);
     finish(&lab, run);
 }
@@ -345,10 +345,10 @@ fn a_second_stop_does_not_wait_for_the_store() {
     let asked = Instant::now();
     let (_, said) = run.ends_with(143);
     assert!(asked.elapsed() < Duration::from_secs(20), "{:?}\n{said}", asked.elapsed());
-    assert!(said.contains(&format!("image {staged} is in memory only, at")), "{said}");
+    assert!(said.contains(&format!("image {staged} is only in memory, at")), "{said}");
     assert!(stored(&lab).is_empty());
     let mut run = start();
-    run.wait_said(&format!("goes on from image {staged}"));
+    run.wait_said(&format!("continues from image {staged}"));
     count_on(&lab, &mut run, 2);
     finish(&lab, run);
 }
@@ -452,7 +452,7 @@ fn without_memory_images_are_made_on_the_disk() {
     assert!(!lab.store().join("j/slots").exists());
     assert_sound(&lab);
     let mut run = again(&lab);
-    run.wait_said("goes on from image 000002");
+    run.wait_said("continues from image 000002");
     count_on(&lab, &mut run, 5);
     lab.kill_9(run);
     finish(&lab, again(&lab));
@@ -545,7 +545,7 @@ fn memory_that_is_not_wanted_any_more_is_given_back() {
     let lab = lab.set("snapshot.staging", "\"store\"").set("store.persist-rate", "\"unlimited\"");
     let mut run = again(&lab);
     run.wait_said(&format!("the job was restored from image {image}"));
-    run.wait_said(&format!("image {image} is in the store"));
+    run.wait_said(&format!("image {image} was stored in"));
     count_on(&lab, &mut run, 2);
     run.signal(Signal::SIGTERM);
     run.ends_with(143);

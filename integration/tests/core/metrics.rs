@@ -98,7 +98,7 @@ fn an_address_that_is_taken_and_a_folder_that_is_not_there_harm_nothing() {
     let lab = lab.set("metrics.listen", &format!("\"{}\"", taken.local_addr().unwrap()));
     let lab = lab.set("metrics.textfile", "\"/proc/nowhere/j.prom\"");
     let (_, said) = lab.run(["true"]).ends_with(0);
-    assert!(said.contains("metrics cannot be had at 127.0.0.1:") && said.contains("/proc/nowhere/j.prom"), "{said}");
+    assert!(said.contains("cannot serve metrics at 127.0.0.1:") && said.contains("/proc/nowhere/j.prom"), "{said}");
 }
 
 #[test]

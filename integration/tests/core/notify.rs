@@ -74,7 +74,7 @@ fn a_service_says_when_it_is_up_what_it_does_and_that_it_ends() {
         manager.heard("STATUS=running; image 1 taken just now, the job was frozen")
     });
     assert!(manager.heard("STATUS=snapshotting"));
-    assert!(manager.heard("; image 1 goes to the store, "));
+    assert!(manager.heard("; copying image 1 to the store, "));
     run.crash(&lab);
     wait_for("the status after the crash", || manager.heard("1 restart"));
     assert!(manager.place("STATUS=waiting") < manager.place("STATUS=restoring"));
@@ -87,7 +87,7 @@ fn a_service_says_when_it_is_up_what_it_does_and_that_it_ends() {
     assert_eq!(manager.count("READY=1"), 1, "a restart is not another start");
     let after: Vec<String> = manager.lines().split_off(manager.place("STOPPING=1"));
     assert!(after.iter().any(|line| line.starts_with("EXTEND_TIMEOUT_USEC=")), "{after:#?}");
-    assert!(after.iter().any(|line| line.contains("; image 2 goes to the store, ")), "{after:#?}");
+    assert!(after.iter().any(|line| line.contains("; copying image 2 to the store, ")), "{after:#?}");
     assert_eq!(
         manager.lines()[..manager.place("STOPPING=1")].iter().filter(|l| l.starts_with("EXTEND")).count(),
         extended

@@ -61,7 +61,7 @@ fn those_that_would_be_exchanged_or_lost_are_refused_until_they_are_received() {
         };
         let mut run = start(&lab, kind);
         run.signal(Signal::SIGUSR1);
-        run.wait_said("snapshot failed, the job runs on");
+        run.wait_said("snapshot failed, the job continues");
         assert!(run.err().contains(words), "{kind}: {}", run.err());
         assert!(!run.err().contains("trying the snapshot again"), "nothing moves: {}", run.err());
         assert!(lab.good().is_empty());

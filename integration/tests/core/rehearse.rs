@@ -106,7 +106,7 @@ fn an_image_that_criu_refuses_is_told_of_and_kept() {
     assert_eq!(events(&lab, "image-bad"), 0);
     run.wait_for("others see it", || lab.published().is_some_and(|now| now.rehearsal_failure.is_some()));
     let status = String::from_utf8_lossy(&lab.rekindle(&["status", "j"]).stdout).into_owned();
-    assert!(status.contains("cannot be restored, by a rehearsal"), "{status}");
+    assert!(status.contains("could not be restored in a rehearsal"), "{status}");
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }

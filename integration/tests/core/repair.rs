@@ -46,7 +46,7 @@ fn damage_is_found_and_told_and_the_job_goes_on_from_the_older_image() {
 
     // A look at the structure does not read what is in packs, and says so.
     let (code, said, _) = text(&lab.rekindle(&["verify", "j"]));
-    assert!(code == Some(0) && said.contains("--read-data reads what is in them"), "{said}");
+    assert!(code == Some(0) && said.contains("--read-data checks their content"), "{said}");
     for args in [&["verify", "--read-data"][..], &["verify", "j", "--read-data-subset", "100%"]] {
         let (code, said, error) = text(&lab.rekindle(args));
         assert!(code == Some(1) && said.contains(&pack) && said.contains("1 chunks damaged"), "{said}");
@@ -78,7 +78,7 @@ fn damage_is_found_and_told_and_the_job_goes_on_from_the_older_image() {
     assert_eq!(json(&lab, &["verify", "--read-data"])["packs"][0]["sound"], true);
 
     let mut run = again(&lab);
-    run.wait_said("goes on from image 000001");
+    run.wait_said("continues from image 000001");
     run.job_pid(&lab);
     let (code, _, said) = text(&lab.rekindle(&["repair", "j"]));
     assert!(code == Some(2) && said.contains("is supervised by") && said.contains("--dry-run"), "{said}");
@@ -109,7 +109,7 @@ fn without_any_pack_the_job_begins_anew_where_it_may() {
     let lab = lab.set("restart.cold-start", "\"allow\"");
     let mut run = again(&lab);
     run.job_pid(&lab);
-    assert!(!run.err().contains("goes on from image"), "{}", run.err());
+    assert!(!run.err().contains("continues from image"), "{}", run.err());
     run.snapshot(&lab);
     assert_eq!(lab.good(), [3]);
     run.kill_9();

@@ -60,7 +60,7 @@ fn three_images_outlive_damage_to_one_copy_of_what_they_share() {
     let (code, said) = read_data(&lab);
     let name = first.pack.to_string();
     assert!(code == Some(1) && said.contains(&name), "{said}");
-    assert!(said.contains("1 chunks damaged") && said.contains("another pack has 1 of them whole"), "{said}");
+    assert!(said.contains("1 chunks damaged") && said.contains("another pack has 1 of them intact"), "{said}");
     assert!(!said.contains(&packs[1].to_string()) || packs[1] == first.pack, "{said}");
 
     let mut run = again(&lab);
@@ -105,7 +105,7 @@ fn damage_is_found_and_repaired_while_the_job_runs() {
     let lab = lab.set("store.verify-rate", "\"200MB\"").set_file("metrics.textfile", "m.prom");
     let mut run = again(&lab);
     run.wait_said("found while verifying: 1 damaged chunk in");
-    run.wait_said("1 taken from another pack. All images are whole");
+    run.wait_said("1 taken from another pack. All images are intact");
     run.wait_for("the metrics tell it", || {
         lab.read("m.prom").contains("rekindle_store_damaged_chunks_total{job=\"j\"} 1")
             && lab.read("m.prom").contains("rekindle_store_replaced_chunks_total{job=\"j\"} 1")

@@ -41,7 +41,7 @@ fn sigterm_takes_a_last_snapshot_and_the_next_run_goes_on() {
     assert!(said.contains("image 000001"), "{said}");
     assert_eq!(reasons(&lab), ["Final"]);
     let mut run = again(&lab);
-    run.wait_said("goes on from image 000001");
+    run.wait_said("continues from image 000001");
     count_on(&lab, &mut run, 5);
     run.signal(Signal::SIGINT);
     run.ends_with(130);
@@ -57,7 +57,7 @@ fn sigusr2_is_for_the_queue() {
     run.signal(Signal::SIGUSR2);
     run.ends_with(75);
     let mut run = again(&lab);
-    run.wait_said("goes on from image 000001");
+    run.wait_said("continues from image 000001");
     count_on(&lab, &mut run, 5);
     finish(&lab, run);
 }
@@ -113,7 +113,7 @@ fn signals_that_come_together_are_one_request() {
     run.signal(Signal::SIGTERM);
     run.signal(Signal::SIGINT);
     let (_, said) = run.ends_with(143);
-    assert!(!said.contains("runs on"), "{said}");
+    assert!(!said.contains("the job continues"), "{said}");
     let images = lab.images();
     assert_eq!(format!("{:?}", images[0].manifest().unwrap().reason), "Final", "{said}");
     let mut run = again(&lab);
@@ -130,7 +130,10 @@ fn a_stop_without_an_image_does_not_say_that_the_job_runs_on() {
     count_on(&lab, &mut run, 5);
     run.signal(Signal::SIGTERM);
     let (_, said) = run.ends_with(143);
-    assert!(said.contains("the last snapshot failed: dump: CRIU ended") && !said.contains("runs on"), "{said}");
+    assert!(
+        said.contains("the final snapshot failed: dump: CRIU ended") && !said.contains("the job continues"),
+        "{said}"
+    );
 }
 
 #[test]
@@ -156,7 +159,7 @@ fn kill_9_takes_the_job_along_and_the_next_run_goes_on() {
         for _ in 0..2 {
             lab.kill_9(run);
             run = again(&lab);
-            run.wait_said("goes on from image 000001");
+            run.wait_said("continues from image 000001");
             count_on(&lab, &mut run, 5);
         }
         finish(&lab, run);
@@ -173,7 +176,7 @@ fn kill_9_in_the_middle_of_a_snapshot() {
         lab.kill_9(run);
         assert!(lab.images().iter().all(|image| image.verify().is_sound()), "only whole images");
         run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
-        run.wait_said("goes on from image");
+        run.wait_said("continues from image");
         count_on(&lab, &mut run, 2);
         // But the draft of an image that was in memory and is on its way to the store again.
         run.wait_for("no draft is left", || {
@@ -195,7 +198,7 @@ fn kill_9_in_the_middle_of_a_restore() {
             lab.kill_9(run);
         }
         let mut run = lab.python("kinds.py", &["memory", lab.path().to_str().unwrap()]);
-        run.wait_said("goes on from image 000001");
+        run.wait_said("continues from image 000001");
         count_on(&lab, &mut run, 2);
         finish(&lab, run);
     }

@@ -230,7 +230,7 @@ fn a_job_that_goes_on_is_told_so() {
     run.wait_said("the job hangs: it printed nothing");
     assert!(run.err().contains("the job has printed nothing for 4"), "{}", run.err());
     crate::supervisor::kill(pid, Signal::SIGCONT);
-    run.wait_said("the job goes on");
+    run.wait_said("the job is making progress again");
     run.wait_for("the state says nothing of it", || lab.published().is_some_and(|p| p.hang.is_none()));
     finish(&lab, run);
     assert_eq!(told(&lab)[..2], ["hung Output notify", "goes on Output"]);
@@ -315,7 +315,7 @@ fn training_that_goes_wrong_is_sent_back_and_in_the_end_given_up() {
     crate::kinds::count_on(&lab, &mut run, 5);
     assert!(!lab.output().contains("nan"), "{}", lab.output());
     crate::supervisor::assert_counts_up(&lab.output());
-    assert!(run.err().contains(&format!("going back to image {first:06}-")), "{}", run.err());
+    assert!(run.err().contains(&format!("rewinding to image {first:06}-")), "{}", run.err());
     assert_eq!(lab.good(), [second, first]);
     assert_eq!(causes(&lab), [Cause::BadTraining { rule: 1 }]);
 
@@ -323,6 +323,6 @@ fn training_that_goes_wrong_is_sent_back_and_in_the_end_given_up() {
     let (_, said) = run.ends_with(137);
     // What is newer stays, and is not what it goes on from.
     assert_eq!(result(&lab).images.iter().map(|image| image.sequence()).collect::<Vec<_>>(), [first]);
-    assert!(said.contains("rule 1 has sent the job back 1 times (max-rewinds), and again"), "{said}");
+    assert!(said.contains("rule 1 has already rewound the job 1 times (max-rewinds) and matches again"), "{said}");
     assert_eq!(result(&lab).last_end.unwrap().cause, Cause::BadTraining { rule: 1 });
 }

@@ -67,11 +67,11 @@ fn a_job_whose_gpu_is_full_comes_back_on_another_and_stays_there() {
     assert!(shown.contains(&format!("{B} (not used)")), "{shown}");
     supervisor.kill_job();
     supervisor.said("the job was restored from image");
-    supervisor.said(&format!("what was on {A} is on {B} now: it has 4.0 MiB free"));
+    supervisor.said(&format!("moved the job's data from {A} to {B}: it has 4.0 MiB free"));
     assert_eq!(moved(&rig, &mut supervisor), [(A.into(), B.into(), "it has 4.0 MiB free".into())]);
     // Before there is another image: from the same one to the same place.
     supervisor.kill_job();
-    supervisor.said(&format!("is on {B} now"));
+    supervisor.said(&format!(" to {B}: "));
     supervisor.counts();
     assert_eq!(used(&supervisor.snapshot()), [B]);
     rig.standin.gpus(&two(0, 0));
@@ -125,7 +125,7 @@ fn a_job_whose_gpu_had_a_fault_comes_back_on_another() {
     supervisor.snapshot();
     let Ok(()) = write() else { return eprintln!("SKIP: the kernel's log cannot be written") };
     supervisor.kill_job();
-    supervisor.said(&format!("what was on {own} is on {B} now: it had Xid 95"));
+    supervisor.said(&format!("moved the job's data from {own} to {B}: it had Xid 95"));
     supervisor.counts();
     // Where there is no other it is tried all the same.
     rig.standin.gpus("ea 1024 0\nb0 1024 1023\n");
@@ -152,7 +152,7 @@ fn while_all_gpus_are_full_it_is_tried_again_and_the_image_is_not_to_blame() {
     );
     assert!(why.contains("is busy: end the programs that use it"), "{why}");
     rig.standin.gpus(&two(1020, 1000));
-    supervisor.said(&format!("is on {B} now"));
+    supervisor.said(&format!(" to {B}: "));
     supervisor.counts();
     supervisor.stop();
     rig.assert_sequence();
@@ -198,11 +198,11 @@ fn a_map_is_for_the_images_that_were_there() {
     rig.flags(&["--device-map", "0=1"]);
     let mut supervisor = rig.start();
     let log = rig.log();
-    assert!(log.contains(&format!("what was on {A} is on {B} now: asked for")), "{log}");
-    assert!(log.contains("CUDA_VISIBLE_DEVICES=0 in the job's environment speaks of the GPUs of before"), "{log}");
+    assert!(log.contains(&format!("moved the job's data from {A} to {B}: asked for")), "{log}");
+    assert!(log.contains("CUDA_VISIBLE_DEVICES=0 in the job's environment still names the old GPUs"), "{log}");
     // From the same image to the same place, from a newer one to where that was.
     supervisor.kill_job();
-    supervisor.said(&format!("what was on {A} is on {B} now: asked for"));
+    supervisor.said(&format!("moved the job's data from {A} to {B}: asked for"));
     supervisor.counts();
     assert_eq!(used(&supervisor.snapshot()), [B]);
     supervisor.kill_job();
@@ -215,7 +215,7 @@ fn a_map_is_for_the_images_that_were_there() {
     let map = format!("{B}={A}");
     rig.flags(&["--device-map", &map]);
     let mut supervisor = rig.start();
-    assert!(rig.log().contains(&format!("what was on {B} is on {A} now: asked for")), "{}", rig.log());
+    assert!(rig.log().contains(&format!("moved the job's data from {B} to {A}: asked for")), "{}", rig.log());
     assert_eq!(used(&supervisor.snapshot()), [A]);
     supervisor.stop();
     rig.assert_sequence();
@@ -291,7 +291,7 @@ fn ranks_get_their_gpus_back_at_once() {
     // All of them move together.
     rig.standin.gpus(&two(1010, 0));
     supervisor.kill_job();
-    supervisor.said(&format!("is on {B} now"));
+    supervisor.said(&format!(" to {B}: "));
     supervisor.assert_running(3);
     supervisor.counts();
     assert_eq!(used(&supervisor.snapshot()), [B]);

@@ -180,7 +180,7 @@ fn another_users_process_lands_in_a_file_that_it_may_open() {
     let mut supervisor = rig.start();
     supervisor.ask();
     // What is in memory is mounted in that namespace, not seen from here and gone with it.
-    supervisor.said("is in the store");
+    supervisor.said("was stored in");
     let image = rig.images().remove(0);
     assert_landed(&image);
     supervisor.assert_unharmed(1);

@@ -22,7 +22,7 @@ fn a_restore_that_fails_in_a_snapshot_ends_the_life() {
     for (restarts, pid) in [(1, 1001), (2, second)] {
         rig.standin.fault("fail-restore", &format!("2 times=1 pid={pid}"));
         supervisor.ask();
-        let why = supervisor.said("the snapshot failed and the job cannot go on");
+        let why = supervisor.said("the snapshot failed and the job cannot continue");
         assert!(why.contains("restore: ") && why.contains("the GPU has too little free memory"), "{why}");
         assert!(why.contains(&format!("process {pid} cannot use its GPU again")), "{why}");
         comes_back(&rig, &mut supervisor, 2, restarts);
@@ -39,7 +39,7 @@ fn an_unlock_that_keeps_failing_ends_the_life_and_holds_the_next_back() {
     supervisor.snapshot();
     rig.standin.fault("fail-unlock", "304");
     supervisor.ask();
-    let why = supervisor.said("the snapshot failed and the job cannot go on");
+    let why = supervisor.said("the snapshot failed and the job cannot continue");
     assert!(why.contains("unlock: "), "{why}");
     // It does not come back either while the driver is like this; no image is to blame.
     supervisor.said("cannot restore image");
@@ -57,8 +57,8 @@ fn without_an_image_it_begins_anew() {
     supervisor.counts();
     rig.standin.fault("fail-restore", "801 times=1");
     supervisor.ask();
-    supervisor.said("the snapshot failed and the job cannot go on");
-    supervisor.said("going on from the beginning");
+    supervisor.said("the snapshot failed and the job cannot continue");
+    supervisor.said("continuing from the beginning");
     supervisor.said("to=\"running\"");
     supervisor.counts();
     supervisor.assert_running(1);
@@ -98,7 +98,7 @@ fn a_restart_whose_cuda_restore_fails_is_tried_again() {
         let why = supervisor.said("cannot restore image");
         assert!(why.contains("the CUDA state of process 1001 was not restored"), "{why}");
         // Nothing half restored is left while it waits.
-        supervisor.said("going on from image");
+        supervisor.said("continuing from image");
         let waits = |rig: &Rig| rig.state().filter(|now| now.state.as_str() == "waiting").map(|now| now.since);
         let (before, left, after) = (waits(&rig), rig.cuda_pids(), waits(&rig));
         assert!(before.is_none() || before != after || left.is_empty(), "{left:?}");
@@ -113,13 +113,13 @@ fn a_restart_whose_cuda_restore_fails_is_tried_again() {
     supervisor.kill_job();
     supervisor.until("it dies of it", |rig| !rig.standin.path().join("die-at-restore").exists());
     // As a failed restore, or as a restored job that ended; the first words are those of the kill.
-    supervisor.said("going on from image");
-    supervisor.said("going on from image");
+    supervisor.said("continuing from image");
+    supervisor.said("continuing from image");
     supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);
     rig.criu_fault("rm -f \"$0-fault\"; kill -9 $$");
     supervisor.kill_job();
-    supervisor.said("was not restored, and is not marked as bad");
+    supervisor.said("was not restored and is not marked as bad");
     supervisor.said("the job was restored from image");
     supervisor.assert_unharmed(1);
     assert!(rig.images().iter().all(rekindle_store::Image::is_good));
@@ -135,7 +135,7 @@ fn a_machine_that_does_not_get_better_is_given_up_with_a_reason() {
     rig.standin.fault("fail-restore", "2");
     supervisor.kill_job();
     assert_eq!(supervisor.wait(), Some(125));
-    assert!(rig.log().contains("given up: 5 attempts failed, none by a fault of the image"), "{}", rig.log());
+    assert!(rig.log().contains("given up: 5 attempts failed, none because of the image"), "{}", rig.log());
     rig.assert_nothing_left();
     // The next run goes on from the same image.
     rig.clear("fail-restore");

@@ -15,7 +15,7 @@ fn fails(rig: &Rig, supervisor: &mut Supervisor<'_>, ranks: usize, words: &[&str
     for word in words {
         assert!(why.contains(word), "not {word:?} in {why}");
     }
-    assert!(why.contains("the job runs on"), "{why}");
+    assert!(why.contains("the job continues"), "{why}");
     assert_eq!(newest(rig), before, "{why}");
     // What may be gone in a moment is tried again at once: it may be under way by now.
     let soon = why.contains("signal SIGKILL");
@@ -84,7 +84,7 @@ fn the_driver_can_not_be_asked_after_the_unlock() {
     supervisor.until("the unlock is held up", |rig| !rig.standin.path().join("fail-unlock").exists());
     rig.standin.fault("fail-state", "304 times=1");
     let why = supervisor.said("the snapshot failed");
-    assert!(why.contains("check: ") && why.contains("the job runs on"), "{why}");
+    assert!(why.contains("check: ") && why.contains("the job continues"), "{why}");
     supervisor.assert_unharmed(1);
     supervisor.image();
     supervisor.stop();

@@ -25,7 +25,7 @@ fn shares(ranks: usize) {
         assert_eq!(rig.state().unwrap().restarts, round);
     }
     supervisor.snapshot();
-    supervisor.said("is in the store");
+    supervisor.said("was stored in");
     supervisor.kill();
     rig.assert_nothing_left();
     rig.forget_memory();
@@ -56,7 +56,7 @@ fn what_can_not_be_let_go_is_refused_in_words_and_the_job_goes_on() {
     let refused = |supervisor: &mut Supervisor<'_>, words: &str| {
         let why = supervisor.failing_snapshot();
         assert!(why.contains("which cannot be restored") && why.contains(words), "{why}");
-        assert!(why.contains("the job runs on"), "{why}");
+        assert!(why.contains("the job continues"), "{why}");
         supervisor.assert_unharmed(2);
     };
     supervisor.has_rank(0, "offer");
@@ -119,7 +119,7 @@ fn files_that_ranks_sent_each_other_and_do_not_receive_hold_up_snapshots_only() 
         supervisor.has_rank(rank, "post");
     }
     let why = supervisor.failing_snapshot();
-    assert!(why.contains("CRIU would lose them or mix them up") && why.contains("the job runs on"), "{why}");
+    assert!(why.contains("CRIU would lose them or mix them up") && why.contains("the job continues"), "{why}");
     supervisor.assert_unharmed(2);
     for rank in 0..2 {
         supervisor.has_rank(rank, "take");
@@ -178,7 +178,7 @@ fn letting_go_fails_in_each_rank_and_the_job_runs_on() {
         let why = supervisor.failing_snapshot();
         let words = format!("process {pid}: the driver cannot ");
         assert!(why.contains(&words) && why.contains("(error 999)"), "{call}: {why}");
-        assert!(why.contains("the job runs on"), "{call}: {why}");
+        assert!(why.contains("the job continues"), "{call}: {why}");
         supervisor.assert_unharmed(2);
     };
     // The first two are of the probe: then nothing was let go yet.
@@ -192,7 +192,7 @@ fn letting_go_fails_in_each_rank_and_the_job_runs_on() {
         for pid in both(&rig) {
             rig.standin.fault(&format!("fail-{op}"), &format!("304 times=1 pid={pid}"));
             let why = supervisor.failing_snapshot();
-            assert!(why.contains("the job runs on"), "{op}: {why}");
+            assert!(why.contains("the job continues"), "{op}: {why}");
             supervisor.assert_unharmed(2);
             supervisor.image();
         }
@@ -229,7 +229,7 @@ fn what_can_not_be_taken_again_ends_the_life_and_the_job_comes_back() {
         for pid in both(&rig) {
             at_the_dump(&rig, &format!("fail-keeper-{call}"), &format!("999 times=1 pid={pid}"));
             supervisor.ask();
-            let why = supervisor.said("the snapshot failed and the job cannot go on");
+            let why = supervisor.said("the snapshot failed and the job cannot continue");
             assert!(why.contains(&format!("process {pid}")) && why.contains("(error 999)"), "{call}: {why}");
             restarts += 1;
             comes_back(&rig, &mut supervisor, restarts);
@@ -293,7 +293,10 @@ fn children_and_a_want_of_descriptors_do_no_harm() {
     }
     supervisor.has_rank(1, "crowd");
     let why = supervisor.failing_snapshot();
-    assert!(why.contains("cannot release other processes' GPU memory now") && why.contains("the job runs on"), "{why}");
+    assert!(
+        why.contains("cannot release other processes' GPU memory now") && why.contains("the job continues"),
+        "{why}"
+    );
     supervisor.assert_unharmed(2);
     supervisor.has_rank(1, "room");
     supervisor.image();

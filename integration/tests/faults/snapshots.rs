@@ -148,7 +148,7 @@ fn one_of_many_ranks_that_fails_sets_all_going() {
     let last = inner_pids(&rig).pop().unwrap();
     rig.standin.fault("fail-checkpoint", &format!("2 delay=300 pid={last}"));
     let why = supervisor.failing_snapshot();
-    assert!(why.contains("checkpoint: ") && why.contains("the job runs on"), "{why}");
+    assert!(why.contains("checkpoint: ") && why.contains("the job continues"), "{why}");
     rig.clear("fail-checkpoint");
     supervisor.assert_unharmed(4);
     supervisor.image();

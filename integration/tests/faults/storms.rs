@@ -112,8 +112,9 @@ fn newest_there(rig: &Rig, tally: &mut Tally) -> ImageId {
 fn restarts_from_the_newest(said: &str, mut newest: ImageId) -> ImageId {
     for line in said.lines() {
         let named = || line.split("image ").nth(1)?.split([' ', ':']).next()?.parse::<ImageId>().ok();
-        let restart =
-            ["goes on from ", "going on from ", "the job was restored from "].iter().any(|words| line.contains(words));
+        let restart = ["continues from ", "continuing from ", "the job was restored from "]
+            .iter()
+            .any(|words| line.contains(words));
         if line.contains("the job was frozen for") {
             newest = newest.max(named().unwrap());
         } else if restart {
@@ -172,7 +173,7 @@ fn storm(mut rig: Rig) {
     let mut supervisor = rig.start();
     let mut newest = supervisor.snapshot().id;
     // From here on there is one that no loss of memory takes.
-    supervisor.said("is in the store");
+    supervisor.said("was stored in");
     let mut tally = Tally::default();
     let mut killed = Vec::new();
     // What the supervisor under way says begins here.
@@ -210,7 +211,7 @@ fn storm(mut rig: Rig) {
         );
         mark = rig.log().len();
         supervisor = rig.run();
-        supervisor.said(&format!("goes on from image {newest}"));
+        supervisor.said(&format!("continues from image {newest}"));
     }
     // Until the supervisor has seen the last kill, it takes that life for one that works.
     supervisor.until("the killed are gone", |_| killed.iter().all(|pid| !Path::new(&format!("/proc/{pid}")).exists()));

@@ -58,7 +58,7 @@ fn a_job_goes_on_elsewhere_with_the_same_configuration() {
     assert!(said.contains("(store.min-free): free space there") && out.is_empty(), "{said}");
     let lab = lab.set("store.min-free", "\"1MiB\"");
     let mut run = lab.python("kinds.py", &command);
-    run.wait_said(&format!("image {image} came from the replica"));
+    run.wait_said(&format!("image {image} was fetched from the replica"));
     run.wait_said(&format!("the job was restored from image {image}"));
     let said = run.err();
     assert!(said.contains("stdout.log starts empty") && said.contains("are not here"), "{said}");
@@ -123,7 +123,7 @@ fn files_that_are_not_here_are_asked_for_and_nothing_is_begun() {
     for _ in 0..2 {
         let (out, said) = lab.python("kinds.py", &command).ends_with(69);
         assert_eq!(out, "", "{said}");
-        assert!(said.contains("a.txt was open for writing") && said.contains("Bring the file here"), "{said}");
+        assert!(said.contains("a.txt was open for writing") && said.contains("Copy the file here"), "{said}");
         assert!(!lab.file("w.txt").exists(), "nothing is put back where not all can be");
         assert_eq!(lab.good().len(), 1, "{said}");
     }

@@ -232,7 +232,7 @@ fn an_older_state_in_place_of_the_newest_is_told() {
     let mut run = lab.run(&command);
     run.wait_said(&format!("the job was restored from image {older}"));
     let said = run.err();
-    assert!(said.contains("goes back to an older state") && said.contains(&newest), "{said}");
+    assert!(said.contains("continues from an older state") && said.contains(&newest), "{said}");
     fs::write(lab.file("finish"), "").unwrap();
     run.ends_with(0);
     // A job that has come to its end is not missed.

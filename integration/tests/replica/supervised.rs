@@ -37,9 +37,9 @@ fn the_last_image_of_a_stopped_job_is_there_and_comes_to_another_machine() {
     // Another machine, with a store that knows nothing; what it does with the image is not the matter here.
     let other = other.set("replica.url", &url);
     let mut run = other.run(lab.python_command("kinds.py", &["plain", &folder]));
-    run.wait_said(&format!("image {last} came from the replica"));
+    run.wait_said(&format!("image {last} was fetched from the replica"));
     assert!(other.images().iter().any(|image| image.id == last && image.is_good()));
-    run.wait_said(&format!("goes on from image {last}"));
+    run.wait_said(&format!("continues from image {last}"));
     run.kill_9();
 }
 
@@ -49,9 +49,9 @@ fn a_replica_that_can_not_be_reached_is_no_reason_to_begin_anew() {
     let gone = lab.path().join("not-mounted");
     let lab = lab.set("replica.url", &format!("\"file://{}\"", gone.display()));
     let (_, said) = lab.run(["true"]).ends_with(69);
-    assert!(said.contains("there is no image of the job here") && said.contains("--fresh"), "{said}");
+    assert!(said.contains("no local image of the job") && said.contains("--fresh"), "{said}");
     let (_, said) = lab.run_with(&FRESH, ["true"]).ends_with(0);
-    assert!(said.contains("the replica does not know how the job ended"), "{said}");
+    assert!(said.contains("cannot record in the replica how the job ended"), "{said}");
 
     // With an image here it goes on, and says so.
     fs::create_dir(&gone).unwrap();
@@ -62,7 +62,7 @@ fn a_replica_that_can_not_be_reached_is_no_reason_to_begin_anew() {
     run.kill_9();
     fs::rename(&gone, lab.path().join("elsewhere")).unwrap();
     let mut run = lab.python("kinds.py", &["plain", &folder]);
-    run.wait_said("whether the replica has a newer image is not known");
+    run.wait_said("cannot check the replica for a newer image");
     run.kill_9();
     lab.assert_all_gone();
 }

@@ -166,7 +166,7 @@ pub(crate) fn a_time_limit_that_nobody_warns_of(case: &Case<'_>) {
     let length = (deadline - begun).num_seconds();
     assert!((50..=62).contains(&length), "{length}");
     job.wait(LIMIT, "a last snapshot is foretold", || job.published().is_some_and(|now| now.predicted.is_some()));
-    job.wait_said(MINUTES, "a last snapshot, then the job is stopped", 1);
+    job.wait_said(MINUTES, "taking a final snapshot, then stopping the job", 1);
     let early = (deadline - Utc::now()).num_milliseconds();
     assert!((500..25_000).contains(&early), "{early} ms before the deadline\n{}", tail(&job.said()));
     job.goes_on(LIMIT, 1);
@@ -209,7 +209,7 @@ pub(crate) fn rekindle_queues_it_again(case: &Case<'_>) {
     let begun = Instant::now();
     let job = case.submit(&[], &settings);
     job.counts();
-    job.wait_said(LIMIT, "a last snapshot, then the job is stopped", 1);
+    job.wait_said(LIMIT, "taking a final snapshot, then stopping the job", 1);
     assert!(begun.elapsed() > Duration::from_secs(5), "it gets half of the time at least");
     job.goes_on(LIMIT, 1);
     assert!(job.said().contains("DUE TO JOB REQUEUE") || case.cluster.log().contains("_job_requeue_op"));

@@ -66,7 +66,7 @@ pub(super) fn draw(title: &str, rows: &[Row], view: &View, width: usize, height:
         Some(row) => events(row, view.scrolled, height.saturating_sub(1)),
         None => {
             let mut lines = vec![vec![(Tone::Strong, title.to_owned())]];
-            // Title, header and keys; and what there is to say of one job, where there is room.
+            // Title, header and keys; and details of one job, if there is room.
             let about = if height >= 9 { 3 } else { 0 };
             lines.extend(table(rows, at, width, height.saturating_sub(3 + about)));
             if about > 0 {
@@ -83,7 +83,7 @@ pub(super) fn draw(title: &str, rows: &[Row], view: &View, width: usize, height:
     lines.into_iter().map(|line| cut(line, width)).collect()
 }
 
-/// A column: its name, what it shows of a row, how early it goes where there is no room.
+/// A column: its name, its text for a row, and how early it is left out if there is no room.
 struct Column {
     name: &'static str,
     right: bool,

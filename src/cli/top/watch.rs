@@ -1,4 +1,4 @@
-//! What `top` shows of the jobs of a store: looked up anew each second, journals only from where they were read to.
+//! What `top` shows of the jobs of a store: read again each second, journals only from the position reached.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -67,7 +67,7 @@ impl Watch {
         Watch { store, jobs: BTreeMap::new() }
     }
 
-    /// All jobs as they are now, by name. What cannot be read of one job is said in its row.
+    /// All jobs as they are now, by name. An error for one job is shown in its row.
     pub(super) fn look(&mut self) -> anyhow::Result<Vec<Row>> {
         let names = self.store.jobs()?;
         self.jobs.retain(|name, _| names.contains(name));

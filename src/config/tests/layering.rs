@@ -112,8 +112,8 @@ fn a_wrong_variable_or_flag_is_named() {
     assert_eq!(
         told,
         [
-            "REKINDLE_JOB_LIMITS: job.limits = \"nofile\": must be NAME=VALUE with commas between; values with commas \
-             belong in the file",
+            "REKINDLE_JOB_LIMITS: job.limits = \"nofile\": must be NAME=VALUE, separated by commas; put values with \
+             commas in the file",
             "REKINDLE_JOB_NO_NEW_PRIVILEGES: job.no-new-privileges = \"yes\": must be true or false",
             "REKINDLE_SNAPSHOT_INTERVAL: snapshot.interval = \"soon\": must be \"auto\", \"off\" or a duration with a \
              unit, such as \"90s\" or \"10m\"",

@@ -11,7 +11,7 @@ fn in_section(section: &str, line: &str) -> String {
 fn a_removed_key_says_what_to_do() {
     let found = problems(&in_section("restart", "lazy = \"on\""));
     assert_eq!(found.len(), 1);
-    assert!(found[0].contains("restart.lazy was removed") && found[0].ends_with("delete it"), "{found:?}");
+    assert!(found[0].contains("restart.lazy was removed") && found[0].ends_with("Delete the key"), "{found:?}");
 }
 
 #[test]
@@ -25,21 +25,21 @@ fn a_table_with_another_name_now_says_which() {
 #[test]
 fn each_rule_refuses_with_key_value_and_rule() {
     let duration = "must be a duration with a unit, such as \"90s\" or \"10m\"";
-    let path = "must be an absolute path, because the job and a restart may stand in another folder";
+    let path = "must be an absolute path: the job and a restart may have another working directory";
     let name = "must be 1 to 64 characters from A-Z a-z 0-9 . _ - and not begin with . or -";
-    let user = "must be a user's name or number, without blanks or colons";
-    let octal = "must be text with an octal number from 000 to 777, such as \"022\"";
+    let user = "must be a user's name or number, without spaces or colons";
+    let octal = "must be a string with an octal number from 000 to 777, such as \"022\"";
     let size = "must be a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
     let codes = "must be a list of exit codes from 1 to 255, such as [1, 137]";
     let limit = "must be \"unlimited\", a whole number or a size such as \"64MiB\" for each limit";
     let longest = "must be at most 30days (m is a minute, M a month)";
     let interval = "must be \"auto\", \"off\" or a duration with a unit, such as \"90s\" or \"10m\"";
     let whole = "must be a whole number from 0 to 4294967295";
-    let share = "must be a share of the time with its sign, such as \"1%\" or \"0.5%\"";
-    let overhead = "must be from 0.01% to 50%; with more the job would stand still longer than it runs";
+    let share = "must be a percentage of the time, such as \"1%\" or \"0.5%\"";
+    let overhead = "must be from 0.01% to 50%; with more, the job would be frozen longer than it runs";
     let mean_time = "must be \"observed\" or a duration with a unit, such as \"12h\" or \"30days\"";
-    let rate = "must be \"unlimited\", or a size for each second such as \"500MB\" or a whole number of bytes";
-    let slow = "must be at least 1MiB, or \"unlimited\", because a slower copy of an image takes days";
+    let rate = "must be \"unlimited\", or a size per second such as \"500MB\" or a whole number of bytes";
+    let slow = "must be at least 1MiB, or \"unlimited\": a slower copy of an image takes days";
     let limited = "must be \"unlimited\", a size such as \"64MiB\" or \"200GB\", or a whole number of bytes";
     let compression = "must be \"auto\", \"none\", \"lz4\", \"zstd\", or \"zstd:LEVEL\" with a level from -7 to 19";
     let threads = "must be \"auto\" or a whole number from 1 to 64";
@@ -53,7 +53,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("job", "name", "\"a/b\"", name),
         ("job", "name", "\"ä\"", name),
         ("job", "name", &long, name),
-        ("job", "name", "7", "must be text"),
+        ("job", "name", "7", "must be a string"),
         ("job", "directory", "\"here\"", path),
         ("job", "user", "\"\"", user),
         ("job", "user", "\"a:b\"", user),
@@ -66,15 +66,15 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("job", "environment-mode", "\"none\"", "must be \"inherit\" or \"clean\""),
         ("job", "pid-namespace", "true", "must be \"private\" or \"host\""),
         ("job", "no-new-privileges", "\"true\"", "must be true or false"),
-        ("job", "command", "\"python3\"", "must be a list of words in quotes, such as [\"python3\", \"train.py\"]"),
-        ("job", "command", "[\"\", \"x\"]", "must begin with the name of a program"),
+        ("job", "command", "\"python3\"", "must be a list of strings, such as [\"python3\", \"train.py\"]"),
+        ("job", "command", "[\"\", \"x\"]", "must begin with a program"),
         ("job.limits", "nofile", "-1", limit),
         ("job.limits", "stack", "\"much\"", limit),
         (
             "snapshot",
             "interval",
             "\"99ms\"",
-            "must be at least 100ms, or \"off\", because the job stands still during each snapshot",
+            "must be at least 100ms, or \"off\", because each snapshot freezes the job",
         ),
         ("snapshot", "interval", "\"Auto\"", interval),
         ("snapshot", "interval", "600", interval),
@@ -93,19 +93,19 @@ fn each_rule_refuses_with_key_value_and_rule() {
             "snapshot",
             "mean-time-between-failures",
             "\"11years\"",
-            "must be at most 10years (m is a minute, M a month); set snapshot.interval for a job that never fails",
+            "must be at most 10years (m is a minute, M a month). For a job that never fails, set snapshot.interval",
         ),
-        ("snapshot", "grace", "\"0s\"", "must be at least 1s, because a stop takes its last snapshot within it"),
-        ("snapshot", "lock-timeout", "\"0s\"", "must be at least 1ms, because the driver takes 0 for 'wait for ever'"),
+        ("snapshot", "grace", "\"0s\"", "must be at least 1s, because a stop takes its final snapshot within it"),
+        ("snapshot", "lock-timeout", "\"0s\"", "must be at least 1ms, because 0 means 'wait for ever' to the driver"),
         (
             "snapshot",
             "lock-timeout",
             "\"999us\"",
-            "must be at least 1ms, because the driver takes 0 for 'wait for ever'",
+            "must be at least 1ms, because 0 means 'wait for ever' to the driver",
         ),
         ("snapshot", "lock-timeout", "10", duration),
-        ("snapshot", "freeze-timeout", "\"1500ms\"", "must be whole seconds, because CRIU counts in them"),
-        ("snapshot", "freeze-timeout", "\"0s\"", "must be at least 1s, because CRIU counts in whole seconds"),
+        ("snapshot", "freeze-timeout", "\"1500ms\"", "must be whole seconds, because CRIU's time limits are"),
+        ("snapshot", "freeze-timeout", "\"0s\"", "must be at least 1s, because CRIU's time limits are whole seconds"),
         ("snapshot", "dump-timeout", "\"0s\"", "must be at least 1s"),
         ("snapshot", "retry-after", "\"0s\"", "must be at least 1ms"),
         ("snapshot", "retry-max", "\"29s\"", "must be at least snapshot.retry-after, which is \"30s\""),
@@ -113,7 +113,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
             "snapshot",
             "ghost-limit",
             "\"4GiB\"",
-            "must be less than 4GiB, because CRIU takes it as a 32-bit number of bytes",
+            "must be less than 4GiB, because CRIU's limit is a 32-bit number of bytes",
         ),
         ("network", "mode", "\"none\"", "must be \"host\" or \"private\""),
         ("network", "uplink", "\"tap\"", "must be \"off\" or \"user\""),
@@ -145,7 +145,7 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("store", "keep-within", "\"11years\"", "must be at most 10years (m is a minute, M a month)"),
         ("store", "max-total-size", "\"all\"", limited),
         ("store", "max-total-size", "-1", limited),
-        ("store", "max-total-size", "0", "must be at least 1MiB, or \"unlimited\", because no image is smaller"),
+        ("store", "max-total-size", "0", "must be at least 1MiB, or \"unlimited\": no image is smaller"),
         ("store", "compression", "\"zstd:20\"", compression),
         ("store", "compression", "true", compression),
         ("store", "encryption-key", "\"key\"", path),
@@ -154,16 +154,11 @@ fn each_rule_refuses_with_key_value_and_rule() {
             "store",
             "accept-unsigned",
             "true",
-            "must not be set without store.encryption-key, because without a key nothing is signed",
+            "must not be set without store.encryption-key: without a key nothing is signed",
         ),
         ("store", "sweep-after", "600", duration),
         ("store", "sweep-after", "\"31days\"", longest),
-        (
-            "store",
-            "repack",
-            "\"255MiB\"",
-            "must be at least 256MiB, or \"off\", because content is written in packs of that size",
-        ),
+        ("store", "repack", "\"255MiB\"", "must be at least 256MiB, or \"off\": packs have that size"),
         (
             "store",
             "repack",
@@ -177,13 +172,13 @@ fn each_rule_refuses_with_key_value_and_rule() {
             "store",
             "verify-rate",
             "\"1MB\"",
-            "must be at least 1MiB, or \"off\", because a slower look at a store takes months",
+            "must be at least 1MiB, or \"off\": slower verification of a store takes months",
         ),
         (
             "store",
             "verify-rate",
             "\"slow\"",
-            "must be \"off\", or a size for each second such as \"20MB\" or a whole number of bytes",
+            "must be \"off\", or a size per second such as \"20MB\" or a whole number of bytes",
         ),
         ("replica", "url", "\"http://b\"", url),
         ("replica", "url", "7", url),
@@ -192,26 +187,26 @@ fn each_rule_refuses_with_key_value_and_rule() {
         ("replica", "rate", "1", slow),
         ("store", "on-success", "\"delete\"", "must be \"remove\" or \"keep\""),
         ("restart", "max-restarts", "1.5", whole),
-        ("restart", "window", "\"0s\"", "must be at least 1s, because restarts are counted in it"),
+        ("restart", "window", "\"0s\"", "must be at least 1s, because restarts are counted within it"),
         ("restart", "backoff-max", "\"999ms\"", "must be at least restart.backoff, which is \"1s\""),
         ("restart", "min-uptime", "\"31days\"", longest),
         ("restart", "healthy-uptime", "\"soon\"", duration),
         ("restart", "retry-exit-codes", "[1, 256]", codes),
         ("restart", "retry-exit-codes", "1", codes),
-        ("restart", "retry-exit-codes", "[0]", "must not contain 0, which is success and ends the job"),
-        ("restart", "never-retry-exit-codes", "[0]", "must not contain 0, which is success and ends the job"),
+        ("restart", "retry-exit-codes", "[0]", "must not contain 0, which means success and ends the job"),
+        ("restart", "never-retry-exit-codes", "[0]", "must not contain 0, which means success and ends the job"),
         (
             "restart",
             "retry-exit-codes",
             "[2]",
-            "must not contain 2, which restart.never-retry-exit-codes has; take it out of one of them",
+            "must not contain 2, which restart.never-retry-exit-codes contains, too. Remove it from one of them",
         ),
         ("restart", "cold-start", "false", "must be \"no-images\", \"allow\" or \"never\""),
         ("restart", "restore-timeout", "\"0s\"", "must be at least 1s"),
         ("scheduler", "requeue", "\"qsub\"", "must be \"exit-code\" or \"scontrol\""),
         ("scheduler", "deadline", "\"10ms\"", "must be at least 1s"),
         ("log", "level", "\"loud\"", "must be \"error\", \"warn\", \"info\", \"debug\" or \"trace\""),
-        ("log", "max-size", "4095", "must be at least 4KiB, because each rotation leaves a file"),
+        ("log", "max-size", "4095", "must be at least 4KiB, because each rotation creates a file"),
         ("log", "keep", "\"5\"", whole),
         ("criu", "path", "\"criu\"", path),
     ];
@@ -284,14 +279,14 @@ fn a_default_that_no_longer_fits_is_named() {
 #[test]
 fn a_network_of_its_own_takes_a_pid_namespace_of_its_own() {
     let told = problems("version = 1\njob.pid-namespace = \"host\"\nnetwork.mode = \"private\"\n");
-    let rule = "must be \"host\" where job.pid-namespace is: both namespaces belong to one init";
+    let rule = "must be \"host\" if job.pid-namespace is \"host\": both namespaces belong to one init";
     assert_eq!(told, [format!("3: network.mode = \"private\": {rule}")]);
 }
 
 #[test]
 fn an_uplink_takes_a_network_of_its_own() {
     let told = problems("version = 1\nnetwork.uplink = \"user\"\n");
-    let rule = "must be \"off\" where network.mode is \"host\": the job has the machine's network there";
+    let rule = "must be \"off\" if network.mode is \"host\": the job then has the machine's network";
     assert_eq!(told, [format!("2: network.uplink = \"user\": {rule}")]);
 }
 
@@ -334,11 +329,11 @@ fn unknown_keys_name_the_line_and_the_nearest() {
 
 #[test]
 fn the_version_is_required_by_name() {
-    assert_eq!(problems("[store]\nkeep-last = 2\n"), ["1: version is missing; add the line: version = 1"]);
-    assert_eq!(problems(""), ["1: version is missing; add the line: version = 1"]);
+    assert_eq!(problems("[store]\nkeep-last = 2\n"), ["1: version is missing. Add the line: version = 1"]);
+    assert_eq!(problems(""), ["1: version is missing. Add the line: version = 1"]);
     assert_eq!(
         problems("version = 2\n"),
-        ["1: version = 2: must be 1, the only format that this version of rekindle reads"]
+        ["1: version = 2: must be 1, the only format that this version of rekindle can read"]
     );
     assert_eq!(problems("version = \"1\"\n"), ["1: version = \"1\": must be 1"]);
 }
@@ -351,7 +346,7 @@ fn everything_wrong_is_reported_at_once_from_the_top() {
     assert_eq!(
         lines,
         [
-            "1: version is missing; add the line: version",
+            "1: version is missing. Add the line: version",
             "2: snapshot.lock-timeout",
             "3: snapshot.tcp",
             "5: unknown key store.kep-last: did you mean store.keep-last?",

@@ -34,7 +34,7 @@ fn a_file_that_others_can_write_is_refused() {
         mode(&path, writable);
         let error = try_load(&path).unwrap_err();
         assert!(matches!(&error, Error::Writable { path: named, mode } if *named == path && *mode == writable));
-        assert!(error.to_string().ends_with(&format!("mend it with: chmod go-w {}", path.display())), "{error}");
+        assert!(error.to_string().ends_with(&format!("Fix it with: chmod go-w {}", path.display())), "{error}");
     }
 }
 

@@ -56,7 +56,7 @@ pub(super) fn whole_bar(times: &Times, kinds: impl Iterator<Item = Kind>) -> Mar
         at += width;
         (super::named(kind).0, path)
     });
-    let bar = picture(1000, HEIGHT, "what the time went to", paths);
+    let bar = picture(1000, HEIGHT, "share of the time by kind", paths);
     html! { div.bar style="overflow:hidden" { div style="height:100%" { (bar) } } }
 }
 
@@ -92,8 +92,10 @@ pub(super) fn freezes(report: &Report, rows: usize) -> Markup {
             }
             p.small.soft {
                 "Means of each phase. "
-                @if each > 1 { "Each bar is the mean of " (each) " snapshots in a row, the line their longest freeze. " }
-                "Oldest on the left."
+                @if each > 1 {
+                    "Each bar is the mean of " (each) " consecutive snapshots, the line is their longest freeze. "
+                }
+                "The oldest is on the left."
             }
             details open[report.snapshots.len() <= 12] {
                 summary {
@@ -103,7 +105,8 @@ pub(super) fn freezes(report: &Report, rows: usize) -> Markup {
                 div.scroll { table {
                     thead { tr {
                         th { "Image" } th { "Taken" } th { "Reason" } th.n { "Freeze" } th.n { "lock" } th.n { "checkpoint" }
-                        th.n { "dump" } th.n { "restore" } th.n { "unlock" } th.n { "Size" } th.n { "Written" } th.n { "To the store" }
+                        th.n { "dump" } th.n { "restore" } th.n { "unlock" } th.n { "Size" } th.n { "Written" }
+                        th.n { "Stored in" }
                     } }
                     tbody { @for snapshot in newest { (row(snapshot)) } }
                 } }
@@ -141,11 +144,12 @@ pub(super) fn interval(cost: &Cost) -> Markup {
         section {
             h2 { "What the interval costs" }
             p {
-                "A snapshot came after " b { (time(cost.interval_us)) } " of running (median). With that, freezes and lost work "
-                "cost " b { (share(cost.sum_ppm())) } "; by Young and Daly the least is " b { (share(cost.best_sum_ppm())) }
-                ", after " b { (time(millis(cost.best.interval))) } "."
+                "A snapshot came after " b { (time(cost.interval_us)) } " of running (median). Freezes and lost work "
+                "cost " b { (share(cost.sum_ppm())) } "; the minimum by Young and Daly is "
+                b { (share(cost.best_sum_ppm())) }
+                ", with an interval of " b { (time(millis(cost.best.interval))) } "."
                 @if saved >= 1000 { " Another interval would save " b { (share(saved)) } " of the time." }
-                @else { " That is as good as it gets." }
+                @else { " No other interval is clearly better." }
             }
             div.chart {
                 div.y { span { (share(curve.top_ppm)) } span { (share(curve.top_ppm / 2)) } span { "0" } }
@@ -163,13 +167,13 @@ pub(super) fn interval(cost: &Cost) -> Markup {
             }
             ul.key {
                 li { (dot("frozen")) "freezes" } li { (dot("lost")) "lost work" } li { (dot("ink")) "both" }
-                li { (dot("down")) "as it is" } li { (dot("useful")) "best" }
+                li { (dot("down")) "actual" } li { (dot("useful")) "best" }
             }
             div.scroll { table {
                 thead { tr { th {} th.n { "Interval" } th.n { "Freezes" } th.n { "Lost work" } th.n { "Both" } } }
                 tbody {
                     tr {
-                        td { "as it is" } td.n { (time(cost.interval_us)) } td.n { (share(overhead)) }
+                        td { "actual" } td.n { (time(cost.interval_us)) } td.n { (share(overhead)) }
                         td.n { (share(u64::from(cost.loss_ppm))) } td.n { b { (share(cost.sum_ppm())) } }
                     }
                     tr {
@@ -193,14 +197,14 @@ pub(super) fn store(report: &Report) -> Markup {
         section {
             h2 { "Store" }
             p {
-                b { (size(report.disk)) } " on the disk in all. The " (report.images.len()) " images that there are added "
-                b { (size(stored)) } " when they were stored."
+                b { (size(report.disk)) } " on disk in total. Storing the " (report.images.len()) " existing images added "
+                b { (size(stored)) } "."
             }
             @for image in report.images.iter().take(IMAGES) {
                 div.size {
                     span.t { code { (format!("{:06}", image.id.sequence())) } " " span.soft {
                         (moment(image.id.taken().timestamp_micros()).get(..16).unwrap_or_default())
-                        @if !image.good { " · not good" }
+                        @if !image.good { " · bad" }
                     } }
                     span.whole {
                         i style=(percent(image.bytes)) {}
@@ -214,13 +218,13 @@ pub(super) fn store(report: &Report) -> Markup {
             }
             @if !rest.is_empty() {
                 p.small.soft {
-                    "And " (rest.len()) " older ones, which added "
+                    "Also " (rest.len()) " older images, which added "
                     (size(rest.iter().filter_map(|image| image.stored).sum())) "."
                 }
             }
             ul.key {
-                li { (dot("frozen")) "added to the store: what no older image had, compressed" }
-                li { (dot("away")) "content of the image" }
+                li { (dot("frozen")) "added to the store: content that no older image has, compressed" }
+                li { (dot("away")) "size of the image" }
             }
         }
     }
@@ -236,7 +240,8 @@ pub(super) fn troubles(report: &Report) -> Markup {
                 p.small.soft { "The newest " (TROUBLES) " of " (report.troubles.len()) "." }
             }
             div.scroll { table {
-                thead { tr { th { "When" } th { "What" } th { "Why" } th.n { "Back after" } th.n { "Lost work" } th { "From" } } }
+                thead { tr { th { "When" } th { "What" } th { "Why" } th.n { "Restored after" }
+                    th.n { "Lost work" } th { "From" } } }
                 tbody { @for trouble in newest { tr {
                     td.t { (moment(trouble.at)) }
                     td.t { (dot(if trouble.what.is_death() { "lost" } else { "down" })) (word(&trouble.what)) }

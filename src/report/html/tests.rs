@@ -84,7 +84,7 @@ fn what_is_foreign_stays_text_and_nothing_is_fetched() {
 #[test]
 fn without_events_there_is_a_page_that_says_so() {
     let page = page(&Report::new(&[], facts(), at(0)));
-    assert!(page.contains("there are no events") && page.ends_with("</html>"), "{page}");
+    assert!(page.contains("has no events") && page.ends_with("</html>"), "{page}");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! How long a last snapshot will take, by what was measured. Pure: events come in, a [`Forecast`] comes out.
+//! How long the final snapshot will take, from measurements. Pure: events come in, a [`Forecast`] comes out.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -71,7 +71,7 @@ impl Measured {
         Some(Trip { bytes, took: Duration::from_micros(took_us) })
     }
 
-    /// What a last snapshot will take; none where there was no snapshot yet.
+    /// How long the final snapshot will take; none before the first snapshot.
     pub(super) fn forecast(&self, route: Route) -> Option<Forecast> {
         let snapshot = self.snapshots.iter().max().copied()?;
         let bytes = self.newest.map_or(0, |(_, bytes)| bytes);
@@ -87,22 +87,22 @@ fn remember<T>(known: &mut VecDeque<T>, new: T) {
     known.push_back(new);
 }
 
-/// How long so many bytes take on the slowest of the trips.
+/// How long so many bytes take at the rate of the slowest transfer.
 fn slowest(trips: &VecDeque<Trip>, bytes: u64) -> Duration {
     let scaled = |trip: &Trip| {
         let micros = trip.took.as_micros().saturating_mul(u128::from(bytes)) / u128::from(trip.bytes.max(1));
-        // A trip has costs that do not shrink with the image.
+        // A transfer has costs that do not shrink with the image.
         Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX)).max(trip.took)
     };
     trips.iter().map(scaled).max().unwrap_or_else(|| Duration::from_micros(bytes / UNKNOWN_RATE))
 }
 
-/// What an image that is on its way to the store still needs, where all of it is expected to take so long.
+/// The time until an image is stored, if storing all of it is expected to take `whole`.
 pub(super) fn left_of(seen: &Persisting, whole: Duration) -> Duration {
     let left = seen.total.saturating_sub(seen.done);
     let micros = whole.as_micros().saturating_mul(u128::from(left)) / u128::from(seen.total.max(1));
     let expected = Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX));
-    // Its own rate says nothing at its begin.
+    // Its own rate means nothing at the start.
     let is_telling = seen.done.saturating_mul(4) >= seen.total;
     let at_its_rate = left.checked_div(seen.rate).filter(|_| is_telling).map(Duration::from_secs);
     expected.max(at_its_rate.unwrap_or_default())
@@ -113,26 +113,26 @@ pub(super) fn in_seconds(time: Duration) -> humantime::FormattedDuration {
     humantime::format_duration(Duration::from_secs(time.as_millis().div_ceil(1000).try_into().unwrap_or(u64::MAX)))
 }
 
-/// Where a last snapshot stands between the begin of a run and its deadline.
+/// When the final snapshot starts, between the start of a run and its deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// When it is begun.
+    /// When it starts.
     pub(super) at: DateTime<Utc>,
-    /// Whether the time is enough for it.
+    /// Whether there is enough time for it.
     pub(super) room: Room,
 }
 
-/// Whether the time until a deadline is enough for a last snapshot.
+/// Whether the time until a deadline is enough for the final snapshot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Room {
     /// It is.
     Enough,
-    /// It would take more than half of it. The job runs for the other half all the same: stopped earlier each time, it would
-    /// never get anywhere.
+    /// It would take more than half of the time. The job still runs for the other half: otherwise it would never make
+    /// progress.
     Short,
 }
 
-/// Plans the last snapshot of a run that began at `begun` and must be gone at `deadline`.
+/// Plans the final snapshot of a run that started at `begun` and must end by `deadline`.
 pub(super) fn plan(begun: DateTime<Utc>, deadline: DateTime<Utc>, lead: Duration) -> Plan {
     let half = begun + (deadline - begun).max(chrono::TimeDelta::zero()) / 2;
     let lead = chrono::TimeDelta::from_std(lead).unwrap_or(chrono::TimeDelta::MAX);
@@ -142,25 +142,27 @@ pub(super) fn plan(begun: DateTime<Utc>, deadline: DateTime<Utc>, lead: Duration
     }
 }
 
-/// Who decides what a stop must fit into.
+/// Who limits the time of a stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Attended {
-    /// A scheduler or an orchestrator, who kills us when the grace is over.
+    /// A scheduler or an orchestrator, which kills us when the grace is over.
     Yes,
-    /// Nobody: after the last snapshot there is all the time of the world.
+    /// Nobody: after the final snapshot there is no time limit.
     No,
 }
 
-/// What is wrong with a grace that cannot hold a last snapshot, and what to do.
+/// What is wrong with a grace that is too short for the final snapshot, and what to do.
 pub(super) fn too_short(forecast: &Forecast, grace: Duration, attended: Attended) -> Option<String> {
     let advice = format!(
-        "Set it to what there is (--grace), and see that there is enough: {} or more as terminationGracePeriodSeconds, TimeoutStopSec, or N in Slurm's --signal=B:USR2@N",
+        "Raise --grace, and allow {} or more for both: terminationGracePeriodSeconds, TimeoutStopSec, or N in Slurm's \
+        --signal=B:USR2@N",
         in_seconds(forecast.lead())
     );
     let (snapshot, given) = (in_seconds(forecast.snapshot), in_seconds(grace));
     if forecast.snapshot > grace {
         return Some(format!(
-            "a last snapshot is expected to take {snapshot}, and snapshot.grace is {given}: a stop would end the job without one. {advice}"
+            "the final snapshot is expected to take {snapshot}, and snapshot.grace is {given}: a stop would end the \
+            job without one. {advice}"
         ));
     }
     if attended == Attended::No || forecast.total() <= grace {
@@ -168,7 +170,8 @@ pub(super) fn too_short(forecast: &Forecast, grace: Duration, attended: Attended
     }
     let way = in_seconds(forecast.store.saturating_add(forecast.replica));
     Some(format!(
-        "a last snapshot is expected to take {snapshot}, and then {way} to where it is safe; snapshot.grace is {given}: whoever kills us then leaves it in memory only. {advice}"
+        "the final snapshot is expected to take {snapshot}, then {way} to store; snapshot.grace is {given}: the image \
+        would be lost in memory. {advice}"
     ))
 }
 

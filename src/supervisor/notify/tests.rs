@@ -97,9 +97,9 @@ fn the_line_says_what_people_want_to_know() {
     assert!(status(&running, at(-500)).contains("taken just now,"));
     let moving = Persisting { image, done: 45, total: 100, written: 0, rate: 0 };
     let storing = Published { persisting: Some(moving.clone()), restarts: 2, ..published("running") };
-    assert_eq!(status(&storing, at(0)), "running; image 12 goes to the store, 45 %; 2 restarts");
+    assert_eq!(status(&storing, at(0)), "running; copying image 12 to the store, 45 %; 2 restarts");
     let reading = Published { restoring: Some(moving), ..published("restoring") };
-    assert_eq!(status(&reading, at(0)), "restoring; image 12 is read, 45 %");
+    assert_eq!(status(&reading, at(0)), "restoring; reading image 12, 45 %");
 }
 
 #[test]

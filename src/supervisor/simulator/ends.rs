@@ -17,7 +17,7 @@ impl World {
             }
             Finish::Failed { why, .. } if why.is_empty() => self.oracle.violate("given up without a reason".into()),
             Finish::Failed { why, .. }
-                if why.contains("none by a fault of the image") && !self.oracle.failures.machine_failed =>
+                if why.contains("none because of the image") && !self.oracle.failures.machine_failed =>
             {
                 self.oracle.violate(format!("given up for the machine, which has no fault: {why}"));
             }

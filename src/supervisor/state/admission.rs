@@ -1,4 +1,4 @@
-//! What may be asked for in which state, so that an asker hears why not rather than nothing.
+//! Which requests each state admits, so that a refused client gets a reason.
 
 use super::{Ending, Machine, Postponed, State, Then};
 
@@ -13,21 +13,21 @@ pub enum Wish {
     Resume,
     /// To go back to an image.
     Rewind,
-    /// That no snapshot is begun for some time.
+    /// Blocks snapshots for some time.
     Hold,
 }
 
 const STOPS: &str = "the job is being stopped";
-const BACK_SOON: &str = "the job is being brought back: try again when it runs";
-const HELD_OFF: &str = "a snapshot waits for the hold that there is: try again when it is taken";
-const UNDER_WAY: &str = "a snapshot is being taken: try again when it is over";
+const BACK_SOON: &str = "the job is being restored: try again when it is running";
+const HELD_OFF: &str = "a snapshot already waits for the job: try again after it is taken";
+const UNDER_WAY: &str = "a snapshot is being taken: try again after it";
 const SUSPENDED: &str = "the job is suspended: resume it first";
 
 impl Machine<'_> {
     /// Whether the event for this wish would do something now, or what is wished for is the case already.
     ///
     /// # Errors
-    /// Why not, in words.
+    /// The reason, as text.
     pub fn admits(&self, wish: Wish) -> Result<(), &'static str> {
         match (&self.state, wish) {
             (State::Done, _) => Err("the job is over"),
@@ -40,7 +40,8 @@ impl Machine<'_> {
             (State::Snapshotting { .. }, Wish::Hold) => Err(UNDER_WAY),
             _ if wish == Wish::Suspend && self.is_suspending() => Ok(()),
             (State::Waiting { .. }, Wish::Suspend) => Ok(()),
-            (_, Wish::Resume) if self.is_suspending() => Err("the job is being suspended: try again when it is"),
+            (_, Wish::Resume) if self.is_suspending() => Err("the job is being suspended: try again when it is \
+                suspended"),
             (_, Wish::Resume) => Err("the job is not suspended"),
             (State::Running(_) | State::Snapshotting { then: None, .. }, _) => Ok(()),
             (_, _) if self.is_suspending() => Err("the job is being suspended"),

@@ -24,7 +24,7 @@ pub enum Finish {
     Completed,
     /// Stopped as asked; it can be continued.
     Stopped(Stop),
-    /// The same, and its last image is lost with the machine's memory: it could not be brought to the store.
+    /// The same, and its last image is lost if the machine restarts: it could not be stored.
     StoppedInMemory {
         /// Who asked for it.
         stop: Stop,
@@ -33,27 +33,27 @@ pub enum Finish {
     },
     /// It cannot be started here at all.
     Impossible {
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
         /// What has to change.
         obstacle: Obstacle,
     },
     /// Given up.
     Failed {
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
-        /// How the job ended last, where it was the job that ended.
+        /// How the job ended last, if it was the job that ended.
         last: Option<Ended>,
     },
     /// There are images and none can be used; the job is not started from nothing over them.
     NoUsableImage {
-        /// The same in words.
+        /// The same as text.
         why: String,
     },
 }
 
 impl Finish {
-    /// The same, where this image was not brought from memory to the store.
+    /// The same, if this image was not stored.
     #[must_use]
     pub fn with_left_in_memory(self, image: Option<ImageId>) -> Finish {
         match (image, self) {
@@ -63,17 +63,18 @@ impl Finish {
     }
 }
 
-/// Why a run ended with [`Finish::NoUsableImage`], in words.
-pub const NO_USABLE_IMAGE: &str = "the run has images, none of them can be used, and restart.cold-start forbids to start the job from nothing over them";
+/// Why a run ended with [`Finish::NoUsableImage`], as text.
+pub const NO_USABLE_IMAGE: &str = "the run has images and none can be used, and restart.cold-start does not allow a \
+    start from the beginning";
 
 /// What a rule or the watch of a job decides in place of the policy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is brought back, whatever its exit code; it counts as a failure.
+    /// It is restarted, whatever its exit code; it counts as a failure.
     Restart,
     /// It is given up.
     GiveUp {
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
     },
     /// It is left as it is, to be queued again.
@@ -93,17 +94,17 @@ pub enum Event {
         image: ImageId,
         /// Why.
         failure: Failure,
-        /// What there is to go on from.
+        /// The images to continue from.
         images: Images,
     },
     /// It could not be started, by no fault of an image.
     StartFailed {
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
     },
     /// It could not be started and never will: the command is wrong.
     Impossible {
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
         /// What has to change.
         obstacle: Obstacle,
@@ -112,7 +113,7 @@ pub enum Event {
     Ended {
         /// How.
         ended: Ended,
-        /// What there is to go on from.
+        /// The images to continue from.
         images: Images,
     },
     /// A snapshot is in a slot.
@@ -120,9 +121,9 @@ pub enum Event {
         /// How long the job was frozen for it.
         freeze: Duration,
     },
-    /// An image is being brought from memory to the store.
+    /// An image is being stored.
     PersistBegan,
-    /// It is there, after so long, or it failed.
+    /// It is stored, after so long, or it failed.
     PersistEnded(Option<Duration>),
     /// A snapshot failed; the job runs on, unless it is lost.
     SnapshotFailed(Harm),
@@ -138,12 +139,12 @@ pub enum Event {
     Hold(Instant),
     /// It does not any more.
     Release,
-    /// End the job and start it from this image. It was asked for, so it counts as no failure.
+    /// End the job and start it from this image. It was requested, so it is no failure.
     Rewind {
         /// Which.
         image: ImageId,
     },
-    /// End the job that runs, for this. It is no wish: a stop or a rewind that was asked for comes first.
+    /// End the running job, for this. It is no request: a requested stop or rewind comes first.
     Condemn(Verdict),
     /// What the end that is reported next leads to.
     Judged(Verdict),
@@ -163,7 +164,7 @@ impl Event {
     /// The image of a start went while it waited for its turn: with the memory that it was in, or another came in its place.
     #[must_use]
     pub fn gone(image: ImageId, images: Images) -> Event {
-        Event::ImageFailed { image, failure: Failure::NotNow("it is not there any more".into()), images }
+        Event::ImageFailed { image, failure: Failure::NotNow("it no longer exists".into()), images }
     }
 
     /// What a snapshot that failed comes to.
@@ -182,7 +183,7 @@ impl Event {
 pub enum Harm {
     /// None.
     None,
-    /// It cannot go on.
+    /// It cannot continue.
     Lost,
 }
 
@@ -205,7 +206,7 @@ pub enum Action {
     NotRestored {
         /// Which.
         image: ImageId,
-        /// Why, in words.
+        /// The reason, as text.
         why: String,
     },
     /// Say why it is tried again, and when.

@@ -1,4 +1,4 @@
-//! Where a job can stand.
+//! The states of a job.
 
 use std::time::Instant;
 
@@ -8,25 +8,25 @@ use crate::published::JobState;
 use rekindle_os::spawn::Ended;
 use rekindle_store::ImageId;
 
-/// Where the job stands.
+/// The state of the job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
     /// It is being launched or restored.
     Starting {
         /// From what.
         from: StartPoint,
-        /// What was asked for meanwhile; never a suspension.
+        /// What was requested in the meantime; never a suspension.
         then: Option<Then>,
     },
     /// It runs.
     Running(Life),
-    /// It runs or stands still while a snapshot is taken.
+    /// It runs, or is frozen, while a snapshot is taken.
     Snapshotting {
         /// The life.
         life: Life,
         /// What is to be done afterwards.
         then: Option<Then>,
-        /// It ended meanwhile.
+        /// It ended in the meantime.
         ended: Option<Ended>,
     },
     /// It was told to end.
@@ -68,9 +68,9 @@ pub enum Then {
 /// Why a job was told to end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
-    /// It was asked for.
+    /// It was requested.
     Stop(Stop),
-    /// It cannot go on after a snapshot.
+    /// It cannot continue after a snapshot.
     Lost,
     /// It makes room, and its image is taken.
     Suspend,
@@ -127,7 +127,7 @@ impl State {
         }
     }
 
-    /// Whether a stop was asked for, or all is over.
+    /// Whether a stop was requested, or all is over.
     #[must_use]
     pub(super) fn is_stopping(&self) -> bool {
         match self {

@@ -379,7 +379,7 @@ fn what_is_asked_for_by_name_is_not_replaced_by_something_else() {
     machine.step(Event::Tick, now + Duration::from_secs(60));
     let second = machine.step(failed(1, refused(), &[1]), now);
     let [Action::Mark(mark), Action::Finish(Finish::NoUsableImage { why })] = &second[..] else { panic!("{second:?}") };
-    assert!(mark.image == id(1) && why.contains("asked for by name") && why.contains("bad size"), "{why}");
+    assert!(mark.image == id(1) && why.contains("the requested image") && why.contains("bad size"), "{why}");
     assert_eq!(machine.state(), &State::Done);
     // Once it ran, an end is one as any other.
     let (machine, _) = Machine::new(&config, StartPoint::Image(id(1)));

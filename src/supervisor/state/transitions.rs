@@ -83,7 +83,7 @@ impl Machine<'_> {
         let (state, actions) = if stops {
             let mark = decision.mark().cloned();
             let why = failure.why().unwrap_or("its content is damaged");
-            let why = format!("image {image} was asked for by name and cannot be used: {why}");
+            let why = format!("the requested image {image} cannot be used: {why}");
             let finish = Action::Finish(Finish::NoUsableImage { why });
             (State::Done, mark.map(Action::Mark).into_iter().chain([finish]).collect())
         } else {
@@ -124,12 +124,12 @@ impl Machine<'_> {
         }
     }
 
-    /// What would begin a snapshot waits: memory that is not back yet cannot be dumped, there is one slot beside the image
-    /// that is being brought to the store, and a snapshot that took it would leave none for the next; or the job holds it off.
+    /// A snapshot waits: memory that is not restored yet cannot be dumped; there is one slot beside the image that is
+    /// being stored, and a snapshot that used it would leave none for the next; or the job blocks it.
     fn postpone(&mut self, life: Life, event: Event, now: Instant) -> (State, Vec<Action>) {
         let then = self.postponed.and_then(|postponed| postponed.then);
         match (event, then) {
-            // No time is left for a snapshot; the image that is on its way is the last.
+            // No time is left for a snapshot; the image that is being stored is the last.
             (_, Some(Then::Stop(stop, until))) if until <= now => return kill(Ending::Stop(stop), life),
             (_, Some(Then::Stop(..))) => {}
             (Event::StopBy(stop, until), _) => {
@@ -199,12 +199,12 @@ impl Machine<'_> {
                 match (then, ended) {
                     (Some(Then::Rewind(image)), _) => kill(Ending::Rewind(image), life),
                     (Some(Then::Suspend), _) if taken => kill(Ending::Suspend, life),
-                    // Its end is still to be reported, with the images of then.
+                    // Its end will be reported, with the images at that time.
                     (None | Some(Then::Suspend), Some(_)) if !lost => {
                         (State::Running(Life { next: None, ..life }), vec![])
                     }
                     (None | Some(Then::Suspend), None) if !lost => match self.postponed {
-                        // Asked for after this one had begun.
+                        // Requested after this one had started.
                         Some(Postponed { reason, then }) if !self.is_busy() => {
                             self.postponed = None;
                             (State::Snapshotting { life, then, ended: None }, vec![Action::Snapshot(reason)])
@@ -245,7 +245,7 @@ impl Machine<'_> {
             Event::Rewind { image } if !matches!(then, Some(Then::Stop(..))) => {
                 (State::Snapshotting { life, then: Some(Then::Rewind(image)), ended }, vec![Action::Cancel])
             }
-            // Out of time: what was frozen is let go or killed with the rest.
+            // Out of time: frozen processes are released or killed with the others.
             Event::Tick => match then {
                 Some(Then::Stop(stop, until)) if until <= now => {
                     let (ending, kill) = kill(Ending::Stop(stop), life);
@@ -270,8 +270,8 @@ impl Machine<'_> {
     ) -> (State, Vec<Action>) {
         match (event, stop) {
             (Event::Ended { .. }, Ending::Rewind(image)) => start(StartPoint::Image(image)),
-            // It was at its end when it was to be killed. After a SIGTERM an exit with 0 says nothing of the kind: many
-            // programs end so when they are told to, and their work is not done.
+            // It ended by itself just before it would have been killed. After a SIGTERM, an exit with 0 does not mean
+            // that: many programs end so on request, before their work is done.
             (Event::Ended { ended: Ended::Exit(0), .. }, _) if deadline.is_none() => finish(Finish::Completed),
             (Event::Ended { .. }, Ending::Stop(stop)) => finish(Finish::Stopped(stop)),
             (Event::Ended { images, .. }, Ending::Lost) => self.died(Death::Lost, &life, &images, now),

@@ -110,19 +110,15 @@ impl Collector for Seen {
         )?;
         sink.one(
             "rekindle_useful_seconds",
-            "Useful work since this supervisor began",
+            "Useful work since this supervisor started",
             Number::Gauge(work.useful(self.now).as_secs_f64()),
         )?;
         sink.one(
             "rekindle_lost_work_seconds",
-            "Work that was done and is done again",
+            "Work that was lost and is repeated",
             Number::Counter(work.lost().as_secs_f64()),
         )?;
-        sink.one(
-            "rekindle_hooks_failed",
-            "Hooks that did not do their work, and calls of the webhook",
-            Number::Count(facts.hooks_failed),
-        )
+        sink.one("rekindle_hooks_failed", "Failed hooks and webhook calls", Number::Count(facts.hooks_failed))
     }
 }
 
@@ -131,21 +127,25 @@ impl Seen {
         let facts = &self.facts;
         if let Some(published) = &facts.published {
             let labels = [("version", env!("CARGO_PKG_VERSION").to_owned()), ("run", published.lineage.clone())];
-            sink.family("rekindle_supervisor", "1, with the version of rekindle and the run", [(labels, 1.0)])?;
+            sink.family("rekindle_supervisor", "Always 1, with the version of rekindle and the run", [(labels, 1.0)])?;
             let states =
                 JobState::ALL.iter().map(|state| ([("state", state.as_str())], bit(published.state == *state)));
-            sink.family("rekindle_state", "1 for the state that the job is in", states)?;
+            sink.family("rekindle_state", "1 for the current state of the job", states)?;
             let begun = stamp(published.begun);
-            sink.one("rekindle_supervisor_start_time_seconds", "When this supervisor began", Number::Gauge(begun))?;
+            sink.one("rekindle_supervisor_start_time_seconds", "When this supervisor started", Number::Gauge(begun))?;
             let restarts = u64::from(published.restarts);
-            sink.one("rekindle_restarts", "Times the job was brought back or begun anew", Number::Count(restarts))?;
+            sink.one("rekindle_restarts", "Restarts of the job", Number::Count(restarts))?;
         }
         let started = facts.started.map(stamp);
-        sink.gauge("rekindle_job_start_time_seconds", "Since when the job runs; not there while it does not", started)?;
-        sink.one("rekindle_failures", "Ends of the job that nobody asked for", Number::Count(facts.failures))?;
+        sink.gauge(
+            "rekindle_job_start_time_seconds",
+            "When the job started to run; absent while it is not running",
+            started,
+        )?;
+        sink.one("rekindle_failures", "Unexpected ends of the job", Number::Count(facts.failures))?;
         if let Some(outcome) = &facts.outcome {
             let outcomes = OUTCOMES.iter().map(|name| ([("outcome", *name)], bit(outcome == name)));
-            sink.family("rekindle_finished", "1 for how it all ended; not there before", outcomes)?;
+            sink.family("rekindle_finished", "1 for the outcome of the run; absent before its end", outcomes)?;
         }
         Ok(())
     }
@@ -154,14 +154,14 @@ impl Seen {
         let facts = &self.facts;
         sink.one("rekindle_snapshots_taken", "Snapshots that were taken", Number::Count(facts.taken))?;
         sink.one("rekindle_snapshots_failed", "Snapshots that failed", Number::Count(facts.failed))?;
-        sink.one("rekindle_images_bad", "Images that were found bad", Number::Count(facts.bad))?;
+        sink.one("rekindle_images_bad", "Images that were marked as bad", Number::Count(facts.bad))?;
         let damaged = "Chunks of the store that verification found damaged or unreadable";
         sink.one("rekindle_store_damaged_chunks", damaged, Number::Count(facts.damaged))?;
-        let replaced = "Chunks of those that were taken from a whole copy";
+        let replaced = "Of those, chunks that were replaced from an intact copy";
         sink.one("rekindle_store_replaced_chunks", replaced, Number::Count(facts.replaced))?;
         sink.gauge(
             "rekindle_last_snapshot_timestamp_seconds",
-            "When the newest image was there",
+            "When the newest image was complete",
             facts.last.map(|last| stamp(last.time)),
         )?;
         sink.gauge(
@@ -172,7 +172,7 @@ impl Seen {
         sink.gauge("rekindle_last_image_bytes", "Size of the newest image", facts.last.map(|last| real(last.bytes)))?;
         if !facts.phases.is_empty() {
             let phases = facts.phases.iter().map(|(name, time)| ([("phase", name.clone())], *time));
-            sink.family("rekindle_last_freeze_phase_seconds", "The same by phase", phases)?;
+            sink.family("rekindle_last_freeze_phase_seconds", "Duration of the phases of that freeze", phases)?;
         }
         let help = "How long the job was frozen for snapshots";
         let mut encoder = sink.0.encode_descriptor("rekindle_freeze_seconds", help, None, MetricType::Histogram)?;
@@ -181,42 +181,38 @@ impl Seen {
         let next = facts.published.as_ref().and_then(|published| published.next);
         sink.gauge("rekindle_next_snapshot_timestamp_seconds", "When the next snapshot is due", next.map(stamp))?;
         let interval = facts.interval.map(|interval| interval.as_secs_f64());
-        sink.gauge("rekindle_interval_seconds", "The time between two snapshots that is in force", interval)
+        sink.gauge("rekindle_interval_seconds", "The current interval between two snapshots", interval)
     }
 
     fn store(&self, sink: &mut Sink<'_>) -> fmt::Result {
         let facts = &self.facts;
-        sink.one("rekindle_stored_images", "Images that were brought to the store", Number::Count(facts.stored))?;
-        sink.one("rekindle_store_written_bytes", "Bytes that were written for them", Number::Count(facts.written))?;
-        sink.one("rekindle_store_seconds", "How long that took", Number::Counter(facts.store_seconds))?;
-        sink.one(
-            "rekindle_store_failed_images",
-            "Images that did not get to the store",
-            Number::Count(facts.not_stored),
-        )?;
+        sink.one("rekindle_stored_images", "Images that were stored", Number::Count(facts.stored))?;
+        sink.one("rekindle_store_written_bytes", "Bytes written to store them", Number::Count(facts.written))?;
+        sink.one("rekindle_store_seconds", "How long storing them took", Number::Counter(facts.store_seconds))?;
+        sink.one("rekindle_store_failed_images", "Images that could not be stored", Number::Count(facts.not_stored))?;
         let persisting = facts.published.as_ref().and_then(|published| published.persisting.as_ref());
         let progress = persisting.map(|persisting| share(persisting.done, persisting.total));
         sink.gauge(
             "rekindle_persist_progress_ratio",
-            "How much of an image is in the store; not there while none is on its way",
+            "Progress of storing an image; absent while none is being stored",
             progress,
         )?;
         let restoring = facts.published.as_ref().and_then(|published| published.restoring.as_ref());
         let progress = restoring.map(|restoring| share(restoring.done, restoring.total));
-        sink.gauge("rekindle_restore_progress_ratio", "How much of an image was read to bring the job back", progress)
+        sink.gauge("rekindle_restore_progress_ratio", "Progress of reading an image for a restart", progress)
     }
 
     fn replica(&self, sink: &mut Sink<'_>) -> fmt::Result {
         let Some(replica) = &self.facts.replica else { return Ok(()) };
+        sink.one("rekindle_replicated_images", "Images that were replicated", Number::Count(replica.replicated))?;
+        sink.one("rekindle_replica_sent_bytes", "Bytes sent to the replica", Number::Count(replica.sent))?;
         sink.one(
-            "rekindle_replicated_images",
-            "Images that were brought to the replica",
-            Number::Count(replica.replicated),
+            "rekindle_replica_failed_images",
+            "Images that could not be replicated",
+            Number::Count(replica.failed),
         )?;
-        sink.one("rekindle_replica_sent_bytes", "Bytes that were sent there", Number::Count(replica.sent))?;
-        sink.one("rekindle_replica_failed_images", "Images that did not get there", Number::Count(replica.failed))?;
         let oldest = replica.waiting.front().map(|(_, since)| (self.time - since).to_std().unwrap_or_default());
-        let help = "How long an image has been in the store that is not in the replica";
+        let help = "How long the oldest image that is not in the replica has been in the store";
         sink.one("rekindle_replica_lag_seconds", help, Number::Gauge(oldest.unwrap_or_default().as_secs_f64()))
     }
 }

@@ -74,8 +74,8 @@ fn answer(mut stream: &TcpStream, render: &Render) -> io::Result<()> {
     let (status, body) = match first_line(&head) {
         Some(("GET" | "HEAD", "/metrics")) => ("200 OK", render()),
         Some(("GET" | "HEAD", _)) => ("404 Not Found", "the metrics are at /metrics\n".into()),
-        Some(_) => ("405 Method Not Allowed", "only GET\n".into()),
-        None => ("400 Bad Request", "this is not HTTP\n".into()),
+        Some(_) => ("405 Method Not Allowed", "only GET is supported\n".into()),
+        None => ("400 Bad Request", "not an HTTP request\n".into()),
     };
     let kind = if status.starts_with("200") { TYPE } else { "text/plain; charset=utf-8" };
     let mut text = format!(

@@ -1,7 +1,7 @@
 //! The numbers as a file, for node_exporter's textfile collector.
 //!
-//! It is replaced by a thread of its own, since what it lies on may hang, at most so often, and not at all while nothing changes.
-//! After the end it stays and says how the job ended.
+//! A separate thread replaces it, because its file system may hang; at most so often, and not while nothing changes.
+//! After the end it remains and says how the job ended.
 
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -94,7 +94,7 @@ impl Shared {
             if let Err(error) = written
                 && !std::mem::replace(&mut complained, true)
             {
-                tracing::warn!("metrics cannot be written to {}: {error}", path.display());
+                tracing::warn!("cannot write metrics to {}: {error}", path.display());
             }
             last = Some(Instant::now());
             state = self.state();

@@ -1,8 +1,8 @@
 //! How much of the time was useful work: the goodput of this supervisor, by the definitions of docs/report.md.
 //!
-//! Useful is the time that the job ran, without its freezes and without what it did twice. What it did is done twice when it is
-//! brought back: from then on it stands where it stood at that image. An image from before this supervisor stands at nothing,
-//! because what was done before is not counted. Time in which the job was not meant to run (suspended, or over) is in no share.
+//! Useful time is the time that the job ran, without freezes and without repeated work. Work is repeated after a
+//! restore: the job is then where it was at that image. An image from before this supervisor counts as zero, because
+//! earlier work is not counted. Time in which the job should not run (suspended, or over) is not counted at all.
 //!
 //! [`History`](crate::report::history::History) says the same of a whole journal, moment by moment; a supervisor of weeks keeps
 //! sums instead. A test compares the two.
@@ -18,10 +18,10 @@ const MOST: usize = 4096;
 #[derive(Debug, Clone)]
 pub(super) struct Work {
     begun: Instant,
-    /// Useful until this life began, or until it ended where none runs.
+    /// Useful time until this life began, or until it ended if none runs.
     done: Duration,
     now: Now,
-    /// When the job ended, while it is not known yet what comes of it.
+    /// When the job ended, while it is unknown what follows.
     ended: Option<Instant>,
     /// How long it was not meant to run, before now.
     idle: Duration,
@@ -80,7 +80,7 @@ impl Work {
         self.ended = Some(now);
     }
 
-    /// It will be brought back.
+    /// It will be restarted.
     pub(super) fn waits(&mut self, now: Instant) {
         self.becomes(Now::Down, now);
     }
@@ -89,7 +89,7 @@ impl Work {
         self.becomes(Now::Idle { since: now }, now);
     }
 
-    /// From its end on it was not meant to run: the last image was on its way to the store.
+    /// After its end it was not supposed to run: the last image was being stored.
     pub(super) fn finished(&mut self, now: Instant) {
         let since = self.ended.unwrap_or(now);
         self.becomes(Now::Idle { since }, now);

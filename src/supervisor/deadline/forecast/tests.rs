@@ -97,7 +97,10 @@ fn a_grace_that_is_too_short_is_told_with_numbers() {
     assert_eq!(too_short(&forecast, seconds(60), Attended::Yes), None);
     assert_eq!(too_short(&forecast, seconds(30), Attended::No), None, "nobody kills us");
     let text = too_short(&forecast, seconds(30), Attended::Yes).unwrap();
-    assert!(text.contains("20s, and then 40s") && text.contains("grace is 30s") && text.contains("1m 17s"), "{text}");
+    assert!(
+        text.contains("20s, then 40s to store") && text.contains("grace is 30s") && text.contains("1m 17s"),
+        "{text}"
+    );
     let text = too_short(&forecast, seconds(10), Attended::No).unwrap();
     assert!(text.contains("20s, and snapshot.grace is 10s") && text.contains("without one"), "{text}");
 }
