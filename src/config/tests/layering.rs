@@ -120,8 +120,7 @@ fn a_wrong_variable_or_flag_is_named() {
             "REKINDLE_STORE_DIRECTORY: store.directory = \"/x\u{fffd}\": must be valid UTF-8",
             "REKINDLE_STORE_KEEPLAST: unknown variable REKINDLE_STORE_KEEPLAST: did you mean REKINDLE_STORE_KEEP_LAST?",
             "REKINDLE_STORE_KEEP_LAST: store.keep-last = \"few\": must be a whole number from 0 to 4294967295",
-            "--interval: snapshot.interval = \"0s\": must be at least 100ms, or \"off\", because the job stands still \
-             during each snapshot",
+            "--interval: snapshot.interval = \"0s\": must be at least 100ms, or \"off\", because each snapshot freezes the job",
         ]
     );
 }
