@@ -394,9 +394,9 @@ fn supervise(
 /// The job's tmpfs for images. Without one, images are made in slots on the disk, which takes longer.
 fn staging_area(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Option<Area> {
     match staging::disk::sweep(folder, lock) {
-        Ok(true) => tracing::warn!("removed the slots on the disk: they are of before the machine was restarted"),
+        Ok(true) => tracing::warn!("removed slots on the disk that were written before the machine was restarted"),
         Ok(false) => {}
-        Err(error) => tracing::warn!("slots of before the machine was restarted are not given back: {}", chain(&error)),
+        Err(error) => tracing::warn!("cannot remove slots on the disk from before the machine was restarted: {}", chain(&error)),
     }
     if config.snapshot.staging == Staging::Store {
         return None;

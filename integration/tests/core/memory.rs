@@ -506,7 +506,7 @@ fn an_image_on_the_disk_of_another_boot_is_not_restored() {
     fs::write(lab.store().join("j/slots/boot"), "another").unwrap();
     assert!(lab.job().staged().is_empty());
     let mut run = fresh(&lab);
-    run.wait_said("removed the slots on the disk: they are of before the machine was restarted");
+    run.wait_said("removed slots on the disk that were written before the machine was restarted");
     run.wait_said("the job was restored from image 000001");
     count_on(&lab, &mut run, 5);
     assert!(!run.err().contains(&image.to_string()), "{}", tail(&run.err()));
