@@ -487,7 +487,7 @@ fn kill_9_before_an_image_on_the_disk_is_in_the_store() {
     assert_eq!((&left["needed"], &left["medium"]), (&image.to_string().into(), &"disk".into()), "{left}");
     let mut run = fresh(&lab);
     run.wait_said(&format!("the job was restored from image {image}"));
-    run.wait_said(&format!("image {image} is in the store"));
+    run.wait_said(&format!("image {image} was stored in"));
     count_on(&lab, &mut run, 5);
     assert_eq!(stored(&lab), [image]);
     // Killed now, the job is restored from the packs.
