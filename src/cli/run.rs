@@ -396,7 +396,9 @@ fn staging_area(config: &Config, folder: &JobFolder, lock: &WriterLock) -> Optio
     match staging::disk::sweep(folder, lock) {
         Ok(true) => tracing::warn!("removed slots on the disk that were written before the machine was restarted"),
         Ok(false) => {}
-        Err(error) => tracing::warn!("cannot remove slots on the disk from before the machine was restarted: {}", chain(&error)),
+        Err(error) => {
+            tracing::warn!("cannot remove slots on the disk from before the machine was restarted: {}", chain(&error))
+        }
     }
     if config.snapshot.staging == Staging::Store {
         return None;

@@ -274,10 +274,10 @@ fn is_mounted(path: &Path) -> io::Result<bool> {
     Ok(fs::metadata(path)?.dev() != fs::metadata(above)?.dev())
 }
 
-/// With huge pages for files that are large enough, where the kernel has them.
 /// What a mount table names as mounted there.
 pub const SOURCE: &str = "rekindle";
 
+/// With huge pages for files that are large enough, if the kernel has them.
 fn mount_tmpfs(path: &Path, size: u64) -> io::Result<HugePages> {
     let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
     let plain = format!("mode=0711,size={size}");
