@@ -372,7 +372,7 @@ impl<'a> Run<'a> {
         let log = Reader::start(log).map_err(|source| RunError::Talk { what: "log thread", source })?;
         let null = |fd, flags| Open { fd, path: CString::from(c"/dev/null"), flags };
         let work: PathBuf = place.work.into();
-        // Without `-L` CRIU loads the plugins of its distribution, one of which checkpoints CUDA processes by itself.
+        // Without `-L` CRIU loads the plugins of its distribution. One of them checkpoints CUDA processes by itself.
         let plugins = plugin.map_or(place.work, |plugin| plugin.folder);
         let first = [OsStr::new("--no-default-config"), OsStr::new("-W"), work.as_os_str()];
         let args = first.into_iter().chain(["-L".as_ref(), plugins.as_os_str(), "swrk".as_ref(), "3".as_ref()]);

@@ -231,7 +231,7 @@ pub fn take_again(all: &[Sharing]) -> Result<(), Error> {
     for (at, one) in all.iter().enumerate() {
         exporters.extend(one.exports().map(|(index, tag)| (tag, (at, index))));
     }
-    // By exporter: which of its entries is for which import of which process.
+    // By exporter: its entries, each with the process and the import that it is for.
     let mut wanted: Vec<Vec<Wanted>> = all.iter().map(|_| Vec::new()).collect();
     for (importer, one) in all.iter().enumerate() {
         for (import, entry) in one.imports().filter(|(_, import)| import.is_gone.load(Relaxed) != 0) {

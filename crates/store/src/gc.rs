@@ -8,7 +8,7 @@
 //!    intact
 //! 3. remove the mark of a pack that is needed again
 //! 4. remove packs whose mark is old enough: index, pack, mark, in this order
-//! 5. mark packs of which nothing is needed, with a file `NAME.gone`
+//! 5. mark packs that no image needs, with a file `NAME.gone`
 //! 6. copy the needed content of packs that are mostly unneeded to new packs, checked on reading; mark the old packs
 //!
 //! A chunk may be in two packs (`store.copies`). A second copy stays as long as any image needs the chunk, and both are

@@ -54,8 +54,9 @@ pub struct Bounds {
     pub threads: usize,
 }
 
-/// How many threads pack beside a job on so many processors. The job needs most of those: it is one in four, from two, of which
-/// one hashes while the other waits for the disk, to eight, as one hashes some 2.5 GB/s and no disk takes more.
+/// How many threads pack beside a job, for a number of processors. The job needs most processors, so it is one thread for four of
+/// them. At least two: one hashes while the other waits for the disk. At most eight: one thread hashes some 2.5 GB/s, and no disk
+/// is faster than eight.
 #[must_use]
 pub fn threads_beside(processors: usize) -> usize {
     (processors / 4).clamp(2, 8).min(processors)

@@ -134,7 +134,7 @@ pub(super) fn freeze<'a>(env: Env<'a>) -> Result<Frozen<'a>, Error> {
         }
     }
     let Freeze { env, seen, gpus, mut ready, landing, saved_links, dumped } = freeze;
-    let dumped = dumped.ok_or_else(|| Error::Guard("no dump was made".into()))?;
+    let dumped = dumped.ok_or_else(silent)?;
     // The driver has read its memory back.
     ready.armed = landing::capture::Armed::default();
     Ok(Frozen { env, seen, gpus, ready, landing, saved_links, dumped, timings })
@@ -285,6 +285,12 @@ impl Frozen<'_> {
         let name = |pid: &i32| self.seen.names.get(pid).cloned().unwrap_or_default();
         pids.iter().map(|pid| TreeProcess { pid: *pid, name: name(pid) }).collect()
     }
+}
+
+/// CRIU said that the dump succeeded and never that it was made: nothing is known of the moment of the image.
+fn silent() -> Error {
+    let source = std::io::ErrorKind::UnexpectedEof.into();
+    Error::Io { what: "dump: CRIU did not report the end of its dump (post-dump)".into(), source }
 }
 
 /// A process of the tree that died in the hands of a tracer, which CRIU is: one that was dead before has none.

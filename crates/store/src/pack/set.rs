@@ -103,7 +103,7 @@ impl Packs {
         self.dir.join(format!("{name}{GONE_SUFFIX}"))
     }
 
-    /// The packs, by name; also those of which only the index or the mark exists.
+    /// The packs, by name; also a pack that has only its index or its mark left.
     ///
     /// # Errors
     /// [`Error::Read`]: a folder that cannot be listed is never an empty one.

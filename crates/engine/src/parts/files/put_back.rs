@@ -48,7 +48,7 @@ pub enum ChangedFiles {
 pub enum PutBack {
     /// The content beyond or different from the snapshot is saved beside it.
     Kept(RolledBack),
-    /// Output of the job, of which only a configured amount may be saved.
+    /// Output of the job. Only a configured amount of it is saved.
     Cut(PathBuf, Kept),
     /// It was missing, and was created from the image.
     Made(PathBuf),
